@@ -125,10 +125,10 @@ def test_invalid_media_rows_are_rejected(folder, names, text, said):
         ("empty.wav", "is empty"),
         ("slowest.wav", "has 100 samples per second, outside the range of 4000 to 384000"),
         ("almost.wav", "is too long: 1.00 s"),  # one sample more than the model takes
-        ("nan.wav", "no numbers"),
+        ("nan.wav", "not finite"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
-        ("cut.wav", "is truncated: 80.. bytes fewer than its header"),  # libsndfile reads the existing half
+        ("cut.wav", "is truncated: it has 80.. bytes fewer than its header"),  # libsndfile reads the existing half
         ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
@@ -229,7 +229,7 @@ def test_sounds_are_never_dropped_silently(folder, processor):
         parse_document({"text": "<audio>birds", "audio": "half.wav"}, "text", **where)
     pair = parse_pair({**asked, "chosen": "a tone", "rejected": "no"}, "messages", **where)
     encoder = Encoder(processor, 128)
-    with pytest.raises(BadSample, match="rows of this phase do not take"):
+    with pytest.raises(BadSample, match="not supported in this phase"):
         encoder.encode(pair.chosen)
     with pytest.raises(BadSample, match="writes <audio> in its text, but names no sound"):
         encoder.encode(row(folder, wav="half.wav"))

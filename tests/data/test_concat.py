@@ -53,7 +53,7 @@ def test_samples_cover_every_token_once(folder, models, family):
     assert sorted(mixed[a:b] for a, b in zip([0, *at], at, strict=False)) == sorted(single)
     with pytest.raises(IndexError, match="has .* samples of 5 tokens; 999 was requested"):
         join(source, DocumentEncoder(models(family), 5), "error", 1)[999]
-    with pytest.raises(DataError, match="seq_length is 1, and joined documents need 2"):
+    with pytest.raises(DataError, match="seq_length is 1, but joined documents need 2"):
         join(source, DocumentEncoder(models(family), 1), "error", 1)
 
 

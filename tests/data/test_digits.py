@@ -105,7 +105,7 @@ def test_card_names_its_source(made):
 
 def test_existing_files_are_not_overwritten(made, tmp_path):
     with pytest.raises(
-        DataError, match=r"other settings \(train: 30 there, 31 asked; seed: 4 there, 0 asked\); choose"
+        DataError, match=r"different settings \(train: 30 there, 31 asked; seed: 4 there, 0 asked\); choose"
     ):
         digits.write(made.directory, train=31, test=10)
     (tmp_path / "notes.txt").write_text("mine")

@@ -64,10 +64,10 @@ def test_images_are_placed_without_loss(folder, models, family):
     assert all(isinstance(source[row], Document) for row in range(5)) and source[2].text == "See  and ."
     # an image is written as the family's own chat template writes it
     turn = [{"role": "user", "content": [{"type": "image"}]}]
-    assert encoder.place in processor.apply_chat_template(turn, tokenize=False)
+    assert encoder.image_placeholder in processor.apply_chat_template(turn, tokenize=False)
     for one, two, text, paths in (
-        (samples[0], samples[1], f"{encoder.place}A caption.", [wide]),
-        (samples[2], samples[3], f"See {encoder.place} and {encoder.place}.", [tall, wide]),
+        (samples[0], samples[1], f"{encoder.image_placeholder}A caption.", [wide]),
+        (samples[2], samples[3], f"See {encoder.image_placeholder} and {encoder.image_placeholder}.", [tall, wide]),
     ):
         direct = processor(text=[text], images=[load(folder.path / path) for path in paths], return_tensors="np")
         assert one.input_ids.tolist() == [*direct["input_ids"][0].tolist(), encoder.end_id]
@@ -108,8 +108,8 @@ def test_long_documents_follow_on_long(folder, models):
 BAD = (
     ({"id": "a"}, r"has the keys \['id'\]; a row of plain text has 'text'"),
     ("words", "is 'words'; expected an object"),
-    ({"text": ""}, "a text of no letters"),
-    ({"text": " \n\t"}, "a text of no letters"),
+    ({"text": ""}, "a text without characters"),
+    ({"text": " \n\t"}, "a text without characters"),
     ({"text": 7}, "'text' is 7; expected a text"),
     ({"text": None}, r"has the keys \[\]; a row of plain text has 'text'"),
     ({"text": ["a"]}, r"'text' is \['a'\]; expected a text"),
@@ -129,8 +129,8 @@ BAD = (
     ({"texts": ["a", None], "images": [None, None]}, "place 2 has the text None and the image None"),
     ({"texts": ["a"], "images": ["a.png"]}, "place 1 has the text 'a' and the image 'a.png'"),
     ({"texts": ["a", 3], "images": [None, None]}, "place 2 has the text 3"),
-    ({"texts": [None], "images": ["a.png"]}, "a text of no letters"),
-    ({"texts": [], "images": []}, "a text of no letters"),
+    ({"texts": [None], "images": ["a.png"]}, "a text without characters"),
+    ({"texts": [], "images": []}, "a text without characters"),
 )
 
 

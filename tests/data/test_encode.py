@@ -165,7 +165,7 @@ def test_bad_images_and_text_name_their_row(folder, models):
     encoder = Encoder(models("qwen3_vl"), 512)
     for row, message in (
         (0, "cannot be decoded"),
-        (1, "processor refuses it: .*aspect ratio"),
+        (1, "processor rejects it: .*aspect ratio"),
         (2, "contains the model's"),
     ):
         with pytest.raises(BadSample, match=rf"rows\.json, row {row} \(id r\): .*{message}"):

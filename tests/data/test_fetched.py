@@ -133,7 +133,7 @@ def test_files_are_prefetched_in_order(there, tmp_path):
     for file in store.folder.iterdir():
         file.unlink()
     ahead = make_prefetcher(mixture)
-    ahead.at(20)
+    ahead.prefetch_from(20)
     needed = {shard for _, shard in mixture.shards(20, [0])}
     assert {mixture.row(n)[1] // ROWS for n in range(20, 60)} == needed and len(needed) < SHARDS
     wanted = {f"{source.rows.files[shard].key}.arrow" for shard in needed}
@@ -330,7 +330,7 @@ def test_prefetch_does_not_evict_the_current_window(there):
     for file in store.folder.glob("*.arrow"):
         file.unlink()
     ahead = make_prefetcher(mixture)
-    ahead.at(0)
+    ahead.prefetch_from(0)
     first = [f"{source.rows.files[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
     for _ in range(500):
         if all((store.folder / name).exists() for name in first):

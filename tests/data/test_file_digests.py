@@ -30,7 +30,7 @@ def _settled(monkeypatch, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Return a list that receives the name of each file whose bytes are read for a digest."""
+    """Return a list that receives the name of each file whose bytes are read once to compute digests."""
     read, names = file_digests._read, []
     monkeypatch.setattr(file_digests, "_read", lambda file: names.append(file.name) or read(file))
     return names
@@ -204,6 +204,6 @@ def test_files_are_read_in_parallel_and_logged_once(tmp_path, monkeypatch):
     files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
     said: list[str] = []
     one = file_digests.compute_digests(files, tmp_path / "cache", said.append)
-    assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read for a digest" in said[0]
+    assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read once to compute digests" in said[0]
     assert file_digests.compute_digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
     assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size

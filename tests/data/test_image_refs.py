@@ -40,8 +40,8 @@ def test_paths_outside_the_folder_are_rejected(folder):
         (".", "is missing"),
         ("", "'' is not a file name"),
         ("a\0.png", "is not a file name"),
-        ("x" * 5000, "cannot be looked up"),
-        ("https://example.org/a.png", "Octavo fetches nothing: download it"),
+        ("x" * 5000, "cannot be resolved"),
+        ("https://example.org/a.png", "Octavo does not download images; copy it"),
         ("S3://bucket/a.png", "is not a local file"),
     ],
 )
@@ -53,7 +53,7 @@ def test_unresolvable_names_are_rejected(folder, name, message):
 def test_link_loop_is_rejected(folder):
     (folder.path / "a").symlink_to("b")
     (folder.path / "b").symlink_to("a")
-    with pytest.raises(MediaProblem, match="cannot be looked up"):
+    with pytest.raises(MediaProblem, match="cannot be resolved"):
         locate(folder.path, "a")
 
 

@@ -172,13 +172,13 @@ def test_hanging_worker_is_named_with_its_rows(folder):
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loaders.loader import run_workers, _Chunks
+from octavo.data.loaders.loader import run_workers, _RowChunks
 
-class Rows:  # each is more than a pipe holds: the workers wait with full hands
+class Rows:  # each is more than a pipe holds, so the workers block
     def __getitem__(self, places):
         return [bytes(1 << 20)]
 
-stream = run_workers(Rows(), _Chunks(itertools.count(), 1), 2)
+stream = run_workers(Rows(), _RowChunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)
@@ -197,7 +197,7 @@ def test_workers_exit_when_the_trainer_is_killed():
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        pytest.fail("the workers outlive the trainer")
+        pytest.fail("the workers are still running after the trainer")
 
 
 def bad_rows(folder, source):
@@ -340,7 +340,7 @@ def test_cache_is_bounded_and_used(source, encoder):
     of(two, 2)
     assert of(two, 1) is first  # used again, so row 2 is the older one
     of(two, 4)
-    assert of(two, 1) is first and set(two._kept) == {(0, 1), (0, 4)}
+    assert of(two, 1) is first and set(two._cache) == {(0, 1), (0, 4)}
     nothing = EncodedRows((source,), encoder, cache_bytes=0)
     assert of(nothing, 1) is not of(nothing, 1)
     first, *others, again = everything[[(0, 2), (0, 1), (0, 3), (0, 2)]]
@@ -359,7 +359,7 @@ def test_eval_set_has_each_row_once_in_order(source, encoder):
     assert ranks[1][2]["meta"].samples == 0
     rows_of = [row for pair in zip(*ranks, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == list(range(12)) * 2
-    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, most=13)) for r in (0, 1)]
+    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, max_rows=13)) for r in (0, 1)]
     rows_of = [row for pair in zip(*first, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == [*range(12), 0]
 
@@ -384,7 +384,7 @@ def test_eval_set_handles_bad_rows_like_the_loader(folder, source, encoder):
 )
 def test_default_number_of_workers(asked, gpu, cores, ranks, workers, monkeypatch):
     """The default is 0 on a CPU, and with GPUs it depends on the number of cores."""
-    monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
+    monkeypatch.setattr("octavo.base.accelerator.device_count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert worker_count(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

@@ -81,7 +81,7 @@ def test_unlocatable_answers_are_rejected():
 
 def test_roles_rejected_by_template_are_reported():
     with pytest.raises(
-        TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
+        TemplateProblem, match=r"rejects the roles user, user, assistant \(TemplateError: roles must alt"
     ):
         answers(STRICT, [MESSAGES[0], *MESSAGES[:2]])
 

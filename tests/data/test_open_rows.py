@@ -49,7 +49,7 @@ def test_jsonl_survives_pickling_and_names_the_broken_line(folder):
     assert rows[0] == {"n": 1}
     rows = pickle.loads(pickle.dumps(rows))
     assert rows[2] == {"n": 3}
-    with pytest.raises(BadSample, match=r"x\.jsonl, row 1: line 3 is not JSON: .*Mend or remove the row") as bad:
+    with pytest.raises(BadSample, match=r"x\.jsonl, row 1: line 3 is not JSON: .*Fix or remove the row") as bad:
         rows[1]
     assert (bad.value.row, bad.value.file) == (1, str(path))
 
@@ -99,7 +99,7 @@ def test_bad_row_does_not_affect_others(folder, kind, name):
     path.write_bytes(b"[" + b" ,\n".join(parts) + b"]" if name == "rows.json" else b"\n".join(parts))
     rows = open_rows(path, stream="streamed" in name)
     assert len(rows) == 3 and rows[1 - bad] == {"n": 1} and rows[2] == "x"
-    with pytest.raises(BadSample, match=rf"{name}, row {bad}: .*{message}.*Mend or remove the row") as refused:
+    with pytest.raises(BadSample, match=rf"{name}, row {bad}: .*{message}.*Fix or remove the row") as refused:
         rows[bad]
     assert str(refused.value).isprintable()
 

@@ -71,7 +71,7 @@ def test_system_key_becomes_the_first_turn(folder):
     again = {"messages": [{"role": "system", "content": "Be brief."}, USER, LEFT]}
     assert says(pairs(folder, [again | own], "conversations")[0]) == told
     for row in ({**again, "system": "Be long."}, {**turns, "system": ["Be brief."]}, {**turns, "system": 0}):
-        with pytest.raises(BadSample, match=r"rows\.json, row 0: (has the system 'Be long\.', and a|'system' is )"):
+        with pytest.raises(BadSample, match=r"rows\.json, row 0: (has the system 'Be long\.', but a|'system' is )"):
             pairs(folder, [row], "conversations")[0]
 
 
@@ -109,7 +109,7 @@ def test_pairs_with_long_prompts_and_images(folder):
         ({"prompt": "a", "chosen": None, "rejected": "b"}, r"has the keys \['prompt', 'rejected'\]; expected"),
         ({"prompt": "a", "chosen": 1.5, "rejected": "b"}, "turn 2 is 1.5"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "has no assistant turn"),
-        ({"chosen": [USER, LEFT], "rejected": [dict(USER, content="x"), LEFT]}, r"share 0 turn\(s\) and go on with"),
+        ({"chosen": [USER, LEFT], "rejected": [dict(USER, content="x"), LEFT]}, r"share 0 turn\(s\) and continue with"),
         ({"chosen": [USER, LEFT], "rejected": [USER, LEFT, USER, RIGHT]}, "share 2 turn.* with nothing and user"),
         ({"prompt": "a", "chosen": USER, "rejected": LEFT}, "has no assistant turn, so there is nothing"),
         ({"prompt": "a <image>", "chosen": "b", "rejected": "c"}, "names no image"),
@@ -153,7 +153,7 @@ def test_long_pairs_are_dropped_or_cut(folder, models):
         PairEncoder(models("qwen3"), 40).encode(row)
     with pytest.raises(LongSample, match="row 0: chosen and rejected are the same 40 tokens; seq_length is 40"):
         PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
-    with pytest.raises(DataError, match="train_on_prompt is true, and preferences are about answers"):
+    with pytest.raises(DataError, match="train_on_prompt is true, but preferences compare answers"):
         PairEncoder(models("qwen3"), 40, train_on_prompt=True)
 
 
@@ -243,7 +243,7 @@ def test_labelled_rows(folder):
 def test_pair_prompt_may_be_only_an_image(folder):
     row = {"instruction": "", "image": folder.image(), "chosen": "a", "rejected": "b"}
     assert len(pairs(folder, [row])[0].chosen.images) == 1
-    with pytest.raises(BadSample, match="so nothing is asked"):
+    with pytest.raises(BadSample, match="so there is no question"):
         pairs(folder, [{**row, "image": None}])[0]
 
 

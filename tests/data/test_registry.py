@@ -69,5 +69,5 @@ def test_every_format_has_unique_suffixes():
     row_suffixes = registry.row_suffixes()
     assert len({*row_suffixes}) == len(row_suffixes) and {*row_suffixes} == {*suffixes.ROWS}
     assert registry.row_suffixes(indexed_only=True) == suffixes.TAR
-    assert not any(is_name(f"folder/rows{end}") for end in suffixes.NAMED) and is_name("folder/rows.en")
+    assert not any(is_name(f"folder/rows{end}") for end in suffixes.ALL_FILES) and is_name("folder/rows.en")
     assert registry.format_of("x").suffixes == registry.format_of("x.JSON").suffixes

@@ -117,7 +117,7 @@ def test_prompt_with_answer_is_split(folder, encoder):
     asked = {"prompt": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}], "answer": ["a2", "x"]}
     made, rows = encoder("qwen3_5"), split(folder.read([asked, {"prompt": "q"}]))
     assert [learned(made, made.encode(rows[n])) for n in (0, 1)] == [[f"r1\n</think>\n\na1{ENDED}"], [f"a2{ENDED}"]]
-    with pytest.raises(BadSample, match="a prompt and no answer"):
+    with pytest.raises(BadSample, match="a prompt without an answer"):
         rows[2]
 
 
@@ -225,7 +225,7 @@ def test_eval_questions_are_numbered_by_conversation(encoder, cfg):
         found = eval_set(chosen, made.processor, micro_batch=2)
         pieces: list = []
         for batch in found:
-            evaluation._policy(torch.zeros(*batch["input_ids"].shape, len(made.tokenizer)), batch, pieces)
+            evaluation._judge(torch.zeros(*batch["input_ids"].shape, len(made.tokenizer)), batch, pieces)
         assert [(piece["row"], piece["answer"]) for piece in pieces] == wanted
         named = [found.origin(piece["file"], piece["row"], piece["answer"]) for piece in pieces]
         assert named[1:-1] == [("one", "two", "three")[number] for _, number in wanted[1:-1]]

@@ -259,7 +259,7 @@ def test_columns_are_renamed(folder):
         ({"instruction": ["a"], "output": "b"}, r"'instruction' is \['a'\]; expected text"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, r"has the history .*expected a list of \[question"),
         ({"instruction": "a", "input": "b"}, "an alpaca row has instruction and output"),
-        ({"instruction": " ", "input": "", "output": "b"}, "has an empty 'instruction' and no 'input', so nothing is"),
+        ({"instruction": " ", "input": "", "output": "b"}, "has an empty 'instruction' and no 'input', so there is no"),
         ({"instruction": "a", "output": ""}, "turn 2 is an assistant turn without text"),
     ],
 )  # fmt: skip

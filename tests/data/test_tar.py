@@ -94,10 +94,10 @@ def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
     (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools write it
     said: list[str] = []
     monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # with processes
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9
+    assert len(open_rows(folder.path / "tars", log=said.append)) == 9
     assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
     source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9 and said == []
+    assert len(open_rows(folder.path / "tars", log=said.append)) == 9 and said == []
     assert [file.name for file in cache.list_row_files(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
     assert source.shards.tolist() == [3, 3, 3]
     truth = folder.read(rows)
@@ -167,7 +167,7 @@ def test_videos_without_json_and_links_are_rejected(tmp_path):
         link = tarfile.TarInfo("1.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert "its 1.txt is a link or no plain file" in why(open_rows(path), 0)
+    assert "its 1.txt is a link or not a regular file" in why(open_rows(path), 0)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_invalid_frame_names_are_rejected(tmp_path):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
-    with pytest.raises(Mismatch, match="two frames with one name; remove one"):
+    with pytest.raises(Mismatch, match="two frames with one name, .*; remove one"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
 
 
@@ -248,7 +248,7 @@ def test_cover_image_is_not_a_video(tmp_path):
         sound.rate = 16000
         container.mux(song.encode(sound))
         container.mux(song.encode())
-    with pytest.raises(Mismatch, match="holds only sound"):
+    with pytest.raises(Mismatch, match="has only audio"):
         video_files.select_frames(tmp_path / "song.mp4", Every())
 
 
@@ -374,7 +374,7 @@ def test_resized_pixels_match_stock_classes(tmp_path):
         ("noise.mp4", {}, "cannot be decoded|has no"),
         ("empty.mp4", {}, "is empty"),
         ("text.mp4", {}, "not mp4, mov, webm or mkv"),
-        ("sound.mp4", {}, "holds only sound"),
+        ("sound.mp4", {}, "has only audio"),
         ("nothing", {}, "a folder without a frame"),
         ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
         ("a.mp4", {"seconds": 2.0}, "is 3 s long, over the limit of 2 s .data.video.max_seconds"),
@@ -423,7 +423,7 @@ def test_models_without_video_support_reject_videos(folder, processors, models):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
-    sentence = "which the generation engine does not take: videos of qwen2_5_vl have positions in seconds"
+    sentence = "which the generation engine does not support: videos of qwen2_5_vl have positions in seconds"
     with pytest.raises(BadSample, match=sentence):
         PromptEncoder(processors["qwen2_5_vl"], 512).encode(prompt(folder))
 
@@ -494,7 +494,7 @@ def test_batch_of_videos_images_and_text_matches_stock_model(folder, processors,
     mask = batch["attention_mask"].bool()
     ours, stock = forward(dict(batch)), model(**given, use_cache=False).logits
     assert torch.allclose(ours[mask], stock[mask], atol=1e-5)
-    assert forward.images and forward.takes_images(batch)
+    assert forward.images and forward.sees(batch)
     grads = []
     for logits in (ours, stock):
         model.zero_grad()
@@ -578,7 +578,7 @@ def test_digit_clips_are_reproducible(tmp_path):
     assert held.turns[0].text == digit_clips.QUESTION and len(held.turns[1].text.split()) == 2
     assert video_files.select_frames(held.videos[0], Every()).total == 6
     assert digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
-    with pytest.raises(DataError, match="other settings .digits: 2 there, 4 asked"):
+    with pytest.raises(DataError, match="different settings .digits: 2 there, 4 asked"):
         digit_clips.write(tmp_path / "a", 3, 2, digits=4, hold=3)
     next((tmp_path / "a" / "videos" / "train").glob("*.mp4")).unlink()
     with pytest.raises(DataError, match="is not complete .2 of 3 train videos"):
