@@ -113,10 +113,10 @@ def test_names_are_suggested_only_for_listed_problems(monkeypatch):
     """Each suggestion compares a name with about sixty others; 3,000 of them took seconds."""
     from octavo.config import error_texts
 
-    asked = []
-    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: asked.append(name))
+    names = []
+    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: names.append(name))
     refused("".join(f"key_{i}: 1\n" for i in range(3000)))
-    assert len(asked) <= 3 * MAX_SHOWN
+    assert len(names) <= 3 * MAX_SHOWN
 
 
 def test_pairwise_extends_are_bounded(tmp_path):

@@ -35,7 +35,7 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(parquet_files, "MAX_RATIO", 10)
 
 
-def saved(path: Path, **columns) -> Path:
+def save_dataset(path: Path, **columns) -> Path:
     """Write a folder with `Dataset.save_to_disk`."""
     import datasets
 
@@ -44,7 +44,7 @@ def saved(path: Path, **columns) -> Path:
     return next(path.glob("*.arrow"))
 
 
-def flipped(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
+def flip_entry(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
     """Change entry `at` of a sequence of 32-bit numbers in a file."""
     raw = bytearray(file.read_bytes())
     place = raw.find(np.array(words, np.int32).tobytes())
@@ -54,11 +54,11 @@ def flipped(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
 
 
 def in_a_list(file):
-    flipped(file, [0, 2, 4, 6, 8], 3)
+    flip_entry(file, [0, 2, 4, 6, 8], 3)
 
 
 def in_a_struct(file):
-    flipped(file, [0, 5, 8, 13, 16], 3)  # "human", "gpt", ...
+    flip_entry(file, [0, 5, 8, 13, 16], 3)  # "human", "gpt", ...
 
 
 def half(file):
@@ -75,7 +75,7 @@ def empty(file):
 
 @pytest.mark.parametrize("damage", (in_a_list, in_a_struct, half, no_arrow, empty))
 def test_damaged_datasets_folder_is_named(tmp_path, damage):
-    file = saved(tmp_path / "set", conversations=TURNS)
+    file = save_dataset(tmp_path / "set", conversations=TURNS)
     assert len(open_rows(file.parent)) == 12
     damage(file)
     with pytest.raises(DataError, match=rf"{file} is damaged \(.*\); copy it again"):
@@ -84,7 +84,7 @@ def test_damaged_datasets_folder_is_named(tmp_path, damage):
 
 def test_file_is_validated_once(tmp_path, monkeypatch):
     """A file is not validated again while it is unchanged, also in another process."""
-    file, calls = saved(tmp_path / "set", conversations=TURNS), []
+    file, calls = save_dataset(tmp_path / "set", conversations=TURNS), []
     check = columnar.check_file
     monkeypatch.setattr(columnar, "check_file", lambda *given: calls.append(1) or check(*given))
     open_rows(file.parent), open_rows(file.parent)
@@ -98,7 +98,7 @@ def test_file_is_validated_once(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def kept(tmp_path: Path, table: pa.Table) -> Path:
+def write_arrow(tmp_path: Path, table: pa.Table) -> Path:
     with open_writer(tmp_path / "x.arrow", table.schema) as out:
         out.write_table(table.combine_chunks())
     return tmp_path / "x.arrow"
@@ -117,16 +117,16 @@ def kept(tmp_path: Path, table: pa.Table) -> Path:
     ids=("text", "bytes", "list", "list in a list", "dictionary", "map"),
 )  # fmt: skip
 def test_offsets_of_every_layout_are_validated(tmp_path, column, words, at):
-    file = kept(tmp_path, pa.table({"x": column}))
+    file = write_arrow(tmp_path, pa.table({"x": column}))
     assert len(ColumnRows(file, file)) == len(column)
-    flipped(file, words, at)
+    flip_entry(file, words, at)
     with pytest.raises(DataError, match=r"x\.arrow is not a valid Arrow file \(ArrowInvalid: .*\); delete it"):
         ColumnRows(file, file)
 
 
 def test_flipped_null_bit_is_detected(tmp_path):
     """The count of nulls in the file no longer matches."""
-    file = kept(tmp_path, pa.table({"x": pa.array([1 << 40, None, 1 << 41] * 40)}))
+    file = write_arrow(tmp_path, pa.table({"x": pa.array([1 << 40, None, 1 << 41] * 40)}))
     raw = file.read_bytes()
     bitmap = bytes([0b01101101, 0b11011011, 0b10110110])
     assert raw.count(bitmap) >= 1
@@ -140,12 +140,12 @@ def test_invalid_utf8_affects_only_its_row(tmp_path):
     bad = pa.array([b"good", b"\xff\xff\xff"]).view(pa.binary())
     text = pa.StringArray.from_buffers(2, bad.buffers()[1], bad.buffers()[2])
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), text)
-    file = kept(tmp_path, pa.table({"a": text, "b": nested, "n": [[7], [8, 9]]}))
+    file = write_arrow(tmp_path, pa.table({"a": text, "b": nested, "n": [[7], [8, 9]]}))
     rows = ColumnRows(file, file)
     assert rows[0] == {"a": "good", "b": ["good"], "n": [7]}
     with pytest.raises(BadSample, match="row 1: its column 'a'"):
         rows[1]
-    flipped(file, [0, 1, 3], 1)
+    flip_entry(file, [0, 1, 3], 1)
     with pytest.raises(DataError, match="is not a valid Arrow file"):
         ColumnRows(file, file)
 
@@ -153,7 +153,7 @@ def test_invalid_utf8_affects_only_its_row(tmp_path):
 def test_file_with_other_columns_is_rejected(tmp_path):
     from octavo.data.formats.arrow_rows import TextRows
 
-    file = kept(tmp_path, pa.table({"x": [1]}))
+    file = write_arrow(tmp_path, pa.table({"x": [1]}))
     with pytest.raises(DataError, match="its columns are not those that Octavo writes"):
         TextRows(file, file)
 
@@ -237,7 +237,7 @@ def test_oversized_cell_makes_a_bad_row(tmp_path, small_limits, stream):
 
 
 def test_oversized_cell_in_datasets_folder_makes_a_bad_row(tmp_path, small_limits):
-    rows = open_rows(saved(tmp_path / "set", text=["a", "y" * 20_001]).parent)
+    rows = open_rows(save_dataset(tmp_path / "set", text=["a", "y" * 20_001]).parent)
     assert rows[0] == {"text": "a"}
     with pytest.raises(BadSample, match=r"set, row 1: has 20001 bytes of text"):
         rows[1]
@@ -247,7 +247,7 @@ def test_repeated_dictionary_of_arrow_file_is_bounded(tmp_path, small_limits):
     """60 bytes of indices decode to a row of 300 kB."""
     names = pa.DictionaryArray.from_arrays(pa.array([0] * 60, pa.int8()), pa.array([TEXT]))
     lists = pa.ListArray.from_arrays(pa.array([0, 2, 60], pa.int32()), names)
-    file = kept(tmp_path, pa.table({"x": lists}))
+    file = write_arrow(tmp_path, pa.table({"x": lists}))
     assert columnar.find_large_rows(pa.ipc.open_file(str(file)).read_all()) == {
         1: "has 290000 bytes of text, over the limit of 20000; split or remove it"
     }

@@ -26,11 +26,11 @@ def test_all_text_and_the_end_token_are_learned(folder, models):
         sample = encoder.encode(read(folder, {"text": words, "id": 7, "url": "x", "meta": {"a": 1}})[0])
         tokenizer = encoder.tokenizer
         begins = [tokenizer.bos_token_id] if family == "llama" and tokenizer("")["input_ids"] else []
-        own = tokenizer(words, add_special_tokens=False)["input_ids"]
-        assert sample.input_ids.tolist() == [*begins, *own, tokenizer.eos_token_id]
+        text_ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+        assert sample.input_ids.tolist() == [*begins, *text_ids, tokenizer.eos_token_id]
         assert sample.labels.tolist() == [-100, *sample.input_ids[1:].tolist()]
         assert (sample.answers, sample.images, sample.id, sample.row) == ((), 0, "7", 0)
-        assert tokenizer.decode(own) == words
+        assert tokenizer.decode(text_ids) == words
 
 
 def test_special_tokens_of_tokenizer_are_kept(folder, models):

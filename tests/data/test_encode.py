@@ -44,11 +44,11 @@ def test_encoding_matches_processor(folder, models, family):
         assert sample.input_ids.tolist() == direct["input_ids"][0].tolist()
         assert sample.images == len(images)
         for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
-            mine, theirs = getattr(sample, name), direct.get(name)
-            assert (mine is None) == (theirs is None), name
-            if mine is not None:
-                theirs = theirs[0] if name == "mm_token_type_ids" else theirs
-                np.testing.assert_array_equal(mine, theirs)
+            values, stock_values = getattr(sample, name), direct.get(name)
+            assert (values is None) == (stock_values is None), name
+            if values is not None:
+                stock_values = stock_values[0] if name == "mm_token_type_ids" else stock_values
+                np.testing.assert_array_equal(values, stock_values)
     assert (sample.mm_token_type_ids is None) == (family in TILES)
 
 

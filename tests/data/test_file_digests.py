@@ -21,7 +21,7 @@ from octavo.train.run_dir import input_fingerprints
 
 
 @pytest.fixture(autouse=True)
-def _settled(monkeypatch, tmp_path):
+def _treat_files_as_old(monkeypatch, tmp_path):
     """Treat the files of these tests, which were just written, as old files."""
     monkeypatch.setattr(file_digests, "RECENT", -(10**18))
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
@@ -48,20 +48,20 @@ def write(file: Path, rows: list) -> Path:
     return file
 
 
-def in_place(old: Path, new: Path) -> None:
+def replace_in_place(old: Path, new: Path) -> None:
     """Replace content and mtime of a file in place, as `cp -p` does; the inode stays."""
     with open(old, "r+b") as out:
         out.write(new.read_bytes())
     shutil.copystat(new, old)
 
 
-def renamed(old: Path, new: Path) -> None:
+def replace_by_rename(old: Path, new: Path) -> None:
     """Replace a file by a new one with the same name, as `rsync -t` and tar do."""
     aside = shutil.copy2(new, old.with_name("aside"))
     os.replace(aside, old)
 
 
-@pytest.mark.parametrize("replace", (in_place, renamed))
+@pytest.mark.parametrize("replace", (replace_in_place, replace_by_rename))
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("jsonl", "kept"), ("json", "kept"), ("parquet", "folder"), ("csv", "stream"), ("parquet", "stream")],
@@ -84,7 +84,7 @@ def test_stream_stops_when_its_file_is_replaced(tmp_path, kind):
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
     rows = open_rows(old, stream=True)
     assert rows[0] == {"n": 111}
-    in_place(old, new)
+    replace_in_place(old, new)
     if kind == "parquet":  # of a row group that is not in memory
         from octavo.data.formats import streaming
 
@@ -103,7 +103,7 @@ def test_digest_is_computed_once_and_equal_content_is_not_converted_again(tmp_pa
     assert reads == ["a.jsonl"]
     (tmp_path / "link").hardlink_to(file)
     open_rows(file)
-    renamed(file, file)
+    replace_by_rename(file, file)
     open_rows(file)
     assert reads == ["a.jsonl"] * 3 and len([*(tmp_path / "cache").glob("*.arrow")]) == 1
 
@@ -167,7 +167,7 @@ def test_run_detects_changes_after_the_first_64_mib(tmp_path, monkeypatch, kind)
     new = tmp_path / "new.jsonl"
     new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
-    renamed(file, new)
+    replace_by_rename(file, new)
     remote.list_files.cache_clear()
     with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
         input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
@@ -195,15 +195,22 @@ def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):
     old.write_bytes(b"1"), new.write_bytes(b"2")
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
     before = convert._source_identity(old.parent)
-    in_place(old, new)
+    replace_in_place(old, new)
     assert convert._source_identity(old.parent) != before
 
 
 def test_files_are_read_in_parallel_and_logged_once(tmp_path, monkeypatch):
     monkeypatch.setattr(file_digests, "HEAD", 1)
     files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
-    said: list[str] = []
-    one = file_digests.compute_digests(files, tmp_path / "cache", said.append)
-    assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read once to compute digests" in said[0]
-    assert file_digests.compute_digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
-    assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size
+    log_lines: list[str] = []
+    contents = file_digests.compute_digests(files, tmp_path / "cache", log_lines.append)
+    assert (
+        len(log_lines) == 1
+        and "0.jsonl and 8 more: " in log_lines[0]
+        and "are read once to compute digests" in log_lines[0]
+    )
+    assert file_digests.compute_digests(files, tmp_path / "cache", log_lines.append) == contents and len(log_lines) == 1
+    assert (
+        len({c.sha256 for c in contents}) == 9
+        and SimpleNamespace(**contents[3]._asdict()).size == files[3].stat().st_size
+    )

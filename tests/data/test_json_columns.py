@@ -78,8 +78,8 @@ def test_rows_equal_their_source_json(folder, monkeypatch, rows, kind, of):
         monkeypatch.setattr(cache, "SMALL_FILE", small)
         source = folder.read(path, kind=of, images=str(folder.path), stream=stream)
         for row in range(len(rows)):
-            told = repr(source[row]).replace(str(path), expected.name)
-            assert told == repr(expected[row])
+            text = repr(source[row]).replace(str(path), expected.name)
+            assert text == repr(expected[row])
 
 
 def test_turns_in_one_json_column_are_parsed(folder):

@@ -79,7 +79,7 @@ def test_unusable_files_are_rejected(folder, content, message):
 GOOD = b'{"n": 1}'
 BAD_ROWS = {
     "half a character": (rb'{"a": ["\ud83d \ud800"]}', r"holds half a character \(a lone .ud83d\)"),
-    "digits": (b'{"id": -' + b"7" * 5000 + b"}", r"holds a number of 5000 digits"),
+    "digits": (b'{"id": -' + b"7" * 5000 + b"}", r"contains a number of 5000 digits"),
     "deep": (b'{"a": ' * 70 + b"1" + b"}" * 70, r"nests brackets deeper than 64"),
     "deeper than Python": (
         b'{"a": "]", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -156,7 +156,7 @@ ROWS = [{"n": n, "text": "é" * (n % 50)} if n % 7 else [n, None, {"x": 1.5}] fo
 
 
 @pytest.fixture
-def all_kept(monkeypatch):
+def logged_lines(monkeypatch):
     """Put every file into the cache; return the logged lines."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", -1.0)
@@ -177,11 +177,11 @@ def test_damaged_offset_in_cache_is_named(folder, kind, monkeypatch):
         sizes, wrong = struct.pack("<ii", 400, 800), struct.pack("<ii", 400, 1 << 30)
         parquet.write_table(pa.Table.from_pylist(rows), path)
     open_rows(path, folder.path / "cache")
-    (kept,) = (folder.path / "cache").glob("*.arrow")
-    whole = kept.read_bytes()
+    (cache_file,) = (folder.path / "cache").glob("*.arrow")
+    whole = cache_file.read_bytes()
     assert whole.count(sizes) == 1
-    kept.write_bytes(whole.replace(sizes, wrong))
-    message = rf"{kept.name} is not a valid Arrow file \(ArrowInvalid: .*\); delete it"
+    cache_file.write_bytes(whole.replace(sizes, wrong))
+    message = rf"{cache_file.name} is not a valid Arrow file \(ArrowInvalid: .*\); delete it"
     with pytest.raises(DataError, match=message):
         open_rows(path, folder.path / "cache")
     monkeypatch.setattr("octavo.data.formats.columnar.check_file", lambda *file: None)
@@ -197,42 +197,42 @@ def test_damaged_key_file_is_recomputed(folder, monkeypatch):
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     found = open_rows(folder.json([{"a": 1}, {"b": 2}], "rows.jsonl"), folder.path / "cache")
     found.keys()
-    (kept,) = (folder.path / "cache").glob("*.keys")
+    (key_file,) = (folder.path / "cache").glob("*.keys")
     for damaged in (b"", b'["a', b"\xff", b"5", b"[5]", b'"ab"'):
-        kept.write_bytes(damaged)
-        assert found.keys() == {"a", "b"} and json.loads(kept.read_text()) == ["a", "b"]
+        key_file.write_bytes(damaged)
+        assert found.keys() == {"a", "b"} and json.loads(key_file.read_text()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
+def test_large_file_is_converted_once(folder, name, logged_lines, monkeypatch):
     path, where = folder.json(ROWS, name), folder.path / "cache"
-    rows = open_rows(path, where, all_kept.append)
+    rows = open_rows(path, where, logged_lines.append)
     assert [rows[n] for n in range(len(rows))] == ROWS
-    assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
+    assert "is converted to Arrow, once" in logged_lines[0] and any("% converted" in line for line in logged_lines)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
     monkeypatch.setattr("octavo.data.formats.registry.write_texts", None)  # the file must not be read again
-    again, kept = open_rows(path, where), list(where.glob("*.arrow"))
-    assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
-    kept[0].write_bytes(kept[0].read_bytes()[:-9])
+    again, cache_files = open_rows(path, where), list(where.glob("*.arrow"))
+    assert again[5] == ROWS[5] and len(cache_files) == 1 and not list(where.glob(".*"))
+    cache_files[0].write_bytes(cache_files[0].read_bytes()[:-9])
     with pytest.raises(DataError, match=r"arrow is not a valid Arrow file .*; delete it"):
         open_rows(path, where)
 
 
-def test_changed_file_is_converted_again(folder, all_kept):
+def test_changed_file_is_converted_again(folder, logged_lines):
     path, where = folder.json(ROWS[:2]), folder.path / "cache"
     first = open_rows(path, where)
     path.write_text("[1, 2, 3]")
     assert (len(first), len(open_rows(path, where)), len(list(where.glob("*.arrow")))) == (2, 3, 2)
 
 
-def test_concurrent_conversions_wait_for_each_other(folder, all_kept):
+def test_concurrent_conversions_wait_for_each_other(folder, logged_lines):
     path, where = folder.json(ROWS), folder.path / "cache"
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: open_rows(path, where, all_kept.append)[2999], range(4)))
-    assert found == [ROWS[2999]] * 4 and sum("once" in line for line in all_kept) == 1
+        found = list(pool.map(lambda _: open_rows(path, where, logged_lines.append)[2999], range(4)))
+    assert found == [ROWS[2999]] * 4 and sum("once" in line for line in logged_lines) == 1
 
 
-def _one_of_two(path, where, meet, locks):
+def _convert_with_other(path, where, meet, locks):
     """In a separate process: convert at the same time as the other one, map the file, and read it again after both."""
     if not locks:
 
@@ -244,7 +244,7 @@ def _one_of_two(path, where, meet, locks):
                 raise NotImplementedError("no flock here")
 
         cache.FileLock = FileLock
-    cache.SMALL_FILE, said, writes = 0, [], arrow_rows.write_texts
+    cache.SMALL_FILE, log_lines, writes = 0, [], arrow_rows.write_texts
 
     def together(sink, rows, done):
         writes(sink, rows, done)
@@ -253,10 +253,10 @@ def _one_of_two(path, where, meet, locks):
 
     registry.write_texts = together
     meet.wait(60)
-    rows = open_rows(path, where, said.append)
+    rows = open_rows(path, where, log_lines.append)
     before = os.stat(next(where.glob("*.arrow"))).st_ino
     meet.wait(60)
-    return rows[2999], rows[0], before == os.stat(next(where.glob("*.arrow"))).st_ino, len(said)
+    return rows[2999], rows[0], before == os.stat(next(where.glob("*.arrow"))).st_ino, len(log_lines)
 
 
 @pytest.mark.parametrize("locks", (True, False))
@@ -266,13 +266,15 @@ def test_concurrent_processes_convert_once(folder, locks):
     where.mkdir()
     with multiprocessing.Manager() as manager, ProcessPoolExecutor(2) as pool:
         meet = manager.Barrier(2)
-        found = [made.result(60) for made in [pool.submit(_one_of_two, path, where, meet, locks) for _ in range(2)]]
+        found = [
+            job.result(60) for job in [pool.submit(_convert_with_other, path, where, meet, locks) for _ in range(2)]
+        ]
     assert all(one[:3] == (ROWS[2999], ROWS[0], True) for one in found), "what is mapped is not exchanged"
     assert sorted(one[3] > 0 for one in found) == [not locks, True]
     assert len(list(where.glob("*.arrow"))) == 1 and not list(where.glob(".*"))
 
 
-def test_conversion_works_without_hard_links(folder, all_kept, monkeypatch):
+def test_conversion_works_without_hard_links(folder, logged_lines, monkeypatch):
     def link(source, target):
         raise PermissionError(1, "Operation not permitted")
 
@@ -293,7 +295,7 @@ def test_images_in_a_data_folder_are_not_listed(folder, monkeypatch):
     assert before != cache._identity(shards) and prints != input_fingerprints._of_data(shards, folder.path)
 
 
-def test_failed_conversion_leaves_no_files(folder, all_kept, monkeypatch):
+def test_failed_conversion_leaves_no_files(folder, logged_lines, monkeypatch):
     broken, where = folder.path / "broken.json", folder.path / "cache"
     broken.write_text(json.dumps(ROWS)[:-1])
     with pytest.raises(DataError, match=r"broken\.json is not JSON"):

@@ -30,7 +30,7 @@ def pairs(folder, rows, kind="pairs", **more):
     return read(dataset, kind)
 
 
-def says(conversation):
+def describe(conversation):
     return [(turn.role, turn.text, len(turn.parts)) for turn in conversation.turns]
 
 
@@ -51,25 +51,25 @@ ONE = {
 @pytest.mark.parametrize("name", ONE)
 def test_all_layouts_of_a_pair_are_equal(folder, name):
     row = pairs(folder, [ONE[name]])[0]
-    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
-    assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
+    assert describe(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
+    assert describe(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
 
 
 def test_system_key_becomes_the_first_turn(folder):
     """LLaMA-Factory's `system` key next to turns, in pairs, labelled rows, prompts and SFT rows."""
-    own = {"system": "Be brief."}
+    system_key = {"system": "Be brief."}
     turns = {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}]}
-    told = [("system", "Be brief.", 1), ("user", "Which?", 1), ("assistant", "Left.", 1)]
+    expected = [("system", "Be brief.", 1), ("user", "Which?", 1), ("assistant", "Left.", 1)]
     for name in ONE:
-        row = pairs(folder, [ONE[name] | own])[0]
-        assert says(row.chosen) == told and says(row.rejected)[0] == told[0]
+        row = pairs(folder, [ONE[name] | system_key])[0]
+        assert describe(row.chosen) == expected and describe(row.rejected)[0] == expected[0]
     for row in (turns, {"messages": [USER, LEFT]}, ONE["trl, explicit"] | {"completion": "Left."}):
-        assert says(pairs(folder, [row | own | {"label": True}], "labelled")[0].conversation) == told
-        assert says(pairs(folder, [row | own], "conversations")[0]) == told
-        asked = pairs(folder, [row | own], "prompts")[0]
-        assert says(asked.conversation) == told[:2] and "system" not in asked.columns
+        assert describe(pairs(folder, [row | system_key | {"label": True}], "labelled")[0].conversation) == expected
+        assert describe(pairs(folder, [row | system_key], "conversations")[0]) == expected
+        prompt = pairs(folder, [row | system_key], "prompts")[0]
+        assert describe(prompt.conversation) == expected[:2] and "system" not in prompt.columns
     again = {"messages": [{"role": "system", "content": "Be brief."}, USER, LEFT]}
-    assert says(pairs(folder, [again | own], "conversations")[0]) == told
+    assert describe(pairs(folder, [again | system_key], "conversations")[0]) == expected
     for row in ({**again, "system": "Be long."}, {**turns, "system": ["Be brief."]}, {**turns, "system": 0}):
         with pytest.raises(BadSample, match=r"rows\.json, row 0: (has the system 'Be long\.', but a|'system' is )"):
             pairs(folder, [row], "conversations")[0]
@@ -87,13 +87,15 @@ def test_pairs_with_long_prompts_and_images(folder):
     first, second, third, fourth = (pairs(folder, rows)[n] for n in range(4))
     assert (
         first.context_answers == 1
-        and says(first.chosen)[1] == ("user", "Which?", 2)
+        and describe(first.chosen)[1] == ("user", "Which?", 2)
         and len(first.rejected.images) == 1
     )
     assert (
-        second.context_answers == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+        second.context_answers == 1
+        and describe(second.rejected)[0] == ("user", "", 1)
+        and len(second.rejected.images) == 1
     )
-    assert [turn[:2] for turn in says(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
+    assert [turn[:2] for turn in describe(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
     assert fourth.context_answers == 0 and len(fourth.rejected.turns) == 4
 
 
@@ -159,9 +161,9 @@ def test_long_pairs_are_dropped_or_cut(folder, models):
 
 def test_answers_with_equal_tokens_are_rejected(folder, models, monkeypatch):
     """Many templates strip the text of a turn."""
-    tokenizer, said = models("qwen3").tokenizer, "message['content'] }}"
+    tokenizer, expression = models("qwen3").tokenizer, "message['content'] }}"
     monkeypatch.setattr(
-        tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
+        tokenizer, "chat_template", tokenizer.chat_template.replace(expression, "message['content'].strip() }}")
     )
     row = pairs(folder, [{"prompt": "a", "chosen": "b", "rejected": " b"}])[0]
     match = r"row 0: chosen and rejected are the same \d+ tokens: the chat template"
@@ -183,8 +185,8 @@ def config(folder, rows, **data):
 
 
 def words(processor, batch, row):
-    kept = batch["labels"][row] != -100
-    return processor.tokenizer.decode(batch["input_ids"][row][kept]).split("<")[0]
+    has_label = batch["labels"][row] != -100
+    return processor.tokenizer.decode(batch["input_ids"][row][has_label]).split("<")[0]
 
 
 def test_batches_are_chosen_before_rejected(folder, models):
@@ -208,8 +210,8 @@ def test_batches_are_chosen_before_rejected(folder, models):
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(rest, whole[3], strict=True))
     ranks = [next(pair_loader(cfg, processor, rank=rank, world=2)) for rank in (0, 1)]
     assert [batch["meta"].rows for (batch,) in ranks] == [batch["meta"].rows for batch in whole[0]]
-    held = list(pair_set(cfg, processor))
-    assert [batch["meta"].rows for batch in held] == [(0, 1) * 2, (2, 3) * 2, (4, 4), (6, 7) * 2]
+    eval_batches = list(pair_set(cfg, processor))
+    assert [batch["meta"].rows for batch in eval_batches] == [(0, 1) * 2, (2, 3) * 2, (4, 4), (6, 7) * 2]
     assert pair_set(config(folder, rows, eval=[]), processor) is None
 
 
@@ -236,7 +238,7 @@ def test_labelled_rows(folder):
     found = [pairs(folder, LABELLED, "labelled")[n] for n in range(6)]
     assert [row.label for row in found] == [True, False, True, False, True, False]
     assert [row.context_answers for row in found] == [0, 0, 0, 1, 0, 0]
-    assert says(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
+    assert describe(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
     assert all(row.conversation.turns[-1].role == "assistant" for row in found)
 
 

@@ -48,18 +48,18 @@ def grey(dtype: str, values: object) -> bytes:
 
 
 def image(mode: str, *pixels: object) -> Image.Image:
-    made = Image.new(mode, (len(pixels), 1))
+    result = Image.new(mode, (len(pixels), 1))
     for x, pixel in enumerate(pixels):
-        made.putpixel((x, 0), pixel)
-    return made
+        result.putpixel((x, 0), pixel)
+    return result
 
 
 def palette(*transparency: int) -> Image.Image:
-    made = Image.new("P", (3, 1))
-    made.putpalette([255, 0, 0, 0, 0, 255, 9, 9, 9])
-    made.putdata([0, 1, 2])
-    made.info["transparency"] = bytes(transparency)
-    return made
+    result = Image.new("P", (3, 1))
+    result.putpalette([255, 0, 0, 0, 0, 255, 9, 9, 9])
+    result.putdata([0, 1, 2])
+    result.info["transparency"] = bytes(transparency)
+    return result
 
 
 TWELVE = bytes([0x00, 0x00, 0x64, 0xFF, 0xF0])  # 0, 100 and 0xFFF, of 12 bits each
@@ -98,15 +98,15 @@ REFUSED = {
     "signed 32 bits": (tiff("<", 32, bytes(12), 3, form=2), "is a TIFF of signed integers"),
     "light": (
         tiff("<", 32, grey("<f4", [0, 0.5, 7.5]), 3, form=3),
-        "holds F values from 0 to 7.5, where 0 would be bl",
+        "has F values from 0 to 7.5, where 0 would be bl",
     ),
     "whole, over 255": (
         tiff("<", 32, grey("<f4", [0, 1, 300]), 3, form=3),
-        "holds F values from 0 to 300, where 0 .* and 255 white",
+        "has F values from 0 to 300, where 0 .* and 255 white",
     ),
-    "below zero": (tiff("<", 32, grey("<f4", [-1, 0, 1]), 3, form=3), "holds F values from -1 to 1"),
-    "no number": (tiff("<", 32, grey("<f4", [0, np.nan, 1]), 3, form=3), "holds F values from nan to nan"),
-    "infinite": (tiff("<", 32, grey("<f4", [0, np.inf, 1]), 3, form=3), "holds F values from 0 to inf"),
+    "below zero": (tiff("<", 32, grey("<f4", [-1, 0, 1]), 3, form=3), "has F values from -1 to 1"),
+    "no number": (tiff("<", 32, grey("<f4", [0, np.nan, 1]), 3, form=3), "has F values from nan to nan"),
+    "infinite": (tiff("<", 32, grey("<f4", [0, np.inf, 1]), 3, form=3), "has F values from 0 to inf"),
     "key of 16 bits": (
         png(16, 2, bytes(18), 3, bytes(6)),
         "has a 16-bit transparent color, of which 8 bits are read",
@@ -128,8 +128,8 @@ def test_grey_values_are_scaled(tmp_path, case):
 
 @pytest.mark.parametrize("case", SAVED)
 def test_transparency_shows_white(tmp_path, case):
-    made, kind, options = SAVED[case]
-    made.save(tmp_path / f"a.{kind}", **options)
+    stored, kind, options = SAVED[case]
+    stored.save(tmp_path / f"a.{kind}", **options)
     assert [tuple(pixel) for pixel in np.asarray(load(tmp_path / f"a.{kind}"))[0].tolist()] == OVER_WHITE
 
 

@@ -91,58 +91,58 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
     monkeypatch.setattr(remote, "report", texts.append)
     return texts
 
 
 @pytest.mark.parametrize("how", ("500", "503", "429", "shorter", "longer"))
-def test_failing_server_is_retried(url, said, monkeypatch, how):
+def test_failing_server_is_retried(url, reports, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 3)
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
     why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? received, expected 18"
-    assert len(said) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(said, 1))
-    assert all(re.search(why, text) for text in said), said
+    assert len(reports) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(reports, 1))
+    assert all(re.search(why, text) for text in reports), reports
 
 
 @pytest.mark.parametrize("how", ("500", "shorter", "longer"))
-def test_permanently_failing_server_is_reported(url, said, monkeypatch, how, tmp_path):
+def test_permanently_failing_server_is_reported(url, reports, monkeypatch, how, tmp_path):
     monkeypatch.setattr(Server, "answers", [how] * 99)
     with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(.*\); check that this machine"):
         open_fetched(url, None)
-    assert len(said) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
+    assert len(reports) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
 
 
 @pytest.mark.parametrize("how", ("404", "410", "403"))
-def test_missing_remote_file_is_not_retried(url, said, monkeypatch, how):
+def test_missing_remote_file_is_not_retried(url, reports, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 99)
     said_by_it = rf"rows\.jsonl cannot be read \(Status: the server answered {how}\); check the URL and who may read it"
     with pytest.raises(DataError, match=said_by_it):
         open_fetched(url, None)
-    assert not said and len(Server.answers) == 98
+    assert not reports and len(Server.answers) == 98
 
 
-def test_silent_server_is_retried(url, said, monkeypatch):
+def test_silent_server_is_retried(url, reports, monkeypatch):
     """The limit is raised after the first try was abandoned, so that a slow machine passes."""
     monkeypatch.setattr(Server, "answers", ["silent"])
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
+    monkeypatch.setattr(remote, "report", lambda text: reports.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    assert said and "rows.jsonl: try 1 of 4 failed (no data received for 0.05 s)" in said[0]
+    assert reports and "rows.jsonl: try 1 of 4 failed (no data received for 0.05 s)" in reports[0]
 
 
-def test_unresponsive_server_is_reported(url, said, monkeypatch):
+def test_unresponsive_server_is_reported(url, reports, monkeypatch):
     monkeypatch.setattr(Server, "answers", ["silent"] * 99)
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
     with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(no data received for 0\.05 s\)"):
         open_fetched(url, None)
-    assert len(said) == 4
+    assert len(reports) == 4
 
 
-def test_slow_connection_gets_smaller_blocks(url, said, monkeypatch):
+def test_slow_connection_gets_smaller_blocks(url, reports, monkeypatch):
     """Blocks of the first size never arrive; smaller ones arrive in time even on a slow machine."""
 
     class Slow(io.BytesIO):
@@ -154,9 +154,9 @@ def test_slow_connection_gets_smaller_blocks(url, said, monkeypatch):
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: Slow(ROWS))
     for name, value in (("STALL_SECONDS", 0.05), ("_BLOCK", 2 * 16), ("_MIN_BLOCK", 1)):
         monkeypatch.setattr(remote, name, value)
-    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
+    monkeypatch.setattr(remote, "report", lambda text: reports.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
-    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(said) == 1
+    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(reports) == 1
 
 
 def test_abandoned_try_does_not_write(tmp_path, monkeypatch):

@@ -55,11 +55,11 @@ def encoder(models, family: str = "qwen3", template: str = TEMPLATE) -> Encoder:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_and_answers_are_learned(folder, models, family, form):
-    made = encoder(models, family)
-    sample = made.encode(folder.read([FORMS[form]])[0])
-    whole = made.tokenizer.decode(sample.input_ids)
+    text_encoder = encoder(models, family)
+    sample = text_encoder.encode(folder.read([FORMS[form]])[0])
+    whole = text_encoder.tokenizer.decode(sample.input_ids)
     assert json.dumps(TOOL["function"]["name"]) in whole and "dry" in whole
-    learned = made.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
+    learned = text_encoder.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
     assert learned == '<call>weather{"city": "Bern"}</call><|im_end|>No.<|im_end|>'
 
 
@@ -71,8 +71,8 @@ def test_tools_in_tables_equal_tools_in_json(folder, models):
 
 
 def test_prompts_and_pairs_support_tools(folder, models):
-    asked = {"tools": [TOOL], "prompt": SPOKEN[:3], "answer": "No."}
-    prompt = folder.read([asked], kind="prompts")[0].conversation
+    prompt_row = {"tools": [TOOL], "prompt": SPOKEN[:3], "answer": "No."}
+    prompt = folder.read([prompt_row], kind="prompts")[0].conversation
     assert [turn.role for turn in prompt.turns] == ["user", "assistant", "tool"] and prompt.tools == (TOOL,)
     assert prompt.turns[1].calls[0]["function"] == CALL
     pair = {"tools": [TOOL], "prompt": TURNS[:3], "chosen": "No.", "rejected": "Yes."}
@@ -112,8 +112,8 @@ def test_calls_and_results_keep_their_ids(folder, models):
     asking = TEMPLATE.replace("'<call>'", "'<call>' + call.id").replace(
         "m.role +", "m.role + (m.name or '') + (m.tool_call_id or '') +"
     )
-    made = encoder(models, template=asking)
-    text = made.tokenizer.decode(made.encode(source[0]).input_ids)
+    text_encoder = encoder(models, template=asking)
+    text = text_encoder.tokenizer.decode(text_encoder.encode(source[0]).input_ids)
     assert "<call>abcweather" in text and "<|im_start|>toolweatherabc\ndry" in text
 
 

@@ -97,7 +97,7 @@ def _watch() -> None:
 
 def outcome(action: Callable[[], object], place: Path, case: str, found: list[Finding]) -> str | None:
     """Call the reader and add violations to `found`. Returns the message if the reader rejects the input."""
-    said = None
+    message = None
     with bounds(case, found), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -105,12 +105,12 @@ def outcome(action: Callable[[], object], place: Path, case: str, found: list[Fi
         except (Hang, KeyboardInterrupt):
             raise
         except BaseException as error:
-            said = str(error)
+            message = str(error)
             if not type(error).__module__.startswith("octavo."):
-                found.append(Finding(case, f"{type(error).__name__}: {said[:300]}"))
-            elif str(place) not in said:
-                found.append(Finding(case, f"names no file: {said[:300]}"))
-    return said
+                found.append(Finding(case, f"{type(error).__name__}: {message[:300]}"))
+            elif str(place) not in message:
+                found.append(Finding(case, f"names no file: {message[:300]}"))
+    return message
 
 
 def command(run: Callable[..., list[Finding]], cases: int, seed: int, whole: bool = False) -> None:
@@ -121,13 +121,13 @@ def command(run: Callable[..., list[Finding]], cases: int, seed: int, whole: boo
     parser.add_argument("--seed", type=int, default=seed)
     if whole:
         parser.add_argument("--only", type=int, help="this case alone")
-    asked = vars(parser.parse_args())
-    seed, cases = asked.pop("seed"), asked.pop("cases")
+    args = vars(parser.parse_args())
+    seed, cases = args.pop("seed"), args.pop("cases")
     length = cases if whole else ROUND
     done, total = 0, 0
     while done < cases:
         more = min(length, cases - done)
-        found = run(seed + done // length, more, **asked)
+        found = run(seed + done // length, more, **args)
         done, total = done + more, total + len(found)
         for finding in found:
             print(f"{finding.case}: {finding.what}")

@@ -203,28 +203,28 @@ READERS: dict[str, tuple[int, Callable[[random.Random, Path], None], type[Except
 }
 
 
-def run(seed: int, cases: int, only: int | None = None, told: Counter[str] | None = None) -> list[Finding]:
-    """Return the findings; ``told`` counts what was read and rejected."""
+def run(seed: int, cases: int, only: int | None = None, tally: Counter[str] | None = None) -> list[Finding]:
+    """Return the findings; ``tally`` counts what was read and rejected."""
     found: list[Finding] = []
-    told = Counter() if told is None else told
+    tally = Counter() if tally is None else tally
     with tempfile.TemporaryDirectory() as folder:
         for number in range(cases) if only is None else [only]:
             rng = random.Random(f"{seed} {number}")
             kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
             case = f"case {number} of seed {seed} ({kind})"
             with bounds(case, found, PATIENCE, cpu=SECONDS):
-                if why := _judged(rng, kind, Path(folder), told):
+                if why := _check_input(rng, kind, Path(folder), tally):
                     found.append(Finding(case, why))
     return found
 
 
-def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> str | None:
+def _check_input(rng: random.Random, kind: str, folder: Path, tally: Counter[str]) -> str | None:
     _, read, error = READERS[kind]
     try:
         read(rng, folder)
-        told[f"{kind}, read"] += 1
+        tally[f"{kind}, read"] += 1
     except error as processor_error:
-        told[f"{kind}, refused"] += 1
+        tally[f"{kind}, refused"] += 1
         message = str(processor_error)
         if len(message) > LETTERS or not all(line.isprintable() for line in message.splitlines()):
             return f"{len(message)} letters, or some that nobody can print: {message[:200]!r}"
@@ -239,15 +239,15 @@ def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> 
 
 @pytest.mark.long
 def test_damaged_configurations_are_read_or_rejected():
-    told: Counter[str] = Counter()
-    assert run(13, 400, told=told) == []
-    assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(told)
-    assert all(told[f"{kind}, refused"] for kind in READERS)
+    tally: Counter[str] = Counter()
+    assert run(13, 400, tally=tally) == []
+    assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(tally)
+    assert all(tally[f"{kind}, refused"] for kind in READERS)
 
 
 if __name__ == "__main__":
     counts: Counter[str] = Counter()
     try:
-        command(partial(run, told=counts), cases=200, seed=13, whole=True)
+        command(partial(run, tally=counts), cases=200, seed=13, whole=True)
     finally:
         print(*(f"{what}: {n}" for what, n in sorted(counts.items())), sep="\n")

@@ -90,7 +90,7 @@ def _encoders(folder: Path) -> list[dict[str, Encoder]]:
 # Rows ------------------------------------------------------------------------------------------------------------
 
 
-def _good() -> list[Any]:
+def _valid_rows() -> list[Any]:
     chat = [{"from": "human", "value": "<image>Wie viele?"}, {"from": "gpt", "value": "Zwölf, or 12"}]
     parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "What?"}]
     return [
@@ -150,7 +150,7 @@ def _damaged(rng: random.Random, row: Any) -> bytes:
 def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[dict[str, Encoder]]) -> list[str]:
     """Write one damaged row between two valid ones, in a list or in lines."""
     which = rng.randrange(len(FORMATS))
-    good = _good()[which]
+    good = _valid_rows()[which]
     damaged = _damaged(rng, good)
     lines = rng.random() < 0.6
     parts = [json.dumps(good).encode(), damaged, json.dumps(good).encode()]
@@ -162,10 +162,10 @@ def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[
         # A list is one value; lines are separate values, and the suffix says which.
         allowed = not lines or file.suffix == ".json" or "ambiguous" in str(refused)
         return _said(refused, file) + ([] if allowed else [f"one line refuses the file: {refused}"])
-    return _judged(source, rng.choice(encoders)[source.kind], folder, len(parts) == len(source), good)
+    return _check_rows(source, rng.choice(encoders)[source.kind], folder, len(parts) == len(source), good)
 
 
-def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
+def _check_rows(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
     judge, wrong = BadRowPolicy((source,), "skip", folder / "skipped.jsonl"), []
     made: list[Any] = []
     for row in range(len(source)):

@@ -87,13 +87,13 @@ def _row(rng: random.Random, kind: str) -> tuple[dict[str, Any], str]:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"x": rng.choice((1, {"y": [2]}))}}}]
     pair = {"prompt": rng.choice((words, [{"role": "user", "content": "q"}])), "chosen": rng.choice((words, [answer]))}
     talk = {"messages": _turns(rng), "level": 1.5} | ({"tools": tools} if rng.random() < 0.4 else {})
-    told = [{"from": "human", "value": words}, {"from": "gpt", "value": "a"}]
-    asked = {"prompt": "q", "answer": rng.choice((words, 7, ["five", 5])), "level": {"deep": [1, 2]}}
+    value_turns = [{"from": "human", "value": words}, {"from": "gpt", "value": "a"}]
+    prompt_row = {"prompt": "q", "answer": rng.choice((words, 7, ["five", 5])), "level": {"deep": [1, 2]}}
     alpaca = {"instruction": "q", "input": words, "output": words, "history": [["q", "a"]], "system": "be"}
     some: dict[str, list[tuple[dict[str, Any], str]]] = {
-        "conversations": [(talk, "messages"), ({"conversations": told}, "sharegpt"), (alpaca, "alpaca"),
-                          (asked, "prompt")],
-        "prompts": [(talk, "messages"), (asked, "prompt"), (alpaca, "alpaca")],
+        "conversations": [(talk, "messages"), ({"conversations": value_turns}, "sharegpt"), (alpaca, "alpaca"),
+                          (prompt_row, "prompt")],
+        "prompts": [(talk, "messages"), (prompt_row, "prompt"), (alpaca, "alpaca")],
         "pairs": [(pair | {"rejected": "zzz"}, "auto")],
         "labelled": [({"prompt": "q", "completion": rng.choice((words, [answer])), "label": True}, "auto")],
         "documents": [({"text": words, "url": "x"}, "text"),
