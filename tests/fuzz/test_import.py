@@ -19,7 +19,7 @@ from typing import Any
 
 from octavo.config import ConfigError
 from octavo.config.yaml.document import read_text
-from octavo.importers import TranslateError, markdown, plain, translate
+from octavo.importers import TranslateError, markdown, to_json, translate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
@@ -149,13 +149,13 @@ def _one(rng: random.Random, file: Path, folder: Path, case: str, found: list[Fi
     more = {"framework": rng.choice((None, None, "axolotl", "mindspeed-mm")), "world": rng.choice((None, 8))}
     try:
         made = translate([file], folder.parent / "out.yaml", root=folder, variables={"MODEL": "."}, **more)
-        for text in (made.content, markdown(made), json.dumps(plain(made)), *made.extra.values()):
+        for text in (made.content, markdown(made), json.dumps(to_json(made)), *made.extra.values()):
             text.encode()
         if len(made.rows) != len({row.source_key.key for row in made.rows}):
             found.append(Finding(case, "a key has two rows"))
     except (TranslateError, ConfigError) as error:
-        if len(said := str(error)) > LETTERS or not said.isascii() and _cannot_be_written(said):
-            found.append(Finding(case, f"a message of {len(said)} letters: {said[:200]!r}"))
+        if len(error_text := str(error)) > LETTERS or not error_text.isascii() and _cannot_be_written(error_text):
+            found.append(Finding(case, f"a message of {len(error_text)} letters: {error_text[:200]!r}"))
     except (Hang, KeyboardInterrupt):
         raise
     except BaseException as error:
