@@ -142,7 +142,7 @@ def _judged(
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     """Yield the merged values; after the last, before the folder is renamed to its final name, check what survived."""
     yield from adapters.merged_weights(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
-    if merge_error.lost:
+    if merge_error.is_lost:
         sentence = _refusal(merge_error, format, kind)
         if not anyway:
             other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
@@ -166,7 +166,7 @@ def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
     else:
         why = (
             f"{format} would drown the adapter: rounding noise is {merge_error.error:.3g} times its change, and "
-            f"{merge_error.drowned:.3g} times as large even on the inputs on which it has most effect"
+            f"{merge_error.noise_ratio:.3g} times as large even on the inputs on which it has most effect"
         )
         named = ", ".join(f"{w.name} ({w.error:.3g} times)" for w in worst)
     return f"{why}; the worst: {named}"
@@ -177,13 +177,13 @@ def _sentences(merge_error: MergeErrors) -> list[str]:
     lines = []
     if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
-    if counted := merge_error.in_fp8():
+    if counted := merge_error.fp8_weights():
         worst = merge_error.worst(1)[0]
         lines.append(
             f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
             f"{merge_error.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
-    if rounded := merge_error.rounded():
+    if rounded := merge_error.rounded_weights():
         worst = min(rounded, key=lambda w: w.kept)
         lines.append(
             f"BF16 rounds more than {1 - MIN_KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "

@@ -98,7 +98,7 @@ def test_plan_lists_fused_modules_and_file_keeps_them(tmp_path):
     path.write_text(path.read_text().replace('"fuse_blocks": true', '"fuse_blocks": false'))
     assert fp8.load_plan(path, model, described.components).blocks == ()
     path.write_text(path.read_text().replace('"fuse_blocks": false', '"fuse_blocks": 3'))
-    with pytest.raises(fp8.PlanError, match="no usable 'fuse_blocks': it is 3"):
+    with pytest.raises(fp8.PlanError, match="'fuse_blocks' must be true or false, found 3"):
         fp8.load_plan(path, model, described.components)
 
 

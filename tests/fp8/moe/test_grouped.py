@@ -405,7 +405,7 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
             results_of[name] = results(model["experts"], model, given, torch.ones_like(given[0]))
         proof = Proof(plan)
         proof.observe(counts, {"foundation": 1})
-        noted = "2 rows of experts run expert by expert: ungrouped: it knows no groups" in plan.notes
+        noted = "2 rows of experts run one expert at a time: ungrouped: it knows no groups" in plan.notes
         assert noted == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == noted
     assert all(map(torch.equal, *results_of.values()))
     assert "a history of each expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
