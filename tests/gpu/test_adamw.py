@@ -1,5 +1,4 @@
-"""AdamW compiled, on a GPU: the same judgement as in the interpreter on sizes that a model has, states on the host, and
-updates in backward; nothing waits for the device."""
+"""The compiled AdamW kernel on a GPU: bits of the reference, states on the host, updates in backward, no synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of what lies on a GPU, written beside the steps: from pinned memory, the state of the call."""
+"""Asynchronous checkpoints of tensors on a GPU: pinned copies of the state at the call."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Casts by compiled Triton kernels against the executable specification: bit for bit.
+"""Casts by compiled Triton kernels against the executable specification, bit for bit.
 
-The specification is run on the GPU too, where it takes milliseconds for what takes a CPU seconds; that it says there
-what it says on a CPU is a test of its own, on all kinds of values.
+The specification also runs on the GPU, where it is much faster than on a CPU. A separate test checks, for all kinds of
+values, that both devices give the same results.
 """
 
 # ruff: noqa: E402 (nothing here can be imported without triton)

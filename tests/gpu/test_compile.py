@@ -1,4 +1,4 @@
-"""On a GPU: compiled layers with the kernels that serve there, and CUDA graphs of a step."""
+"""Compiled layers on a GPU, and CUDA graphs of a step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Triton's compiled products of few rows on a GPU: against float64, each row by itself, the same at every call."""
+"""Triton's compiled products with few rows on a GPU: against float64, independent rows, reproducible."""
 
 from __future__ import annotations
 

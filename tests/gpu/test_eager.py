@@ -1,4 +1,4 @@
-"""The eager path on a GPU: nothing waits for it, a step can be captured into a CUDA graph, and codes are shared."""
+"""Eager mode on a GPU: no synchronization, capture of a step into a CUDA graph, and shared codes."""
 
 import copy
 

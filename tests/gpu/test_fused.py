@@ -1,4 +1,4 @@
-"""The fused layers compiled, on a GPU: the same judgement as in the interpreter, on sizes that a model has."""
+"""The compiled fused layers on a GPU, with the checks of the interpreter at sizes of real models."""
 
 from __future__ import annotations
 

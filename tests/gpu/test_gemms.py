@@ -1,4 +1,4 @@
-"""Triton's compiled GEMMs, dense and grouped, on a GPU: against float64 on the same codes, in both ways of loading."""
+"""Triton's compiled GEMMs, dense and grouped, on a GPU, against float64 on the same codes, for both ways of loading."""
 
 from __future__ import annotations
 

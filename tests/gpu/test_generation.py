@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the kernels of the cache beside fp64, and tokens of replayed graphs beside eager steps."""
+"""Decoding on a GPU: kernels of the cache against fp64, and tokens of replayed graphs against eager steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train.cuda_graphs` on a GPU: replays are eager micro-batches, to the bit, and follow the weights."""
+"""`train.cuda_graphs` on a GPU: replays equal eager micro-batches bit for bit, and use the current weights."""
 
 from __future__ import annotations
 

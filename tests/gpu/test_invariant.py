@@ -1,5 +1,4 @@
-"""Rows that stand for themselves on a GPU: kernels tried at sizes of real models, and rollouts with the bits of
-training, for text, images, experts and adapters."""
+"""Batch invariance on a GPU: kernels at sizes of real models, and rollouts that equal the training forward bit for bit."""
 
 from __future__ import annotations
 

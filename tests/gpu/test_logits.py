@@ -1,4 +1,4 @@
-"""The loss without logits on a GPU: sums of the tensor cores, no wait for the device, and the memory that it is for."""
+"""The loss without logits on a GPU: accuracy, synchronization and peak memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bytes that a GPU's allocator hands out, beside those that are counted and predicted: what a layer of an 8 B model
-keeps for its backward, and the peak of a whole step of a model of 1 B."""
+"""Memory of a GPU's allocator against counted and predicted bytes, for a layer of an 8B model and a step of a 1B model."""
 
 from __future__ import annotations
 

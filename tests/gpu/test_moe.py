@@ -1,4 +1,4 @@
-"""Experts on a GPU: grouped FP8 GEMMs near those of the reference, and no wait for the device in a whole step."""
+"""Experts on a GPU: grouped FP8 GEMMs against the reference, and no synchronization in a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Activation memory on a GPU: offload moves it and gives the same gradients, counts agree with the allocator, attention
-keeps k and v as they came."""
+"""Activation memory on a GPU: offloading, counted bytes, and attention that saves k and v without copies."""
 
 import pytest
 import torch

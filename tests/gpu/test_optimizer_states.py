@@ -1,4 +1,4 @@
-"""States of the optimizer between a GPU and the host, and an agreement between ranks that waits for no device."""
+"""Optimizer states moved between a GPU and the host, and agreement between ranks without synchronization."""
 
 from __future__ import annotations
 

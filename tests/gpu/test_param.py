@@ -1,4 +1,4 @@
-"""FP8 weights on a GPU: the steps of plain ones bit for bit, and FSDP2's streams."""
+"""FP8 weights on a GPU: steps that equal those of plain weights bit for bit, and FSDP2's streams."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Blocks that keep FP8 on a GPU: the codes of the reference, gradients near those of blocks that keep 16 bits, a
-recomputation bit for bit, fewer bytes by the allocator, nothing waits, a captured step."""
+"""Blocks that save FP8 on a GPU: codes of the reference, close gradients, exact recomputation, memory, and CUDA graphs."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Layers of one input on a GPU: codes in memory of torch's allocator are shared between them."""
+"""Sharing of codes between layers with a common input on a GPU."""
 
 import pytest
 import torch

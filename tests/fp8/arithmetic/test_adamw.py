@@ -1,4 +1,4 @@
-"""The step: the same bits on every path and under every cut, exact halves, fair rounding, and what NaN does."""
+"""The AdamW step: equal bits on all paths and for all splits, exact low halves, unbiased rounding, NaN."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What delayed scaling stands on: amax, the scale of an amax, and casts under a given scale."""
+"""The parts of delayed scaling: amax, the scale of an amax, and casts with a given scale."""
 
 from __future__ import annotations
 

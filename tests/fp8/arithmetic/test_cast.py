@@ -1,4 +1,4 @@
-"""Casts, bit for bit against the numpy oracle, on inputs chosen to hurt."""
+"""Casts against the NumPy oracle, bit for bit, on difficult inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every byte of both formats means what the specification says."""
+"""Decoding of every byte of both formats, compared with the specification."""
 
 from __future__ import annotations
 

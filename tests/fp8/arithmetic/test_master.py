@@ -1,4 +1,4 @@
-"""Halves of a weight that make the whole again, and rounding that leaves the mean alone."""
+"""Splitting and joining of master weights, and stochastic rounding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Moments in bytes: nothing is lost that must not be, and what is added over many steps arrives."""
+"""One-byte moments: nonzero values stay nonzero, and small updates accumulate over many steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random bits are those of the paper's generator, and belong to elements."""
+"""Philox: the published words, and random bits that depend only on the element."""
 
 import pytest
 import torch

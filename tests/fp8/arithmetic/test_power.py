@@ -1,4 +1,4 @@
-"""Powers by series are near the exact ones, and the same wherever a value lies in its array."""
+"""Powers by series: accurate, and independent of the position in the array."""
 
 import torch
 

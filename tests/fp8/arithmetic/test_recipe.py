@@ -1,4 +1,4 @@
-"""Recipes: the table of NUMERICS, and every message."""
+"""Recipes: the table of docs/numerics.md, and all error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The root is the nearest fp32 number, with NumPy and without, wherever a value lies in its array."""
+"""The square root is correctly rounded with and without NumPy, at any position in the array."""
 
 import pytest
 import torch

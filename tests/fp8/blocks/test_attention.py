@@ -1,4 +1,4 @@
-"""Grouped attention against torch's own on repeated heads: the same output, close gradients, fewer bytes."""
+"""Grouped attention against torch's attention on repeated heads: equal output, close gradients, less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused norms and gated MLPs under torch.compile: the kernels of the eager block, as often, and its bits."""
+"""Fused norms and gated MLPs under torch.compile: the kernels of eager mode, as often, with the same bits."""
 
 from collections import Counter
 

@@ -1,5 +1,4 @@
-"""Norms and gated MLPs of real architectures: a plan that says which are fused and why others stay, a few steps beside
-the same steps unfused, and the proof."""
+"""Fused norms and gated MLPs in real architectures: the plan, a few steps against unfused blocks, and the proof."""
 
 import copy
 import json

@@ -1,5 +1,4 @@
-"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else saved, and the
-stock forward whenever somebody looks inside."""
+"""Fused gated MLPs: casts and GEMMs of three layers, values within rounding, saved tensors, and the stock forward."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Norms that keep FP8 codes of their input: the stock forward, a gradient close to its own, and nothing else saved."""
+"""Norms that save FP8 codes of their input: the stock forward, close gradients, and saved tensors."""
 
 import copy
 import pickle

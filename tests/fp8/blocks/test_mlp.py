@@ -1,5 +1,4 @@
-"""MLPs that keep FP8 codes of what their activation is computed from: a forward from those codes, made again in the
-backward bit for bit, whatever runs the layers."""
+"""MLPs that save FP8 codes of the input of their activation and recompute its output bit for bit."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""A trial of one module speaks for those that are alike, and for no others."""
+"""A trial of a module is shared by modules that are alike, and only by these."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Norms that hand their codes on: the codes that their layers would have cast, found by each of them, and a backward
-that is RMSNorm's; whatever is not known to be an RMSNorm stays."""
+"""RMSNorms that compute codes for the next layers: equal codes, reuse, gradients, and modules that are not replaced."""
 
 import copy
 import pickle

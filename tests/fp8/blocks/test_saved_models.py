@@ -1,5 +1,4 @@
-"""Real architectures that keep FP8: what the plan says, what is left in 16 bits, a few steps beside the same steps in
-16 bits, and the proof."""
+"""Real architectures that save FP8: the plan, the remaining 16-bit tensors, and a few steps against 16 bits."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""FP8 layers under torch.compile: one graph, the same numbers."""
+"""FP8 layers under torch.compile: one graph with the numbers of eager mode."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Delayed scaling: scales from the amax history, and what may enter it."""
+"""Delayed scaling: scales from the amax history, and the values that it records."""
 
 import copy
 from contextlib import nullcontext

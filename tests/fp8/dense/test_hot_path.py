@@ -1,4 +1,4 @@
-"""How much of the code one call of a linear layer passes through (docs/architecture.md)."""
+"""The amount of code that a call of a linear layer executes (docs/architecture.md)."""
 
 from __future__ import annotations
 

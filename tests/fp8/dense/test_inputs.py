@@ -1,4 +1,4 @@
-"""One cast of an input for all layers that multiply it: how often it is cast, when it must be again, what is saved."""
+"""One cast of an input for all layers that multiply by it: number of casts, invalidation, saved tensors."""
 
 import gc
 import threading

@@ -1,7 +1,7 @@
-"""What a linear layer starts on a GPU: its launches, and no copy of codes beside them.
+"""The kernels that a linear layer launches on a GPU, and the absence of copies of codes.
 
-Backends are chosen as on a GPU with cuBLAS: casts in Triton, GEMMs through scaled_mm. Kernels are stand-ins that note
-their names and compute nothing; what torch runs around them is logged.
+Backends are selected as on a GPU with cuBLAS: casts in Triton, GEMMs by scaled_mm. Kernels are replaced by stand-ins
+that record their names and compute nothing; operations of torch around them are logged.
 """
 
 from __future__ import annotations

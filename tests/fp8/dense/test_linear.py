@@ -1,4 +1,4 @@
-"""The FP8 linear: three GEMMs, what it keeps for backward, and everything that wraps a layer."""
+"""The FP8 linear layer: its three GEMMs, the tensors that it saves, and the wrappers that it supports."""
 
 import copy
 import gc

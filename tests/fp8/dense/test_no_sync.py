@@ -1,5 +1,7 @@
-"""Nothing in a step waits for a device: no value is read into Python between the first forward and the end of the
-backward. On the CPU that is told by the operations that would wait; casts are held to the rules of a device."""
+"""A step never synchronizes with a device: no value is read into Python during forward and backward.
+
+On the CPU, operations that would synchronize are detected, and casts follow the rules of other devices.
+"""
 
 import copy
 

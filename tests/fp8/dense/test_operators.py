@@ -1,4 +1,4 @@
-"""The registered operators: what they promise a compiler is what they do."""
+"""The registered operators, compared with their fake implementations."""
 
 import copy
 import gc

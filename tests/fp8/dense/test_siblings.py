@@ -1,4 +1,4 @@
-"""Layers of one input however a model calls them: the cast that they share changes no bit of what each gives alone."""
+"""Layers with a common input, in random use: sharing a cast does not change their results."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What FP8 layers and blocks keep in common: codes of any activation, and an input that a backward makes again."""
+"""Saved activations: codes of any activation, and inputs that the backward recomputes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Five lines inside a stock Hugging Face Trainer: FP8 runs, and its fused optimizer's writes are seen."""
+"""FP8 in a stock Hugging Face Trainer, whose fused optimizer's writes are detected."""
 
 import pytest
 import torch

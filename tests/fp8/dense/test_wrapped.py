@@ -1,4 +1,4 @@
-"""Layers in the hands of others: copies, pickles in other processes, keyword calls, replaced forwards, wrappers."""
+"""Copies, pickles in other processes, keyword calls, replaced forwards and wrappers of FP8 layers."""
 
 import copy
 import functools

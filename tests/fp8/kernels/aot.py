@@ -1,4 +1,4 @@
-"""Compile every Triton kernel ahead of time, for GPUs that need not be there, and report what came out.
+"""Compile every Triton kernel ahead of time, without a GPU, and report the results.
 
     python -m tests.fp8.kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE] [--help]
 

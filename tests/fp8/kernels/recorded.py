@@ -1,4 +1,4 @@
-"""Forms as they run: what a launch hands to its kernel, taken down on the way there, without a GPU and without memory.
+"""Record the arguments that a launch passes to its kernel, without a GPU and without memory.
 
 The host code of a kernel runs on tensors of the meta device, which have shapes and strides alone; what reaches
 ``launch`` says types, strides that are 1 or a multiple of 16 (for which Triton compiles forms of their own), constants

@@ -1,4 +1,4 @@
-"""What a GPU executes of a compiled kernel: its machine code (SASS), read with the disassembler that comes with Triton.
+"""Count the instructions of a compiled kernel in its machine code (SASS), by the disassembler of Triton.
 
 PTX does not tell: ``ptxas`` moves, merges and spills, and may set a wait after each matrix product (C7515). Here::
 

@@ -1,5 +1,4 @@
-"""AdamW's kernel against the reference, bit for bit, in Triton's interpreter: every state and master, pieces that begin
-and end anywhere, what is not finite, groups that ranks share; and what the compiled forms look like."""
+"""The AdamW kernel against the reference, bit for bit, in Triton's interpreter; and the compiled forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every architecture, here, without a GPU; and what does not is found and named."""
+"""Ahead-of-time compilation of every Triton kernel for every architecture, and the report of failures."""
 
 from __future__ import annotations
 

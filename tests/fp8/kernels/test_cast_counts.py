@@ -1,4 +1,4 @@
-"""What the casts of the recipes execute, read from their machine code: it bounds them, and may not creep up."""
+"""Bounds of the instructions that casts execute, counted in their machine code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of few rows, in Triton's interpreter: right, in one order of sums, and each row by itself."""
+"""Products with few rows in Triton's interpreter: correct, with a fixed order of sums, and independent rows."""
 
 from __future__ import annotations
 

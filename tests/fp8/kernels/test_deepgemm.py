@@ -1,7 +1,7 @@
-"""The DeepGEMM backend against a stand-in of the library that checks what it is handed and computes in fp32.
+"""The DeepGEMM backend with a stand-in for the library that checks its arguments and computes in fp32.
 
-The stand-in asserts what csrc/apis/gemm.hpp and layout.hpp of DeepGEMM assert for compute capability 9.0, and then
-multiplies on the CPU. What it cannot show is the library itself; tests/gpu does that where it is installed.
+The stand-in asserts the conditions of csrc/apis/gemm.hpp and layout.hpp of DeepGEMM for compute capability 9.0, and
+multiplies on the CPU. The library itself is tested in tests/gpu if it is installed.
 """
 
 from __future__ import annotations

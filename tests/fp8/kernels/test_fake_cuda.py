@@ -1,8 +1,8 @@
-"""torch's own checks of layout, on CUDA tensors that do not exist.
+"""torch's checks of operand layouts, on fake CUDA tensors.
 
-``FakeTensorMode`` makes tensors with a shape, strides and a device and no memory; torch then runs the checks that it
-makes before a real GEMM: rows and columns the right way round, sizes in multiples of 16, scales of the right shape and
-strides. The operands are laid out for real on the CPU and their shapes and strides taken over.
+Tensors of ``FakeTensorMode`` have a shape, strides and a device but no memory. torch runs the same checks as before a
+real GEMM: orientation of rows and columns, sizes in multiples of 16, shapes and strides of scales. The operands are
+first converted on the CPU, and the fake tensors have their shapes and strides.
 """
 
 from __future__ import annotations

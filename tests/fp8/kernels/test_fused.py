@@ -1,8 +1,8 @@
-"""RMSNorm and SwiGLU that emit FP8: the reference against float64, the Triton kernels against the reference.
+"""RMSNorm and SwiGLU with FP8 outputs: the reference against float64, the Triton kernels against the reference.
 
-Codes and scales are judged against the cast of the very values the kernel computed, bit for bit; the values against the
-reference's, element by element, in units in the last place. Memory is poisoned first, so that an element that no
-program wrote, padding included, shows.
+Codes and scales must equal a cast of the values that the kernel computed, bit for bit; values are compared with the
+reference's in units in the last place. Memory is filled with invalid values first, so that elements that no program
+writes, padding included, are detected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of experts: every pair has its row, every expert its tiles, and nothing else is there."""
+"""Groups of experts: rows of pairs, tiles of experts, and padding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""That the interpreter is a witness: it ran the kernel it vouches for, and a fault in that kernel shows.
+"""Tests of the comparisons in Triton's interpreter: the compared kernel ran, and a fault in it is detected.
 
-Three ways in which a comparison with the reference could pass for nothing: no kernel was started, the output held the
-right values before, or the comparison looks away. Each is tried here.
+A comparison with the reference could pass without testing anything if no kernel was launched, if the output already had
+the correct values, or if the comparison ignores differences. Each case is tested here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A launch that was made before goes straight to the driver, and only where Triton would run the same compiled kernel.
+"""A repeated launch calls the driver directly, but only if Triton would run the same compiled kernel.
 
-Nothing is compiled and no GPU is asked: Triton tells its kernels apart itself, and what it would compile is a stand-in
-that notes how it is run.
+Nothing is compiled and no GPU is used: Triton computes its own specialization keys, and the compiled kernel is a
+stand-in that records its launches.
 """
 
 from __future__ import annotations

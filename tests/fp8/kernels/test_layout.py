@@ -1,4 +1,4 @@
-"""How codes and scales lie in memory: right for every kind of cast, and free where a cast did as layout.py says."""
+"""The memory layout of codes and scales: correct for every cast, and free of copies if the cast produced it."""
 
 from __future__ import annotations
 

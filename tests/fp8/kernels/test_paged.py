@@ -1,4 +1,4 @@
-"""The kernels of the key-value cache in Triton's interpreter: attention beside fp64, writes beside the cast."""
+"""The kernels of the paged key-value cache in Triton's interpreter: attention against fp64, writes against the cast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three GEMMs of the reference: against float64 on the same codes, and with magnitudes that expose every block."""
+"""The GEMMs of the reference against float64 on the same codes, with magnitudes that expose misplaced blocks."""
 
 from __future__ import annotations
 

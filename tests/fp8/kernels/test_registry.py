@@ -1,4 +1,4 @@
-"""The choice of a backend: reason, rejected, and no silent fall back."""
+"""Selection of backends: reasons, rejected backends, and no silent fallback."""
 
 from __future__ import annotations
 

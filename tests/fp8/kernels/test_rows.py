@@ -1,4 +1,4 @@
-"""Kernels whose rows stand for themselves, in Triton's interpreter: right, and each row the same in any company."""
+"""Batch-invariant kernels in Triton's interpreter: correct, and every row independent of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine code is counted along the way that a thread takes, not by the length of the listing."""
+"""Counting of machine instructions along the path that a thread executes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Versions that were not tested: kernels are held against the reference once, a planted fault is found and named, and
-nothing trains on it. On the CPU, in Triton's interpreter; a newer version is one that the table does not know."""
+"""Untested versions: kernels are compared with the reference once, and a planted fault stops the start.
+
+The tests run on the CPU in Triton's interpreter; a version counts as newer if it is not in the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch backend for real on the CPU (one scale a tensor or a row), and what it says it can do elsewhere."""
+"""The torch backend on the CPU (one scale per tensor or row), and its support of other devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic inside Triton kernels against the executable specification, pattern by pattern."""
+"""The arithmetic inside Triton kernels against the executable specification, for each bit pattern."""
 
 # ruff: noqa: E402 (nothing here can be imported without triton)
 from __future__ import annotations

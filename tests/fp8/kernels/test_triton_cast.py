@@ -1,4 +1,4 @@
-"""Casts in Triton against the executable specification: every code, every scale, and where they lie."""
+"""Casts in Triton against the executable specification: codes, scales and memory layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton's GEMMs, in its interpreter: each element against float64 on the same codes.
+"""Triton's GEMMs in its interpreter: each element against float64 on the same codes.
 
-Magnitudes are spread by powers of two along rows and columns of both operands, and an element may be off by what fp32
-sums of |a| |b| may be off, no more: so a scale of the wrong row, column or block, anywhere, is an error of its own.
+Magnitudes vary by powers of two along the rows and columns of both operands, and the tolerance of an element is the
+error of fp32 sums of |a| |b|, so that any misplaced scale of a row, column or block is detected.
 """
 
 from __future__ import annotations

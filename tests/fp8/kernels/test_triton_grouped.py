@@ -1,4 +1,4 @@
-"""Triton's grouped GEMMs, in its interpreter: each expert as if it were alone, against float64 on the same codes."""
+"""Triton's grouped GEMMs in its interpreter, against float64 on the same codes, for each expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts of experts' rows and weights in Triton against the reference cast of each expert alone."""
+"""Casts of rows and weights of experts in Triton, against the reference cast of each expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of products of few rows, ``triton_kernels/decode.py``, as Qwen3-8B and Qwen2.5-7B decode."""
+"""The forms of products with few rows, ``triton_kernels/decode.py``, for decoding with Qwen3-8B and Qwen2.5-7B."""
 
 from __future__ import annotations
 
