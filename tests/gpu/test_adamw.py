@@ -1,4 +1,4 @@
-"""The compiled AdamW kernel on a GPU: bits of the reference, states on the host, updates in backward, no synchronization."""
+"""The compiled AdamW kernel on a GPU: equal bits, states on the host, updates in backward, synchronization."""
 
 from __future__ import annotations
 

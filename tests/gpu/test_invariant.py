@@ -1,4 +1,4 @@
-"""Batch invariance on a GPU: kernels at sizes of real models, and rollouts that equal the training forward bit for bit."""
+"""Batch invariance on a GPU: kernels at sizes of real models, and rollouts with the bits of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU's allocator against counted and predicted bytes, for a layer of an 8B model and a step of a 1B model."""
+"""Allocated GPU memory against counted and predicted bytes, for a layer of an 8B model and a step of a 1B model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that save FP8 on a GPU: codes of the reference, close gradients, exact recomputation, memory, and CUDA graphs."""
+"""Blocks that save FP8 on a GPU: codes, close gradients, exact recomputation, memory, and CUDA graphs."""
 
 import copy
 
