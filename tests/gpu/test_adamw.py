@@ -69,28 +69,28 @@ def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
     factor = torch.tensor(0.7, device="cuda")
     for step in range(1, 5):
         reference_step(with_gradients(one, step), settings(states, master), factor, None)
-        with launches() as seen:
+        with launches() as recorded:
             adamw.step(with_gradients(other, step), settings(states, master), factor)
-        assert seen == {"adamw_step": 4}
+        assert recorded == {"adamw_step": 4}
     assert_same(one, other)
 
 
 @pytest.mark.parametrize("states", ["fp8", "fp32"])
 def test_cpu_gives_same_bits(states: str) -> None:
     """A checkpoint of one machine goes on on another: all but what MKL's square root makes of it."""
-    there = [piece(*SHAPES[i], i, states, "bf16+16") for i in (0, 5)]
+    target = [piece(*SHAPES[i], i, states, "bf16+16") for i in (0, 5)]
     here = [
         p._replace(weight=p.weight.cpu(), grad=p.grad.cpu(), state={k: v.cpu() for k, v in p.state.items()})
-        for p in there
+        for p in target
     ]
     for step in range(1, 4):
-        there = with_gradients(there, step)
-        for p, q in zip(there, here, strict=True):
+        target = with_gradients(target, step)
+        for p, q in zip(target, here, strict=True):
             q.grad.copy_(p.grad)
         here = [q._replace(step=step) for q in here]
-        adamw.step(there, settings(states, "bf16+16"))
+        adamw.step(target, settings(states, "bf16+16"))
         reference_step(here, settings(states, "bf16+16"), None, None)
-    for p, q in zip(there, here, strict=True):
+    for p, q in zip(target, here, strict=True):
         for name, x in (("weight", p.weight), *p.state.items()):
             other = q.weight if name == "weight" else q.state[name]
             wrong = (x.cpu().view(torch.uint8) != other.view(torch.uint8)).float().mean()
@@ -100,11 +100,11 @@ def test_cpu_gives_same_bits(states: str) -> None:
 def test_device_learning_rate_does_not_synchronize() -> None:
     one, other = ([piece(*SHAPES[0], 0, "fp8", "bf16+sr")] for _ in range(2))
     lr, factor = torch.tensor(1e-3, device="cuda"), torch.tensor(0.5, device="cuda")
-    given, also = with_gradients(one, 1), with_gradients(other, 1)
+    inputs, also = with_gradients(one, 1), with_gradients(other, 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        adamw.step(given, Hyper(lr, weight_decay=0.1, states="fp8", master="bf16+sr"), factor)
+        adamw.step(inputs, Hyper(lr, weight_decay=0.1, states="fp8", master="bf16+sr"), factor)
         adamw.step(also, Hyper(1e-3, weight_decay=0.1, states="fp8", master="bf16+sr"), factor)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -130,8 +130,8 @@ class Model(nn.Module):
 
 
 def model(recipe: str | None = None) -> nn.Module:
-    made = Model().cuda().bfloat16()
-    return made if recipe is None else fp8.apply(made, fp8.plan(made, recipe))
+    created = Model().cuda().bfloat16()
+    return created if recipe is None else fp8.apply(created, fp8.plan(created, recipe))
 
 
 def train(made: nn.Module, kind: type[fp8.AdamW], clip: float, inside: bool, steps: int = 4) -> fp8.AdamW:
@@ -170,13 +170,13 @@ def test_update_in_backward_equals_the_ordinary_step(recipe: str | None, clip: f
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
 def test_clipped_step_does_not_synchronize(states: str) -> None:
-    made = model("blockwise")
-    optimizer = fp8.AdamW(made.parameters(), lr=1e-3, states=states, master="bf16+sr")
+    created = model("blockwise")
+    optimizer = fp8.AdamW(created.parameters(), lr=1e-3, states=states, master="bf16+sr")
     tokens = torch.arange(256, device="cuda")
 
     def step() -> None:
-        made(tokens).backward()
-        optimizer.step(factor=clip_factor(gradient_norm(made.parameters()), 1.0))
+        created(tokens).backward()
+        optimizer.step(factor=clip_factor(gradient_norm(created.parameters()), 1.0))
         optimizer.zero_grad()
 
     step()  # kernels are compiled, states made
@@ -189,12 +189,12 @@ def test_clipped_step_does_not_synchronize(states: str) -> None:
 
 
 def test_nonfinite_detection_does_not_synchronize() -> None:
-    made = model()
-    updating = UpdateInBackward(fp8.AdamW(made.parameters(), lr=1e-2), made)
-    made.layers[2][0].weight.register_hook(lambda g: g * float("nan"))
+    created = model()
+    updating = UpdateInBackward(fp8.AdamW(created.parameters(), lr=1e-2), created)
+    created.layers[2][0].weight.register_hook(lambda g: g * float("nan"))
     tokens = torch.arange(256, device="cuda")
     with pytest.raises(PartialUpdate, match="updated in part"):
-        updating.run(lambda retain: made(tokens).backward(retain_graph=retain))
+        updating.run(lambda retain: created(tokens).backward(retain_graph=retain))
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["step", "backward"])

@@ -50,11 +50,11 @@ def test_close_to_separate_layers(recipe, lowered):
         results = []
         for m in (plain, twin):
             m.zero_grad()
-            given = x.clone().requires_grad_()
-            y = step(m, given, lowered)
-            results.append((y, given.grad, *(p.grad for p in m.parameters())))
-        for exact, found in zip(*results, strict=True):
-            assert exact.dtype == found.dtype and calc_diff(exact, found) < 5e-3
+            inputs = x.clone().requires_grad_()
+            y = step(m, inputs, lowered)
+            results.append((y, inputs.grad, *(p.grad for p in m.parameters())))
+        for exact, result_ in zip(*results, strict=True):
+            assert exact.dtype == result_.dtype and calc_diff(exact, result_) < 5e-3
 
 
 def test_one_kernel_per_block():
@@ -64,9 +64,9 @@ def test_one_kernel_per_block():
     _, twin = pair()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     step(twin, x)
-    with launches() as seen:
+    with launches() as recorded:
         step(twin, x)
-    assert (seen["rmsnorm_tile"], seen["swiglu"], seen["swiglu_backward"]) == (1, 1, 1)
+    assert (recorded["rmsnorm_tile"], recorded["swiglu"], recorded["swiglu_backward"]) == (1, 1, 1)
 
 
 def test_no_synchronization():

@@ -105,10 +105,10 @@ def test_specification_is_equal_on_both_devices(block, kind):
     for x in (patterns, patterns[patterns.float().isfinite().all(1)], spread(300, 1152), fp32):
         for fmt in ("e4m3", "e5m2"):
             spec = CastSpec(fmt, block, kind)
-            here, there = reference.quantize(x, spec), reference.quantize(x.cuda(), spec)
-            assert_same(there, here)
+            here, target = reference.quantize(x, spec), reference.quantize(x.cuda(), spec)
+            assert_same(target, here)
             for dtype in (torch.float32, torch.bfloat16):
-                a, b = reference.dequantize(here, dtype), reference.dequantize(there, dtype).cpu()
+                a, b = reference.dequantize(here, dtype), reference.dequantize(target, dtype).cpu()
                 assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
@@ -199,8 +199,8 @@ def test_experts_are_cast_separately(block):
             if n:
                 want = reference.quantize(x[start : start + n], spec)
                 at = e if block[0] == -1 else start // block[0]
-                own = q.scale[at : at + want.scale.shape[0]]
-                assert_same(Quantized(q.data[start : start + n], own, spec), want, f"expert {e}")
+                original = q.scale[at : at + want.scale.shape[0]]
+                assert_same(Quantized(q.data[start : start + n], original, spec), want, f"expert {e}")
         experts = grouped_cast.quantize_experts(w, spec, contract)
         for e in range(5):
             one = Quantized(experts.data[e], experts.scale[e], spec)

@@ -73,11 +73,11 @@ def test_captured_step_uses_current_weights(recipe):
             for p in m.parameters():
                 p.add_(torch.randn_like(p) * 0.02)
         graph.replay()
-        found = [p.grad.clone() for p in m.parameters()]
+        results = [p.grad.clone() for p in m.parameters()]
         eager = copy.deepcopy(m)
         eager.zero_grad(set_to_none=True)
         step(eager, x)
-        for a, p in zip(found, eager.parameters(), strict=True):
+        for a, p in zip(results, eager.parameters(), strict=True):
             assert calc_diff(a, p.grad) < 1e-6
 
 

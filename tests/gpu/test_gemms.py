@@ -62,10 +62,10 @@ def judge(got: Tensor, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, f
 
 def loads() -> Iterator[Gpu]:
     """The device as it is, and as one without descriptors (the form of Ada)."""
-    own = tiles.gpu_of(torch.device("cuda"))
-    yield own
-    if own.sm >= 90:
-        yield Gpu(89, own.processors)
+    original = tiles.gpu_of(torch.device("cuda"))
+    yield original
+    if original.sm >= 90:
+        yield Gpu(89, original.processors)
 
 
 def operands(title: str, which: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
@@ -152,7 +152,7 @@ def on_gpu(q: Quantized) -> Quantized:
 def test_grouped(title: str, which: str) -> None:
     """Uneven and empty groups; each expert judged alone, tiles of nobody zero, no waiting."""
     groups = routed(700, 0, 1, 300, 128, 0)
-    there = Groups(*(t.cuda() for t in groups[:3]), groups.rows)
+    target = Groups(*(t.cuda() for t in groups[:3]), groups.rows)
     casts, n, k = recipe(*title.split()).gemm(which), 720, 1176
     w = torch.stack([spread(n, k, 10 + e) for e in range(groups.experts)])
     x, dy = spread(groups.rows, k, 1), spread(groups.rows, n, 2)
@@ -164,21 +164,21 @@ def test_grouped(title: str, which: str) -> None:
     a, b = on_gpu(a_q), on_gpu(b_q)
     fast = which == "fwd" and title.split()[0] in ("tensorwise", "rowwise")
     for gpu in loads():
-        getattr(grouped, which)(a, b, there, torch.float32, gpu=gpu)  # compile
+        getattr(grouped, which)(a, b, target, torch.float32, gpu=gpu)  # compile
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            got = getattr(grouped, which)(a, b, there, torch.float32, gpu=gpu)
+            got = getattr(grouped, which)(a, b, target, torch.float32, gpu=gpu)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert got.isfinite().all()
         for e, span in expert_spans(groups):
-            own = select_expert(a, e, span)
+            original = select_expert(a, e, span)
             if which == "wgrad":
-                judge(got[e], own, 0, select_expert(b, e, span), 0, fast)
+                judge(got[e], original, 0, select_expert(b, e, span), 0, fast)
             else:
-                judge(got[span], own, 1, Quantized(b.data[e], b.scale[e], b.spec), DIMS[which][1], fast)
+                judge(got[span], original, 1, Quantized(b.data[e], b.scale[e], b.spec), DIMS[which][1], fast)
         if which == "wgrad":
             assert not got[1].any() and not got[5].any()
         else:
-            assert not got[there.tiles.repeat_interleave(TILE) < 0].any()
+            assert not got[target.tiles.repeat_interleave(TILE) < 0].any()

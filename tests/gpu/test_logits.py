@@ -44,15 +44,15 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 def test_error_is_at_most_that_of_plain_path(m: int, k: int, v: int, dtype: torch.dtype, where: str):
     hidden, weight, target = problem(m, k, v, dtype, ignored=m // 3)
     each = torch.rand(m, device="cuda")
-    ours, full = linear_cross_entropy(hidden, weight, target.to(where)), plain(hidden, weight, target)
+    actual, full = linear_cross_entropy(hidden, weight, target.to(where)), plain(hidden, weight, target)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     true = plain(*exact, target)
-    got, low = (torch.autograd.grad((x * each).sum(), (hidden, weight)) for x in (ours, full))
+    got, low = (torch.autograd.grad((x * each).sum(), (hidden, weight)) for x in (actual, full))
     want = torch.autograd.grad((true * each).sum(), exact)
     if not m:
-        assert ours.shape == (0,) and not got[1].any()
+        assert actual.shape == (0,) and not got[1].any()
         return
-    assert relative_error(ours, true) <= 1.05 * relative_error(full, true) + 1e-6
+    assert relative_error(actual, true) <= 1.05 * relative_error(full, true) + 1e-6
     for a, b, c in zip(got, low, want, strict=True):
         assert a.dtype == dtype and relative_error(a, c) <= 1.05 * relative_error(b, c) + 1e-5
 
@@ -67,15 +67,15 @@ def test_fp8_head_is_close_to_logits(recipe: str, m: int, v: int):
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
     full = F.cross_entropy(model(hidden[None]).logits[0].float(), target.cuda(), reduction="none")
     head = chunk_head(model)
-    with head.losses(target[None], chunk=64) as given:
-        ours = given.take(model(hidden[None]).logits)[0]
-    got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (ours, full))
+    with head.losses(target[None], chunk=64) as inputs:
+        actual = inputs.take(model(hidden[None]).logits)[0]
+    got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (actual, full))
     if not m:
-        assert ours.shape == (0,) and not got[1].any()
+        assert actual.shape == (0,) and not got[1].any()
         return
     exact = plain(hidden, weight, target)
     want = torch.autograd.grad(exact.sum(), (hidden, weight))
-    for a, b, c in zip((ours, *got), (full, *low), (exact, *want), strict=True):
+    for a, b, c in zip((actual, *got), (full, *low), (exact, *want), strict=True):
         assert bool(a.isfinite().all()) and relative_error(a, c) <= 4 * relative_error(b, c) + 1e-5
 
 
@@ -118,8 +118,8 @@ def test_autocast_casts_blocks_and_not_the_weight():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         full = torch.autograd.grad(plain(hidden, weight, target).sum(), (hidden, weight))
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), (hidden, weight))
-    for a, b, c in zip(ours, full, want, strict=True):
+        actual = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), (hidden, weight))
+    for a, b, c in zip(actual, full, want, strict=True):
         assert a.dtype == torch.float32 and relative_error(a, c) <= 1.05 * relative_error(b, c)
 
 

@@ -57,28 +57,28 @@ def test_layer_of_8b_model_saves_counted_bytes(activations: str, most: int) -> N
     hidden(model, ids).float().sum().backward()  # codes of weights, workspaces of GEMMs
     model.zero_grad()
     gc.collect()
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
 
     def note(*_: object) -> None:
-        found.append((requested(), torch.cuda.memory_allocated()))
+        results.append((requested(), torch.cuda.memory_allocated()))
 
     handles = [layer.register_forward_pre_hook(note), layer.register_forward_hook(note)]
     out = hidden(model, ids)
     for handle in handles:
         handle.remove()
     output = tokens * LAYER["hidden_size"] * 2  # which is no part of what the layer keeps
-    asked, held = (found[1][i] - found[0][i] - output for i in (0, 1))
+    asked, saved = (results[1][i] - results[0][i] - output for i in (0, 1))
     del out
     with count_saved(model, [("layer", layer)]) as accountant:
         out = hidden(model, ids)
     report = accountant.report()
     counted = report.by_block["layer"]
     tensors = sum(row.block == "layer" for row in report.rows)
-    print(f"{activations}: {asked / tokens / KIB:.2f} KiB a token asked for, {held / tokens / KIB:.2f} held, "
+    print(f"{activations}: {asked / tokens / KIB:.2f} KiB a token asked for, {saved / tokens / KIB:.2f} held, "
           f"{counted / tokens / KIB:.2f} counted, {tensors} tensors")  # fmt: skip
     assert asked == pytest.approx(counted, rel=0.01)
     assert counted <= most * KIB * tokens and asked <= most * KIB * tokens
-    assert held <= most * KIB * tokens + tensors * MIB
+    assert saved <= most * KIB * tokens + tensors * MIB
     del out
 
 
@@ -96,17 +96,17 @@ def test_peak_memory_is_sum_of_kinds() -> None:
         return fp8.linear_cross_entropy(h, model.lm_head.weight, target).mean()
 
     def step() -> float:
-        found = loss()
-        done = updating.run(lambda retain: found.backward(retain_graph=retain), clip=1.0)
+        results = loss()
+        done = updating.run(lambda retain: results.backward(retain_graph=retain), clip=1.0)
         assert done.applied
         optimizer.zero_grad(set_to_none=True)
-        return float(found.detach())
+        return float(results.detach())
 
     first = step()  # makes states and codes
     with count_saved(model, models.describe(model).layers(model)) as accountant:
-        found = loss()
+        results = loss()
     activations = accountant.report().total
-    del found
+    del results
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -83,21 +83,21 @@ def test_offload_gives_the_same_gradients_and_frees_the_device(how, in_fp8):
     hooks = offload(model.named_children(), least=1 << 16)
     for _ in range(3):
         model.zero_grad()
-        moved, own = step(model)
-        assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+        moved, original = step(model)
+        assert all(torch.equal(a, b) for a, b in zip(grads, original, strict=True))
     assert moved < stayed / 2  # two blocks of eight
     hooks.remove()
     model.zero_grad()
-    again, own = step(model)
-    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True)) and again > 2 * moved
+    again, original = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(grads, original, strict=True)) and again > 2 * moved
 
 
 def test_synchronizing_hooks_do_not_change_values():
     _, grads = step(stack(2))
     model = stack(2)
     synchronize_per_layer(model.named_children())
-    _, own = step(model)
-    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+    _, original = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(grads, original, strict=True))
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
@@ -145,8 +145,8 @@ def test_grouped_attention_matches_repeated_heads(kind):
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
 
     out, grads, total = run(grouped_attention)
-    expected, theirs, more = run(stock)
+    expected, theirs, extra = run(stock)
     assert torch.equal(out, expected)
     for a, b in zip(grads, theirs, strict=True):
         assert calc_diff(a.float(), b.float()) < 1e-4
-    assert total <= more - 2 * 2 * (heads - heads // groups) * 128 * size * 2 + 4096
+    assert total <= extra - 2 * 2 * (heads - heads // groups) * 128 * size * 2 + 4096

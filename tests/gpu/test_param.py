@@ -97,9 +97,9 @@ def test_shards_have_codes_of_full_weight(recipe: str, monkeypatch: pytest.Monke
         for rank, rows in enumerate(values.split(446)):
             shards = Shards(1336, 3, rank)
             sent.append(fp8_rows.pack_for_gather(fp8_rows.cast(rows, needs, shards, Mesh()), shards))
-    whole = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
+    full = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
     for q, need in zip(
-        fp8_rows.unpack_gathered(whole, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True
+        fp8_rows.unpack_gathered(full, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True
     ):
         want = need.cast(values)
         assert torch.equal(q.data.contiguous().view(torch.uint8), want.data.contiguous().view(torch.uint8))

@@ -83,8 +83,8 @@ def test_ranking_is_reproducible(model, found):
     if not row.fp8:
         pytest.skip(f"planned in high precision here: {row.reason}")
     stock = nn.Linear(4096, 12288, device="cuda")
-    ours = nn.Sequential(nn.Linear(4096, 12288, device="cuda"))
-    fp8.apply(ours, fp8.plan(ours, row.recipe.name))
+    actual = nn.Sequential(nn.Linear(4096, 12288, device="cuda"))
+    fp8.apply(actual, fp8.plan(actual, row.recipe.name))
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def call(module):
@@ -92,7 +92,7 @@ def test_ranking_is_reproducible(model, found):
             y = module(x)
         torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
 
-    times = time_calls({"bf16": lambda: call(stock), "fp8": lambda: call(ours)}, "cuda")
+    times = time_calls({"bf16": lambda: call(stock), "fp8": lambda: call(actual)}, "cuda")
     assert times["fp8"].device < 1.05 * times["bf16"].device
 
 

@@ -79,8 +79,8 @@ def test_codes_match_reference(k):
 def test_gradients_are_close_to_16_bits(recipe, kind, fuse, lowered):
     dtype = torch.float32 if lowered else torch.bfloat16
     x = given(kind, dtype)
-    for exact, found in zip(*(step(m, x, lowered) for m in pair(kind, dtype, fuse, recipe)), strict=True):
-        assert exact.dtype == found.dtype and cosine(exact, found) > 0.99
+    for exact, results in zip(*(step(m, x, lowered) for m in pair(kind, dtype, fuse, recipe)), strict=True):
+        assert exact.dtype == results.dtype and cosine(exact, results) > 0.99
 
 
 @pytest.mark.parametrize("fuse", ["off", "on"])

@@ -37,10 +37,10 @@ def test_selected_kernels_pass(name: str) -> None:
 def test_planted_fault_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     device, recipe = torch.device("cuda"), fp8.recipe("rowwise")
     chosen = select("dgrad", recipe_or_spec=recipe, device=device).backend
-    own = chosen.gemm_dgrad
+    original = chosen.gemm_dgrad
 
     def errs(*given: torch.Tensor) -> torch.Tensor:
-        out = own(*given)
+        out = original(*given)
         out[5, 7] += 1e4
         return out
 

@@ -108,33 +108,33 @@ def test_parameter_in_parts_of_whole_groups_equals_one_piece(states, master, dty
 def test_fp32_states_follow_torch():
     n = 1000
     w = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    ours, theirs = w.clone(), torch.nn.Parameter(w.clone())
-    optimizer = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
+    actual, expected = w.clone(), torch.nn.Parameter(w.clone())
+    optimizer = torch.optim.AdamW([expected], lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
     state = fresh(w, 0, "fp32", "fp32")
     hyper = Hyper(1e-3, 0.8, 0.99, 1e-6, 0.1, states="fp32")
     for step in range(1, 101):
         g = gradient(n, step)
-        theirs.grad = g.clone()
+        expected.grad = g.clone()
         optimizer.step()
-        step_on_cpu([Piece(ours, g, state, 0, 0, step)], hyper, None, None)
-    assert float((ours - theirs.detach()).norm() / (ours - w).norm()) < 1e-5
+        step_on_cpu([Piece(actual, g, state, 0, 0, step)], hyper, None, None)
+    assert float((actual - expected.detach()).norm() / (actual - w).norm()) < 1e-5
 
 
 @pytest.mark.parametrize(("states", "grad_dtype"), [("fp32", torch.float32), ("fp8", torch.bfloat16)])
 def test_bf16_weight_with_low_halves_equals_fp32_weight(grad_dtype, states):
     n = 700
     high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    whole = high.float()
-    split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(whole, 0, states, "fp32")
+    full = high.float()
+    split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(full, 0, states, "fp32")
     split_hyper = Hyper(1e-3, weight_decay=0.01, states=states, master="bf16+16")
     whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
     for step in range(1, 151):
         g = (gradient(n, step) * 0.98**step).to(grad_dtype)
         step_on_cpu([Piece(high, g, split_state, 0, 0, step)], split_hyper, None, None)
-        step_on_cpu([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper, None, None)
+        step_on_cpu([Piece(full, g, whole_state, 0, 0, step)], whole_hyper, None, None)
     bits = (high.view(torch.int16).to(torch.int32) << 16) + split_state["master_low"]
-    assert torch.equal(bits, whole.view(torch.int32))
-    assert float((high.float() - whole).abs().max() / whole.abs().max()) < 2**-8
+    assert torch.equal(bits, full.view(torch.int32))
+    assert float((high.float() - full).abs().max() / full.abs().max()) < 2**-8
 
 
 def test_stochastically_rounded_weights_are_unbiased():

@@ -19,8 +19,8 @@ TENSOR = {fmt: CastSpec(fmt, (-1, -1), "fp32") for fmt in oracle.FACTS}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_amax_is_fp32_scalar(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, -3.5], [2.0, 0.0]], dtype=dtype, requires_grad=True)
-    found = cast.amax(x)
-    assert found.dtype == torch.float32 and found.dim() == 0 and not found.requires_grad and float(found) == 3.5
+    results = cast.amax(x)
+    assert results.dtype == torch.float32 and results.dim() == 0 and not results.requires_grad and float(results) == 3.5
 
 
 def test_amax_of_empty_tensor_and_bad_values() -> None:
@@ -59,14 +59,14 @@ def test_cast_with_current_scale_equals_current_cast() -> None:
     for fmt, spec in TENSOR.items():
         current = cast.quantize(x, spec)
         for amax in (None, cast.amax(x)):
-            given = cast.quantize_with_scale(x, cast.scale_from_amax(cast.amax(x), spec), spec, amax)
-            assert torch.equal(given.data.view(torch.uint8), current.data.view(torch.uint8)), fmt
-            assert torch.equal(given.scale, current.scale)
+            inputs = cast.quantize_with_scale(x, cast.scale_from_amax(cast.amax(x), spec), spec, amax)
+            assert torch.equal(inputs.data.view(torch.uint8), current.data.view(torch.uint8)), fmt
+            assert torch.equal(inputs.scale, current.scale)
     blockwise = CastSpec("e4m3", (16, 32), "e8m0")
     current = cast.quantize(x, blockwise)
-    given = cast.quantize_with_scale(x, current.scale, blockwise)
-    assert torch.equal(given.data.view(torch.uint8), current.data.view(torch.uint8))
-    assert torch.equal(given.scale.view(torch.uint8), current.scale.view(torch.uint8))
+    inputs = cast.quantize_with_scale(x, current.scale, blockwise)
+    assert torch.equal(inputs.data.view(torch.uint8), current.data.view(torch.uint8))
+    assert torch.equal(inputs.scale.view(torch.uint8), current.scale.view(torch.uint8))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -16,10 +16,10 @@ def patterns():
 
 def test_halves_join_to_exact_weight():
     w = patterns()
-    whole = master.join(*master.split(w))
+    full = master.join(*master.split(w))
     number = ~w.isnan()
-    assert torch.equal(whole[number].view(torch.int32), w[number].view(torch.int32))
-    assert whole[~number].isnan().all()
+    assert torch.equal(full[number].view(torch.int32), w[number].view(torch.int32))
+    assert full[~number].isnan().all()
 
 
 def test_upper_half_rounds_to_nearest_away_from_zero():

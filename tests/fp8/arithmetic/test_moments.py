@@ -61,9 +61,9 @@ def test_fp8_decodes_to_adjacent_grid_point(name):
 
 def test_grid_is_finest_that_covers_group():
     paces = torch.tensor([quarters << octave for octave in range(7, 20) for quarters in (4, 5, 6, 7)])
-    for more, want in ((0, paces[:-1]), (1, paces[1:])):  # bit patterns as far apart as 508 steps are, and one more
+    for extra, want in ((0, paces[:-1]), (1, paces[1:])):  # bit patterns as far apart as 508 steps are, and one more
         lo = torch.ones(len(want), dtype=torch.int32)
-        range_ = moments.v_range(lo, lo + 508 * paces[:-1].int() + more)
+        range_ = moments.v_range(lo, lo + 508 * paces[:-1].int() + extra)
         assert torch.equal(moments.grid(range_)[1][:, 0], want.int())
 
 
@@ -157,14 +157,16 @@ def test_extrema_of_parts_equal_extrema_of_group():
     m, v = torch.randn(4, 128, generator=generator), torch.rand(4, 128, generator=generator)
     here = torch.arange(128) < 50
     for states in ("fp8", "coat"):
-        whole = moments.encode(states, m, v, chance(v.shape))
-        seen = []
-        for mine in (here, ~here):  # what each rank would say, gathered
+        full = moments.encode(states, m, v, chance(v.shape))
+        recorded = []
+        for actual in (here, ~here):  # what each rank would say, gathered
             agreed = []
-            moments.encode(states, m * mine, v * mine, chance(v.shape), lambda x, agreed=agreed: agreed.append(x) or x)
-            seen.append(agreed)
-        first = torch.maximum(seen[0][0], seen[1][0])
-        for mine in (here, ~here):
+            moments.encode(
+                states, m * actual, v * actual, chance(v.shape), lambda x, agreed=agreed: agreed.append(x) or x
+            )
+            recorded.append(agreed)
+        first = torch.maximum(recorded[0][0], recorded[1][0])
+        for actual in (here, ~here):
             answers = iter([first])
             second = []
 
@@ -173,12 +175,12 @@ def test_extrema_of_parts_equal_extrema_of_group():
                 second.append(x)
                 return x if known is None else known
 
-            part = moments.encode(states, m * mine, v * mine, chance(v.shape), agree)
+            part = moments.encode(states, m * actual, v * actual, chance(v.shape), agree)
             name = "exp_avg_sq_range" if states == "fp8" else "exp_avg_sq_figures"
-            assert torch.equal(part[name], whole[name])
+            assert torch.equal(part[name], full[name])
             if states == "coat":
-                codes = part["exp_avg_sq_codes"].float()[:, mine]
-                assert torch.equal(codes, whole["exp_avg_sq_codes"].float()[:, mine])
+                codes = part["exp_avg_sq_codes"].float()[:, actual]
+                assert torch.equal(codes, full["exp_avg_sq_codes"].float()[:, actual])
 
 
 def test_coat_truncates_power_to_sixteenths_and_ignores_zeros():
@@ -191,9 +193,11 @@ def test_coat_truncates_power_to_sixteenths_and_ignores_zeros():
     exact = moments._TARGET / (v.amax(1).double() / low.double()).log2().clamp(min=1e-9)
     assert torch.equal(k * 16, (exact * 16 + 1e-5).floor().clamp(max=256).float()) and k[1] == k[2] == 16
     back = moments.coat_decode(moments.coat_encode(v, figures), figures)
-    kept = v > 0
-    off = (back[kept] / v[kept]).log2().abs()
-    assert (off < 0.5 / k[:, None].expand_as(v)[kept]).all() and (back[~kept] == 0).all()  # code 2.2 may become 2 or 3
+    saved = v > 0
+    off = (back[saved] / v[saved]).log2().abs()
+    assert (off < 0.5 / k[:, None].expand_as(v)[saved]).all() and (
+        back[~saved] == 0
+    ).all()  # code 2.2 may become 2 or 3
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])

@@ -36,8 +36,8 @@ def test_words_match_plain_implementation():
 
 @pytest.mark.parametrize(("start", "count"), [(0, 7), (1, 1), (3, 6), (127, 130), (5, 0)])
 def test_an_element_has_the_same_word_in_every_range(start, count):
-    whole = philox.words(9, 0, 300, step=4, parameter=2)
-    assert torch.equal(philox.words(9, start, count, step=4, parameter=2), whole[start : start + count])
+    full = philox.words(9, 0, 300, step=4, parameter=2)
+    assert torch.equal(philox.words(9, start, count, step=4, parameter=2), full[start : start + count])
 
 
 def test_step_parameter_and_seed_change_the_words():

@@ -52,14 +52,14 @@ def error(a: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("kv", [1, KV, H])
 def test_matches_attention_on_repeated_heads(kind, dtype, kv):
     qkv, mask, causal = given(kind, dtype, kv)
-    ours = gradients(grouped_attention, qkv, mask, is_causal=causal)
-    theirs = gradients(stock, qkv, mask, is_causal=causal)
-    assert torch.equal(ours[0], theirs[0]) and ours[0].stride() == theirs[0].stride()
-    assert torch.equal(ours[1], theirs[1])
+    actual = gradients(grouped_attention, qkv, mask, is_causal=causal)
+    expected = gradients(stock, qkv, mask, is_causal=causal)
+    assert torch.equal(actual[0], expected[0]) and actual[0].stride() == expected[0].stride()
+    assert torch.equal(actual[1], expected[1])
     wide = mask.double() if kind == "added" else mask
     exact = gradients(stock, [x.double() for x in qkv], wide, is_causal=causal)
     # The gradient of the output is drawn in another dtype there, so exactness is asked of fp32 alone.
-    for a, b, c in zip(ours[2:], theirs[2:], exact[2:], strict=True):
+    for a, b, c in zip(actual[2:], expected[2:], exact[2:], strict=True):
         assert a.dtype == dtype and a.shape == b.shape
         if dtype == torch.float32:
             assert error(a, c) <= 2 * error(b, c) + 1e-7
@@ -69,10 +69,10 @@ def test_matches_attention_on_repeated_heads(kind, dtype, kv):
 
 def test_head_gradients_are_summed_in_fp32():
     qkv, mask, _ = given("shared boolean", kv=1)
-    ours = gradients(grouped_attention, qkv, mask)
+    actual = gradients(grouped_attention, qkv, mask)
     wide = gradients(stock, [x.float() for x in qkv], mask)
-    theirs = gradients(stock, qkv, mask)
-    for a, b, c in zip(ours[2:], theirs[2:], wide[2:], strict=True):
+    expected = gradients(stock, qkv, mask)
+    for a, b, c in zip(actual[2:], expected[2:], wide[2:], strict=True):
         assert error(a, c.double()) <= 1.1 * error(b, c.double())
 
 
@@ -98,35 +98,35 @@ def test_k_v_and_mask_are_saved_without_copies(kind):
 def test_autocast_matches_torch():
     qkv, mask, _ = given("added", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = gradients(grouped_attention, qkv, mask), gradients(stock, qkv, mask)
-    assert ours[0].dtype == torch.bfloat16 and torch.equal(ours[0], theirs[0])
-    assert all(a.dtype == torch.float32 for a in ours[1:])
-    assert torch.equal(ours[1], theirs[1])
+        actual, expected = gradients(grouped_attention, qkv, mask), gradients(stock, qkv, mask)
+    assert actual[0].dtype == torch.bfloat16 and torch.equal(actual[0], expected[0])
+    assert all(a.dtype == torch.float32 for a in actual[1:])
+    assert torch.equal(actual[1], expected[1])
 
 
 def test_custom_scale_and_unequal_lengths():
     qkv, _, _ = given("none")
     qkv = [qkv[0][:, :, :5], *qkv[1:]]
-    ours, theirs = (gradients(f, qkv, None, scale=0.3) for f in (grouped_attention, stock))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    actual, expected = (gradients(f, qkv, None, scale=0.3) for f in (grouped_attention, stock))
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 def test_dropout_is_recomputed_with_same_mask():
     qkv, mask, _ = given("shared boolean", torch.float32)
     torch.manual_seed(7)
-    ours = gradients(grouped_attention, qkv, mask, dropout=0.5)
+    actual = gradients(grouped_attention, qkv, mask, dropout=0.5)
     torch.manual_seed(7)
-    theirs = gradients(stock, qkv, mask, dropout=0.5)
-    assert all(torch.equal(a, b) for a, b in zip(ours[:2], theirs[:2], strict=True))
-    assert torch.allclose(ours[2], theirs[2], atol=1e-5) and torch.allclose(ours[3], theirs[3], atol=1e-5)
-    assert not torch.equal(ours[0], gradients(stock, qkv, mask)[0])
+    expected = gradients(stock, qkv, mask, dropout=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(actual[:2], expected[:2], strict=True))
+    assert torch.allclose(actual[2], expected[2], atol=1e-5) and torch.allclose(actual[3], expected[3], atol=1e-5)
+    assert not torch.equal(actual[0], gradients(stock, qkv, mask)[0])
 
 
 def test_unsupported_head_sizes_are_recomputed():
     qkv, mask, _ = given("shared boolean", torch.float32)
     wider = torch.randn(B, KV, T, D + 8)
-    ours, theirs = (gradients(f, [*qkv[:2], wider], mask) for f in (grouped_attention, stock))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    actual, expected = (gradients(f, [*qkv[:2], wider], mask) for f in (grouped_attention, stock))
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
     def forward(q, k, v, mask, is_causal):
         return grouped_attention(q, k, torch.cat((v, v), -1), mask)

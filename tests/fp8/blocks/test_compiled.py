@@ -78,11 +78,11 @@ def fused(recipe: str = "blockwise", **options: object) -> nn.Module:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What the reference was asked for."""
-    found: Counter[str] = Counter()
+    result_: Counter[str] = Counter()
 
     def counting(name: str, real: object) -> object:
         def call(*args: object, **kwargs: object) -> object:
-            found[name] += 1
+            result_[name] += 1
             return real(*args, **kwargs)  # type: ignore[operator]
 
         return call
@@ -90,7 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     backend = get("reference")
     for name in COUNTED:
         monkeypatch.setattr(backend, name, counting(name, getattr(backend, name)), raising=False)
-    return found
+    return result_
 
 
 def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object) -> Counter[str]:
@@ -201,15 +201,15 @@ def test_norm_output_is_cast_again_after_graph_break():
             doubled(x)
             return super().forward(x)
 
-    found = []
+    result_ = []
     for compiling in (False, True):
         model = fused()
         model.self_attn.__class__ = Broken
         x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = (torch.compile(model, backend="aot_eager") if compiling else model)(x)
         y.square().sum().backward()
-        found.append((y, x.grad, *(p.grad for p in model.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        result_.append((y, x.grad, *(p.grad for p in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*result_, strict=True))
 
 
 def test_high_precision_runs_stock_blocks():

@@ -105,8 +105,8 @@ def test_gemma_and_layer_norms_are_not_fused():
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, head_dim=32, num_key_value_heads=1, **size))
     plan = fp8.plan(gemma, fp8.Policy(fuse="on"))
-    found = {b.name.rpartition(".")[2]: b.reason for b in plan.blocks}
-    assert "1 + weight" in found["input_layernorm"] and "not down(silu" in found["mlp"] and len(found) == 2
+    results = {b.name.rpartition(".")[2]: b.reason for b in plan.blocks}
+    assert "1 + weight" in results["input_layernorm"] and "not down(silu" in results["mlp"] and len(results) == 2
     fp8.apply(gemma, plan)
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in gemma.modules())
     model, described, _ = made("qwen3_vl")
@@ -118,8 +118,8 @@ def test_gemma_and_layer_norms_are_not_fused():
 def test_fuse_works_without_plan():
     model, _, inputs = made("qwen3")
     fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="off")))
-    found = fp8.fuse(model)
-    assert [f.reason for f in found] == [None] * 6 and {f.reason for f in fp8.fuse(model)} == {"it is already fused"}
+    results = fp8.fuse(model)
+    assert [f.reason for f in results] == [None] * 6 and {f.reason for f in fp8.fuse(model)} == {"it is already fused"}
     model(**inputs).loss.backward()
 
 

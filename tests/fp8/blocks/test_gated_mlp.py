@@ -79,32 +79,32 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), needs_x=True, dtype=Non
     y2, dx2, grads2, counts2 = run(twin, x, inner, needs_x)
     assert report(counts) == report(counts2)
     pairs = [(y2, y), (dx2, dx), *((grads2[n], g) for n, g in grads.items())]
-    for found, exact in pairs:
-        assert (found is None) == (exact is None)
+    for results, exact in pairs:
+        assert (results is None) == (exact is None)
         if exact is not None:
-            assert found.dtype == exact.dtype and found.shape == exact.shape
-            near(found, exact, dtype or x.dtype)
+            assert results.dtype == exact.dtype and results.shape == exact.shape
+            near(results, exact, dtype or x.dtype)
 
 
 def calls(monkeypatch):
     """How often the fused function ran."""
-    ran, own = Counter(), gated_mlp._Mlp.apply
-    monkeypatch.setattr(gated_mlp._Mlp, "apply", lambda *a: ran.update(["fused"]) or own(*a))
+    ran, original = Counter(), gated_mlp._Mlp.apply
+    monkeypatch.setattr(gated_mlp._Mlp, "apply", lambda *a: ran.update(["fused"]) or original(*a))
     return ran
 
 
 def casts(monkeypatch):
     """(rows, columns) of what is cast by itself, weights left out, and fused operations."""
-    backend, seen = registry.get("reference"), Counter()
+    backend, recorded = registry.get("reference"), Counter()
     for name in ("quantize", "quantize_both", "swiglu_quantize", "swiglu_backward_quantize"):
         own = getattr(backend, name)
 
         def spy(x, *args, own=own, name=name, **kwargs):
-            seen[name, tuple(x.shape)] += 1
+            recorded[name, tuple(x.shape)] += 1
             return own(x, *args, **kwargs)
 
         monkeypatch.setattr(backend, name, spy)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
@@ -146,30 +146,30 @@ def test_casts_and_gemms_match_manual_computation(recipe):
 def test_x_is_cast_once_and_h_is_never_written(monkeypatch):
     _, twin = pair()
     run(twin, torch.randn(9, 72))  # weights
-    seen = casts(monkeypatch)
+    recorded = casts(monkeypatch)
     run(twin, torch.randn(9, 72))
-    both = {k: n for k, n in seen.items() if k[0] != "quantize"}
+    both = {k: n for k, n in recorded.items() if k[0] != "quantize"}
     assert both == {
         ("quantize_both", (9, 72)): 2,  # x and dy
         ("swiglu_quantize", (9, 136)): 1,
         ("swiglu_backward_quantize", (9, 136)): 1,
     }
-    assert ("quantize", (9, 136)) not in seen
+    assert ("quantize", (9, 136)) not in recorded
 
 
 def saved(module, x):
     """Bytes of what a forward keeps, by (shape, dtype), parameters left out."""
     weights = {p.data_ptr() for p in module.parameters()}
-    found = {}
+    results = {}
 
     def pack(t):
         if t.data_ptr() not in weights:
-            found[t.untyped_storage().data_ptr()] = (tuple(t.shape), t.dtype)
+            results[t.untyped_storage().data_ptr()] = (tuple(t.shape), t.dtype)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         module(x)
-    return Counter(found.values())
+    return Counter(results.values())
 
 
 def test_saved_tensors():
@@ -300,11 +300,11 @@ def test_hooks_on_children_run_separate_layers(look, monkeypatch):
 
 def test_global_hooks_health_and_high_precision(monkeypatch):
     plain, twin = pair()
-    ran, x, seen = calls(monkeypatch), torch.randn(40, 72), Counter()
-    handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: seen.update([type(m).__name__]))
+    ran, x, recorded = calls(monkeypatch), torch.randn(40, 72), Counter()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: recorded.update([type(m).__name__]))
     twin(x)
     handle.remove()
-    assert seen["Linear"] == 3
+    assert recorded["Linear"] == 3
     tables = []
     for m in (plain, twin):
         with fp8.health() as h:
@@ -335,9 +335,9 @@ def test_copy_pickle_and_unfuse(monkeypatch):
     plain, twin = pair()
     ran = calls(monkeypatch)
     assert isinstance(twin, Mlp) and list(twin.state_dict()) == list(plain.state_dict())
-    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert_near(plain, made, torch.randn(5, 72))
-        assert type(made) is type(twin) and made.gate_proj is not twin.gate_proj
+    for created in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert_near(plain, created, torch.randn(5, 72))
+        assert type(created) is type(twin) and created.gate_proj is not twin.gate_proj
     assert ran["fused"] == 2
     unswap(twin)
     assert type(twin) is Mlp and torch.equal(twin(torch.ones(1, 72)), plain(torch.ones(1, 72)))
@@ -376,13 +376,13 @@ def test_graph_capture_saves_weight_codes(monkeypatch):
     plain, twin = pair(dtype=torch.bfloat16)
     x = torch.randn(4, 72).bfloat16()
     run(twin, x)
-    made = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
+    created = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
     monkeypatch.setattr(weights, "_is_capturing", lambda _: True)
     with torch.no_grad():  # unseen, as a replay's weights would be
         for m in (plain, twin):
             m.down_proj.weight.data.mul_(2)
     assert_near(plain, twin, x)
-    assert [getattr(twin, c)._site.codes.casts for c in CHILDREN] == [n + 1 for n in made]
+    assert [getattr(twin, c)._site.codes.casts for c in CHILDREN] == [n + 1 for n in created]
 
 
 class Gelu(Mlp):
@@ -443,12 +443,12 @@ def test_triton_in_the_interpreter(monkeypatch):
     from octavo.fp8.kernels.triton_kernels.launch import launches
 
     x = torch.randn(20, 32).bfloat16()
-    with launches() as seen:
+    with launches() as recorded:
         y, dx, grads, _ = run(twin, x)
-    assert seen["swiglu"] == 1 and seen["swiglu_backward"] == 1
+    assert recorded["swiglu"] == 1 and recorded["swiglu_backward"] == 1
     y2, dx2, grads2, _ = run(reference, x)
-    for found, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
-        near(found, exact, torch.bfloat16)
+    for results, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
+        near(results, exact, torch.bfloat16)
 
 
 def test_backends_run_without_autocast(monkeypatch):
@@ -470,13 +470,13 @@ def test_backends_run_without_autocast(monkeypatch):
 def test_bias_gradients_are_summed_in_fp32_under_autocast(monkeypatch):
     """dgate and dup are bf16 there, biases fp32: their gradient is the fp32 sum, and no sum in 16 bits."""
     _, twin = pair(bias=True)
-    seen, own = [], gated_mlp.swiglu_backward
-    monkeypatch.setattr(gated_mlp, "swiglu_backward", lambda *a: seen.append(own(*a)) or seen[-1])
+    recorded, original = [], gated_mlp.swiglu_backward
+    monkeypatch.setattr(gated_mlp, "swiglu_backward", lambda *a: recorded.append(original(*a)) or recorded[-1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = twin(torch.randn(150, 72))
     dy = torch.randn(y.shape).to(y.dtype)
     y.backward(dy)
-    ((dgate, dup),) = seen
+    ((dgate, dup),) = recorded
     assert dgate.dtype == torch.bfloat16
     for layer, d in ((twin.gate_proj, dgate), (twin.up_proj, dup), (twin.down_proj, dy)):
         gap = (layer.bias.grad.double() - d.double().sum(0)).abs()

@@ -66,9 +66,9 @@ def cosine(a, b):
 def test_output_and_gradients(kind, dtype, outliers):
     """The output is the stock module's; gradients are those of an input with three bits of mantissa."""
     lowered = isinstance(dtype, str)
-    held = torch.float32 if lowered else dtype
-    norm, twin = pair(kind, dtype=held)
-    x = given((3, 40, 96), torch.bfloat16 if dtype == "autocast of bf16" else held, outliers)
+    saved = torch.float32 if lowered else dtype
+    norm, twin = pair(kind, dtype=saved)
+    x = given((3, 40, 96), torch.bfloat16 if dtype == "autocast of bf16" else saved, outliers)
     (y, dx, dps), (y2, dx2, dps2) = (run(m, x, lowered) for m in (norm, twin))
     assert y2.dtype == y.dtype and dx2.dtype == dx.dtype and [p.dtype for p in dps2] == [p.dtype for p in dps]
     eps = max(2 * torch.finfo(x.dtype).eps, 2e-6)  # the stock RMSNorm rounds twice
@@ -145,8 +145,8 @@ def test_two_backwards_checkpoints_and_bad_values(kind):
 def test_unsupported_inputs_run_stock_forward(kind):
     norm, twin = pair(kind)
     for x in (given((4, 96), torch.float64), torch.zeros(0, 96), torch.zeros(3, 96, device="meta")):
-        held = [copy.deepcopy(m).to(x.dtype).to(x.device) for m in (norm, twin)]
-        ys = [m(x.clone().requires_grad_()) for m in held]
+        saved = [copy.deepcopy(m).to(x.dtype).to(x.device) for m in (norm, twin)]
+        ys = [m(x.clone().requires_grad_()) for m in saved]
         assert ys[0].shape == ys[1].shape and ys[0].dtype == ys[1].dtype
         assert x.is_meta or torch.equal(*ys)
     x = given((4, 96), torch.float32)

@@ -97,12 +97,12 @@ class Rounded(torch.autograd.Function):
 def rounding(mlp):
     """The same MLP, written out: autograd keeps everything."""
     names = saved_mlp.find_parts(mlp)
-    held = mlp._modules
+    saved = mlp._modules
 
     def forward(m, x):
-        made = [Rounded.apply(held[name](x)) for name in names.first]
-        h = held[names.act](made[0])
-        return held[names.last](h * made[1] if len(made) == 2 else h)
+        created = [Rounded.apply(saved[name](x)) for name in names.first]
+        h = saved[names.act](created[0])
+        return saved[names.last](h * created[1] if len(created) == 2 else h)
 
     return forward
 
@@ -124,9 +124,9 @@ def _dtypes():
 @pytest.mark.parametrize(("kind", "recipe", "policy", "dtype"), _dtypes())
 def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
     """Output, every gradient and every count, beside an MLP that rounds and keeps everything."""
-    lowered, held = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
-    mlp, twin = pair(kind, recipe, held, policy)
-    x = given(dtype=held)
+    lowered, saved = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
+    mlp, twin = pair(kind, recipe, saved, policy)
+    x = given(dtype=saved)
     for _ in range(2):  # a second step casts with the histories of the first
         (want, counts), (got, counts2) = run(mlp, x, lowered, rounding(mlp)), run(twin, x, lowered)
         if recipe == "off" and lowered:  # the stock layer rounds the gradient of its bias to BF16 on the way
@@ -180,27 +180,27 @@ def test_fused_function_saves_same_codes(recipe, bias):
 
 def storages(m, x):
     """Bytes by dtype of what is saved beside weights. The accountant's hooks would make a fused MLP run by layers."""
-    weights, held = {p.data_ptr() for p in m.parameters()}, {}
+    weights, saved = {p.data_ptr() for p in m.parameters()}, {}
 
     def pack(t):
         if t.data_ptr() not in weights:
-            held[t.untyped_storage().data_ptr()] = (t.dtype, t.untyped_storage().nbytes())
+            saved[t.untyped_storage().data_ptr()] = (t.dtype, t.untyped_storage().nbytes())
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = m(x.detach().clone().requires_grad_())
     assert y.requires_grad
-    found = list(held.values())
-    return {dtype: sum(n for d, n in found if d == dtype) for dtype in {d for d, _ in found}}
+    results = list(saved.values())
+    return {dtype: sum(n for d, n in results if d == dtype) for dtype in {d for d, _ in results}}
 
 
 def rows(m, x, lowered=False):
     model, x = nn.Sequential(m), x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=lowered), count_saved(model) as accountant:
         y = model(x)
-    found = [r for r in accountant.report().rows if r.kind == "activation"]
+    results = [r for r in accountant.report().rows if r.kind == "activation"]
     del y
-    return found
+    return results
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -210,10 +210,10 @@ def test_saved_tensors(kind, lowered):
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)
     run(twin, x, lowered)
-    found, inner = rows(twin, x, lowered), 2 if kind is Gated else 1
+    results, inner = rows(twin, x, lowered), 2 if kind is Gated else 1
     scaled = 1 + 4 / 128
-    assert sum(r.bytes for r in found) == 128 * (256 + inner * 512) * scaled
-    assert {r.dtype for r in found} == {torch.float8_e4m3fn, torch.float32}
+    assert sum(r.bytes for r in results) == 128 * (256 + inner * 512) * scaled
+    assert {r.dtype for r in results} == {torch.float8_e4m3fn, torch.float32}
     for p in twin.parameters():
         p.requires_grad_(False)  # dx alone
     assert sum(r.bytes for r in rows(twin, x, lowered)) == 128 * inner * 512 * scaled
@@ -284,9 +284,9 @@ def test_unsupported_calls_run_stock_forward(kind):
     assert not same(run(twin, x)[0], run(mlp, x)[0])  # and back
     assert twin(torch.zeros(0, 96)).shape == (0, 96)
     act = twin._modules[saved_mlp.find_parts(twin).act]
-    seen = []
-    handle = act.register_forward_hook(lambda *a: seen.append(a[2]))
-    assert same(run(twin, x)[0], run(mlp, x)[0]) and len(seen) == 1
+    recorded = []
+    handle = act.register_forward_hook(lambda *a: recorded.append(a[2]))
+    assert same(run(twin, x)[0], run(mlp, x)[0]) and len(recorded) == 1
     handle.remove()
     assert not same(run(twin, x)[0], run(mlp, x)[0])
 
@@ -303,12 +303,12 @@ def test_hooks_on_layers_and_adapters():
             return self.base_layer(x) + self.b(self.a(x))
 
     mlp, twin = pair(dtype=torch.bfloat16)
-    seen = []
+    recorded = []
     for m in (twin.gate_proj, twin.up_proj, twin.down_proj):
-        m.register_forward_hook(lambda m, *_: seen.append(m.name))
+        m.register_forward_hook(lambda m, *_: recorded.append(m.name))
     x = given(dtype=torch.bfloat16)
     run(twin, x)
-    assert seen == ["gate_proj", "up_proj", "down_proj"]
+    assert recorded == ["gate_proj", "up_proj", "down_proj"]
     twin.down_proj = Adapter(twin.down_proj).bfloat16()
     mlp.down_proj = copy.deepcopy(twin.down_proj)
     assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])

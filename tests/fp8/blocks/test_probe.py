@@ -60,10 +60,10 @@ def test_different_modules_run_separate_trials() -> None:
     configured, hooked, trained = Norm(), Norm(), Norm().eval()
     configured.config = object()
     hooked.register_forward_hook(lambda *_: None)
-    small, own = Norm(16), Norm()
-    own.register_buffer("table", torch.zeros(2))
+    small, original = Norm(16), Norm()
+    original.register_buffer("table", torch.zeros(2))
     different = [Norm(), small, Norm(eps=1e-5), Norm(offset=1.0), Norm(dtype=torch.bfloat16), Other()]
-    different += [configured, hooked, trained, own, nn.Sequential(Norm()), nn.Sequential(Norm(eps=1e-5))]
+    different += [configured, hooked, trained, original, nn.Sequential(Norm()), nn.Sequential(Norm(eps=1e-5))]
     with share_trials():
         assert len({ask(module) for module in different}) == len(different) == len(tried)
 
@@ -74,6 +74,6 @@ def test_plan_tries_each_kind_once(monkeypatch) -> None:
         rmsnorm, "_run_stock", lambda *given, real=rmsnorm._run_stock: calls.append(given) or real(*given)
     )
     norms = nn.ModuleDict({f"norm{i}": Norm(offset=float(i == 2)) for i in range(6)})
-    found = planning.plan_blocks(norms, (), on=False, saving=("foundation",))
-    assert [block.saves for block in found] == [True, True, False, True, True, True]
-    assert "Gemma" in found[2].why and len(calls) == 2
+    results = planning.plan_blocks(norms, (), on=False, saving=("foundation",))
+    assert [block.saves for block in results] == [True, True, False, True, True, True]
+    assert "Gemma" in results[2].why and len(calls) == 2

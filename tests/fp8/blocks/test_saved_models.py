@@ -143,13 +143,13 @@ def test_bytes_of_a_decoder_layer():
     with count_saved(model, [("layer", model.model.layers[0])]) as accountant:
         logits = model(input_ids=ids).logits
     assert logits.requires_grad
-    found = accountant.report().by_block["layer"] / 128
+    results = accountant.report().by_block["layer"] / 128
     codes = 1 + 4 / 128
     norms = 2 * (hidden * codes + 4) + (q + kv) * (1 + 4 / head + 4 / head)
     linear = 2 * hidden * codes  # the input of q, k, v and that of gate, up
     attention = 2 * (q + q + kv + kv) + 4 * 4  # q, output, k, v and a sum for each head
     expanded = 2 * 2 * (q - kv)  # the stock attention repeats k and v for its mask
-    assert found == pytest.approx(norms + linear + attention + 2 * inner * codes, abs=expanded + 1)
+    assert results == pytest.approx(norms + linear + attention + 2 * inner * codes, abs=expanded + 1)
 
 
 def test_plan_lists_unsupported_modules_and_file_keeps_them(tmp_path):
@@ -177,11 +177,11 @@ def test_module_can_save_and_fuse():
     model, _, _ = made("qwen3")
     rules = [fp8.Rule("**.layers.0.mlp.up_proj", recipe="off"), fp8.Rule("**.layers.1.self_attn.o_proj", wgrad="bf16")]
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="on", rules=rules))
-    found = {b.name: b for b in plan.blocks}
-    mlp, norm, last = found["model.layers.0.mlp"], found["model.layers.0.input_layernorm"], found["model.norm"]
+    results = {b.name: b for b in plan.blocks}
+    mlp, norm, last = results["model.layers.0.mlp"], results["model.layers.0.input_layernorm"], results["model.norm"]
     assert not mlp.fused and mlp.saves and "whole FP8 layers" in mlp.reason and mlp.why == "activations: fp8"
     assert norm.fused and norm.saves and not last.fused and last.saves and last.reason == ""
-    other = found["model.layers.1.self_attn"]
+    other = results["model.layers.1.self_attn"]
     assert not other.saves and "high precision" in other.why
     fp8.apply(model, plan)
     assert "_source" not in model.model.layers[1].self_attn.o_proj.__dict__

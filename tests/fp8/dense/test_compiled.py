@@ -220,14 +220,14 @@ def test_nothing_is_saved_without_gradients():
     model = block()
     x = torch.randn(9, 32)
     with torch.no_grad():
-        seen = []
+        recorded = []
 
         def keep(graph, inputs):
-            seen.append(graph)
+            recorded.append(graph)
             return graph
 
         assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(x), model(x))
-    assert_no_casts_for_wgrad(seen[0], 6)  # one a layer, as long as nobody joins them
+    assert_no_casts_for_wgrad(recorded[0], 6)  # one a layer, as long as nobody joins them
 
 
 def test_activation_checkpointing_inside_the_graph():
@@ -263,10 +263,10 @@ def test_functional_linear_is_traced():
 
 def test_different_recipe_compiles_another_graph():
     """Layers of equal shapes and different recipes must not share compiled code."""
-    x, made = torch.randn(9, 32), [two_layers(name) for name in ("blockwise", "tensorwise")]
-    for model in made:
+    x, created = torch.randn(9, 32), [two_layers(name) for name in ("blockwise", "tensorwise")]
+    for model in created:
         assert torch.equal(torch.compile(model.forward, backend="aot_eager", fullgraph=True)(x), model(x))
-    assert not torch.equal(made[0](x), made[1](x))
+    assert not torch.equal(created[0](x), created[1](x))
 
 
 # --- casts and graphs are shared --------------------------------------------------------------------------------------
@@ -351,16 +351,16 @@ def sharded(world: object, recipe: str, recompute: bool) -> list[list[float]]:
             if compiled:
                 part.forward = torch.compile(part.forward, backend="aot_eager", fullgraph=True)  # hooks stay outside
             run.append(lambda x, part=part: checkpoint(part, x, use_reentrant=False) if recompute else part(x))
-        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
+        optimizer, recorded = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
         for _ in range(6):
             x = torch.randn(4, 32)[world.rank :: 2]  # type: ignore[attr-defined]
             loss = run[1](run[0](x)).square().mean()
             loss.backward()
-            seen.append(loss.item())
-            if len(seen) % 2 == 0:
+            recorded.append(loss.item())
+            if len(recorded) % 2 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        losses.append(seen)
+        losses.append(recorded)
     return losses
 
 
@@ -460,10 +460,10 @@ def vision_block() -> tuple[nn.Module, object]:
     config = Qwen3VLVisionConfig(hidden_size=32, intermediate_size=48, num_heads=4, depth=1)
     config._attn_implementation = "flash_attention_by_mask"
     torch.manual_seed(0)
-    made = Qwen3VLVisionBlock(config)
+    created = Qwen3VLVisionBlock(config)
     rotary = (torch.randn(24, 8), torch.randn(24, 8))
     bounds = torch.tensor([0, 16, 24], dtype=torch.int32)
-    return made, lambda run, x: run(x, cu_seqlens=bounds, position_embeddings=rotary, max_seqlen=16)
+    return created, lambda run, x: run(x, cu_seqlens=bounds, position_embeddings=rotary, max_seqlen=16)
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,9 @@ def in_ddp(world):
     wrapped = nn.parallel.DistributedDataParallel(m)
     for amax in (1, 2):
         wrapped(filled(amax * (10 if world.rank else 1))).sum().backward()
-    own = x_history(m)[:3].tolist()
+    original = x_history(m)[:3].tolist()
     reduce_scaling_state(wrapped)
-    return {"own": own, "reduced": x_history(m)[:3].tolist(), "names": list(wrapped.state_dict())}
+    return {"own": original, "reduced": x_history(m)[:3].tolist(), "names": list(wrapped.state_dict())}
 
 
 @pytest.mark.long
@@ -281,12 +281,12 @@ def test_fingerprint_depends_on_row_order():
     from octavo.fp8.dense import delayed
 
     delayed._odd_multiplier_cache.clear()
-    found = {}
+    results = {}
     for rows in (4, 9, 3):
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
         bits = x.view(torch.int64)
         want = (bits.sum(1) * torch.arange(1, 2 * rows, 2)).sum() | 1
         assert int(delayed._fingerprint(x)) == int(want)
         assert int(delayed._fingerprint(x.flip(0))) != int(want)
-        (found[rows],) = delayed._odd_multiplier_cache.values()
-    assert found[3] is found[9] and found[9].shape == (9,)
+        (results[rows],) = delayed._odd_multiplier_cache.values()
+    assert results[3] is results[9] and results[9].shape == (9,)

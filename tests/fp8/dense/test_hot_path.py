@@ -26,12 +26,12 @@ def measured(recipe: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_forward_passes_few_files_and_lines(recipe: str) -> None:
-    found = measured(recipe)
+    results = measured(recipe)
     files, changes = BOUNDS[recipe]
-    assert len(found["forward"]["files"]) <= files and found["forward"]["changes"] <= changes
-    assert found["forward"]["files"][0] == "fp8/dense/linear.py" and found["forward_lines"] <= 20
+    assert len(results["forward"]["files"]) <= files and results["forward"]["changes"] <= changes
+    assert results["forward"]["files"][0] == "fp8/dense/linear.py" and results["forward_lines"] <= 20
 
 
 def test_layer_makes_few_python_calls() -> None:
-    found = measured("blockwise")
-    assert found["forward"]["calls"] + found["backward"]["calls"] <= CALLS
+    results = measured("blockwise")
+    assert results["forward"]["calls"] + results["backward"]["calls"] <= CALLS

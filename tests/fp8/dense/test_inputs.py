@@ -45,18 +45,18 @@ def nothing_remembered():
 @pytest.fixture
 def casts(monkeypatch):
     """The casts that the reference makes of activations: (method, rows, features) each."""
-    backend, made, state = get("reference"), [], threading.local()
+    backend, created, state = get("reference"), [], threading.local()
 
     def watch(name):
-        own = getattr(backend, name)
+        original = getattr(backend, name)
 
         def wrapped(x, *args, **kwargs):
             depth = getattr(state, "depth", 0)
             if not depth:  # quantize_both may quantize twice
-                made.append((name, *x.shape))
+                created.append((name, *x.shape))
             state.depth = depth + 1
             try:
-                return own(x, *args, **kwargs)
+                return original(x, *args, **kwargs)
             finally:
                 state.depth = depth
 
@@ -64,7 +64,7 @@ def casts(monkeypatch):
 
     for name in ("quantize", "quantize_both"):
         watch(name)
-    return made
+    return created
 
 
 def of_x(casts, features=64):
@@ -120,15 +120,15 @@ def test_sharing_does_not_change_values(recipe):
 
 
 def saved_codes(m, x):
-    found = []
+    results = []
 
     def pack(t):
-        found.append(t)
+        results.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = m(x)
-    return y, [t for t in found if t.dtype in FP8_TYPES and t.shape[-1] == x.shape[-1]]
+    return y, [t for t in results if t.dtype in FP8_TYPES and t.shape[-1] == x.shape[-1]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -149,11 +149,11 @@ def test_shared_codes_are_saved_once(recipe):
 
 def test_high_precision_gemms_share_autocast_copy():
     m, x = three(wgrad="bf16"), torch.randn(40, 64)
-    found = []
+    results = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: results.append(t) or t, lambda t: t):
             m(x)
-    copies = {t.untyped_storage().data_ptr() for t in found if t.dtype == torch.bfloat16 and t.shape == (40, 64)}
+    copies = {t.untyped_storage().data_ptr() for t in results if t.dtype == torch.bfloat16 and t.shape == (40, 64)}
     assert len(copies) == 1
 
 
@@ -167,12 +167,12 @@ def test_autocast_converts_once(casts):
     y.float().square().sum().backward()
     parts = []
     for layer in (m.q, m.k, m.v):
-        own = x.detach().bfloat16().requires_grad_()
+        original = x.detach().bfloat16().requires_grad_()
         at = sum(p.shape[-1] for p in parts)
-        z = fp8.linear(own, layer.weight.detach(), layer.bias.detach())
+        z = fp8.linear(original, layer.weight.detach(), layer.bias.detach())
         z.backward(2 * y.detach()[:, at : at + z.shape[1]])
         parts.append(z)
-        parts[-1].dx = own.grad.float()
+        parts[-1].dx = original.grad.float()
     assert torch.allclose(x.grad, sum(p.dx for p in parts), rtol=1e-6) and x.grad.dtype == torch.float32
     for first, second in ((True, False), (False, True)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
@@ -220,14 +220,14 @@ def test_views_slices_and_reused_addresses():
 
 
 def test_at_most_one_input_is_cached():
-    m, kept = three(), []
+    m, saved = three(), []
     for rows in (3, 5, 7):
-        kept.append(torch.randn(rows, 64))
+        saved.append(torch.randn(rows, 64))
         with torch.no_grad():
-            m(kept[-1])
+            m(saved[-1])
         codes, scales = rows * 64, rows * 4
         assert codes + scales <= held_bytes() <= codes + 4 * scales
-    kept.clear()
+    saved.clear()
     assert held_bytes() == 0
 
 
@@ -266,10 +266,10 @@ def test_selective_checkpointing_may_save_every_operation_of_a_cast():
         x.grad = None
         y = other.q(x).sum() + checkpoint(m, x, use_reentrant=False, context_fn=contexts).square().sum()
         y.backward()
-        ours = x.grad.clone()
+        actual = x.grad.clone()
         x.grad = None
         (other.q(x).sum() + m(x).square().sum()).backward()
-        assert torch.equal(ours, x.grad)
+        assert torch.equal(actual, x.grad)
 
 
 def test_micro_batches_and_optimizer_steps(casts):
@@ -439,23 +439,23 @@ def test_backends_share_one_pass():
     """A GemmOnlyBackend hands both casts to one caster, though the other GEMM's backend is another."""
     from octavo.fp8.kernels.registry import GemmOnlyBackend
 
-    made = []
+    created = []
 
     class Lent(GemmOnlyBackend):
         name = "lent"
 
         def quantize_both(self, x, row, col):
-            made.append("both")
+            created.append("both")
             return super().quantize_both(x, row, col)
 
         def quantize(self, x, spec, contract=1):
-            made.append("one")
+            created.append("one")
             return super().quantize(x, spec, contract)
 
     r, x = fp8.recipe("blockwise"), torch.randn(40, 64)
     row, col = CastRequest(Lent(), r.fwd.a), CastRequest(get("reference"), r.wgrad.b)
     got = cast_matrix(x, row, col)
-    assert made == ["both"]
+    assert created == ["both"]
     for q, spec in zip(got, (r.fwd.a, r.wgrad.b), strict=True):
         want = fp8.quantize(x, spec)
         assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)

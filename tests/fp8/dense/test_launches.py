@@ -36,18 +36,18 @@ class _Log(TorchDispatchMode):
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pytest.importorskip("triton")
-    found: list[str] = []
+    results: list[str] = []
 
     def multiply(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> torch.Tensor:
-        found.append("GEMM")
+        results.append("GEMM")
         return torch.empty(product.a.shape[0], product.b.shape[1], dtype=dtype)
 
-    monkeypatch.setattr(cast, "launch", lambda kernel, *given, **options: found.append(kernel.__name__))
+    monkeypatch.setattr(cast, "launch", lambda kernel, *given, **options: results.append(kernel.__name__))
     monkeypatch.setattr(triton_backend, "_why_not", lambda *device: None)
     monkeypatch.setattr(triton_backend.TritonBackend, "why_not_auto", lambda self, device: None)
     monkeypatch.setattr(torch_backend, "_why_not", lambda *kind: None)
     monkeypatch.setattr(torch_backend, "multiply", multiply)
-    return found
+    return results
 
 
 AMAX, CAST, RELAY = "amax_kernel", "cast_kernel", "relay_kernel"
@@ -79,8 +79,8 @@ def test_linear_launches_only_casts_and_gemms(seen: list[str], recipe: str, code
         return halves[0], halves[1]
 
     step()  # casts the weight, and lays its scales out
-    found = [[name for name in half if recipe != "delayed" or "aten" not in name] for half in step()]
-    assert found == [forward, backward[codes == "both"]]
+    results = [[name for name in half if recipe != "delayed" or "aten" not in name] for half in step()]
+    assert results == [forward, backward[codes == "both"]]
 
 
 @pytest.mark.parametrize("codes", ["keep", "both"])
@@ -117,7 +117,7 @@ def test_separate_casts_launch_no_copies(seen: list[str]) -> None:
 def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
     """In Triton's interpreter: dgrad finds the weight laid out for it, and every bit is as with one layout."""
     pytest.importorskip("triton")
-    found = []
+    results = []
     for codes in ("keep", "both"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(150, 140, bias=False))
@@ -129,9 +129,9 @@ def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
         x = torch.randn(20, 150, requires_grad=True)
         y = model(x)
         y.sum().backward()
-        held = model[0]._site.codes
-        (turned,) = held._for_dgrad.values()
-        assert held.casts == (0 if frozen else 1) and layout.is_k_major(turned, 0) == (codes == "both")
-        found.append((y, x.grad, model[0].weight.grad, fp8.weight_cache_bytes(model)))
-    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True) if a is not None)
-    assert found[1][3] - found[0][3] >= 150 * 140
+        saved = model[0]._site.codes
+        (turned,) = saved._for_dgrad.values()
+        assert saved.casts == (0 if frozen else 1) and layout.is_k_major(turned, 0) == (codes == "both")
+        results.append((y, x.grad, model[0].weight.grad, fp8.weight_cache_bytes(model)))
+    assert all(torch.equal(a, b) for a, b in zip(results[0][:3], results[1][:3], strict=True) if a is not None)
+    assert results[1][3] - results[0][3] >= 150 * 140

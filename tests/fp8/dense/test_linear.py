@@ -123,8 +123,8 @@ def test_a_gemm_in_bf16_is_exactly_high_precision(gemm):
     y2 = stock(x2)
     y2.backward(dy)
     pairs = {"fwd": (y, y2), "dgrad": (x.grad, x2.grad), "wgrad": (m[0].weight.grad, stock.weight.grad)}
-    for name, (ours, theirs) in pairs.items():
-        assert (relative(ours, theirs) < 1e-6) == (name == gemm)
+    for name, (actual, expected) in pairs.items():
+        assert (relative(actual, expected) < 1e-6) == (name == gemm)
         assert counts["0", name, fp8.HIGH if name == gemm else "reference"] == 1
 
 
@@ -155,13 +155,13 @@ def test_autocast_gives_its_dtype_and_does_not_reach_into_the_gemms(backward_ins
 
 def saved(module, x):
     """Bytes of every tensor that lives because of a forward: saved through hooks, and found in memory."""
-    seen = {}
+    recorded = {}
 
     def pack(t):
-        seen[t.untyped_storage().data_ptr()] = t
+        recorded[t.untyped_storage().data_ptr()] = t
         return t
 
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()} | {x.untyped_storage().data_ptr()}
+    original = {p.untyped_storage().data_ptr() for p in module.parameters()} | {x.untyped_storage().data_ptr()}
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -170,22 +170,24 @@ def saved(module, x):
     # What hangs on the node as a plain attribute, at any depth, is found by walking from it.
     for obj in _reachable(y.grad_fn):
         if isinstance(obj, torch.Tensor) and id(obj) not in before and obj is not y:
-            seen[obj.untyped_storage().data_ptr()] = obj
-    return y, [t for pointer, t in seen.items() if pointer not in own and pointer != y.untyped_storage().data_ptr()]
+            recorded[obj.untyped_storage().data_ptr()] = obj
+    return y, [
+        t for pointer, t in recorded.items() if pointer not in original and pointer != y.untyped_storage().data_ptr()
+    ]
 
 
 def _reachable(root, depth=6):
-    todo, found = [(root, depth)], {}
+    todo, results = [(root, depth)], {}
     while todo:
         obj, left = todo.pop()
-        if id(obj) in found or left == 0 or isinstance(obj, type):
+        if id(obj) in results or left == 0 or isinstance(obj, type):
             continue
-        found[id(obj)] = obj
+        results[id(obj)] = obj
         inner = list(gc.get_referents(obj))
         if hasattr(obj, "__dict__"):
             inner += list(vars(obj).values())
         todo += [(o, left - 1) for o in inner if not callable(o) or isinstance(o, torch.Tensor)]
-    return list(found.values())
+    return list(results.values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -353,9 +355,9 @@ def test_output_may_be_modified_in_place(shape):
     y = m(x)
     y += 1
     nn.functional.relu(y, inplace=True).sum().backward()
-    ours, x.grad = x.grad, None
+    actual, x.grad = x.grad, None
     torch.relu(m(x) + 1).sum().backward()
-    assert torch.equal(ours, x.grad)
+    assert torch.equal(actual, x.grad)
 
 
 def test_nan_in_block_propagates():
@@ -454,12 +456,12 @@ def test_autocast_around_backward_is_ignored(keep, monkeypatch):
         monkeypatch.setattr(
             backend, name, lambda *a, own=own, **k: lowered.append(torch.is_autocast_enabled("cpu")) or own(*a, **k)
         )
-    found = []
+    results = []
     for inside in (False, True):
         m, x = layer(**keep), torch.randn(9, 160, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = m(x).square().sum()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
             y.backward()
-        found.append([x.grad, m[0].weight.grad, m[0].bias.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([x.grad, m[0].weight.grad, m[0].bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert lowered == [False] * (4 - 2 * len(keep))

@@ -174,9 +174,9 @@ def test_second_derivative_is_rejected():
 
 
 def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
-    made = torch.nn.Linear(k, n, bias=False)
+    created = torch.nn.Linear(k, n, bias=False)
     recipe = named(name)
-    return fp8.Linear.convert(made, Site("layer", recipe, select_backends(recipe, CPU)))
+    return fp8.Linear.convert(created, Site("layer", recipe, select_backends(recipe, CPU)))
 
 
 def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
@@ -237,11 +237,11 @@ def test_an_unknown_weight_is_cast_inside_the_call():
 @pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
 def test_separate_weight_casts_have_layout_of_their_gemm(name, monkeypatch):
     """Codes for dgrad that lay as those of the forward would be laid out anew at every call."""
-    asked = []
+    requested = []
     real = type(registry.get("reference")).quantize
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        asked.append((spec, contract))
+        requested.append((spec, contract))
         return real(self, x, spec, contract)
 
     monkeypatch.setattr(type(registry.get("reference")), "quantize", quantize)
@@ -249,7 +249,7 @@ def test_separate_weight_casts_have_layout_of_their_gemm(name, monkeypatch):
     key = key_of(recipe)
     codes = torch.ops.octavo.cast(x, compiled.parse_key(key).operand("fwd", 0), "")
     torch.ops.octavo.linear(x, w, None, *codes, key).sum().backward()
-    assert (recipe.fwd.b, 1) in asked and (recipe.dgrad.b, 0) in asked and (recipe.dgrad.b, 1) not in asked
+    assert (recipe.fwd.b, 1) in requested and (recipe.dgrad.b, 0) in requested and (recipe.dgrad.b, 1) not in requested
 
 
 @pytest.mark.parametrize("contract", [0, 1])
@@ -265,16 +265,18 @@ def test_graph_capture_casts_weight_and_caches_nothing(monkeypatch):
     module, x = layer(), torch.randn(4, 40)
     forward(module, module.weight, x)
     cache = module._site.codes
-    held = [q.data.data_ptr() for q in cache._codes.values()]
+    saved = [q.data.data_ptr() for q in cache._codes.values()]
     monkeypatch.setattr(weights, "_is_capturing", lambda tensor: True)
-    seen = []
+    recorded = []
     backend = module._site.backend.backend
     cast = backend.quantize
-    monkeypatch.setattr(backend, "quantize", lambda t, *a, **k: seen.append(t.shape) or cast(t, *a, **k), raising=False)
+    monkeypatch.setattr(
+        backend, "quantize", lambda t, *a, **k: recorded.append(t.shape) or cast(t, *a, **k), raising=False
+    )
     assert torch.equal(forward(module, module.weight, x), module(x))
-    assert seen.count(module.weight.shape) == 2  # one in the operator, one in the eager layer
+    assert recorded.count(module.weight.shape) == 2  # one in the operator, one in the eager layer
     monkeypatch.undo()
-    assert [q.data.data_ptr() for q in cache._codes.values()] == held
+    assert [q.data.data_ptr() for q in cache._codes.values()] == saved
 
 
 def test_cached_graph_of_other_layout_is_not_reused(monkeypatch):

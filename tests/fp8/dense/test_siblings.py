@@ -51,8 +51,8 @@ def run(m, x, inner):
 
 
 def assert_same(pair, x, inner):
-    (ours, counts), (theirs, counts2) = (run(m, x, inner) for m in pair)
-    for a, b in zip(ours, theirs, strict=True):
+    (actual, counts), (expected, counts2) = (run(m, x, inner) for m in pair)
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
     assert counts.calls == counts2.calls and counts.flops == counts2.flops
 
@@ -112,16 +112,16 @@ def each(m, x):
 @pytest.mark.parametrize("region", [each, lambda m, x: checkpoint(each, m, x, use_reentrant=False)])
 @pytest.mark.parametrize("order", [("q_proj", "k_proj", "v_proj"), ("v_proj", "q_proj"), ("k_proj",)])
 def test_separate_backward_for_each_output(order, region):
-    found = []
+    results = []
     for m in pair():
         x = seeded(0).requires_grad_()
         with fp8.count_gemms() as counts:
             ys = dict(zip(SIZES, region(m, x), strict=True))
             for name in order:
                 ys[name].square().sum().backward()
-        found.append(([x.grad, *(p.grad for p in m.parameters())], counts))
-    (ours, counts), (theirs, counts2) = found
-    for a, b in zip(ours, theirs, strict=True):
+        results.append(([x.grad, *(p.grad for p in m.parameters())], counts))
+    (actual, counts), (expected, counts2) = results
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
     assert counts.calls == counts2.calls and counts.ran == counts2.ran
 

@@ -47,9 +47,9 @@ def run(module, x, again=None, lowered=False, grad=True):
     drop_entries()
     x = x.detach().clone().requires_grad_(grad)
     module.zero_grad(set_to_none=True)
-    held = []
+    saved = []
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         torch.autocast("cpu", torch.bfloat16, enabled=lowered),
     ):
         if again is None:
@@ -58,8 +58,8 @@ def run(module, x, again=None, lowered=False, grad=True):
             with inputs.with_source(x, again):
                 y = module(x)
     (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
-    held = [t for t in held if t is not module.weight]
-    return [y.detach(), x.grad, module.weight.grad, module.bias.grad], held
+    saved = [t for t in saved if t is not module.weight]
+    return [y.detach(), x.grad, module.weight.grad, module.bias.grad], saved
 
 
 CASES = [

@@ -34,9 +34,9 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 def test_first_option_compiles_one_form_per_kernel() -> None:
-    found = [(aot._variants(module)[i].kernel.__name__, arch) for module, i, arch in aot._chosen(aot.ARCHS, True, "")]
-    assert len(found) == len(set(found)), "a kernel twice"
-    assert {kernel for kernel, _ in found} >= KERNELS and {arch for _, arch in found} == set(aot.ARCHS)
+    results = [(aot._variants(module)[i].kernel.__name__, arch) for module, i, arch in aot._chosen(aot.ARCHS, True, "")]
+    assert len(results) == len(set(results)), "a kernel twice"
+    assert {kernel for kernel, _ in results} >= KERNELS and {arch for _, arch in results} == set(aot.ARCHS)
     only = {aot._variants(module)[i].name for module, i, _ in aot._chosen((90,), True, "swiglu")}
     assert only and all("swiglu" in name for name in only)
 
@@ -57,13 +57,13 @@ def test_every_form_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """For Hopper, with the Triton that is installed; the reports below are made by hand and hold the rest. Where one of
     them is of this Triton and of these very sources, it tells of all forms what one of each kernel gives here again.
     Where the interpreter is on, as without a GPU, the command is handed to another process, which runs it without."""
-    kept = [json.loads(file.read_text(encoding="utf-8")) for file in KEPT.glob("aot_triton_*.json")]
-    told = (metadata.version("triton"), aot.source())
-    same = next((report["rows"] for report in kept if (report["triton"], report.get("source")) == told), None)
+    saved = [json.loads(file.read_text(encoding="utf-8")) for file in KEPT.glob("aot_triton_*.json")]
+    messages = (metadata.version("triton"), aot.source())
+    same = next((report["rows"] for report in saved if (report["triton"], report.get("source")) == messages), None)
     file, many = tmp_path / "report.json", ["--jobs", "2"] if same is None else ["--first"]
-    code, (said, _) = aot.main(["--arch", "sm_90", "--json", str(file), *many]), capsys.readouterr()
+    code, (lines, _) = aot.main(["--arch", "sm_90", "--json", str(file), *many]), capsys.readouterr()
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert code == 0 and ", 0 at fault" in said and all(row["name"] in said for row in rows), said
+    assert code == 0 and ", 0 at fault" in lines and all(row["name"] in lines for row in rows), lines
     if same is not None:
         assert rows and all(row in same for row in rows)
         rows = [row for row in same if row["arch"] == 90]
@@ -85,14 +85,14 @@ def test_stored_reports_are_valid(version: str) -> None:
     products = [row for row in rows if row["module"] in ("gemm", "decode", "grouped")]
     spilling = [(row["name"], row["arch"]) for row in products if row["spill"]]
     assert not [form for form in spilling if form[1] != 120], "on sm_120 each keeps 8 to 16 bytes"
-    told = {(row["module"], row["name"], row["arch"]) for row in rows}
-    wanted = {
+    messages = {(row["module"], row["name"], row["arch"]) for row in rows}
+    expected = {
         (module.rpartition(".")[2], v.name, arch)
         for module in aot._modules()
         for v in aot._variants(module)
         for arch in v.architectures
     }
-    assert told == wanted, f"python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/{name}"
+    assert messages == expected, f"python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/{name}"
 
 
 BROKEN = """

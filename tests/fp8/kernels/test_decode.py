@@ -45,9 +45,9 @@ def parts_of(gpu: Gpu, n: int = N, k: int = K) -> int:
 @pytest.mark.parametrize("title", TITLES)
 def test_every_recipe(title: str, rows: int, gpu: Gpu) -> None:
     x, w = operands(title, "fwd", rows, N, K)
-    with launches() as seen:
+    with launches() as recorded:
         got = decode(x, w, torch.float32, gpu=gpu)
-    assert parts_of(CUT) == 2 and (seen["decode_kernel"], seen["join_kernel"]) == (1, int(gpu is CUT))
+    assert parts_of(CUT) == 2 and (recorded["decode_kernel"], recorded["join_kernel"]) == (1, int(gpu is CUT))
     check(got, x, 1, w, 1)
 
 
@@ -84,11 +84,11 @@ def test_parts_are_added_in_order(order: tuple[int, ...]) -> None:
     codes = stretches[list(order)].view(1, -1)
     assert parts_of(Gpu(0, 3), 8, 1536) == 3
     x, w = (Quantized(codes.expand(n, -1).to(spec.fmt.dtype), torch.ones(n, 1), spec) for n in (2, 8))
-    wanted = torch.zeros(())
+    expected = torch.zeros(())
     for part in stretches[list(order)]:
-        wanted = wanted + part.square().sum()
-    assert wanted == 2**24 + 2 * (order[-1] == 0)
-    assert torch.equal(decode(x, w, torch.float32, gpu=Gpu(0, 3)), wanted.expand(2, 8))
+        expected = expected + part.square().sum()
+    assert expected == 2**24 + 2 * (order[-1] == 0)
+    assert torch.equal(decode(x, w, torch.float32, gpu=Gpu(0, 3)), expected.expand(2, 8))
 
 
 @pytest.mark.parametrize("gpu", [WHOLE, CUT], ids=["whole", "cut"])
@@ -111,9 +111,9 @@ def test_extreme_scales_and_bad_values() -> None:
     for title in BY_ROWS[:2]:
         casts = recipe(title).fwd
         assert casts is not None
-        given = spread(3, 1024, 1, reach=1).abs() * 1e36
-        given[1, 600] = math.nan
-        x, w = cast.quantize(given, casts.a), cast.quantize(spread(20, 1024, 2, reach=1).abs() * 1e-30, casts.b)
+        inputs = spread(3, 1024, 1, reach=1).abs() * 1e36
+        inputs[1, 600] = math.nan
+        x, w = cast.quantize(inputs, casts.a), cast.quantize(spread(20, 1024, 2, reach=1).abs() * 1e-30, casts.b)
         got = decode(x, w, torch.float32, gpu=CUT)
         assert torch.equal(got.isnan().all(1), torch.tensor([False, True, False])) and got[[0, 2]].isfinite().all()
 
@@ -132,9 +132,9 @@ def test_more_rows_are_tiled_and_operands_must_fit() -> None:
     casts = recipe("rowwise").fwd
     assert casts is not None
     x, w = cast.quantize(torch.randn(FEW + 1, 40), casts.a), cast.quantize(torch.randn(24, 40), casts.b)
-    with launches() as seen:
+    with launches() as recorded:
         check(get("triton").gemm_decode(x, w, torch.float32), x, 1, w, 1)
-    assert (seen["decode_kernel"], seen["gemm_kernel"]) == (0, 1)
+    assert (recorded["decode_kernel"], recorded["gemm_kernel"]) == (0, 1)
     with pytest.raises(CastError, match=r"gemm_decode: the operands are \[65, 40\] and \[24, 32\]"):
         decode(x, cast.quantize(torch.randn(24, 32), casts.b), torch.float32)
 
@@ -168,15 +168,15 @@ def test_layers_use_it_without_gradients(fuse: str) -> None:
     model = Block()
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="rowwise", backend="triton", fuse=fuse)))
     x = torch.randn(2, 3, 32)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for grad in (False, True):
-        with torch.set_grad_enabled(grad), fp8.count_gemms() as counts, launches() as seen:
-            found[f"y {grad}"] = model(x).detach()
-        assert (seen["decode_kernel"], seen["gemm_kernel"]) == ((0, 4) if grad else (4, 0)), dict(seen)
-        found[f"counts {grad}"] = {key: n for key, n in counts.calls.items() if key[1] == "fwd"}
-    assert found["counts False"] == found["counts True"] and len(found["counts True"]) == 4
-    assert {backend for _, _, backend in found["counts True"]} == {"triton"}
-    torch.testing.assert_close(found["y False"], found["y True"], rtol=1e-4, atol=1e-5)
+        with torch.set_grad_enabled(grad), fp8.count_gemms() as counts, launches() as recorded:
+            results[f"y {grad}"] = model(x).detach()
+        assert (recorded["decode_kernel"], recorded["gemm_kernel"]) == ((0, 4) if grad else (4, 0)), dict(recorded)
+        results[f"counts {grad}"] = {key: n for key, n in counts.calls.items() if key[1] == "fwd"}
+    assert results["counts False"] == results["counts True"] and len(results["counts True"]) == 4
+    assert {backend for _, _, backend in results["counts True"]} == {"triton"}
+    torch.testing.assert_close(results["y False"], results["y True"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.sm}")
@@ -184,7 +184,7 @@ def test_launches(gpu: Gpu) -> None:
     """As on that GPU, on tensors without memory: every multiprocessor reads weights or the rest is too short to cut, no
     weight is read twice, codes are described where they lie; all the same for 1 row and for 64, their number apart."""
     for n, k, _ in SHAPES:
-        found = []
+        results = []
         for rows in (1, FEW):
             x, w = meta_operands("blockwise", "fwd", rows, n, k)
             with mock.patch.object(module, "launch") as launch:
@@ -199,15 +199,15 @@ def test_launches(gpu: Gpu) -> None:
             if gpu.sm >= 90:
                 assert (x_source.shape, w_source.shape) == ([rows, k], [n, k]) and w_source.strides == [k, 1]
                 assert x_source.base.untyped_storage().nbytes() == 16 * math.ceil(rows / 16) * k
-            found.append((grid, stretch, constants, len(launch.call_args_list)))
-        assert found[0] == found[1]
+            results.append((grid, stretch, constants, len(launch.call_args_list)))
+        assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
 def test_two_programs_fit_a_multiprocessor(sm: int) -> None:
     """So that one loads weights while the other starts, ends or adds: operands in flight take half of its memory."""
-    found = [v for v in variants() if v.architectures == (sm,) and "ALL" in v.constants]
-    assert len(found) >= 8
-    for variant in found:
+    results = [v for v in variants() if v.architectures == (sm,) and "ALL" in v.constants]
+    assert len(results) >= 8
+    for variant in results:
         tile = variant.constants["TILE"]
         assert (tile.m + tile.n) * tile.k * variant.num_stages <= SHARED[sm] // 2 - 1024, variant.name

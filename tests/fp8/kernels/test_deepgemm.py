@@ -135,17 +135,17 @@ def test_gemms_equal_the_reference(library: list[object], op: str, m: int, n: in
 
 def test_wgrad_in_16_bits_uses_other_backend(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     dy_q, x_q = operands("wgrad", 33, 48, 64)
-    asked: list[str] = []
+    requested: list[str] = []
     for name in ("torch", "triton"):
         monkeypatch.setattr(
-            registry.get(name), "gemm_wgrad", lambda *_, name=name: asked.append(name) or torch.zeros(48, 64)
+            registry.get(name), "gemm_wgrad", lambda *_, name=name: requested.append(name) or torch.zeros(48, 64)
         )
     for why_not in ("not on this GPU", None):
         monkeypatch.setattr(registry.get("torch"), "supports", lambda *_, why_not=why_not: why_not)
         BACKEND.gemm_wgrad(dy_q, x_q, torch.bfloat16)
-    assert asked == ["triton", "torch"] and not library
+    assert requested == ["triton", "torch"] and not library
     BACKEND.gemm_wgrad(dy_q, x_q, torch.float32)
-    assert len(asked) == 2 and library == [((1, 1, 128), "mn")]
+    assert len(requested) == 2 and library == [((1, 1, 128), "mn")]
 
 
 def test_a_bias_is_added_in_fp32(library: list[object]) -> None:
@@ -206,11 +206,13 @@ def test_grouped_gemms_that_round_twice_use_triton(library: list[object]) -> Non
     w_q = REFERENCE.quantize_experts(torch.randn(2, 128, 128, generator=generator), casts.b)
     bias = torch.randn(2, 128, generator=generator)
     real = routing.pair_of < 3
-    for asked in ((torch.float32, None), (torch.bfloat16, bias), (torch.float32, bias)):
-        found, want = (b.grouped_fwd(x_q, w_q, groups, *asked)[real] for b in (BACKEND, REFERENCE))
-        assert found.dtype is asked[0] and calc_diff(found, want) < (1e-10 if asked[0] is torch.float32 else 1e-5)
-    found, want = (b.grouped_dgrad(x_q, w_q, groups, torch.float32)[real] for b in (BACKEND, REFERENCE))
-    assert calc_diff(found, want) < 1e-10 and not library
+    for requested in ((torch.float32, None), (torch.bfloat16, bias), (torch.float32, bias)):
+        results, want = (b.grouped_fwd(x_q, w_q, groups, *requested)[real] for b in (BACKEND, REFERENCE))
+        assert results.dtype is requested[0] and calc_diff(results, want) < (
+            1e-10 if requested[0] is torch.float32 else 1e-5
+        )
+    results, want = (b.grouped_dgrad(x_q, w_q, groups, torch.float32)[real] for b in (BACKEND, REFERENCE))
+    assert calc_diff(results, want) < 1e-10 and not library
     with pytest.raises(CastError, match="grouped_fwd: operands of"):
         BACKEND.grouped_fwd(x_q._replace(data=x_q.data[:64]), w_q, groups, torch.bfloat16)
 
@@ -232,10 +234,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_supported_gemms(library: list[object], hopper: None) -> None:
-    made = recipe("blockwise")
+    created = recipe("blockwise")
     for op in ("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad"):
-        assert BACKEND.supports(op, made, CUDA, (None, 3420, 1280)) is None
-    why_not = {op: BACKEND.supports(op, made, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
+        assert BACKEND.supports(op, created, CUDA, (None, 3420, 1280)) is None
+    why_not = {op: BACKEND.supports(op, created, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
     assert "every step would wait" in why_not["grouped_wgrad"] and why_not["rmsnorm"] == "it has no rmsnorm"
     assert "it has no casts" in why_not["quantize"]
     for other in ("rowwise", "tensorwise", "mxfp8"):
@@ -245,9 +247,9 @@ def test_supported_gemms(library: list[object], hopper: None) -> None:
 
 
 def test_unsupported_devices_give_reason(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
-    made = recipe("blockwise")
+    created = recipe("blockwise")
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in())
-    assert BACKEND.supports("fwd", made, CUDA, None) == (
+    assert BACKEND.supports("fwd", created, CUDA, None) == (
         "the installed deep_gemm has no fp8_gemm_nt: it is not github.com/deepseek-ai/DeepGEMM 2.0 or later "
         "(PyPI's deep-gemm is not)"
     )
@@ -255,7 +257,7 @@ def test_unsupported_devices_give_reason(monkeypatch: pytest.MonkeyPatch, hopper
     monkeypatch.setitem(
         sys.modules, "deep_gemm", stand_in(**(WHOLE | {"get_mk_alignment_for_contiguous_layout": lambda: 240}))
     )
-    assert "multiples of 240 rows, not 128" in BACKEND.supports("fwd", made, CUDA, None)
+    assert "multiples of 240 rows, not 128" in BACKEND.supports("fwd", created, CUDA, None)
 
     deepgemm_backend._why_not.cache_clear()
 
@@ -263,10 +265,10 @@ def test_unsupported_devices_give_reason(monkeypatch: pytest.MonkeyPatch, hopper
         raise OSError("libnvrtc.so: cannot open\nmore")
 
     monkeypatch.setattr(deepgemm_backend, "_import_deep_gemm", broken)
-    assert BACKEND.supports("fwd", made, CUDA, None) == (
+    assert BACKEND.supports("fwd", created, CUDA, None) == (
         "importing deep_gemm failed: OSError: libnvrtc.so: cannot open"
     )
-    assert "not on cpu" in BACKEND.supports("fwd", made, torch.device("cpu"), None)
+    assert "not on cpu" in BACKEND.supports("fwd", created, torch.device("cpu"), None)
     assert deepgemm_backend.why_not_on_gpu((10, 3)) is None
     assert "but this GPU has 12.0" in deepgemm_backend.why_not_on_gpu((12, 0))
 

@@ -53,16 +53,16 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(driver, "_active", fake)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "_compiled", {})
-    made = JITFunction(example)
-    made.runs, made.asked = [], []
+    created = JITFunction(example)
+    created.runs, created.asked = [], []
 
     def compile_(key: Any, signature: Any, device: Any, *more: Any) -> Compiled:
-        return made.device_caches[device][0].setdefault(key, Compiled(made.runs))
+        return created.device_caches[device][0].setdefault(key, Compiled(created.runs))
 
-    run = made.run
-    made.run = lambda *args, **options: (made.asked.append(args), run(*args, **options))[1]
-    made._do_compile = compile_
-    return made
+    run = created.run
+    created.run = lambda *args, **options: (created.asked.append(args), run(*args, **options))[1]
+    created._do_compile = compile_
+    return created
 
 
 def test_second_launch_skips_triton(kernel: Any) -> None:
@@ -77,19 +77,19 @@ def test_second_launch_skips_triton(kernel: Any) -> None:
 
 def test_specializations_are_cached_separately(kernel: Any) -> None:
     """Many kinds of arguments: what Triton runs for each is run from memory too."""
-    held = torch.zeros(256, dtype=torch.uint8)
-    pointers = [held[:64].view(torch.float32), held[4:68].view(torch.float32), held[:64].view(torch.bfloat16), None]
-    pointers += [TensorDescriptor(held.view(16, 16), [16, 16], [16, 1], [n, 16]) for n in (8, 16)]
+    saved = torch.zeros(256, dtype=torch.uint8)
+    pointers = [saved[:64].view(torch.float32), saved[4:68].view(torch.float32), saved[:64].view(torch.bfloat16), None]
+    pointers += [TensorDescriptor(saved.view(16, 16), [16, 16], [16, 1], [n, 16]) for n in (8, 16)]
     counts = [0, 1, 2, 16, -1, -16, 1 << 31, (1 << 31) - 1, -(1 << 31) - 1, 1 << 35, 1 << 63]
     calls = [((pointers[0], x, n, s), {"EVEN": 1}) for x, n, s in itertools.product(pointers, counts, (1.0, 2))]
     calls += [((x, x, 5, 1.0), o) for x in pointers for o in ({"EVEN": 1}, {"EVEN": 2}, {"EVEN": 1, "num_warps": 8})]
-    for args, more in calls:
-        kernel[(1,)](*args, BLOCK=16, **more)
+    for args, extra in calls:
+        kernel[(1,)](*args, BLOCK=16, **extra)
     alone = [run[0] for run in kernel.runs]
     for again in (False, True):
         kernel.runs.clear(), kernel.asked.clear()
-        for args, more in calls:
-            launch.launch(kernel, (1,), *args, BLOCK=16, **more)
+        for args, extra in calls:
+            launch.launch(kernel, (1,), *args, BLOCK=16, **extra)
         assert [run[0] for run in kernel.runs] == alone and (not kernel.asked) == again
     assert len({id(compiled) for compiled in alone}) > len(calls) // 3
 

@@ -58,8 +58,8 @@ def test_row_block_scales_cover_padding():
     q = made(33, 260, CastSpec("e4m3", (1, 128), "pow2"))
     got = layout.k_major(laid_out(q, 1), 1)
     assert got.codes.shape == (48, 384) and got.scale.stride() == (1, 48)
-    whole = got.scale.as_strided((48, 3), (1, 48))
-    assert torch.equal(whole[:33], q.scale) and bool((whole[33:] == 1).all())
+    full = got.scale.as_strided((48, 3), (1, 48))
+    assert torch.equal(full[:33], q.scale) and bool((full[33:] == 1).all())
 
 
 def test_square_block_scales_are_padded_to_four():

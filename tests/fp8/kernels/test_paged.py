@@ -91,20 +91,20 @@ def test_sequence_result_is_batch_invariant(coded, monkeypatch) -> None:
     """Chunks of 32 tokens: sequences of one, of several, of whole ones; a table that is wider than all of them."""
     lengths, dtype = (70, 32, 5, 64, 0), torch.bfloat16
     q = ask(lengths, 4, 64, dtype)
-    whole = Pages(lengths, 2, 64, 4, dtype, coded)
-    one_chunk = whole.attend(q, 0.2)
+    full = Pages(lengths, 2, 64, 4, dtype, coded)
+    one_chunk = full.attend(q, 0.2)
     monkeypatch.setattr(paged, "CHUNK", 32)
     with launches() as ran:
-        got = whole.attend(q, 0.2)
+        got = full.attend(q, 0.2)
     assert ran == {"attend_kernel": 1, "join_kernel": 1}
     assert torch.equal(got[1:3], one_chunk[1:3]), "a sequence of one chunk does not see that others have more"
     for row, count in enumerate(lengths):
         if count:
-            want = exact(q[row], whole.held(row), 0.2)
+            want = exact(q[row], full.held(row), 0.2)
             assert ((got[row].double() - want).abs() <= 2.0**-8 * want.abs() + 2.0**-11).all()
     order = torch.tensor([3, 0, 2])
-    wide = torch.nn.functional.pad(whole.table, (0, 9))[order]
-    turned = paged.attend(q[order], whole.codes, whole.scales, wide, whole.lengths[order], 0.2, 4)
+    wide = torch.nn.functional.pad(full.table, (0, 9))[order]
+    turned = paged.attend(q[order], full.codes, full.scales, wide, full.lengths[order], 0.2, 4)
     assert torch.equal(turned, got[order])
 
 
@@ -116,22 +116,22 @@ def test_written_values_equal_cast_bitwise(dtype) -> None:
     x[0, 0, 3], x[1, 1, 4, 7], x[0, 2, 5, 1], x[1, 0, 6] = 0, torch.nan, torch.inf, x[1, 0, 6] * 1e-33
     k, v = (part.transpose(0, 1) for part in x)  # [tokens, heads, dim], not contiguous
     where = torch.tensor([4, -1, 0, 1, 2, 3, 19, 18, 17, -1, 8])
-    kept = torch.cat([k, v], 1).to(dtype).transpose(0, 1)  # [2 * heads, tokens, dim]
+    saved = torch.cat([k, v], 1).to(dtype).transpose(0, 1)  # [2 * heads, tokens, dim]
     for coded in (False, True):
         codes = torch.zeros(6, 20, 80, dtype=torch.float8_e4m3fn if coded else dtype)
         scales = torch.zeros(6, 20) if coded else None
         paged.write(k, v.transpose(1, 2).contiguous().transpose(1, 2), where, codes, scales, dtype)
         want, some = torch.zeros_like(codes), where >= 0
         if scales is None:
-            want[:, where[some]] = kept[:, some]
+            want[:, where[some]] = saved[:, some]
             assert torch.equal(codes.nan_to_num(7.0), want.nan_to_num(7.0))
             continue
-        cast = quantize(kept.reshape(-1, 80), TOKEN_AND_HEAD)
-        own = torch.zeros_like(scales)
-        own[:, where[some]] = cast.scale.view(6, -1)[:, some]
+        cast = quantize(saved.reshape(-1, 80), TOKEN_AND_HEAD)
+        original = torch.zeros_like(scales)
+        original[:, where[some]] = cast.scale.view(6, -1)[:, some]
         want.view(torch.uint8)[:, where[some]] = cast.data.view(torch.uint8).view(6, -1, 80)[:, some]
         assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
-        assert torch.equal(scales.nan_to_num(-1.0), own.nan_to_num(-1.0))
+        assert torch.equal(scales.nan_to_num(-1.0), original.nan_to_num(-1.0))
 
 
 def test_nan_key_affects_only_its_sequence() -> None:

@@ -167,8 +167,8 @@ def test_requested_triton_is_used_or_raises(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("TRITON_INTERPRET", value)
         with fresh():
             if why_not is None:
-                asked = select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="triton")
-                assert asked.backend.name == "triton" and asked.reason == "requested by name"
+                requested = select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="triton")
+                assert requested.backend.name == "triton" and requested.reason == "requested by name"
             else:
                 with pytest.raises(BackendError, match=why_not):
                     fp8.quantize(torch.randn(2, 128), CastSpec(), backend="triton")
@@ -182,15 +182,15 @@ def test_triton_reports_unsupported_blocks() -> None:
     for block in ((1, -1), (-1, -1), (1, 64), (16, 16), (128, 1)):
         assert triton.supports("quantize", CastSpec("e4m3", block), cpu, None) is None
     line, square = CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 128))
-    for made in map(recipe, fp8.RECIPES):
-        assert all(triton.supports(op, made, cpu, None) is None for op in ("fwd", "grouped_dgrad", "wgrad"))
-    odd = Recipe("own", "e4m3", Gemm(line, square), Gemm(line, line), Gemm(line, CastSpec("e4m3", (16, 1))))
-    assert triton.supports("fwd", odd, cpu, None) is None
-    assert triton.supports("dgrad", odd, cpu, None) == (
+    for created in map(recipe, fp8.RECIPES):
+        assert all(triton.supports(op, created, cpu, None) is None for op in ("fwd", "grouped_dgrad", "wgrad"))
+    unusual = Recipe("own", "e4m3", Gemm(line, square), Gemm(line, line), Gemm(line, CastSpec("e4m3", (16, 1))))
+    assert triton.supports("fwd", unusual, cpu, None) is None
+    assert triton.supports("dgrad", unusual, cpu, None) == (
         "its GEMMs support blocks with 32, 128 or all elements along the contraction and 1, 128 or all elements across "
         "it, not e4m3 1x128 pow2 contracted along dimension 0"
     )
-    assert "e4m3 1x128 pow2 contracted along dimension 0" in triton.supports("grouped_wgrad", odd, cpu, None)
+    assert "e4m3 1x128 pow2 contracted along dimension 0" in triton.supports("grouped_wgrad", unusual, cpu, None)
 
 
 def test_triton_support_matches_kernels() -> None:
@@ -210,13 +210,15 @@ def test_triton_support_matches_kernels() -> None:
 def test_reference_casts_once_for_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.fp8.kernels import reference
 
-    real, asked = reference.cast._quantize, []
-    monkeypatch.setattr(reference.cast, "_quantize", lambda x, shape, spec: asked.append(spec) or real(x, shape, spec))
-    backend, whole, line = get("reference"), CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(1, 128))
-    first, second = backend.quantize_both(torch.ones(4, 8), whole, whole)
-    assert first is second and asked == [whole]
-    backend.quantize_both(torch.ones(4, 8), line, whole)
-    assert asked == [whole, line, whole]
+    real, requested = reference.cast._quantize, []
+    monkeypatch.setattr(
+        reference.cast, "_quantize", lambda x, shape, spec: requested.append(spec) or real(x, shape, spec)
+    )
+    backend, full, line = get("reference"), CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(1, 128))
+    first, second = backend.quantize_both(torch.ones(4, 8), full, full)
+    assert first is second and requested == [full]
+    backend.quantize_both(torch.ones(4, 8), line, full)
+    assert requested == [full, line, full]
 
 
 def test_no_supporting_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +244,9 @@ def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.Monkey
     for module in (deepgemm_backend, torch_backend, triton_backend):
         monkeypatch.setattr(module, "_why_not", lambda *device: "this GPU has 8.0")
     chosen, device = recipe("blockwise"), torch.device("cuda")
-    found = select_layer_backends(chosen, device, (None, 64, 32), "auto", "experts")
-    assert {s.backend.name for s in found.values()} == {"reference"}
-    assert why_not_grouped(chosen, found, device).startswith("reference: it reads the sizes of the experts")
+    results = select_layer_backends(chosen, device, (None, 64, 32), "auto", "experts")
+    assert {s.backend.name for s in results.values()} == {"reference"}
+    assert why_not_grouped(chosen, results, device).startswith("reference: it reads the sizes of the experts")
 
 
 def test_unknown_ops_and_duplicate_names_are_rejected(backends: None) -> None:

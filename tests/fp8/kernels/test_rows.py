@@ -55,8 +55,8 @@ def test_expert_products(dtype: torch.dtype, exact_products: None) -> None:
     """One without rows, one with more than a tile; rows behind the last are nobody's."""
     x, w, ends = random(128, 40, dtype=dtype), random(4, 70, 40, seed=1, dtype=dtype).mT, torch.tensor([1, 1, 90, 100])
     y = row_products.grouped_product(x, w, ends)
-    for expert, own in ((0, slice(0, 1)), (2, slice(1, 90)), (3, slice(90, 100))):
-        assert torch.equal(y[own], row_products.product(x[own], w[expert], None, 1.0, 1.0, dtype))
+    for expert, original in ((0, slice(0, 1)), (2, slice(1, 90)), (3, slice(90, 100))):
+        assert torch.equal(y[original], row_products.product(x[original], w[expert], None, 1.0, 1.0, dtype))
     assert not y[100:].any()
     none = row_products.grouped_product(x[:5], w, torch.zeros(4, dtype=torch.int32))
     assert not none.any()
@@ -78,9 +78,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_matches_reference(case: str, dtype: torch.dtype) -> None:
     q, k, v = (random(2, h, 70, n, seed=n, dtype=dtype) for h, n in ((4, 24), (2, 24), (2, 40)))
-    seen = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
-    got, lse = row_attention.attend(q, k, v, *seen, 0.3)
-    want, other = _forward(q, k, v, seen, 0.3)
+    recorded = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
+    got, lse = row_attention.attend(q, k, v, *recorded, 0.3)
+    want, other = _forward(q, k, v, recorded, 0.3)
     other = other.view(2, 4, -1)[:, :, :70]
     assert torch.equal(lse.isinf(), other.isinf())
     assert bool(((lse - other).nan_to_num().abs() <= 1e-5).all())
@@ -92,17 +92,17 @@ def test_attention_matches_reference(case: str, dtype: torch.dtype) -> None:
 def test_query_result_is_batch_invariant(dtype: torch.dtype, exact_products: None) -> None:
     """Whole sequences by positions and by masks, one query over its own keys, in a batch over longer ones."""
     q, k, v = (random(2, h, 128, 24, seed=seed, dtype=dtype) for seed, h in enumerate((3, 1, 1)))
-    whole = row_attention.attend(q, k, v, None, torch.arange(128).expand(2, 128), None, None, 0.2)
-    mask, own = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril(), torch.ones(2, 128, dtype=torch.bool)
-    assert all(map(torch.equal, row_attention.attend(q, k, v, mask, None, own, None, 0.2), whole))
+    full = row_attention.attend(q, k, v, None, torch.arange(128).expand(2, 128), None, None, 0.2)
+    mask, original = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril(), torch.ones(2, 128, dtype=torch.bool)
+    assert all(map(torch.equal, row_attention.attend(q, k, v, mask, None, original, None, 0.2), full))
     added = torch.zeros(2, 1, 128, 128).masked_fill(~mask, -torch.inf)
-    assert all(map(torch.equal, row_attention.attend(q, k, v, added, None, None, None, 0.2), whole))
+    assert all(map(torch.equal, row_attention.attend(q, k, v, added, None, None, None, 0.2), full))
     for t in (31, 127):
         one, keys, values = q[1:, :, t : t + 1], k[1:, :, : t + 1], v[1:, :, : t + 1]
         alone = row_attention.attend(one, keys, values, None, torch.tensor([[t]]), None, None, 0.2)
-        assert all(torch.equal(a[0, :, 0], b[1, :, t]) for a, b in zip(alone, whole, strict=True))
+        assert all(torch.equal(a[0, :, 0], b[1, :, t]) for a, b in zip(alone, full, strict=True))
         among = row_attention.attend(q[:, :, t : t + 1], k, v, None, torch.tensor([[3], [t]]), None, None, 0.2)
-        assert all(torch.equal(a[1, :, 0], b[1, :, t]) for a, b in zip(among, whole, strict=True))
+        assert all(torch.equal(a[1, :, 0], b[1, :, t]) for a, b in zip(among, full, strict=True))
 
 
 @pytest.mark.parametrize("length", [1, 130, 5000])
@@ -125,19 +125,19 @@ def test_fp8_products_use_one_tile(title: str, row_kernels: None) -> None:
     casts, triton = recipe(title).fwd, get("triton")
     assert casts is not None
     x, w = random(128, 140), triton.quantize(random(40, 140, seed=1), casts.b, 1)
-    with launches() as seen:
+    with launches() as recorded:
         y = rows.fp8_product(triton.quantize(x, casts.a, 1), w, torch.float32)
         for some in SOME[1:]:
             assert torch.equal(rows.fp8_product(triton.quantize(x[some], casts.a, 1), w, torch.float32), y[some])
-    assert not seen["decode_kernel"]
+    assert not recorded["decode_kernel"]
     assert torch.equal(gemm.gemm(triton.quantize(x, casts.a, 1), 1, w, 1, torch.float32, gpu=Gpu(0, 200)), y)
     experts = triton.quantize_experts(random(2, 40, 140, seed=2), casts.b)
     groups, _, row_of = group_rows(torch.arange(128) % 2, 2)
-    given = torch.zeros(groups.rows, 140).index_copy_(0, row_of, x)
-    every = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, groups), experts, groups, torch.float32)
+    inputs = torch.zeros(groups.rows, 140).index_copy_(0, row_of, x)
+    every = rows.fp8_grouped_product(triton.quantize_rows(inputs, casts.a, groups), experts, groups, torch.float32)
     fewer, _, place = group_rows(torch.tensor([1]), 2)
-    given = torch.zeros(fewer.rows, 140).index_copy_(0, place, x[17:18])
-    one = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, fewer), experts, fewer, torch.float32)
+    inputs = torch.zeros(fewer.rows, 140).index_copy_(0, place, x[17:18])
+    one = rows.fp8_grouped_product(triton.quantize_rows(inputs, casts.a, fewer), experts, fewer, torch.float32)
     assert torch.equal(one[place], every[row_of[17:18]])
 
 
@@ -155,14 +155,14 @@ def test_casts_across_rows_are_rejected(row_kernels: None, monkeypatch: pytest.M
     """Once a size: what was tried is not tried again."""
     monkeypatch.setattr(devices, "_proven", set())
     x, w = random(3, 24), random(40, 24, seed=1)
-    with launches() as seen:
+    with launches() as recorded:
         row_mm(x, w.t())
-        tried = seen["product_kernel"]
+        tried = recorded["product_kernel"]
         row_mm(x[:1], w.t())
-    assert (tried, seen["product_kernel"]) == (6, 7)
+    assert (tried, recorded["product_kernel"]) == (6, 7)
     devices._proven.clear()
-    own = row_products.product
-    monkeypatch.setattr(row_products, "product", lambda a, *more: own(a, *more) * (1 + 1e-3 * len(a)))
+    original = row_products.product
+    monkeypatch.setattr(row_products, "product", lambda a, *more: original(a, *more) * (1 + 1e-3 * len(a)))
     with pytest.raises(fp8.InvarianceError, match=r"a product with \[24, 40\] in torch\.float32 was tried.*row 65 of"):
         row_mm(x, w.t())
     sums, attend = row_sums.sums, row_attention.attend

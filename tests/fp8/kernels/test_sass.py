@@ -39,11 +39,11 @@ LOOP = """
 
 
 def test_path_with_most_work_is_counted() -> None:
-    found = sass.parsed(LOOP)
-    way = [i.opcode for i in found.path()]
+    results = sass.parsed(LOOP)
+    way = [i.opcode for i in results.path()]
     assert "SEL" not in way and way[-2:] == ["STG.E.128", "EXIT"], "a store is no slow path, a select for tails is"
-    assert found.executed() == 15 and len(found.instructions) == 22
-    (step,) = found.steps()
+    assert results.executed() == 15 and len(results.instructions) == 22
+    (step,) = results.steps()
     assert step[0].opcode.startswith("SYNCS") and step[-1].opcode == "BRA" and len(step) == 8
 
 

@@ -113,8 +113,8 @@ def test_plan_is_checked_once_per_machine(newer: pytest.MonkeyPatch) -> None:
 
 
 def spoiled(method: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
-    own = getattr(TRITON, method)
-    return lambda *given, **more: spoil(own(*given, **more))
+    original = getattr(TRITON, method)
+    return lambda *given, **more: spoil(original(*given, **more))
 
 
 def add(out: Tensor, at: tuple[int, int] = (2, 3), by: float = 1e4) -> Tensor:
@@ -218,10 +218,10 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
 
 def test_optimizer_kernel_is_checked_when_selected(newer: pytest.MonkeyPatch) -> None:
     """engine() has its own way on a CPU: here it believes to be on another device, whose kernel errs."""
-    own = TRITON.adamw
+    original = TRITON.adamw
 
     def errs(pieces: Any, *more: Any) -> None:
-        own(pieces, *more)
+        original(pieces, *more)
         pieces[0].weight[7] += 1e-3
 
     newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))

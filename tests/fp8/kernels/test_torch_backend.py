@@ -175,16 +175,16 @@ def test_fast_accumulation_only_in_forward(name: str, op: str, dtype: torch.dtyp
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
 def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CPU has these products, so the call itself is caught."""
-    seen: list[bool] = []
+    recorded: list[bool] = []
 
     def caught(a: torch.Tensor, b: torch.Tensor, *rest: Any, use_fast_accum: bool, **options: Any) -> torch.Tensor:
-        seen.append(use_fast_accum)
+        recorded.append(use_fast_accum)
         return torch.zeros(a.shape[0], b.shape[1], dtype=options["output_dtype"])
 
     monkeypatch.setattr(tb.F, "scaled_mm", caught)
     for name in ("blockwise", "mxfp8"):
         getattr(BACKEND, f"gemm_{op}")(*operands(name, op, 128, 128, 128), torch.bfloat16)
-    assert seen == [False, False]
+    assert recorded == [False, False]
 
 
 def test_separate_row_scales_do_not_overflow() -> None:
@@ -200,9 +200,9 @@ def test_separate_row_scales_do_not_overflow() -> None:
 
 def test_operands_in_layout_are_not_copied() -> None:
     x_q, w_q = operands("rowwise", "fwd", 32, 48, 64)
-    given = tb.make_product("fwd", x_q, w_q)
-    assert given.a.data_ptr() == x_q.data.data_ptr() and given.b.data_ptr() == w_q.data.data_ptr()
-    assert given.scale_a.data_ptr() == x_q.scale.data_ptr()
+    inputs = tb.make_product("fwd", x_q, w_q)
+    assert inputs.a.data_ptr() == x_q.data.data_ptr() and inputs.b.data_ptr() == w_q.data.data_ptr()
+    assert inputs.scale_a.data_ptr() == x_q.scale.data_ptr()
 
 
 @pytest.mark.parametrize("m, n, k", ((0, 4, 8), (4, 0, 8), (4, 8, 0)))
@@ -228,26 +228,26 @@ def test_linear_layer_runs_on_torch_backend() -> None:
     x, w, b, dy = (torch.randn(shape, generator=generator) for shape in ((3, 11, 36), (20, 36), (20,), (3, 11, 20)))
     results = {}
     for backend in ("torch", "reference"):
-        given = [t.clone().requires_grad_() for t in (x, w, b)]
+        inputs = [t.clone().requires_grad_() for t in (x, w, b)]
         with fp8.count_gemms() as counts:
-            y = fp8.linear(*given, recipe="rowwise", backend=backend)
+            y = fp8.linear(*inputs, recipe="rowwise", backend=backend)
             y.backward(dy)
         assert {used for _, _, used in dict(counts)} == {backend}
-        results[backend] = (y.detach(), *(t.grad for t in given))
-    for ours, theirs in zip(*results.values(), strict=True):
-        assert calc_diff(ours, theirs) < 1e-10
+        results[backend] = (y.detach(), *(t.grad for t in inputs))
+    for actual, expected in zip(*results.values(), strict=True):
+        assert calc_diff(actual, expected) < 1e-10
 
 
 def test_casts_use_another_backend() -> None:
     x = torch.randn(40, 300)
     for spec in (CastSpec("e4m3", (1, 128)), CastSpec("e5m2", (-1, -1), "fp32")):
-        mine, theirs = BACKEND.quantize(x, spec), fp8.quantize(x, spec, backend="reference")
-        assert torch.equal(mine.data.view(torch.uint8), theirs.data.view(torch.uint8))
-        assert torch.equal(BACKEND.dequantize(mine), fp8.dequantize(theirs))
+        actual, expected = BACKEND.quantize(x, spec), fp8.quantize(x, spec, backend="reference")
+        assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(BACKEND.dequantize(actual), fp8.dequantize(expected))
     row, col = BACKEND.quantize_both(x, CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1)))
     assert row.scale.shape == (40, 3) and col.scale.shape == (1, 300)
-    given = BACKEND.quantize_with_scale(x, torch.tensor(0.5), CastSpec("e4m3", (-1, -1), "fp32"))
-    assert float(given.scale) == 0.5
+    inputs = BACKEND.quantize_with_scale(x, torch.tensor(0.5), CastSpec("e4m3", (-1, -1), "fp32"))
+    assert float(inputs.scale) == 0.5
 
 
 def test_mismatched_operands_are_rejected() -> None:
@@ -305,8 +305,8 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
     ],
 )
 def test_support_on_gpus(kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None) -> None:
-    found = tb.why_not_on_gpu(kind, capability, cuda)
-    assert found is None if why_not is None else why_not in (found or "")
+    results = tb.why_not_on_gpu(kind, capability, cuda)
+    assert results is None if why_not is None else why_not in (results or "")
 
 
 def test_scaling_kind() -> None:

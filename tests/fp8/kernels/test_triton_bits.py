@@ -126,8 +126,8 @@ def test_rounding_matches_torch(dtype):
     out = torch.empty(len(x), dtype=dtype, device=DEVICE)
     launch(round_kernel, (len(x) // N,), x, out, N=N)
     want, got = x.cpu().to(dtype), out.cpu()
-    whole = torch.int32 if dtype is torch.float32 else torch.int16
-    assert bool(((got.view(whole) == want.view(whole)) | (got.isnan() & want.isnan())).all())
+    full = torch.int32 if dtype is torch.float32 else torch.int16
+    assert bool(((got.view(full) == want.view(full)) | (got.isnan() & want.isnan())).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

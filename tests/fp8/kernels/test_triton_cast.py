@@ -82,10 +82,10 @@ def test_casts_match_reference_in_gemm_layout(block, kind, contract):
 def test_both_layouts_equal_separate_casts(pair, kind):
     row, col = CastSpec("e4m3", pair[0], kind), CastSpec("e5m2", pair[1], kind)
     x = spread(70, 200)
-    with launches() as seen:
+    with launches() as recorded:
         first, second = cast.quantize_both(x, row, col)
-    assert seen["cast_kernel"] == 1, seen
-    assert seen["amax_kernel"] == int(any(-1 in b for b in pair)), seen
+    assert recorded["cast_kernel"] == 1, recorded
+    assert recorded["amax_kernel"] == int(any(-1 in b for b in pair)), recorded
     for q, spec, contract in ((first, row, 1), (second, col, 0)):
         assert_same(q, x, spec)
         assert_laid(q, contract)
@@ -189,12 +189,12 @@ def test_given_scales_saturate_and_bad_blocks_are_nan(block, kind):
         amax = reference.quantize(x.cpu(), CastSpec("e4m3", block, "fp32")).scale * 448
         for contracts, scale, top in (((1,), grid, None), ((0,), grid[0, 0], amax), ((1, 0), grid[0, 0], amax)):
             want = reference.quantize_with_scale(x.cpu(), scale, spec, top)
-            with launches() as seen:
-                found = cast.quantize_with_scale(
+            with launches() as recorded:
+                results = cast.quantize_with_scale(
                     x, scale.to(DEVICE), spec, top if top is None else top.to(DEVICE), contracts
                 )
-            assert top is None or seen == {"cast_kernel": 1}, seen
-            for got, contract in zip(found, contracts, strict=True):
+            assert top is None or recorded == {"cast_kernel": 1}, recorded
+            for got, contract in zip(results, contracts, strict=True):
                 assert_same(got, x, spec, want)
                 assert_laid(got, contract)
 
@@ -308,9 +308,9 @@ def test_codes_are_converted_to_other_layout(block):
     x = spread(150, 43)
     for q in (cast.quantize(x, spec, 1), cast.quantize(x, spec, 0), reference.quantize(x, spec)):
         for contract in (1, 0):
-            with launches() as seen:
+            with launches() as recorded:
                 got, want = cast.convert_to_k_major(q, contract), layout.k_major(q, contract)
-            assert seen == ({} if layout.is_k_major(q, contract) else {"relay_kernel": 1}), seen
+            assert recorded == ({} if layout.is_k_major(q, contract) else {"relay_kernel": 1}), recorded
             assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
             assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]
 
@@ -351,9 +351,9 @@ def test_uncastable_inputs_are_rejected():
 def test_partial_maxima_use_hidden_buffer(monkeypatch):
     """The accountant would put the slab down to the layer that happened to need it; pieces are used once."""
     monkeypatch.setattr(cast, "_slabs", {})
-    with Operations() as seen:
+    with Operations() as recorded:
         pieces = [cast.zeros(3, torch.device("cpu")) for _ in range(1500)]  # more than one slab has
-    assert not any("zeros" in name for name in seen.names)
+    assert not any("zeros" in name for name in recorded.names)
     assert len({piece.data_ptr() for piece in pieces}) == 1500
     for piece in pieces:
         assert not piece.any()

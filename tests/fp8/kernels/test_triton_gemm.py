@@ -78,13 +78,13 @@ def check(got: Tensor, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int) -
     a, b = in_float64(a_q), in_float64(b_q)
     a, b = (a if a_dim == 1 else a.T), (b.T if b_dim == 1 else b)
     want, most = a @ b, np.abs(a) @ np.abs(b)
-    found = got.double().numpy()
-    assert found.shape == want.shape
-    off = np.abs(found - want) - (a.shape[1] + 8) * 2.0**-24 * most
+    results = got.double().numpy()
+    assert results.shape == want.shape
+    off = np.abs(results - want) - (a.shape[1] + 8) * 2.0**-24 * most
     worst = np.unravel_index(np.argmax(off), off.shape)
-    assert off[worst] <= 0, f"at {worst}: {found[worst]} instead of {want[worst]}"
+    assert off[worst] <= 0, f"at {worst}: {results[worst]} instead of {want[worst]}"
     if np.any(want):
-        assert 1 - 2 * np.sum(found * want) / (np.sum(found**2) + np.sum(want**2)) < 1e-5
+        assert 1 - 2 * np.sum(results * want) / (np.sum(results**2) + np.sum(want**2)) < 1e-5
 
 
 def fits(tile: Tile, title: str) -> Tile:
@@ -105,9 +105,9 @@ FORMS = [
 def test_every_recipe_and_gemm(title: str, which: str, gpu: Gpu) -> None:
     """Sizes that are no multiple of anything, more than one block of every side, more than one tile each way."""
     a, b = operands(title, which, 131, 135, 137 if gpu is POINTERS and title != "mxfp8" else 92)
-    with launches() as seen:
+    with launches() as recorded:
         got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu, tile=fits(SMALL, title))
-    assert seen["gemm_kernel"] == 1
+    assert recorded["gemm_kernel"] == 1
     check(got, a, DIMS[which][0], b, DIMS[which][1])
 
 
@@ -142,10 +142,10 @@ def test_backend_matches_reference(title: str) -> None:
         assert casts is not None
         xs = [spread(*shape, seed=i) for i, shape in enumerate(sides(which, 40, 24, 72))]
         bias = {"bias": torch.randn(24)} if which == "fwd" else {}
-        mine = [triton.quantize(x, s, dim) for x, s, dim in zip(xs, (casts.a, casts.b), DIMS[which], strict=True)]
-        own = [reference.quantize(x, s) for x, s in zip(xs, (casts.a, casts.b), strict=True)]
-        got = getattr(triton, f"gemm_{which}")(*mine, torch.float32, **bias)
-        want = getattr(reference, f"gemm_{which}")(*own, torch.float32, **bias)
+        actual = [triton.quantize(x, s, dim) for x, s, dim in zip(xs, (casts.a, casts.b), DIMS[which], strict=True)]
+        original = [reference.quantize(x, s) for x, s in zip(xs, (casts.a, casts.b), strict=True)]
+        got = getattr(triton, f"gemm_{which}")(*actual, torch.float32, **bias)
+        want = getattr(reference, f"gemm_{which}")(*original, torch.float32, **bias)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
@@ -221,8 +221,8 @@ def test_finite_result_does_not_overflow(title: str, gemms: str, far: str) -> No
         a_q = cast.quantize(spread(*a, seed=1, reach=1).abs() * FAR[far][0], casts.a)
         b_q = cast.quantize(spread(*b, seed=2, reach=1).abs() * FAR[far][1], casts.b)
         check(gemm(a_q, DIMS[which][0], b_q, DIMS[which][1], torch.float32), a_q, DIMS[which][0], b_q, DIMS[which][1])
-        own = getattr(get("reference"), f"gemm_{which}")(a_q, b_q, torch.float32)
-        check(own, a_q, DIMS[which][0], b_q, DIMS[which][1])
+        original = getattr(get("reference"), f"gemm_{which}")(a_q, b_q, torch.float32)
+        check(original, a_q, DIMS[which][0], b_q, DIMS[which][1])
 
 
 @pytest.mark.parametrize(("title", "which"), [("tensorwise", "fwd"), ("rowwise", "dgrad"), ("blockwise", "fwd")])
@@ -313,11 +313,11 @@ def test_tiles_fit_gpu(sm: int) -> None:
 
 def test_small_products_use_small_tiles() -> None:
     e4m3 = CastSpec("e4m3", (-1, -1), "fp32")
-    whole, block = tiles.grain(e4m3, 1), tiles.grain(CastSpec(), 1)
+    full, block = tiles.grain(e4m3, 1), tiles.grain(CastSpec(), 1)
     hopper = Gpu(90, 132)
-    fast = tiles.form(whole, whole, fast=True, gpu=hopper)
-    slow = tiles.form(whole, whole, fast=False, gpu=hopper)
-    assert (fast.promote, slow.promote, tiles.form(whole, whole, False, Gpu(100, 148)).promote) == (False, True, False)
+    fast = tiles.form(full, full, fast=True, gpu=hopper)
+    slow = tiles.form(full, full, fast=False, gpu=hopper)
+    assert (fast.promote, slow.promote, tiles.form(full, full, False, Gpu(100, 148)).promote) == (False, True, False)
     assert tiles.form(block, block, False, hopper) == tiles.form(block, block, True, hopper)
     assert tiles.choose(8192, 8192, fast, hopper)[:2] == (256, 128)
     assert tiles.choose(8192, 8192, fast, hopper, tallest=128)[:2] == (128, 128), "a tile of rows has one expert"
@@ -348,15 +348,15 @@ def test_compiled_gradient_gemms_promote_accumulators() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COUNT], env=environ, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout)
-    assert {key: adds for key, (adds, _) in found.items()} == {
+    results = json.loads(done.stdout)
+    assert {key: adds for key, (adds, _) in results.items()} == {
         f"{arch} {which}": 64 if which == "dgrad" and arch != 100 else 0
         for arch in (89, 90, 100, 120)
         for which in ("fwd", "dgrad")
     }
-    assert all(products for _, products in found.values())
+    assert all(products for _, products in results.values())
 
 
 def test_form_names_are_unique() -> None:
-    found = [(v.name, v.architectures) for v in variants()]
-    assert len(found) == len(set(found))
+    results = [(v.name, v.architectures) for v in variants()]
+    assert len(results) == len(set(results))

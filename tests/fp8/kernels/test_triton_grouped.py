@@ -39,15 +39,15 @@ FORMS = {"fwd": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 def operands(title: str, which: str, groups: Groups, n: int = N, k: int = K) -> tuple[Quantized, Quantized]:
     casts = recipe(*title.split()).gemm(which)
     assert casts is not None
-    made = []
+    created = []
     for seed, (name, spec) in enumerate(zip(FORMS[which], (casts.a, casts.b), strict=True)):
         if name == "w":
             w = torch.stack([spread(n, k, 10 + e) for e in range(groups.experts)])
-            made.append(reference_grouped.quantize_experts(w, spec))
+            created.append(reference_grouped.quantize_experts(w, spec))
         else:
             rows = spread(groups.rows, n if name == "dy" else k, seed)
-            made.append(reference_grouped.quantize_rows(rows, spec, groups))
-    return made[0], made[1]
+            created.append(reference_grouped.quantize_rows(rows, spec, groups))
+    return created[0], created[1]
 
 
 def run(
@@ -70,16 +70,16 @@ def test_every_recipe_and_gemm(title: str, which: str) -> None:
     a, b = operands(title, which, groups)
     gpu = POINTERS if title in ("rowwise", "blockwise") else DESCRIPTORS
     name = "grouped_wgrad_kernel" if which == "wgrad" else "grouped_rows_kernel"
-    with launches() as seen:
+    with launches() as recorded:
         got = run(which, a, b, groups, gpu)
-    assert seen[name] == 1
+    assert recorded[name] == 1
     assert got.isfinite().all()
     for e, span in expert_spans(groups):
-        own = select_expert(a, e, span)
+        original = select_expert(a, e, span)
         if which == "wgrad":
-            check(got[e], own, 0, select_expert(b, e, span), 0)
+            check(got[e], original, 0, select_expert(b, e, span), 0)
         else:
-            check(got[span], own, 1, expert(b, e), DIMS[which][1])
+            check(got[span], original, 1, expert(b, e), DIMS[which][1])
     if which == "wgrad":
         assert torch.equal(got[1], torch.zeros_like(got[1]))
     else:
@@ -98,8 +98,11 @@ def test_matches_one_product_per_expert(title: str, which: str) -> None:
         a, b = operands(title, which, groups, 92, 80)
         got = run(which, a, b, groups, gpu)
         for e, span in expert_spans(groups):
-            own, other = select_expert(a, e, span), (select_expert(b, e, span) if which == "wgrad" else expert(b, e))
-            want = gemm(own, DIMS[which][0], other, DIMS[which][1], torch.float32, gpu=gpu)
+            original, other = (
+                select_expert(a, e, span),
+                (select_expert(b, e, span) if which == "wgrad" else expert(b, e)),
+            )
+            want = gemm(original, DIMS[which][0], other, DIMS[which][1], torch.float32, gpu=gpu)
             torch.testing.assert_close(got[e] if which == "wgrad" else got[span], want, rtol=1e-6, atol=1e-5)
 
 

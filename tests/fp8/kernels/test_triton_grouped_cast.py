@@ -97,10 +97,10 @@ def test_both_layouts_equal_separate_casts(pair):
     kind = "e8m0" if 32 in pair[0] else "pow2"
     x, groups = rows_of([5, 0, 130], 72)
     row, col = CastSpec("e4m3", pair[0], kind), CastSpec("e5m2", pair[1], kind)
-    with launches() as seen:
-        found = grouped_cast.quantize_rows_both(x, row, col, groups)
-    assert seen["cast_kernel"] == 1 and seen["amax_kernel"] == int(-1 in pair[0]), seen
-    for q, spec in zip(found, (row, col), strict=True):
+    with launches() as recorded:
+        results = grouped_cast.quantize_rows_both(x, row, col, groups)
+    assert recorded["cast_kernel"] == 1 and recorded["amax_kernel"] == int(-1 in pair[0]), recorded
+    for q, spec in zip(results, (row, col), strict=True):
         assert_rows(q, x, spec, groups)
 
 
