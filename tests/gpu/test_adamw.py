@@ -77,7 +77,7 @@ def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
 
 @pytest.mark.parametrize("states", ["fp8", "fp32"])
 def test_cpu_gives_same_bits(states: str) -> None:
-    """A checkpoint of one machine goes on on another: all but what MKL's square root makes of it."""
+    """A checkpoint of one machine can be resumed on another."""
     target = [piece(*SHAPES[i], i, states, "bf16+16") for i in (0, 5)]
     here = [
         p._replace(weight=p.weight.cpu(), grad=p.grad.cpu(), state={k: v.cpu() for k, v in p.state.items()})

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 def pair(recipe="blockwise", dtype=torch.bfloat16):
-    """A block with FP8 layers, and its fused twin."""
+    """Return a block with FP8 layers, and its fused copy."""
     torch.manual_seed(0)
     plain = Block().to("cuda", dtype)
     fp8.apply(plain, fp8.plan(plain, fp8.Policy(recipe=recipe, fuse="off")))

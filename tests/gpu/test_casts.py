@@ -144,7 +144,7 @@ def test_both_layouts_at_once(pair, dtype):
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_bf16_pattern_and_every_kind_of_bad_value(block, kind):
-    """All 2^16 patterns by rows of one exponent; NaN and infinity spoil their own blocks alone."""
+    """All 2^16 patterns, in rows with equal exponents; NaN and infinity affect only their blocks."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(512, 128)
     for fmt, y in itertools.product(("e4m3", "e5m2"), (x, x[x.float().isfinite().all(1)])):
         spec = CastSpec(fmt, block, kind)

@@ -30,7 +30,7 @@ def test_every_recipe_on_every_shape(title: str, rows: int) -> None:
 
 @pytest.mark.parametrize("title", TITLES[1:])
 def test_rows_are_independent(title: str) -> None:
-    """Alone, among 5 and among 64, at every place: the same bits, twenty times."""
+    """Alone, among 5 and among 64 rows, at every position: the same bits, twenty times."""
     casts = recipe(title).fwd
     for n, k in SHAPES[1:4]:
         x, w = spread(tiles.FEW, k, 1).cuda(), cast.quantize(spread(n, k, 2).cuda(), casts.b)

@@ -95,7 +95,7 @@ def test_every_tile(title: str) -> None:
     for which in DIMS:
         a, b = operands(title, which, 600, 700, 500)
         for gpu in loads():
-            grains = [tiles.grain(q.spec, d) for q, d in zip((a, b), DIMS[which], strict=True)]
+            grains = [tiles.scale_block(q.spec, d) for q, d in zip((a, b), DIMS[which], strict=True)]
             form = tiles.form(*grains, fast=which == "fwd", gpu=gpu)
             for tile, _ in tiles.candidates(form, gpu):
                 got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu, tile=tile)

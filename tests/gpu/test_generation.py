@@ -72,7 +72,7 @@ def test_paged_cache_matches_fp64(queries, heads, dim, dtype, coded) -> None:
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "off"])
 def test_graphs_do_not_change_tokens(recipe, kv, monkeypatch) -> None:
-    """And log-probabilities and entropies, bit for bit; graphs see weights that an optimizer has moved."""
+    """Log-probabilities and entropies are equal too; graphs use weights that an optimizer has updated."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2)
     if recipe != "off":

@@ -28,7 +28,7 @@ class Meta:
 
 
 def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[Any, int], Graphs, list[str]]:
-    """(losses of each micro-batch, counts, graphs, what they said) of two micro-batches a step."""
+    """Return (losses of each micro-batch, counts, graphs, logged lines) of two micro-batches per step."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2).train()
     fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))

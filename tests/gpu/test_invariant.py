@@ -44,7 +44,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 @DTYPES
 @pytest.mark.parametrize(("k", "n"), [(4096, 1024), (1024, 3076), (4096, 128), (72, 4304), (12288, 4096)])
 def test_products(k: int, n: int, dtype: torch.dtype) -> None:
-    """Each is tried before (``prove``), which raises where a row depends on another."""
+    """Each size is tested first (``prove``), which raises if rows depend on each other."""
     x, w, b = random(300, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
     y = row_linear(x, w, b)
     near(y, F.linear(x.double(), w.double(), b.double()))
@@ -167,7 +167,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_rollout_equals_training_forward(case: str) -> None:
-    """In any batch of the engine; and without the mode there is one to take away."""
+    """In any batch of the engine; without the mode there is a difference."""
     family, dtype, kind = CASES[case]
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config(family), DEVICE, dtype, 2)

@@ -18,7 +18,7 @@ RECIPES = ["blockwise", "rowwise", "tensorwise", "mxfp8"]
 
 
 class Stock(nn.Module):
-    """Experts as transformers writes them."""
+    """The experts of transformers."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()

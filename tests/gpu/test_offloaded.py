@@ -58,7 +58,7 @@ def stack(depth=8, how="none", in_fp8=False):
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Flash attention's backward adds in any order unless it is told not to."""
+    """The backward of flash attention has a random order of sums by default."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -15,7 +15,7 @@ TOKENS = {"foundation": 8192, "image_encoder": 4096, "lm_head": 8192}
 
 
 class Block(nn.Module):
-    """A decoder's projections (Qwen3-8B) or a tower's (Qwen3-VL), without what lies between them."""
+    """The projections of a decoder layer (Qwen3-8B) or a tower (Qwen3-VL), without the modules between them."""
 
     def __init__(self, width, kv, inner):
         super().__init__()

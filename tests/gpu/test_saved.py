@@ -37,7 +37,7 @@ class VisionMlp(nn.Module):
 
 
 def pair(kind=Block, dtype=torch.bfloat16, fuse="off", recipe="blockwise"):
-    """A block that keeps 16 bits, and its twin that keeps FP8."""
+    """Return a block that saves 16 bits, and a copy that saves FP8."""
     torch.manual_seed(0)
     plain = kind().to("cuda", dtype)
     twin = copy.deepcopy(plain)

@@ -132,7 +132,7 @@ def test_operands_in_layout_are_captured_without_synchronization() -> None:
 
 
 def test_wrong_scale_is_detected() -> None:
-    """These tests can fail: one scale of 64 lines doubled is far outside the bound."""
+    """Doubling one scale of 64 rows exceeds the tolerance."""
     backend = able("torch", "fwd", "rowwise")
     x_q, w_q = operands("rowwise", "fwd", 64, 80, 144)
     right = exact("fwd", x_q, w_q)

@@ -44,7 +44,7 @@ def gradient(n, step):
 @pytest.mark.parametrize("states", ["fp8", "bf16"])
 @pytest.mark.parametrize("bad", [None, float("nan"), -float("inf"), 3e19, 1e-37])
 def test_rare_settings_match_reference_bitwise(states, bad):
-    """Zeros, what is not finite, second moments beyond 2^127 and faded ones, each alone in a chunk and together."""
+    """Zeros, NaN, Inf, second moments above 2^127 and vanished ones, each alone in a chunk and together."""
     n = 3 * cpu.CHUNK + 640
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = [w.clone(), w.clone()]
@@ -138,7 +138,7 @@ def test_bf16_weight_with_low_halves_equals_fp32_weight(grad_dtype, states):
 
 
 def test_stochastically_rounded_weights_are_unbiased():
-    """Steps of a hundredth of a BF16 step: rounded to nearest no weight would move at all."""
+    """Steps of a hundredth of a BF16 step, for which rounding to nearest would never change a weight."""
     n = 1 << 16
     w = torch.full((n,), 1.0 + 2**-7)
     rounded, exact = w.to(torch.bfloat16), w.clone()

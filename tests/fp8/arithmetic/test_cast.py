@@ -39,7 +39,8 @@ def check(x: torch.Tensor, spec: CastSpec) -> Quantized:
 
 
 def ties(fmt: str) -> np.ndarray:
-    """Every finite value, every midpoint between neighbours, one fp32 ulp to each side of both; both signs."""
+    """Return every finite value, every midpoint between neighbors, and the fp32 numbers next to both, with both
+    signs."""
     finite = oracle.FINITE[fmt]
     points = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]).astype(np.float32)
     around = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
@@ -113,8 +114,7 @@ SIGNALING_NAN = np.array([0x7F800001], dtype=np.uint32).view(np.float32)[0]
     ],
 )
 def test_fp32_quotient_changes_few_codes(dtype: torch.dtype, kind: str, least: float, most: float) -> None:
-    """Against the quotient rounded once: the share that `docs/numerics.md` tells. Of short significands many quotients
-    are ties but for the rounding of the scale, and fp32 makes them ties again."""
+    """The share of codes that differ from a quotient rounded once is the one in `docs/numerics.md`."""
     x = torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
     q = cast.quantize(x, CastSpec(block=(1, 128), scale=kind))
     points = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

@@ -76,7 +76,7 @@ def test_grid_is_stable_while_group_changes():
 
 
 def test_small_updates_accumulate_over_steps():
-    """v decays by a thousandth a step: to nearest it would stand still; 500 steps of it must give 0.999^500."""
+    """v decays by a thousandth per step. Rounded to nearest it would never change; 500 steps must give 0.999^500."""
     v = rows()["chi squared"].expand(8, 128).contiguous()
     start, nearest, random = v.clone(), v.clone(), v.clone()
     generator = torch.Generator().manual_seed(1)
@@ -103,8 +103,7 @@ def test_bf16_second_moments_decay_too():
 
 
 def test_coat_does_not_shrink_reencoded_values():
-    """The smallest magnitude of a group lies among E4M3's coarsest steps: with an exact power it is rounded down, the
-    group's range grows, the power with it, and so on at every writing until the value is gone."""
+    """With an exact power, the smallest magnitude of a group would be rounded down at every encoding."""
     v = rows()["chi squared"].expand(1, 128).contiguous()
     m = v.sqrt() * torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
     before = m, v

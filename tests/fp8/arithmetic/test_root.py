@@ -37,7 +37,7 @@ def test_sqrt_is_correctly_rounded(way):
 
 
 def test_adamw_step_uses_this_sqrt(monkeypatch):
-    """Not a single one of torch's, which is off by one in the last place now and then."""
+    """torch's square root, which is sometimes off by one unit in the last place, is never called."""
 
     def refused(*args, **kwargs):
         raise AssertionError("a root that is not rounded exactly")

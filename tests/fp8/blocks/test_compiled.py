@@ -77,7 +77,7 @@ def fused(recipe: str = "blockwise", **options: object) -> nn.Module:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What the reference was asked for."""
+    """The calls of the reference backend."""
     result_: Counter[str] = Counter()
 
     def counting(name: str, real: object) -> object:
@@ -94,7 +94,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object) -> Counter[str]:
-    """Eager and compiled give the same bits by the same calls, which come back."""
+    """Check that eager and compiled blocks give the same bits by the same calls, and return these calls."""
     wrap = wrap or (lambda run: run)
     results(model, model, x)  # weights are cast
     calls.clear()
@@ -152,7 +152,7 @@ def test_only_required_gradients_are_computed(case, calls):
 
 
 def test_blocks_and_numbers_of_tokens_share_one_graph():
-    """With the values and gradients of eager blocks."""
+    """Values and gradients equal those of eager blocks."""
     recorder = Recorder()
     model, eager = (nn.Sequential(fused(), fused()) for _ in range(2))
     for block in model:
@@ -168,7 +168,7 @@ def test_blocks_and_numbers_of_tokens_share_one_graph():
 
 
 def test_graph_saves_same_tensors_as_eager():
-    """The codes of what is multiplied; x of each norm; gate and up. No output of a norm, no h."""
+    """The codes of GEMM operands, x of each norm, gate and up; no output of a norm, and not h."""
     recorder, x = Recorder(), torch.randn(256, 128, requires_grad=True)
     torch.manual_seed(0)
     model = Block(128)
@@ -194,7 +194,7 @@ def doubled(x: Tensor) -> None:
 
 
 def test_norm_output_is_cast_again_after_graph_break():
-    """As a write in the break shows."""
+    """A write during the graph break changes the result."""
 
     class Broken(Attention):
         def forward(self, x: Tensor) -> Tensor:

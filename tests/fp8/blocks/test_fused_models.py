@@ -18,7 +18,7 @@ from octavo.models.tiny.configs import tiny_config
 
 
 def made(family):
-    """(model, family, inputs): text, and an image where the family takes one."""
+    """Return (model, family, inputs): text, and an image if the family supports images."""
     config = tiny_config(family)
     vision = is_vision_config(config)
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def made(family):
 
 
 def train(model, inputs, plan, forwards, steps=3, lowered=False):
-    """The losses of a few steps; the first one proven."""
+    """Return the losses of a few steps, the first one with a proof."""
     fp8.apply(model, plan)
     optimizer, proof, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), Proof(plan), []
     for _ in range(steps):

@@ -27,7 +27,7 @@ CHILDREN = gated_mlp.CHILDREN
 
 
 class Mlp(nn.Module):
-    """As Hugging Face writes it."""
+    """The module of Hugging Face."""
 
     def __init__(self, k=72, n=136, bias=False, act=None, **kwargs):
         super().__init__()
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
 
 
 def pair(recipe="blockwise", seed=0, module=None, policy=None, **kwargs):
-    """A stock MLP with FP8 layers, and its fused twin."""
+    """Return a stock MLP with FP8 layers, and its fused copy."""
     torch.manual_seed(seed)
     module = module or Mlp(**kwargs)
     policy = {"recipe": recipe, **(policy or {})}
@@ -52,7 +52,7 @@ def pair(recipe="blockwise", seed=0, module=None, policy=None, **kwargs):
 
 
 def run(module, x, inner=lambda m, x: m(x), needs_x=True):
-    """(output, gradient of x, gradients of the parameters, counts)."""
+    """Return (output, gradient of x, gradients of the parameters, counts)."""
     x = x.detach().clone().requires_grad_(needs_x)
     module.zero_grad(set_to_none=True)
     with fp8.count_gemms() as counts:
@@ -67,7 +67,7 @@ def report(counts):
 
 
 def near(found, exact, dtype):
-    """Element by element: h rounded otherwise, and so a few codes, beside the largest value (codes have 3 bits)."""
+    """Compare each element with a tolerance for different rounding of h, and so of a few codes."""
     tolerance = {torch.float32: 2**-12, torch.bfloat16: 2**-3}[dtype]
     gap = (found.float() - exact.float()).abs().max()
     assert gap <= tolerance * exact.float().abs().max(), (float(gap), float(exact.float().abs().max()))
@@ -87,14 +87,14 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), needs_x=True, dtype=Non
 
 
 def calls(monkeypatch):
-    """How often the fused function ran."""
+    """The calls of the fused function."""
     ran, original = Counter(), gated_mlp._Mlp.apply
     monkeypatch.setattr(gated_mlp._Mlp, "apply", lambda *a: ran.update(["fused"]) or original(*a))
     return ran
 
 
 def casts(monkeypatch):
-    """(rows, columns) of what is cast by itself, weights left out, and fused operations."""
+    """(rows, columns) of separate casts, except of weights, and fused operations."""
     backend, recorded = registry.get("reference"), Counter()
     for name in ("quantize", "quantize_both", "swiglu_quantize", "swiglu_backward_quantize"):
         own = getattr(backend, name)
@@ -119,7 +119,7 @@ def test_matches_three_separate_layers(recipe, dtype, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 def test_casts_and_gemms_match_manual_computation(recipe):
-    """Against the equations of the module's docstring, bit for bit."""
+    """The equations of the module docstring, bit for bit."""
     plain, twin = pair(recipe, dtype=torch.bfloat16)
     x, r, ref = torch.randn(140, 72).bfloat16(), plain.gate_proj.recipe, registry.get("reference")
     y, dx, grads, _ = run(twin, x)
@@ -158,7 +158,7 @@ def test_x_is_cast_once_and_h_is_never_written(monkeypatch):
 
 
 def saved(module, x):
-    """Bytes of what a forward keeps, by (shape, dtype), parameters left out."""
+    """Return the bytes that a forward saves, by (shape, dtype), without parameters."""
     weights = {p.data_ptr() for p in module.parameters()}
     results = {}
 
@@ -468,7 +468,7 @@ def test_backends_run_without_autocast(monkeypatch):
 
 
 def test_bias_gradients_are_summed_in_fp32_under_autocast(monkeypatch):
-    """dgate and dup are bf16 there, biases fp32: their gradient is the fp32 sum, and no sum in 16 bits."""
+    """dgate and dup are bf16, biases are fp32: their gradient is an fp32 sum."""
     _, twin = pair(bias=True)
     recorded, original = [], gated_mlp.swiglu_backward
     monkeypatch.setattr(gated_mlp, "swiglu_backward", lambda *a: recorded.append(original(*a)) or recorded[-1])
@@ -490,7 +490,7 @@ def test_functorch_transforms_run_separate_layers():
 
 
 def test_backward_drops_cached_input_codes():
-    """So that what refills the input unseen between two steps is cast."""
+    """An input that is refilled undetected between two steps is cast again."""
     _, twin = pair()
     x = torch.randn(40, 72)
     y = twin(x)

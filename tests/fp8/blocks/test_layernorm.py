@@ -64,7 +64,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast", "autocast of bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_gradients(kind, dtype, outliers):
-    """The output is the stock module's; gradients are those of an input with three bits of mantissa."""
+    """The output equals the stock module's; gradients are those of an input with three mantissa bits."""
     lowered = isinstance(dtype, str)
     saved = torch.float32 if lowered else dtype
     norm, twin = pair(kind, dtype=saved)
@@ -94,7 +94,7 @@ def test_head_norms_save_only_codes_and_statistics(kind, k):
 
 
 def test_gradients_are_exact_for_decoded_input():
-    """With an input that FP8 holds exactly, everything is the stock module's."""
+    """With an input that is exact in FP8, all gradients equal the stock module's."""
     x = torch.randint(-7, 8, (2, 9, 256)).float()
     x[..., ::128] = 7.0  # the scale is a power of two in any case
     for kind in ("rms", "layer", "no bias", "no affine"):

@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
 
 def pair(kind=Gated, recipe="blockwise", dtype=torch.float32, policy=None, together=False, **kwargs):
-    """FP8 layers in a stock MLP, and its twin that keeps codes; ``together``: both run as one function."""
+    """Return a stock MLP with FP8 layers, and a copy that saves codes; ``together`` fuses both."""
     torch.manual_seed(0)
     mlp = kind(**kwargs).to(dtype)
     if recipe != "off":
@@ -83,7 +83,7 @@ def same(a, b):
 
 
 class Rounded(torch.autograd.Function):
-    """x as FP8 holds it; gradients pass."""
+    """Round x to FP8; gradients pass through."""
 
     @staticmethod
     def forward(ctx, x):
@@ -95,7 +95,7 @@ class Rounded(torch.autograd.Function):
 
 
 def rounding(mlp):
-    """The same MLP, written out: autograd keeps everything."""
+    """The same MLP in plain PyTorch, where autograd saves everything."""
     names = saved_mlp.find_parts(mlp)
     saved = mlp._modules
 
@@ -123,7 +123,7 @@ def _dtypes():
 
 @pytest.mark.parametrize(("kind", "recipe", "policy", "dtype"), _dtypes())
 def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
-    """Output, every gradient and every count, beside an MLP that rounds and keeps everything."""
+    """Output, gradients and counts equal those of an MLP that rounds and saves everything."""
     lowered, saved = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
     mlp, twin = pair(kind, recipe, saved, policy)
     x = given(dtype=saved)
@@ -206,7 +206,7 @@ def rows(m, x, lowered=False):
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
 def test_saved_tensors(kind, lowered):
-    """The codes of x once, those of the activation's inputs, and nothing of 16 or 32 bits but scales."""
+    """The codes of x once, and those of the activation's inputs; only scales have 16 or 32 bits."""
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)
     run(twin, x, lowered)
@@ -223,7 +223,7 @@ def test_saved_tensors(kind, lowered):
 
 
 def test_high_precision_layer_saves_no_input():
-    """down_proj in BF16: h is made again for it as well; gate and up keep their x, once."""
+    """down_proj in BF16 also recomputes h; gate and up save their x once."""
     mlp, twin = pair(recipe="off", dtype=torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.bfloat16)
     assert sum(r.bytes for r in rows(twin, x)) == 128 * 2 * 512 * (1 + 4 / 128)  # x is the caller's
@@ -233,7 +233,7 @@ def test_high_precision_layer_saves_no_input():
 
 
 def test_last_layer_saves_codes_without_source():
-    """Where gate and up ask for no gradient, one tensor of codes is less than two."""
+    """If gate and up need no gradient, one tensor of codes is smaller than two."""
     _, twin = pair(dtype=torch.bfloat16)
     for m in (twin.gate_proj, twin.up_proj):
         m.requires_grad_(False)
@@ -292,7 +292,7 @@ def test_unsupported_calls_run_stock_forward(kind):
 
 
 def test_hooks_on_layers_and_adapters():
-    """gate, up and down are called as modules: hooks fire, and an adapter's base layer still keeps nothing of h."""
+    """gate, up and down are called as modules: hooks run, and the base layer of an adapter saves nothing of h."""
 
     class Adapter(nn.Module):
         def __init__(self, base):

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 def pair(recipe="blockwise", seed=0, policy=None, **kwargs):
-    """A block with FP8 layers, and its twin whose norm hands codes on."""
+    """Return a block with FP8 layers, and a copy whose norm computes codes."""
     torch.manual_seed(seed)
     block = Block(**kwargs)
     plain = fp8.apply(block, fp8.plan(block, fp8.Policy(recipe=recipe, **(policy or {}))))
@@ -64,7 +64,7 @@ def pair(recipe="blockwise", seed=0, policy=None, **kwargs):
 
 
 def casts(monkeypatch, rows):
-    """What of that many rows is cast by itself."""
+    """The separate casts of inputs with this number of rows."""
     backend, recorded = registry.get("reference"), []
     for name in ("quantize", "quantize_both"):
         own = getattr(backend, name)
@@ -101,7 +101,7 @@ def lowered(m, x):
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast", "autocast of bf16"])
 def test_layers_reuse_codes_of_norm(recipe, dtype, monkeypatch):
-    """Bit for bit those that they would have cast of the same y."""
+    """The codes equal a cast of the same y bit for bit."""
     inner = lowered if isinstance(dtype, str) else lambda m, x: m(x)
     _, twin = pair(recipe, dtype=torch.float32 if isinstance(dtype, str) else dtype)
     arguments = {"autocast of bf16": torch.bfloat16, "autocast": torch.float32}.get(dtype, dtype)
@@ -157,7 +157,7 @@ def test_norm_matches_float64(dtype):
 
 
 def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
-    """Of fp32 blocks: y of the norm differs in its last bits alone."""
+    """Compare fp32 blocks, whose norms differ only in the last bits of y."""
     a, b = run(plain, x, inner), run(twin, x, inner)
     assert a[3:] == b[3:]
     for exact, results in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
@@ -194,7 +194,7 @@ def test_activation_checkpointing(reentrant, monkeypatch):
 
 
 def test_selective_checkpointing():
-    """Regions that keep the outputs of some operations replay the others by counting them."""
+    """Regions that save the outputs of some operations replay the others by counting them."""
     plain, twin = pair()
     save = [torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor]
     contexts = partial(create_selective_checkpoint_contexts, save)
@@ -305,7 +305,7 @@ class Biased(Qwen3RMSNorm):
 
 
 class Outside(Qwen3RMSNorm):
-    """eps outside of the root."""
+    """Adds eps outside of the square root."""
 
     def forward(self, x):
         return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
@@ -371,7 +371,7 @@ def test_triton_in_the_interpreter():
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_autocast_output_codes_in_triton(wide):
-    """Whole rows and tiles: y in one dtype, codes of what autocast makes of it."""
+    """Whole rows and tiles: y in one dtype, codes of y in autocast's dtype."""
     pytest.importorskip("triton")
     x, w, r = (torch.randn(5, 40) * 3).bfloat16(), torch.randn(40), fp8.recipe("blockwise")
     row, col = r.fwd.a, r.wgrad.b if wide else None

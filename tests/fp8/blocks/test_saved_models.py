@@ -20,7 +20,7 @@ from octavo.models.tiny.configs import tiny_config
 
 
 def made(family, dtype=torch.float32):
-    """(model, family, inputs): text, and an image where the family takes one."""
+    """Return (model, family, inputs): text, and an image if the family supports images."""
     config = tiny_config(family)
     vision = is_vision_config(config)
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def made(family, dtype=torch.float32):
 
 
 def train(model, inputs, plan, forwards, lowered, steps=3):
-    """(losses, gradients of the first step, what was proven)."""
+    """Return (losses, gradients of the first step, proof)."""
     fp8.apply(model, plan)
     optimizer, proof, losses, first = torch.optim.AdamW(model.parameters(), lr=1e-3), Proof(plan), [], {}
     for step in range(steps):
@@ -126,7 +126,7 @@ def test_only_attention_saves_16_bits(family, fuse):
 
 
 def test_bytes_of_a_decoder_layer():
-    """(256, 768, 4 heads on 2 of 32, QK-norm), a token: by arithmetic."""
+    """Bytes per token for (256, 768, 4 heads on 2 of 32, QK-norm), computed by hand."""
     from transformers import Qwen3Config
 
     hidden, inner, q, kv, head = 256, 768, 4 * 32, 2 * 32, 32

@@ -27,7 +27,7 @@ def fresh():
 
 
 class Recorder:
-    """A backend that runs graphs as they are and keeps them: the joint graph's forwards and backwards."""
+    """A backend that runs graphs unchanged and records the forwards and backwards of joint graphs."""
 
     def __init__(self) -> None:
         from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -81,7 +81,7 @@ def block(recipe: str | fp8.Recipe = "blockwise", **options: object) -> nn.Modul
 
 
 class TwoLayers(nn.Module):
-    """For what a single graph of two layers shows as well as one of six."""
+    """A graph of two layers, for tests that need no complete block."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def two_layers(recipe: str = "blockwise", number: int = 0) -> nn.Module:
 
 
 def results(model: nn.Module, run: object, x: Tensor, dy: Tensor | None = None) -> list[Tensor]:
-    """y, dx and every gradient of one forward and backward."""
+    """Return y, dx and all gradients of a forward and backward."""
     x = x.detach().clone().requires_grad_()
     model.zero_grad(set_to_none=True)
     y = run(x)  # type: ignore[operator]
@@ -109,7 +109,7 @@ def results(model: nn.Module, run: object, x: Tensor, dy: Tensor | None = None) 
 def assert_same(
     model: nn.Module, x: Tensor, run: object = None, close: bool = False, **options: object
 ) -> list[Tensor]:
-    """Compiled and eager agree: bit for bit, or but for the order in which Inductor adds."""
+    """Compiled and eager results are equal bit for bit, or up to the order of Inductor's sums."""
     run = run or model
     settings = {"backend": "aot_eager", "fullgraph": True, **options}
     want = results(model, run, x)
@@ -129,7 +129,7 @@ def assert_same(
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8"])  # each recipe's layers: test_no_token_count_is_specialized
 def test_a_block_is_one_graph_equals_eager_bit_for_bit_and_shares_casts(name):
-    """Projections of one input share its cast and keep its codes once."""
+    """Projections with a common input share its cast and save its codes once."""
     recorder = Recorder()
     assert_same(block(name), torch.randn(3, 7, 32), backend=recorder.backend)
     (forward,), (backward,) = recorder.forwards, recorder.backwards
@@ -205,7 +205,7 @@ def test_frozen_weight_runs_no_wgrad_and_saves_no_x():
 
 
 def assert_no_casts_for_wgrad(graph, count):
-    """Codes that a backward will not ask for are not made either."""
+    """Codes that the backward does not need are not computed."""
     casts = [n for n in graph.graph.nodes if str(n.target).startswith("octavo.cast")]
     assert len(casts) == count and all(n.args[1] and not n.args[2] for n in casts)
 
@@ -412,7 +412,7 @@ def test_high_precision_is_compiled():
 
 @pytest.mark.long
 def test_inductor_computes_the_same_and_generates_nothing_in_fp8():
-    """A block of each recipe, one after the other: what Inductor generates between them, it generates once."""
+    """One block per recipe; Inductor generates the code between them once."""
     from torch._inductor.utils import run_and_get_code
 
     model = nn.Sequential(*(block(name) for name in RECIPES))

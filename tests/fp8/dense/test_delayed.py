@@ -104,8 +104,8 @@ def test_empty_input_does_not_record():
 
 
 def same_when_recomputed(losses, reentrant):
-    """``losses(module, call)`` gives the weight's gradient; so it does where the calls are checkpointed, and the same
-    histories."""
+    """Checkpointed calls give the same weight gradient and the same histories. ``losses(module, call)`` runs the
+    calls."""
     plain, saved = layer(), layer()
     want = losses(plain, lambda m, x: m(x))
     got = losses(saved, lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
@@ -131,7 +131,7 @@ def test_recomputation_finds_original_scale(reentrant):
     ("mode", "reentrant"), [("train", False), ("train", True), ("eval", False), ("uncounted", True)]
 )
 def test_recomputation_distinguishes_inputs_with_equal_amax(reentrant, mode, order):
-    """Equal amaxes and equal inputs, between which the history outgrows its largest entry: other scales every time."""
+    """Inputs with equal amax, between which the history changes, so that each has another scale."""
     noise = [torch.randn(4, 32).clamp(-1, 1) / 2 for _ in range(3)]
     for x in noise:
         x[0, 0] = 0.5

@@ -44,7 +44,7 @@ def nothing_remembered():
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The casts that the reference makes of activations: (method, rows, features) each."""
+    """The casts of activations by the reference: (method, rows, features)."""
     backend, created, state = get("reference"), [], threading.local()
 
     def watch(name):
@@ -78,7 +78,7 @@ def warm(m, x):
 
 
 def each_by_itself(m, x):
-    """What every layer gives by itself: output, gradients."""
+    """Return the output and gradients of each layer alone."""
     x = x.detach().clone().requires_grad_()
     ys = []
     for layer in (m.q, m.k, m.v):
@@ -193,7 +193,7 @@ def test_edit_between_layers_is_detected():
 
 
 def test_layer_casts_again_after_undetected_write():
-    """A replayed CUDA graph or a collective may write without a new version: a layer that asks again gets a cast."""
+    """A CUDA graph or a collective may write without a new version; a layer's second call casts again."""
     m, x = three(), torch.randn(5, 64)
     for _ in range(3):
         x.data.mul_(2)
@@ -378,7 +378,7 @@ def unchecked(m, x):
 
 
 def test_numpy_memory_is_never_cached():
-    """It moves no version: one array refilled in every step, and layers that take turns."""
+    """Writes of NumPy do not change the version: one array is refilled in every step, and layers alternate."""
     m, array = three(), np.ones((5, 64), dtype=np.float32)
     owned, shown = torch.from_numpy(array), torch.randn(5, 64)
     view = shown.numpy()
@@ -436,7 +436,7 @@ def test_shape_and_strides_distinguish_inputs():
 
 
 def test_backends_share_one_pass():
-    """A GemmOnlyBackend hands both casts to one caster, though the other GEMM's backend is another."""
+    """A GemmOnlyBackend passes both casts to one backend, even if the other GEMM has a different backend."""
     from octavo.fp8.kernels.registry import GemmOnlyBackend
 
     created = []

@@ -21,7 +21,7 @@ _WORK = ("copy", "clone", "zero", "fill", "full", "ones", "cat", "pad", "contigu
 
 
 class _Log(TorchDispatchMode):
-    """Operations of torch that would be launches of their own; the sum of gradients apart, which is autograd's."""
+    """Log operations of torch that would be launches, except autograd's sum of gradients."""
 
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_separate_casts_launch_no_copies(seen: list[str]) -> None:
 
 @pytest.mark.parametrize(("recipe", "frozen"), [("blockwise", False), ("tensorwise", True)])
 def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
-    """In Triton's interpreter: dgrad finds the weight laid out for it, and every bit is as with one layout."""
+    """In Triton's interpreter: dgrad reads weights in its layout, and all bits are as with one layout."""
     pytest.importorskip("triton")
     results = []
     for codes in ("keep", "both"):

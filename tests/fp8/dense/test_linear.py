@@ -32,7 +32,7 @@ def relative(a, b):
 
 
 def by_hand(x, w, dy, recipe):
-    """The three GEMMs from codes, in float64."""
+    """Compute the three GEMMs from codes in float64."""
     r = fp8.recipe(recipe)
 
     def cast(t, spec):
@@ -45,14 +45,13 @@ def by_hand(x, w, dy, recipe):
 
 
 def spread(rows, columns):
-    """Normal values times powers of two that differ by row and by column."""
+    """Return normal values times powers of two that differ by row and by column."""
     up, across = torch.randint(-6, 7, (rows, 1)), torch.randint(-6, 7, (1, columns))
     return torch.randn(rows, columns) * 2.0 ** (up + across)
 
 
 def assert_elementwise(ours, exact, a, b):
-    """|ours - exact| of a @ b, each element against the sum of the magnitudes that entered it: a norm over all elements
-    would see the largest ones alone."""
+    """Compare a @ b element by element, relative to the sum of magnitudes of its terms."""
     assert ours.shape == exact.shape
     size = (a.double().abs() @ b.double().abs()).clamp_min(torch.finfo(torch.float64).tiny)
     if ours.numel():
@@ -154,7 +153,7 @@ def test_autocast_gives_its_dtype_and_does_not_reach_into_the_gemms(backward_ins
 
 
 def saved(module, x):
-    """Bytes of every tensor that lives because of a forward: saved through hooks, and found in memory."""
+    """Return the bytes of all tensors that a forward keeps alive, found by hooks and in memory."""
     recorded = {}
 
     def pack(t):
@@ -449,7 +448,7 @@ def test_functorch_transforms_are_rejected():
 
 @pytest.mark.parametrize("keep", [{}, {"wgrad": "bf16"}, {"dgrad": "bf16"}])
 def test_autocast_around_backward_is_ignored(keep, monkeypatch):
-    """Neither the GEMMs of a backend nor those in high precision may be lowered there."""
+    """Autocast changes neither FP8 GEMMs nor those in high precision."""
     backend, lowered = fp8.kernels.registry.get("reference"), []
     for name in ("gemm_dgrad", "gemm_wgrad"):
         own = getattr(backend, name)

@@ -27,7 +27,7 @@ WAITS = (
 
 
 class NeverWaits(TorchDispatchMode):
-    """Fails at the first operation whose result a device would have to hand to the host."""
+    """Fail at the first operation whose result a device would have to copy to the host."""
 
     def __init__(self, at_home=lambda tensor: False):
         """``at_home``: says of a tensor that it is in host memory even where there is a device."""
@@ -108,7 +108,7 @@ def test_shared_input_step_does_not_synchronize():
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("master", MASTERS)
 def test_optimizer_step_does_not_synchronize(states, master, monkeypatch):
-    """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
+    """The reference runs the step here, as on a GPU without Triton."""
     monkeypatch.setattr(engine, "step_on_cpu", reference_step)
     torch.manual_seed(0)
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
@@ -134,7 +134,7 @@ def test_optimizer_step_does_not_synchronize(states, master, monkeypatch):
     + [("blockwise", "off", "full"), ("tensorwise", "off", "selective")],
 )
 def test_saved_codes_do_not_synchronize(recipe, fuse, how):
-    """Norms, attention, gated MLP; what a block runs again."""
+    """Norms, attention, gated MLP and recomputation."""
     torch.manual_seed(0)
     m = nn.Sequential(Block(64, 160, 32), Block(64, 160, 32)).bfloat16()
     policy = fp8.Policy(recipe=recipe, fuse=fuse, activations="fp8")
@@ -151,7 +151,7 @@ def test_saved_codes_do_not_synchronize(recipe, fuse, how):
 
 @pytest.mark.parametrize("home", [False, True])
 def test_chunked_loss_does_not_synchronize(home, monkeypatch):
-    """Which tokens have a target the host sees where it holds the targets; elsewhere nobody looks."""
+    """Targets are inspected only if they are in host memory."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
     target = torch.randint(300, (40,))
@@ -185,7 +185,7 @@ def test_fp8_weights_do_not_synchronize(recipe):
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
 def test_device_matches_cpu(recipe, monkeypatch):
-    """The rules for bad and tiny blocks run everywhere on a device, and change nothing where there are none."""
+    """The rules for bad and tiny blocks always run on a device, and do not change normal blocks."""
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48))
     fp8.apply(m, fp8.plan(m, recipe))

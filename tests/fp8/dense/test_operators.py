@@ -236,7 +236,7 @@ def test_an_unknown_weight_is_cast_inside_the_call():
 
 @pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
 def test_separate_weight_casts_have_layout_of_their_gemm(name, monkeypatch):
-    """Codes for dgrad that lay as those of the forward would be laid out anew at every call."""
+    """Otherwise dgrad would convert its codes in every call."""
     requested = []
     real = type(registry.get("reference")).quantize
 

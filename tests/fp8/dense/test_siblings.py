@@ -14,7 +14,7 @@ SIZES = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
 
 
 class Attention(nn.Module):
-    """q, k and v of one input, mixed so that each gradient is its own."""
+    """q, k and v with a common input, combined so that each has a different gradient."""
 
     def __init__(self, k=96):
         super().__init__()
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 def pair():
-    """Layers that share the cast of their input, and a twin whose layers share nothing."""
+    """Return layers that share the cast of their input, and a copy whose layers share nothing."""
     torch.manual_seed(0)
     shared = fp8.apply(Attention(), fp8.plan(Attention(), "blockwise"))
     separate = copy.deepcopy(shared)
@@ -41,7 +41,7 @@ def seeded(seed):
 
 
 def run(m, x, inner):
-    """(output, gradient of x, gradients of the parameters), and what was counted."""
+    """Return (output, gradient of x, gradients of the parameters) and the counts."""
     x = x.detach().clone().requires_grad_()
     m.zero_grad(set_to_none=True)
     with fp8.count_gemms() as counts:

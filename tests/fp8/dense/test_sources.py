@@ -43,7 +43,7 @@ def layer(recipe="blockwise", **policy):
 
 
 def run(module, x, again=None, lowered=False, grad=True):
-    """(output, gradients, what was saved) of a layer, with a source of its input or without."""
+    """Return (output, gradients, saved tensors) of a layer, with or without a source of its input."""
     drop_entries()
     x = x.detach().clone().requires_grad_(grad)
     module.zero_grad(set_to_none=True)
@@ -124,7 +124,7 @@ def test_health_and_counts_are_unchanged(recipe):
 
 
 class Attention(nn.Module):
-    """Heads of 32; sdpa, or written out."""
+    """Heads of 32, by sdpa or by matrix products."""
 
     def __init__(self, k=128, flash=True):
         super().__init__()
@@ -198,7 +198,7 @@ def test_unfuse_removes_source():
 
 
 def test_v_does_not_keep_q_and_k_alive():
-    """As in vision towers with one layer for q, k and v, whose q and k are turned before attention."""
+    """As in vision towers with a fused projection, whose q and k are rotated before attention."""
     sizes = []
     for turn in (lambda t: 2 * t, lambda t: t):
         x = torch.randn(1, 64, 3 * 128, dtype=torch.bfloat16, requires_grad=True)

@@ -11,7 +11,7 @@ STEPS, ACCUMULATE, LAYERS = 4, 2, 2
 
 
 class Forget(TrainerCallback):
-    """Drops every cached code, so that only fresh ones are ever used."""
+    """Drop all cached codes at each step, so that weights are always cast again."""
 
     def __init__(self, model):
         self.model = model

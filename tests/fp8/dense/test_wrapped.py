@@ -23,7 +23,7 @@ def layer(n=32, k=64, recipe="blockwise", **kwargs):
 
 
 def test_unpickled_model_detects_optimizer_steps(monkeypatch):
-    """Where no model was made, and nobody watches optimizers yet, as in another process."""
+    """In another process, where no model was created and optimizers are not observed yet."""
     sent = pickle.dumps(layer(bias=False))
     monkeypatch.setattr(versions, "_installed", False)
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())

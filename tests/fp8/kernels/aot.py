@@ -87,7 +87,7 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
 
 
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One sentence for each row that is no good; none if all is well."""
+    """Return a sentence for each row with a fault."""
     results = []
     for row in rows:
         where = f"{row['module']}: {row['name']} for sm_{row['arch']}"
@@ -103,7 +103,7 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The report as text, a line a form and architecture."""
+    """Return the report as text, one line per form and architecture."""
     head = ("kernel", "sm", "regs", "spill", "shared", "tensor core", "executed", "steps", "loads", "stores")
     lines = [head, *(_line(row) for row in rows)]
     width = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -215,7 +215,7 @@ def _usage(cubin: bytes) -> tuple[int, ...]:
 
 
 def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[dict[str, Any]]:
-    """The report of a process of its own, without the interpreter."""
+    """Return the report of a separate process without the interpreter."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")

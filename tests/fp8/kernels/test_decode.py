@@ -37,8 +37,8 @@ N, K = 70, 1100  # two tiles of columns and nine steps, the last of both with an
 
 
 def parts_of(gpu: Gpu, n: int = N, k: int = K) -> int:
-    form = tiles.form(*[tiles.grain(CastSpec(), 1)] * 2, fast=True, gpu=gpu)
-    return math.ceil(k / tiles.stretch(n, k, tiles.decode(form, gpu), gpu))
+    form = tiles.form(*[tiles.scale_block(CastSpec(), 1)] * 2, fast=True, gpu=gpu)
+    return math.ceil(k / tiles.contraction_per_program(n, k, tiles.decode(form, gpu), gpu))
 
 
 @pytest.mark.parametrize(("rows", "gpu"), [(1, CUT), (FEW, WHOLE)], ids=["one row, cut", "all rows, whole"])

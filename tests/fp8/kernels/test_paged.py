@@ -46,7 +46,7 @@ class Pages:
         return paged.attend(q, self.codes, self.scales, self.table, self.lengths, scale, self.page)
 
     def held(self, row: int) -> Tensor:
-        """What of a sequence was kept, in fp64: [tokens, 2, heads, dim]."""
+        """Return the cached keys and values of a sequence in fp64: [tokens, 2, heads, dim]."""
         x = self.x[row].to(self.dtype)
         if self.scales is None:
             return x.double()

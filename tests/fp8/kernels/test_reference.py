@@ -42,7 +42,7 @@ def run(gemm: str, a_q: Quantized, b_q: Quantized, dtype: torch.dtype = torch.fl
 
 
 def exact(gemm: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The product in float64, by the textbook equation."""
+    """Compute the product in float64."""
     return {"fwd": lambda: a @ b.T, "dgrad": lambda: a @ b, "wgrad": lambda: a.T @ b}[gemm]()
 
 
@@ -105,7 +105,7 @@ def test_magnitudes_by_row_and_column(name: str, gemm: str, shape: tuple[int, in
 
 @pytest.mark.parametrize("name", ["blockwise", "rowwise", "mxfp8"])
 def test_coarser_block_is_detected(name: str) -> None:
-    """The spread inputs above are a test: under per-tensor scales the same inputs lose most of their values."""
+    """With one scale per tensor, the same inputs lose most of their values."""
     casts = recipe(name).fwd
     assert casts is not None
     a, b = operands("fwd", (64, 64, 512), seed=5)

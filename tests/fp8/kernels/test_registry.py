@@ -17,7 +17,7 @@ from octavo.fp8.kernels.registry import BackendError, get, names, register, sele
 
 
 class Picky(ReferenceBackend):
-    """Casts rows of 128 on the CPU, nothing else."""
+    """Casts rows of 128 on the CPU, and nothing else."""
 
     name = "picky"
 
@@ -63,7 +63,7 @@ def test_cpu_selects_reference_with_reasons() -> None:
 
 
 def test_absent_gpu_is_planned_with_triton() -> None:
-    """It is the one that every GPU has; what the others can do depends on which it is."""
+    """Every GPU supports Triton; support of the other backends depends on the GPU."""
     if torch.cuda.is_available():
         pytest.skip("asks about a GPU that is not there")
     for name in fp8.RECIPES:
@@ -104,7 +104,7 @@ def test_ada_selects_triton_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Without what the backends remember of this machine, before and after."""
+    """Clear cached properties of this machine before and after."""
     known = (deepgemm_backend._why_not, torch_backend._why_not, triton_backend._why_not)
     for remembered in known:
         remembered.cache_clear()
@@ -162,7 +162,7 @@ def test_backend_without_casts_rejects_quantize() -> None:
 
 
 def test_requested_triton_is_used_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter it serves the CPU; outside of it, it says where it runs."""
+    """In the interpreter it supports the CPU; otherwise the error lists its devices."""
     for value, why_not in (("1", None), ("0", "on the CPU only in Triton's interpreter, TRITON_INTERPRET=1")):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         with fresh():

@@ -30,7 +30,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def near(got: Tensor, want: Tensor, terms: int = 1) -> None:
-    """Within one rounding of the result, and fp32 sums of so many terms."""
+    """Compare within one rounding of the result and of fp32 sums."""
     eps = torch.finfo(got.dtype).eps
     allowed = eps * want.abs() + 2**-22 * terms * want.abs().max()
     assert got.shape == want.shape and bool(((got.double() - want).abs() <= allowed).all())
@@ -52,7 +52,7 @@ def test_products(dtype: torch.dtype, laid: bool, exact_products: None) -> None:
 
 @DTYPES
 def test_expert_products(dtype: torch.dtype, exact_products: None) -> None:
-    """One without rows, one with more than a tile; rows behind the last are nobody's."""
+    """One expert has no rows, one has more than a tile; the last rows belong to no expert."""
     x, w, ends = random(128, 40, dtype=dtype), random(4, 70, 40, seed=1, dtype=dtype).mT, torch.tensor([1, 1, 90, 100])
     y = row_products.grouped_product(x, w, ends)
     for expert, original in ((0, slice(0, 1)), (2, slice(1, 90)), (3, slice(90, 100))):
@@ -146,13 +146,13 @@ def test_tiles_depend_only_on_casts_and_device() -> None:
         for title in ("rowwise", "blockwise", "mxfp8"):
             casts = recipe(title).fwd
             assert casts is not None
-            form = tiles.form(tiles.grain(casts.a, 1), tiles.grain(casts.b, 1), fast=True, gpu=gpu)
-            assert tiles.fixed(form, gpu) in [tile for tile, _ in tiles.candidates(form, gpu)]
-            assert tiles.fixed(form, gpu, 128).m <= 128
+            form = tiles.form(tiles.scale_block(casts.a, 1), tiles.scale_block(casts.b, 1), fast=True, gpu=gpu)
+            assert tiles.invariant_tile(form, gpu) in [tile for tile, _ in tiles.candidates(form, gpu)]
+            assert tiles.invariant_tile(form, gpu, 128).m <= 128
 
 
 def test_casts_across_rows_are_rejected(row_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a size: what was tried is not tried again."""
+    """Each size is tried once."""
     monkeypatch.setattr(devices, "_proven", set())
     x, w = random(3, 24), random(40, 24, seed=1)
     with launches() as recorded:

@@ -36,7 +36,7 @@ def test_tested_versions_match_ci() -> None:
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """A machine on which nothing passed yet, with a torch and a Triton beyond the table."""
+    """A machine without passed checks, with a torch and a Triton that are newer than the table."""
     monkeypatch.setattr(self_check, "TESTED", {"torch": (2, 0), "triton": (3, 0)})
     monkeypatch.setattr(self_check, "_passed_here", set())
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
@@ -45,7 +45,7 @@ def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mo
 
 @pytest.fixture
 def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled layer takes seconds; one test has it."""
+    """Skip the compiled layer, which takes seconds and has a separate test."""
     monkeypatch.setattr(compiled_check.torch, "compile", lambda function, **_: function)
 
 
@@ -217,7 +217,7 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
 
 
 def test_optimizer_kernel_is_checked_when_selected(newer: pytest.MonkeyPatch) -> None:
-    """engine() has its own way on a CPU: here it believes to be on another device, whose kernel errs."""
+    """The engine is made to run on another device, whose kernel has a fault."""
     original = TRITON.adamw
 
     def errs(pieces: Any, *more: Any) -> None:

@@ -24,7 +24,7 @@ SIZES = ((33, 80, 144), (1, 12, 20), (3, 171, 117), (16, 16, 16), (300, 49, 31))
 
 
 def exact(q: Quantized) -> torch.Tensor:
-    """code * scale in float64, by the oracle."""
+    """Compute code * scale in float64 by the oracle."""
     codes, scales = q.data.view(torch.uint8).numpy(), q.scale.double().numpy()
     return torch.from_numpy(oracle.dequantize(codes, np.asarray(scales), q.spec.format, q.spec.block))
 
@@ -84,7 +84,7 @@ def test_a_bias_is_added_before_the_one_rounding(name: str, bias_dtype: torch.dt
 
 
 def of_blocks(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: torch.Tensor | None = None) -> Any:
-    """What cuBLAS does on a Hopper with 1x128 by 128x128, here in float64."""
+    """Compute cuBLAS's 1x128 by 128x128 product of a Hopper in float64."""
     a, b = product.a.double(), product.b.double()
     scale_a, scale_b = (s.double().repeat_interleave(128, i) for i, s in ((1, product.scale_a), (0, product.scale_b)))
     out = (a * scale_a[:, : a.shape[1]]) @ (b * scale_b.repeat_interleave(128, 1)[: b.shape[0], : b.shape[1]])
@@ -103,7 +103,7 @@ def refusing(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: 
 
 @pytest.mark.parametrize("gpu", (of_blocks, rounding_twice, refusing))
 def test_block_gemm_adds_bias_if_it_rounds_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried on the device once; elsewhere, and where the bias has another dtype, the product is Triton's."""
+    """Tested once per device; otherwise, and for a bias of another dtype, Triton computes the product."""
     tries: list[object] = []
     lent: list[object] = []
     monkeypatch.setattr(tb, "multiply", lambda *args, **more: (tries.append(args), gpu(*args, **more))[1])
@@ -136,7 +136,7 @@ def test_unaligned_bias_is_copied() -> None:
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
 def test_separate_row_scales_give_same_result(op: str) -> None:
-    """The way for GPUs whose row kernel answers in BF16 alone: the product of codes, then both scales."""
+    """For GPUs whose row kernel returns only BF16: the product of codes, then both scales."""
     for m, n, k in SIZES:
         a_q, b_q = operands("rowwise", op, m, n, k)
         right = product(op, a_q, b_q)
@@ -146,7 +146,7 @@ def test_separate_row_scales_give_same_result(op: str) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Keeps what reaches torch's operator for scaled products, by the names of its arguments."""
+    """Record the named arguments of torch's operator for scaled products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
 @pytest.mark.parametrize("name", ("tensorwise", "delayed", "rowwise"))
 def test_fast_accumulation_only_in_forward(name: str, op: str, dtype: torch.dtype) -> None:
-    """The CPU sums the same either way, so it is the argument that is looked at where torch's operator gets it."""
+    """Both modes sum equally on the CPU, so the argument of torch's operator is checked."""
     a_q, b_q = operands(name, op, 16, 32, 48)
     biases = (None, torch.zeros(32, dtype=dtype)) if op == "fwd" else (None,)
     for bias in biases:
@@ -174,7 +174,7 @@ def test_fast_accumulation_only_in_forward(name: str, op: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
 def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CPU has these products, so the call itself is caught."""
+    """No CPU supports these products, so the call is intercepted."""
     recorded: list[bool] = []
 
     def caught(a: torch.Tensor, b: torch.Tensor, *rest: Any, use_fast_accum: bool, **options: Any) -> torch.Tensor:

@@ -47,7 +47,7 @@ def assert_same(got: Quantized, x: torch.Tensor, spec: CastSpec, want: Quantized
 
 
 def assert_laid(q: Quantized, contract: int) -> None:
-    """``k_major`` copies nothing, and all padding is zero."""
+    """Check that ``k_major`` copies nothing, and that all padding is zero."""
     operand = layout.k_major(q, contract)
     assert operand.codes.data_ptr() == q.data.data_ptr(), f"codes of {q.spec} are copied for contraction {contract}"
     if q.scale.numel():
@@ -133,7 +133,7 @@ def test_empty_and_tiny_matrices(shape):
 
 
 def awkward() -> torch.Tensor:
-    """fp32 [12, 160], a kind of value a row: zeros, bad ones, subnormals, edges of the pow2 rule."""
+    """Return fp32 [12, 160] with zeros, bad values, subnormals, and edges of the pow2 rule in separate rows."""
     x = spread(12, 160, torch.float32)
     x[0] = 0
     x[1, 7] = float("nan")

@@ -184,7 +184,7 @@ def test_bad_values_affect_only_dependent_results(title: str, bad: float) -> Non
 @pytest.mark.parametrize("kind", ["fp32", "e8m0"])
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (1, 32)], ids=str)
 def test_bad_scale_makes_result_nan(block: tuple[int, int], kind: str) -> None:
-    """Codes that look sound under a scale of NaN, as a bad amax from elsewhere would leave them."""
+    """Valid codes with a NaN scale."""
     x_q, w_q = (cast.quantize(torch.ones(rows, 140), CastSpec("e4m3", block, kind)) for rows in (130, 9))
     scale = x_q.scale.view(torch.uint8) if kind == "e8m0" else x_q.scale
     scale[1, -1] = 0xFF if kind == "e8m0" else math.nan
@@ -213,7 +213,7 @@ FAR = {"large by small": (1e36, 1e-30), "small by large": (1e-30, 1e36), "both s
     [("tensorwise", "fwd dgrad"), ("rowwise", "fwd wgrad"), ("blockwise", "fwd"), ("blockwise hybrid", "dgrad")],
 )
 def test_finite_result_does_not_overflow(title: str, gemms: str, far: str) -> None:
-    """A sum under one scale alone leaves fp32 where the product of both does not; the reference holds to the same."""
+    """A sum with one scale overflows fp32, the product with both does not; the reference behaves equally."""
     for which in gemms.split():
         casts = recipe(*title.split()).gemm(which)
         assert casts is not None
@@ -313,7 +313,7 @@ def test_tiles_fit_gpu(sm: int) -> None:
 
 def test_small_products_use_small_tiles() -> None:
     e4m3 = CastSpec("e4m3", (-1, -1), "fp32")
-    full, block = tiles.grain(e4m3, 1), tiles.grain(CastSpec(), 1)
+    full, block = tiles.scale_block(e4m3, 1), tiles.scale_block(CastSpec(), 1)
     hopper = Gpu(90, 132)
     fast = tiles.form(full, full, fast=True, gpu=hopper)
     slow = tiles.form(full, full, fast=False, gpu=hopper)

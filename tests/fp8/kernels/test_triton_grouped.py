@@ -25,7 +25,7 @@ N, K = 48, 136
 
 
 def routed(*sizes: int, strangers: int = 3) -> Groups:
-    """Groups of experts with that many rows each, the pairs shuffled, some belonging to nobody."""
+    """Return groups of experts with these numbers of rows, in shuffled pairs, some without an expert."""
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((strangers,), len(sizes))])
     shuffled = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))]
     return group_rows(shuffled, len(sizes)).groups
@@ -65,7 +65,7 @@ def expert(w_q: Quantized, index: int) -> Quantized:
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
 def test_every_recipe_and_gemm(title: str, which: str) -> None:
-    """Each expert's result is that of its own rows; an expert without rows gets zeros; padding is finite."""
+    """Each expert's result comes from its own rows; experts without rows get zeros; padding is finite."""
     groups = UNEVEN
     a, b = operands(title, which, groups)
     gpu = POINTERS if title in ("rowwise", "blockwise") else DESCRIPTORS

@@ -23,7 +23,7 @@ BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (
 
 
 def rows_of(sizes: list[int], cols: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Groups]:
-    """Rows of experts with these many; magnitudes differ by row, column and expert. Padding rows hold NaN."""
+    """Return rows of experts, whose magnitudes differ by row, column and expert; padding rows are NaN."""
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.tensor([], dtype=torch.int64)])
     groups = group_rows(chosen.long().to(DEVICE), len(sizes)).groups
     gen = torch.Generator().manual_seed(cols + sum(sizes))

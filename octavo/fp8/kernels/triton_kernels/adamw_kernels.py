@@ -240,7 +240,7 @@ def _coat_codes(z, s, k, c):
 
 
 @triton.jit
-def _clean(w):
+def _canonical_nan(w):
     """int32 patterns of fp32 w, every NaN as 0x7FC00000, so that the additions before truncation cannot carry into the
     sign."""
     bits = w.to(tl.int32, bitcast=True)
@@ -248,7 +248,7 @@ def _clean(w):
 
 
 @triton.jit
-def _upper(bits):
+def _upper_half(bits):
     """The upper 16 bits of int32 patterns, as bf16."""
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
@@ -413,19 +413,19 @@ def adamw_step(
             # The first moment is rounded to nearest; the second is dithered, or small updates would be lost.
             bits = v.to(tl.int32, bitcast=True)
             tl.store(m_at, round_to(m, tl.bfloat16), mask=inside)
-            tl.store(v_at, _upper(tl.where(bits < INF_BITS, bits + chance, NAN_BITS)), mask=inside)
+            tl.store(v_at, _upper_half(tl.where(bits < INF_BITS, bits + chance, NAN_BITS)), mask=inside)
         else:
             tl.store(m_at, m, mask=inside)
             tl.store(v_at, v, mask=inside)
 
         if MASTER == "bf16+16":
             # Split into halves: the upper one rounded to nearest, the lower one int16, together exactly w.
-            bits = _clean(w)
-            tl.store(weight, _upper(bits + 0x8000), mask=inside)
+            bits = _canonical_nan(w)
+            tl.store(weight, _upper_half(bits + 0x8000), mask=inside)
             tl.store(low_at, bits.to(tl.int16), mask=inside)
         elif MASTER == "bf16+sr":
             # Stochastic rounding: add 16 random bits below the last kept bit and truncate.
-            tl.store(weight, _upper(_clean(w) + (words & 0xFFFF).to(tl.int32)), mask=inside)
+            tl.store(weight, _upper_half(_canonical_nan(w) + (words & 0xFFFF).to(tl.int32)), mask=inside)
         else:
             # fp32 weights are stored as they are; BF16 weights with a master are rounded to nearest.
             tl.store(weight, round_to(w, W), mask=inside)

@@ -12,7 +12,7 @@ from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.triton_kernels import gemm
-from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile, candidates, form, grain
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile, candidates, form, scale_block
 from tests.fp8.kernels import recorded
 from tests.fp8.kernels.forms import Variant
 
@@ -34,7 +34,9 @@ def variants() -> list[Variant]:
         casts = recipe("blockwise").gemm(op)
         assert casts is not None
         what = form(
-            *(grain(s, d) for s, d in zip((casts.a, casts.b), CONTRACTED[op], strict=True)), fast=op == "fwd", gpu=gpu
+            *(scale_block(s, d) for s, d in zip((casts.a, casts.b), CONTRACTED[op], strict=True)),
+            fast=op == "fwd",
+            gpu=gpu,
         )
         for tile, _ in candidates(what, gpu):
             with recorded.launches(gemm) as observed:
