@@ -16,7 +16,7 @@ MASTERS = [
 ]
 
 
-def fresh(w, start, states, master):
+def make_piece(w, start, states, master):
     groups = -(-(start + w.numel()) // GROUP) - start // GROUP
     state = {
         k.name: torch.zeros((w.numel(),) if k.row is None else (groups, *k.row), dtype=k.dtype) for k in LAYOUT[states]
@@ -48,7 +48,7 @@ def test_rare_settings_match_reference_bitwise(states, bad):
     n = 3 * cpu.CHUNK + 640
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = [w.clone(), w.clone()]
-    both = [fresh(w, 0, states, "bf16+16") for _ in weights]
+    both = [make_piece(w, 0, states, "bf16+16") for _ in weights]
     for step in (1, 2):
         g = torch.randn(n, generator=torch.Generator().manual_seed(step))
         g[cpu.CHUNK : cpu.CHUNK + 300] = 0
@@ -71,7 +71,7 @@ def test_cached_cpu_step_matches_reference_bitwise(states, master, dtype, start)
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(n, generator=generator).to(dtype)
     weights = [w.clone(), w.clone()]
-    both = [fresh(w, start, states, master) for _ in weights]
+    both = [make_piece(w, start, states, master) for _ in weights]
     hyper = Hyper(1e-3, weight_decay=0.1, states=states, master=master, seed=5)
     for step in range(1, 6):
         g = gradient(n, step)
@@ -91,9 +91,9 @@ def test_parameter_in_parts_of_whole_groups_equals_one_piece(states, master, dty
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     one, parts = w.clone(), w.clone()
     hyper = Hyper(1e-3, states=states, master=master)
-    state = fresh(w, 0, states, master)
+    state = make_piece(w, 0, states, master)
     cuts = [(0, 128), (128, 896), (896, 1500)]
-    split = [fresh(w[a:b], a, states, master) for a, b in cuts]
+    split = [make_piece(w[a:b], a, states, master) for a, b in cuts]
     for step in range(1, 6):
         g = gradient(n, step)
         step_on_cpu([Piece(one, g, state, 0, 1, step)], hyper, None, None)
@@ -110,7 +110,7 @@ def test_fp32_states_follow_torch():
     w = torch.randn(n, generator=torch.Generator().manual_seed(0))
     actual, expected = w.clone(), torch.nn.Parameter(w.clone())
     optimizer = torch.optim.AdamW([expected], lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
-    state = fresh(w, 0, "fp32", "fp32")
+    state = make_piece(w, 0, "fp32", "fp32")
     hyper = Hyper(1e-3, 0.8, 0.99, 1e-6, 0.1, states="fp32")
     for step in range(1, 101):
         g = gradient(n, step)
@@ -125,7 +125,7 @@ def test_bf16_weight_with_low_halves_equals_fp32_weight(grad_dtype, states):
     n = 700
     high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     full = high.float()
-    split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(full, 0, states, "fp32")
+    split_state, whole_state = make_piece(high, 0, states, "bf16+16"), make_piece(full, 0, states, "fp32")
     split_hyper = Hyper(1e-3, weight_decay=0.01, states=states, master="bf16+16")
     whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
     for step in range(1, 151):
@@ -143,7 +143,7 @@ def test_stochastically_rounded_weights_are_unbiased():
     w = torch.full((n,), 1.0 + 2**-7)
     rounded, exact = w.to(torch.bfloat16), w.clone()
     hyper = Hyper(1e-4, 0.0, 0.0, 0.0, states="fp32", master="bf16+sr")
-    state, exact_state = fresh(rounded, 0, "fp32", "bf16+sr"), fresh(exact, 0, "fp32", "fp32")
+    state, exact_state = make_piece(rounded, 0, "fp32", "bf16+sr"), make_piece(exact, 0, "fp32", "fp32")
     steps = 20
     for step in range(1, steps + 1):
         g = torch.ones(n)
@@ -157,7 +157,7 @@ def test_stochastically_rounded_weights_are_unbiased():
 def test_nan_gradient_affects_only_its_weight():
     for states in STATES:
         w = torch.ones(300)
-        state = fresh(w, 0, states, "fp32")
+        state = make_piece(w, 0, states, "fp32")
         g = torch.ones(300)
         g[130] = float("nan")
         step_on_cpu([Piece(w, g, state, 0, 0, 1)], Hyper(1e-3, states=states), None, None)
@@ -170,7 +170,7 @@ def test_nan_gradient_affects_only_its_weight():
 def test_second_moments_never_become_zero():
     n = 640
     w = torch.zeros(n)
-    state = fresh(w, 0, "fp8", "fp32")
+    state = make_piece(w, 0, "fp8", "fp32")
     exact = torch.zeros(n)
     for step in range(1, 301):
         g = gradient(n, step) * 0.97**step

@@ -6,12 +6,12 @@ import torch
 from octavo.fp8.arithmetic import moments
 
 
-def chance(shape, step=1):
+def make_dither(shape, step=1):
     return moments.dither(0, 0, shape[0] * shape[1], step=step, parameter=0, device="cpu").view(shape)
 
 
-def there_and_back(m, v, states="fp8", step=1):
-    return moments.decode(states, moments.encode(states, m, v, chance(v.shape, step)))
+def round_trip(m, v, states="fp8", step=1):
+    return moments.decode(states, moments.encode(states, m, v, make_dither(v.shape, step)))
 
 
 def rows(**named):
@@ -38,7 +38,7 @@ def rows(**named):
 def test_nonzero_second_moment_never_becomes_zero(name, states):
     v = rows()[name][None]
     for step in range(1, 40):
-        back = there_and_back(torch.zeros_like(v), v, states, step)[1]
+        back = round_trip(torch.zeros_like(v), v, states, step)[1]
         assert torch.equal(back == 0, v == 0)
         assert back.isfinite().all()
 
@@ -49,7 +49,7 @@ def test_fp8_decodes_to_adjacent_grid_point(name):
     lo, hi = moments.extrema(v)
     range_ = moments.v_range(lo, hi)
     base, pace, _ = moments.grid(range_)
-    back = there_and_back(torch.zeros_like(v), v)[1]
+    back = round_trip(torch.zeros_like(v), v)[1]
     off = (back.view(torch.int32).long() - v.view(torch.int32).long()).abs()
     assert (off[v != 0] <= pace.long().expand_as(v)[v != 0]).all()
     if (v != 0).any():
@@ -82,7 +82,7 @@ def test_small_updates_accumulate_over_steps():
     generator = torch.Generator().manual_seed(1)
     half = torch.full(v.shape, 32768, dtype=torch.int32)
     for step in range(1, 501):
-        v = there_and_back(torch.zeros_like(v), v * 0.999, step=step)[1]
+        v = round_trip(torch.zeros_like(v), v * 0.999, step=step)[1]
         nearest = moments.decode("fp8", moments.encode("fp8", nearest, nearest * 0.999, half))[1]
         u = torch.randint(0, 65536, v.shape, generator=generator, dtype=torch.int32)
         random = moments.decode("fp8", moments.encode("fp8", random, random * 0.999, u))[1]
@@ -98,7 +98,7 @@ def test_bf16_second_moments_decay_too():
     v = rows()["chi squared"].expand(8, 128).contiguous()
     start = v.clone()
     for step in range(1, 501):
-        v = there_and_back(v, v * 0.999, "bf16", step)[1]
+        v = round_trip(v, v * 0.999, "bf16", step)[1]
     assert abs(float((v / start).double().log().mean()) - 500 * torch.tensor(0.999).log().item()) < 0.01
 
 
@@ -108,7 +108,7 @@ def test_coat_does_not_shrink_reencoded_values():
     m = v.sqrt() * torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
     before = m, v
     for _ in range(200):
-        m, v = there_and_back(m, v, "coat")
+        m, v = round_trip(m, v, "coat")
     for old, new in zip(before, (m, v), strict=True):
         assert ((new / old).log2().abs() < 0.5).all()
 
@@ -117,7 +117,7 @@ def test_first_moment_error_is_bounded_by_largest():
     generator = torch.Generator().manual_seed(2)
     v = torch.rand(64, 128, generator=generator) * 1e-6 + 1e-9
     m = torch.randn(64, 128, generator=generator) * v.sqrt()
-    back_m, back_v = there_and_back(m, v)
+    back_m, back_v = round_trip(m, v)
     r, back = m / back_v.sqrt(), back_m / back_v.sqrt()
     step = r.abs().amax(1, keepdim=True) / 5985
     code = moments.encode_r(r, moments.r_amax(r)).abs()
@@ -139,7 +139,7 @@ def test_codes_use_all_bits_and_round_trip():
 def test_group_with_nan_decodes_to_nan_alone(bad):
     v = torch.rand(2, 128) + 0.1
     v[0, 5], v[0, 9] = bad, 0.0
-    m, v = there_and_back(torch.ones(2, 128), v)
+    m, v = round_trip(torch.ones(2, 128), v)
     assert m[0].isnan().all() and v[0, 9] == 0 and v[0, :9].isnan().all()
     assert m[1].isfinite().all() and v[1].isfinite().all()
 
@@ -147,7 +147,7 @@ def test_group_with_nan_decodes_to_nan_alone(bad):
 def test_vanished_first_moment_becomes_zero():
     v = torch.full((1, 128), 1e-8)
     m = torch.full((1, 128), 1e-37)
-    state = moments.encode("fp8", m, v, chance(v.shape))
+    state = moments.encode("fp8", m, v, make_dither(v.shape))
     assert state["exp_avg_scale"].item() == 0 and moments.decode("fp8", state)[0].eq(0).all()
 
 
@@ -156,12 +156,12 @@ def test_extrema_of_parts_equal_extrema_of_group():
     m, v = torch.randn(4, 128, generator=generator), torch.rand(4, 128, generator=generator)
     here = torch.arange(128) < 50
     for states in ("fp8", "coat"):
-        full = moments.encode(states, m, v, chance(v.shape))
+        full = moments.encode(states, m, v, make_dither(v.shape))
         recorded = []
         for actual in (here, ~here):  # what each rank would say, gathered
             agreed = []
             moments.encode(
-                states, m * actual, v * actual, chance(v.shape), lambda x, agreed=agreed: agreed.append(x) or x
+                states, m * actual, v * actual, make_dither(v.shape), lambda x, agreed=agreed: agreed.append(x) or x
             )
             recorded.append(agreed)
         first = torch.maximum(recorded[0][0], recorded[1][0])
@@ -174,7 +174,7 @@ def test_extrema_of_parts_equal_extrema_of_group():
                 second.append(x)
                 return x if known is None else known
 
-            part = moments.encode(states, m * actual, v * actual, chance(v.shape), agree)
+            part = moments.encode(states, m * actual, v * actual, make_dither(v.shape), agree)
             name = "exp_avg_sq_range" if states == "fp8" else "exp_avg_sq_figures"
             assert torch.equal(part[name], full[name])
             if states == "coat":

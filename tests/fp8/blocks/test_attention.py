@@ -17,7 +17,9 @@ B, T, H, KV, D = 2, 37, 6, 2, 24
 MASKS = ("none", "causal", "shared boolean", "own boolean", "added")
 
 
-def given(kind: str, dtype: torch.dtype = torch.bfloat16, kv: int = KV) -> tuple[list[Tensor], Tensor | None, bool]:
+def make_inputs(
+    kind: str, dtype: torch.dtype = torch.bfloat16, kv: int = KV
+) -> tuple[list[Tensor], Tensor | None, bool]:
     torch.manual_seed(0)
     # As a layer makes them: rows first, then seen as heads.
     qkv = [torch.randn(B, T, heads, D).to(dtype).transpose(1, 2) for heads in (H, kv, kv)]
@@ -51,7 +53,7 @@ def error(a: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv", [1, KV, H])
 def test_matches_attention_on_repeated_heads(kind, dtype, kv):
-    qkv, mask, causal = given(kind, dtype, kv)
+    qkv, mask, causal = make_inputs(kind, dtype, kv)
     actual = gradients(grouped_attention, qkv, mask, is_causal=causal)
     expected = gradients(stock, qkv, mask, is_causal=causal)
     assert torch.equal(actual[0], expected[0]) and actual[0].stride() == expected[0].stride()
@@ -68,7 +70,7 @@ def test_matches_attention_on_repeated_heads(kind, dtype, kv):
 
 
 def test_head_gradients_are_summed_in_fp32():
-    qkv, mask, _ = given("shared boolean", kv=1)
+    qkv, mask, _ = make_inputs("shared boolean", kv=1)
     actual = gradients(grouped_attention, qkv, mask)
     wide = gradients(stock, [x.float() for x in qkv], mask)
     expected = gradients(stock, qkv, mask)
@@ -77,7 +79,7 @@ def test_head_gradients_are_summed_in_fp32():
 
 
 def keeps(function, kind: str) -> dict[torch.dtype, int]:
-    qkv, mask, causal = given(kind)
+    qkv, mask, causal = make_inputs(kind)
     leaves = [x.requires_grad_() for x in qkv]
     with count_saved(nn.Identity()) as k:
         out = function(*(x * 1 for x in leaves), mask, is_causal=causal)
@@ -96,7 +98,7 @@ def test_k_v_and_mask_are_saved_without_copies(kind):
 
 
 def test_autocast_matches_torch():
-    qkv, mask, _ = given("added", torch.float32)
+    qkv, mask, _ = make_inputs("added", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         actual, expected = gradients(grouped_attention, qkv, mask), gradients(stock, qkv, mask)
     assert actual[0].dtype == torch.bfloat16 and torch.equal(actual[0], expected[0])
@@ -105,14 +107,14 @@ def test_autocast_matches_torch():
 
 
 def test_custom_scale_and_unequal_lengths():
-    qkv, _, _ = given("none")
+    qkv, _, _ = make_inputs("none")
     qkv = [qkv[0][:, :, :5], *qkv[1:]]
     actual, expected = (gradients(f, qkv, None, scale=0.3) for f in (grouped_attention, stock))
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 def test_dropout_is_recomputed_with_same_mask():
-    qkv, mask, _ = given("shared boolean", torch.float32)
+    qkv, mask, _ = make_inputs("shared boolean", torch.float32)
     torch.manual_seed(7)
     actual = gradients(grouped_attention, qkv, mask, dropout=0.5)
     torch.manual_seed(7)
@@ -123,7 +125,7 @@ def test_dropout_is_recomputed_with_same_mask():
 
 
 def test_unsupported_head_sizes_are_recomputed():
-    qkv, mask, _ = given("shared boolean", torch.float32)
+    qkv, mask, _ = make_inputs("shared boolean", torch.float32)
     wider = torch.randn(B, KV, T, D + 8)
     actual, expected = (gradients(f, [*qkv[:2], wider], mask) for f in (grouped_attention, stock))
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
@@ -136,7 +138,7 @@ def test_unsupported_head_sizes_are_recomputed():
 
 
 def test_trained_mask_gets_gradient():
-    qkv, mask, _ = given("added", torch.float32)
+    qkv, mask, _ = make_inputs("added", torch.float32)
     grads = []
     for function in (grouped_attention, stock):
         bias = mask.clone().requires_grad_()
@@ -147,7 +149,7 @@ def test_trained_mask_gets_gradient():
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_two_backwards_and_checkpointing(inside):
-    qkv, mask, _ = given("own boolean")
+    qkv, mask, _ = make_inputs("own boolean")
     leaves = [x.clone().requires_grad_() for x in qkv]
     if inside:
         out = checkpoint(grouped_attention, *leaves, mask, use_reentrant=False)
@@ -167,7 +169,7 @@ def test_fake_tensors_select_same_path():
 
 
 def test_no_recomputation_without_gradients(monkeypatch):
-    qkv, mask, _ = given("own boolean")
+    qkv, mask, _ = make_inputs("own boolean")
     monkeypatch.setattr(attention, "_CpuFlash", None)
     with torch.no_grad():
         assert torch.equal(grouped_attention(*qkv, mask), stock(*qkv, mask))

@@ -93,7 +93,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return result_
 
 
-def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object) -> Counter[str]:
+def assert_compiled_equals_eager(
+    model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object
+) -> Counter[str]:
     """Check that eager and compiled blocks give the same bits by the same calls, and return these calls."""
     wrap = wrap or (lambda run: run)
     results(model, model, x)  # weights are cast
@@ -109,7 +111,7 @@ def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])  # blockwise: below; rowwise casts by blocks of another shape
 def test_compiled_block_runs_eager_kernels_with_same_bits(name, calls):
-    counts = both(fused(name), calls, torch.randn(3, 7, 32))
+    counts = assert_compiled_equals_eager(fused(name), calls, torch.randn(3, 7, 32))
     assert (counts["rmsnorm_quantize"], counts["swiglu_quantize"], counts["swiglu_backward_quantize"]) == (2, 1, 1)
     assert counts["quantize"] + counts["quantize_both"] == 4  # dy of q, k, v and down: no input of a layer
 
@@ -118,11 +120,13 @@ def test_compiled_block_runs_eager_kernels_with_same_bits(name, calls):
 def test_activation_checkpointing(how, calls):
     model = fused()
     if how == "around":
-        both(model, calls, torch.randn(9, 32), lambda run: lambda x: checkpoint(run, x, use_reentrant=False))
+        assert_compiled_equals_eager(
+            model, calls, torch.randn(9, 32), lambda run: lambda x: checkpoint(run, x, use_reentrant=False)
+        )
     else:
         block, model = model, nn.Sequential(model)
         model.forward = lambda x: checkpoint(block, x, use_reentrant=False)
-        both(model, calls, torch.randn(9, 32))
+        assert_compiled_equals_eager(model, calls, torch.randn(9, 32))
     assert calls["rmsnorm_quantize"] == 4 and calls["swiglu_quantize"] == 2
 
 
@@ -148,7 +152,7 @@ def test_only_required_gradients_are_computed(case, calls):
 
         return call
 
-    both(model, calls, x, lowered)
+    assert_compiled_equals_eager(model, calls, x, lowered)
 
 
 def test_blocks_and_numbers_of_tokens_share_one_graph():
@@ -189,7 +193,7 @@ def test_write_between_norm_and_layers_is_rejected():
 
 
 @torch._dynamo.disable
-def doubled(x: Tensor) -> None:
+def double_in_place(x: Tensor) -> None:
     x.mul_(2)
 
 
@@ -198,7 +202,7 @@ def test_norm_output_is_cast_again_after_graph_break():
 
     class Broken(Attention):
         def forward(self, x: Tensor) -> Tensor:
-            doubled(x)
+            double_in_place(x)
             return super().forward(x)
 
     result_ = []

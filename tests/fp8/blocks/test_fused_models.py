@@ -17,7 +17,7 @@ from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
 
 
-def made(family):
+def make_model(family):
     """Return (model, family, inputs): text, and an image if the family supports images."""
     config = tiny_config(family)
     vision = is_vision_config(config)
@@ -59,7 +59,7 @@ CASES = {"qwen3": (2, 4), "qwen2_5_vl": (4, 8)}  # gated MLPs, norms
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("family", CASES)
 def test_fused_steps_match_unfused_steps(family, lowered):
-    model, described, inputs = made(family)
+    model, described, inputs = make_model(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
     if "pixel_values" in inputs:
         forwards |= {"image_encoder": 1, "image_projector": 1}
@@ -78,7 +78,7 @@ def test_fused_steps_match_unfused_steps(family, lowered):
 
 
 def test_plan_lists_fused_modules_and_file_keeps_them(tmp_path):
-    model, described, _ = made("qwen2_5_vl")
+    model, described, _ = make_model("qwen2_5_vl")
     rules = [fp8.Rule("model.language_model.layers.0.mlp.up_proj", recipe="off")]
     plan = fp8.plan(model, fp8.Policy(fuse="on", rules=rules), described.components)
     stays = [b for b in plan.blocks if not b.fused]
@@ -109,14 +109,14 @@ def test_gemma_and_layer_norms_are_not_fused():
     assert "1 + weight" in results["input_layernorm"] and "not down(silu" in results["mlp"] and len(results) == 2
     fp8.apply(gemma, plan)
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in gemma.modules())
-    model, described, _ = made("qwen3_vl")
+    model, described, _ = make_model("qwen3_vl")
     plan = fp8.plan(model, fp8.Policy(fuse="on"), described.components)
     visual = [b for b in plan.blocks if "visual" in b.name]
     assert visual and all("LayerNorm has weight, bias" in b.reason for b in visual)
 
 
 def test_fuse_works_without_plan():
-    model, _, inputs = made("qwen3")
+    model, _, inputs = make_model("qwen3")
     fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="off")))
     results = fp8.fuse(model)
     assert [f.reason for f in results] == [None] * 6 and {f.reason for f in fp8.fuse(model)} == {"it is already fused"}
@@ -124,14 +124,14 @@ def test_fuse_works_without_plan():
 
 
 def test_default_device_is_ignored():
-    model, _, _ = made("qwen3")
+    model, _, _ = make_model("qwen3")
     with torch.device("meta"):
         plan = fp8.plan(model, fp8.Policy(fuse="on"))
     assert len(plan.blocks) == 6 and all(b.fused for b in plan.blocks)
 
 
 def test_model_changed_since_plan_is_rejected():
-    model, _, _ = made("qwen3")
+    model, _, _ = make_model("qwen3")
     plan = fp8.plan(model, fp8.Policy(fuse="on"))
     model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
     with pytest.raises(fp8.PlanError, match="mlp' was planned to be fused .* cannot: its forward was replaced"):

@@ -66,7 +66,7 @@ def report(counts):
     return {n: dict(getattr(counts, n)) for n in ("calls", "flops", "expected", "ran", "no_grad")}
 
 
-def near(found, exact, dtype):
+def assert_near_max(found, exact, dtype):
     """Compare each element with a tolerance for different rounding of h, and so of a few codes."""
     tolerance = {torch.float32: 2**-12, torch.bfloat16: 2**-3}[dtype]
     gap = (found.float() - exact.float()).abs().max()
@@ -83,7 +83,7 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), needs_x=True, dtype=Non
         assert (results is None) == (exact is None)
         if exact is not None:
             assert results.dtype == exact.dtype and results.shape == exact.shape
-            near(results, exact, dtype or x.dtype)
+            assert_near_max(results, exact, dtype or x.dtype)
 
 
 def calls(monkeypatch):
@@ -202,7 +202,7 @@ def test_frozen_weights_inputs_without_gradient_and_no_grad(monkeypatch):
     with torch.no_grad():
         assert_near(plain, twin, torch.randn(20, 72))
     with torch.inference_mode():
-        near(twin(torch.ones(3, 72)), plain(torch.ones(3, 72)), torch.float32)
+        assert_near_max(twin(torch.ones(3, 72)), plain(torch.ones(3, 72)), torch.float32)
     assert ran["fused"] == 12
 
 
@@ -448,7 +448,7 @@ def test_triton_in_the_interpreter(monkeypatch):
     assert recorded["swiglu"] == 1 and recorded["swiglu_backward"] == 1
     y2, dx2, grads2, _ = run(reference, x)
     for results, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
-        near(results, exact, torch.bfloat16)
+        assert_near_max(results, exact, torch.bfloat16)
 
 
 def test_backends_run_without_autocast(monkeypatch):

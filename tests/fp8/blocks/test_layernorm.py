@@ -35,7 +35,7 @@ def pair(kind, k=96, dtype=torch.float32):
     return norm, twin
 
 
-def given(shape, dtype, outliers=False):
+def make_input(shape, dtype, outliers=False):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.3
     if outliers:
         x[..., 3] *= 60
@@ -68,7 +68,7 @@ def test_output_and_gradients(kind, dtype, outliers):
     lowered = isinstance(dtype, str)
     saved = torch.float32 if lowered else dtype
     norm, twin = pair(kind, dtype=saved)
-    x = given((3, 40, 96), torch.bfloat16 if dtype == "autocast of bf16" else saved, outliers)
+    x = make_input((3, 40, 96), torch.bfloat16 if dtype == "autocast of bf16" else saved, outliers)
     (y, dx, dps), (y2, dx2, dps2) = (run(m, x, lowered) for m in (norm, twin))
     assert y2.dtype == y.dtype and dx2.dtype == dx.dtype and [p.dtype for p in dps2] == [p.dtype for p in dps]
     eps = max(2 * torch.finfo(x.dtype).eps, 2e-6)  # the stock RMSNorm rounds twice
@@ -81,7 +81,7 @@ def test_output_and_gradients(kind, dtype, outliers):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_head_norms_save_only_codes_and_statistics(kind, k):
     norm, twin = pair(kind, k, torch.bfloat16)
-    x = given((2, 16, 6, k), torch.bfloat16)
+    x = make_input((2, 16, 6, k), torch.bfloat16)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)  # as a view of other layers' outputs may lie
     model, leaf = nn.Sequential(twin), x.detach().requires_grad_()
     with count_saved(model) as accountant:
@@ -106,7 +106,7 @@ def test_gradients_are_exact_for_decoded_input():
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_only_required_gradients_are_computed(kind):
     norm, twin = pair(kind)
-    x = given((4, 96), torch.float32)
+    x = make_input((4, 96), torch.float32)
     for m in (norm, twin):
         m.requires_grad_(False)
     assert cosine(run(norm, x)[1], run(twin, x)[1]) > 0.995
@@ -124,7 +124,7 @@ def test_only_required_gradients_are_computed(kind):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_two_backwards_checkpoints_and_bad_values(kind):
     _, twin = pair(kind)
-    x = given((8, 96), torch.float32).requires_grad_()
+    x = make_input((8, 96), torch.float32).requires_grad_()
     loss = twin(x).square().sum()
     one, two = torch.autograd.grad(loss, x, retain_graph=True)[0], torch.autograd.grad(loss, x)[0]
     assert torch.equal(one, two)
@@ -133,7 +133,7 @@ def test_two_backwards_checkpoints_and_bad_values(kind):
         plain = run(twin, x)
         assert all(torch.equal(a, b) for a, b in zip(flat(again), flat(plain), strict=True))
     for bad in (float("nan"), float("inf")):
-        x = given((2, 300), torch.float32)
+        x = make_input((2, 300), torch.float32)
         x[0, 7] = bad
         _, wide = pair(kind, 300)
         y, dx, dps = run(wide, x)
@@ -144,12 +144,12 @@ def test_two_backwards_checkpoints_and_bad_values(kind):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_unsupported_inputs_run_stock_forward(kind):
     norm, twin = pair(kind)
-    for x in (given((4, 96), torch.float64), torch.zeros(0, 96), torch.zeros(3, 96, device="meta")):
+    for x in (make_input((4, 96), torch.float64), torch.zeros(0, 96), torch.zeros(3, 96, device="meta")):
         saved = [copy.deepcopy(m).to(x.dtype).to(x.device) for m in (norm, twin)]
         ys = [m(x.clone().requires_grad_()) for m in saved]
         assert ys[0].shape == ys[1].shape and ys[0].dtype == ys[1].dtype
         assert x.is_meta or torch.equal(*ys)
-    x = given((4, 96), torch.float32)
+    x = make_input((4, 96), torch.float32)
     compiled = torch.compile(twin, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), norm(x))
     with fp8.high_precision(twin):
@@ -160,7 +160,7 @@ def test_unsupported_inputs_run_stock_forward(kind):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_copy_pickle_and_unswap(kind):
     norm, twin = pair(kind)
-    x = given((4, 96), torch.float32)
+    x = make_input((4, 96), torch.float32)
     assert isinstance(twin, type(norm)) and twin.state_dict().keys() == norm.state_dict().keys()
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
         assert type(other) is type(twin) and torch.equal(run(other, x)[1], run(twin, x)[1])

@@ -56,7 +56,7 @@ def pair(kind=Gated, recipe="blockwise", dtype=torch.float32, policy=None, toget
     return mlp, twin
 
 
-def given(k=96, rows=(3, 40), dtype=torch.float32, outliers=False):
+def make_input(k=96, rows=(3, 40), dtype=torch.float32, outliers=False):
     x = torch.randn(*rows, k, generator=torch.Generator().manual_seed(1))
     if outliers:
         x[..., 5] *= 60
@@ -78,7 +78,7 @@ def cosine(a, b):
     return torch.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
-def same(a, b):
+def all_equal(a, b):
     return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -126,7 +126,7 @@ def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
     """Output, gradients and counts equal those of an MLP that rounds and saves everything."""
     lowered, saved = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
     mlp, twin = pair(kind, recipe, saved, policy)
-    x = given(dtype=saved)
+    x = make_input(dtype=saved)
     for _ in range(2):  # a second step casts with the histories of the first
         (want, counts), (got, counts2) = run(mlp, x, lowered, rounding(mlp)), run(twin, x, lowered)
         if recipe == "off" and lowered:  # the stock layer rounds the gradient of its bias to BF16 on the way
@@ -134,7 +134,7 @@ def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
                 torch.equal(a, b) or torch.equal(a, b.bfloat16().float()) for a, b in zip(want, got, strict=True)
             )
         else:
-            assert same(want, got)
+            assert all_equal(want, got)
         assert counts == counts2
     assert (counts != ({}, {})) == (recipe != "off")
 
@@ -143,8 +143,8 @@ def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
 @pytest.mark.parametrize("act", ACTS)
 def test_activations(act, kind):
     mlp, twin = pair(kind, act=act, dtype=torch.bfloat16)
-    x = given(dtype=torch.bfloat16)
-    assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
+    x = make_input(dtype=torch.bfloat16)
+    assert all_equal(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
 
 
 @pytest.mark.parametrize("outliers", [False, True])
@@ -154,7 +154,7 @@ def test_close_to_mlp_that_saves_16_bits(kind, together, outliers):
     if together and kind is Plain:
         pytest.skip("only gated MLPs run as one function")
     mlp, twin = pair(kind, dtype=torch.bfloat16, together=together, k=256, i=512)
-    x = given(256, dtype=torch.bfloat16, outliers=outliers)
+    x = make_input(256, dtype=torch.bfloat16, outliers=outliers)
     (want, _), (got, _) = run(mlp, x), run(twin, x)
     assert all(cosine(a, b) >= 0.99 for a, b in zip(want, got, strict=True))
 
@@ -165,16 +165,16 @@ def test_fused_function_saves_same_codes(recipe, bias):
     """One function: as separate layers but for where h is rounded; counts, bits of a recomputation, bytes."""
     mlp, twin = pair(Gated, recipe, torch.bfloat16, together=True, bias=bias)
     _, separate = pair(Gated, recipe, torch.bfloat16, bias=bias)
-    x = given(dtype=torch.bfloat16)
+    x = make_input(dtype=torch.bfloat16)
     (want, counts), (got, counts2), (unfused, counts3) = (run(m, x) for m in (mlp, twin, separate))
     assert counts == counts2 == counts3
     assert all(cosine(a, b) >= 0.995 for a, b in zip(want, got, strict=True))
     assert all(cosine(a, b) >= 0.9995 for a, b in zip(unfused, got, strict=True))
     again = run(twin, x, inner=lambda m, x: checkpoint(m, x, use_reentrant=False))[0]
-    assert same(got, again)
+    assert all_equal(got, again)
     with fp8.health():  # layer by layer then, on the same values
         watched, _ = run(twin, x)
-    assert same(watched, unfused)
+    assert all_equal(watched, unfused)
     assert storages(twin, x) == storages(separate, x) and torch.bfloat16 not in storages(twin, x)
 
 
@@ -208,7 +208,7 @@ def rows(m, x, lowered=False):
 def test_saved_tensors(kind, lowered):
     """The codes of x once, and those of the activation's inputs; only scales have 16 or 32 bits."""
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
-    x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)
+    x = make_input(256, (128,), torch.float32 if lowered else torch.bfloat16)
     run(twin, x, lowered)
     results, inner = rows(twin, x, lowered), 2 if kind is Gated else 1
     scaled = 1 + 4 / 128
@@ -225,7 +225,7 @@ def test_saved_tensors(kind, lowered):
 def test_high_precision_layer_saves_no_input():
     """down_proj in BF16 also recomputes h; gate and up save their x once."""
     mlp, twin = pair(recipe="off", dtype=torch.bfloat16, k=256, i=512)
-    x = given(256, (128,), torch.bfloat16)
+    x = make_input(256, (128,), torch.bfloat16)
     assert sum(r.bytes for r in rows(twin, x)) == 128 * 2 * 512 * (1 + 4 / 128)  # x is the caller's
     assert type(twin.down_proj) is not nn.Linear and isinstance(twin.down_proj, nn.Linear)
     unswap(twin.down_proj)
@@ -238,7 +238,7 @@ def test_last_layer_saves_codes_without_source():
     for m in (twin.gate_proj, twin.up_proj):
         m.requires_grad_(False)
     with count_saved(nn.Sequential(twin)) as accountant:
-        y = twin(given(rows=(128,), dtype=torch.bfloat16))
+        y = twin(make_input(rows=(128,), dtype=torch.bfloat16))
     assert y.requires_grad
     assert sum(r.bytes for r in accountant.report().rows if r.dtype == torch.float8_e4m3fn) == 128 * 160
 
@@ -246,11 +246,11 @@ def test_last_layer_saves_codes_without_source():
 @pytest.mark.parametrize("together", [False, True])
 def test_recomputation_two_backwards_and_inference(together):
     _, twin = pair(together=together)
-    x = given()
+    x = make_input()
     want, counts = run(twin, x)
     for reentrant in (False, True):
         got, counts2 = run(twin, x, inner=lambda m, x, r=reentrant: checkpoint(m, x, use_reentrant=r))
-        assert same(want, got) and counts2 != counts
+        assert all_equal(want, got) and counts2 != counts
     with torch.no_grad():
         assert torch.equal(twin(x), want[0])
     with torch.inference_mode():
@@ -265,7 +265,7 @@ def test_recomputation_two_backwards_and_inference(together):
 @pytest.mark.parametrize("together", [False, True])
 def test_nan_and_inf_propagate(together, bad):
     _, twin = pair(together=together)
-    x = given()
+    x = make_input()
     x[0, 3, 7] = bad
     y, dx, *dws = run(twin, x)[0]
     assert y[0, 3].isnan().any() and y[1].isfinite().all() and dx[0, 3].isnan().any()
@@ -275,20 +275,20 @@ def test_nan_and_inf_propagate(together, bad):
 @pytest.mark.parametrize("kind", [Gated, Plain])
 def test_unsupported_calls_run_stock_forward(kind):
     mlp, twin = pair(kind)
-    x = given()
+    x = make_input()
     assert torch.equal(torch.compile(twin, backend="eager")(x), mlp(x))
     with fp8.high_precision(twin):
         stock = run(twin, x)[0]
     with fp8.high_precision(mlp):
-        assert same(stock, run(mlp, x)[0])
-    assert not same(run(twin, x)[0], run(mlp, x)[0])  # and back
+        assert all_equal(stock, run(mlp, x)[0])
+    assert not all_equal(run(twin, x)[0], run(mlp, x)[0])  # and back
     assert twin(torch.zeros(0, 96)).shape == (0, 96)
     act = twin._modules[saved_mlp.find_parts(twin).act]
     recorded = []
     handle = act.register_forward_hook(lambda *a: recorded.append(a[2]))
-    assert same(run(twin, x)[0], run(mlp, x)[0]) and len(recorded) == 1
+    assert all_equal(run(twin, x)[0], run(mlp, x)[0]) and len(recorded) == 1
     handle.remove()
-    assert not same(run(twin, x)[0], run(mlp, x)[0])
+    assert not all_equal(run(twin, x)[0], run(mlp, x)[0])
 
 
 def test_hooks_on_layers_and_adapters():
@@ -306,24 +306,24 @@ def test_hooks_on_layers_and_adapters():
     recorded = []
     for m in (twin.gate_proj, twin.up_proj, twin.down_proj):
         m.register_forward_hook(lambda m, *_: recorded.append(m.name))
-    x = given(dtype=torch.bfloat16)
+    x = make_input(dtype=torch.bfloat16)
     run(twin, x)
     assert recorded == ["gate_proj", "up_proj", "down_proj"]
     twin.down_proj = Adapter(twin.down_proj).bfloat16()
     mlp.down_proj = copy.deepcopy(twin.down_proj)
-    assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
+    assert all_equal(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
     # What the adapter's own first matrix is trained with is h itself; the FP8 layer adds nothing to it.
     assert [r.shape[-1] for r in rows(twin, x) if r.module.endswith("base_layer")] == []
 
 
 def test_copies_and_pickles():
     mlp, twin = pair()
-    x = given()
+    x = make_input()
     want = run(twin, x)[0]
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert type(other) is type(twin) and same(run(other, x)[0], want)
+        assert type(other) is type(twin) and all_equal(run(other, x)[0], want)
     unswap(twin)
-    assert type(twin) is Gated and same(run(twin, x)[0], run(mlp, x)[0])
+    assert type(twin) is Gated and all_equal(run(twin, x)[0], run(mlp, x)[0])
 
 
 class Config:
@@ -333,8 +333,8 @@ class Config:
 @pytest.mark.parametrize("kind", [Qwen3VLVisionMLP, SiglipMLP, InternVLVisionMLP])
 def test_vision_families(kind):
     mlp, twin = pair(kind, config=Config)
-    x = given(64)
-    assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
+    x = make_input(64)
+    assert all_equal(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
 
 
 class Dropping(Plain):
@@ -391,6 +391,6 @@ def test_later_dropout_change_is_respected():
     torch.manual_seed(0)
     mlp = Dropping(0.0)
     assert saved_mlp.save_as_codes(mlp) is None
-    x = given()
+    x = make_input()
     mlp.drop.p = 0.5
     assert (mlp(x) == 0).float().mean() > 0.3

@@ -19,7 +19,7 @@ from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
 
 
-def made(family, dtype=torch.float32):
+def make_model(family, dtype=torch.float32):
     """Return (model, family, inputs): text, and an image if the family supports images."""
     config = tiny_config(family)
     vision = is_vision_config(config)
@@ -77,7 +77,7 @@ FAMILIES = [
 @pytest.mark.parametrize(("family", "fuse"), FAMILIES)
 def test_steps_are_close_to_16_bit_steps(family, fuse):
     lowered = fuse == "off"
-    model, described, inputs = made(family)
+    model, described, inputs = make_model(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
     if "pixel_values" in inputs:
         forwards |= {"image_encoder": 1, "image_projector": 1}
@@ -107,7 +107,7 @@ LEFT = {"self_attn", "attn", "attention", "qkv", "q_proj", "k_proj", "v_proj"}
 
 @pytest.mark.parametrize(("family", "fuse"), FAMILIES)
 def test_only_attention_saves_16_bits(family, fuse):
-    model, described, inputs = made(family, torch.bfloat16)
+    model, described, inputs = make_model(family, torch.bfloat16)
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations="fp8", fuse=fuse), described.components))
     model(**inputs).loss.backward()
     model.zero_grad()
@@ -153,7 +153,7 @@ def test_bytes_of_a_decoder_layer():
 
 
 def test_plan_lists_unsupported_modules_and_file_keeps_them(tmp_path):
-    model, described, _ = made("qwen3_vl")
+    model, described, _ = make_model("qwen3_vl")
     parts = {"image_encoder": {"activations": "bf16"}}
     plan = fp8.plan(model, fp8.Policy("blockwise", activations="fp8", components=parts), described.components)
     assert not any("visual.blocks" in b.name for b in plan.blocks)
@@ -174,7 +174,7 @@ def test_plan_lists_unsupported_modules_and_file_keeps_them(tmp_path):
 
 
 def test_module_can_save_and_fuse():
-    model, _, _ = made("qwen3")
+    model, _, _ = make_model("qwen3")
     rules = [fp8.Rule("**.layers.0.mlp.up_proj", recipe="off"), fp8.Rule("**.layers.1.self_attn.o_proj", wgrad="bf16")]
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="on", rules=rules))
     results = {b.name: b for b in plan.blocks}
@@ -188,7 +188,7 @@ def test_module_can_save_and_fuse():
 
 
 def test_saves_codes_with_frozen_or_no_fp8_layers():
-    model, described, inputs = made("qwen3_vl", torch.bfloat16)
+    model, described, inputs = make_model("qwen3_vl", torch.bfloat16)
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
     parts = {"image_encoder": "off"}
@@ -232,7 +232,7 @@ def test_siglip_tower_of_llava_onevision():
 
 
 def test_model_changed_since_plan_is_rejected():
-    model, _, _ = made("qwen3")
+    model, _, _ = make_model("qwen3")
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="off"))
     model.model.layers[0].mlp.act_fn = nn.PReLU()
     with pytest.raises(

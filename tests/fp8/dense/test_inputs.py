@@ -38,7 +38,7 @@ def three(recipe="blockwise", **kwargs):
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
+def clear_cache():
     inputs.drop_entries()
 
 
@@ -67,7 +67,7 @@ def casts(monkeypatch):
     return created
 
 
-def of_x(casts, features=64):
+def input_casts(casts, features=64):
     return [name for name, _, columns in casts if columns == features]
 
 
@@ -77,7 +77,7 @@ def warm(m, x):
     inputs.drop_entries()
 
 
-def each_by_itself(m, x):
+def run_separately(m, x):
     """Return the output and gradients of each layer alone."""
     x = x.detach().clone().requires_grad_()
     ys = []
@@ -93,11 +93,11 @@ def test_three_layers_cast_their_input_once(casts, recipe):
     warm(m, x)
     casts.clear()
     m(x)
-    assert of_x(casts) == ["quantize_both"]
+    assert input_casts(casts) == ["quantize_both"]
     casts.clear()
     with torch.no_grad():
         m(x.clone())
-    assert of_x(casts) == ["quantize"]
+    assert input_casts(casts) == ["quantize"]
 
 
 @pytest.mark.parametrize("recipe", (*RECIPES, "delayed"))
@@ -113,7 +113,7 @@ def test_sharing_does_not_change_values(recipe):
         grads = [p.grad.clone() for p in m.parameters()]
         m.zero_grad()
         fp8.load_scaling_state(m, state)
-        b, z = each_by_itself(m, x)
+        b, z = run_separately(m, x)
         z.square().sum().backward()
         assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
         assert all(torch.equal(g, p.grad) for g, p in zip(grads, m.parameters(), strict=True))
@@ -163,7 +163,7 @@ def test_autocast_converts_once(casts):
     casts.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = m(x)
-    assert of_x(casts) == ["quantize_both"] and y.dtype == torch.bfloat16
+    assert input_casts(casts) == ["quantize_both"] and y.dtype == torch.bfloat16
     y.float().square().sum().backward()
     parts = []
     for layer in (m.q, m.k, m.v):
@@ -180,7 +180,7 @@ def test_autocast_converts_once(casts):
         casts.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=second):
             m.k(x)
-        assert of_x(casts) == ["quantize_both"]  # in another dtype: another cast
+        assert input_casts(casts) == ["quantize_both"]  # in another dtype: another cast
 
 
 def test_edit_between_layers_is_detected():
@@ -242,9 +242,9 @@ def test_recomputation_casts_again_with_same_result(casts, reentrant):
     m.zero_grad()
     casts.clear()
     y = checkpoint(m, b, use_reentrant=reentrant)
-    assert len(of_x(casts)) == 1
+    assert len(input_casts(casts)) == 1
     y.square().sum().backward()
-    assert len(of_x(casts)) == 2
+    assert len(input_casts(casts)) == 2
     assert torch.equal(a.grad, b.grad)
     assert all(torch.equal(g, p.grad) for g, p in zip(want, m.parameters(), strict=True))
 
@@ -321,7 +321,7 @@ def test_threads_have_separate_caches(casts):
         t.start()
     for t in threads:
         t.join()
-    assert len(of_x(casts)) == 3 and torch.equal(results[0], results[1])
+    assert len(input_casts(casts)) == 3 and torch.equal(results[0], results[1])
 
 
 def test_capture_does_not_share_codes(casts, monkeypatch):
@@ -333,14 +333,14 @@ def test_capture_does_not_share_codes(casts, monkeypatch):
     monkeypatch.setattr(inputs, "_is_capturing", lambda _: True)
     monkeypatch.setattr(cache, "_is_capturing", lambda _: True)
     k = m.k(x)
-    assert of_x(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's
+    assert input_casts(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's
     v = m.v(x)
     with torch.no_grad():
         m.k.weight.data.mul_(2)  # what a replay finds, unseen
     assert torch.equal(m.k(x), fp8.linear(x, m.k.weight, m.k.bias))
     casts.clear()
     (k.sum() + v.sum()).backward()  # by the codes of their forward, which the graph holds
-    assert of_x(casts) == []
+    assert input_casts(casts) == []
     assert m.q._site.codes.casts == before
     monkeypatch.undo()
     assert held_bytes() > 0
@@ -358,7 +358,7 @@ def test_fsdp(mesh_of_one, casts):
     for _ in range(2):
         casts.clear()
         y = m(x)
-        assert of_x(casts).count("quantize_both") == 1
+        assert input_casts(casts).count("quantize_both") == 1
         assert torch.equal(y, plain(x))
         y.sum().backward()
 
@@ -369,7 +369,7 @@ def test_functional_linear_does_not_share(casts):
         x.data.mul_(2)
         casts.clear()
         fp8.linear(x, w)
-        assert len(of_x(casts)) == 2  # x and w
+        assert len(input_casts(casts)) == 2  # x and w
     assert held_bytes() == 0
 
 
@@ -422,7 +422,7 @@ def test_backward_keeps_codes_of_other_inputs(casts):
     y.sum().backward()
     casts.clear()
     m.k(x)
-    assert of_x(casts) == []
+    assert input_casts(casts) == []
 
 
 def test_shape_and_strides_distinguish_inputs():

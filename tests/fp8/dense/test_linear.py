@@ -31,7 +31,7 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
-def by_hand(x, w, dy, recipe):
+def gemms_float64(x, w, dy, recipe):
     """Compute the three GEMMs from codes in float64."""
     r = fp8.recipe(recipe)
 
@@ -63,7 +63,7 @@ def assert_gemms_of_the_codes(recipe, m, n, k):
     y = fp8.linear(x, w, recipe=recipe)
     y.backward(dy)
     x0, w0 = x.detach(), w.detach()
-    exact_y, exact_dx, exact_dw = by_hand(x0, w0, dy, recipe)
+    exact_y, exact_dx, exact_dw = gemms_float64(x0, w0, dy, recipe)
     assert_elementwise(y, exact_y, x0, w0.t())
     assert_elementwise(x.grad, exact_dx, dy, w0)
     assert_elementwise(w.grad, exact_dw, dy.t(), x0)

@@ -41,7 +41,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tupl
     return x, w, b
 
 
-def same(a: Quantized, b: Quantized) -> bool:
+def equal_bits(a: Quantized, b: Quantized) -> bool:
     return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(scale_fp32(a), scale_fp32(b))
 
 
@@ -57,7 +57,7 @@ def test_pack_and_unpack_round_trip(spec, contract):
         assert codes.dtype is torch.uint8 and codes.is_contiguous() and scale.is_contiguous() and scale.dim() == 1
         assert tuple(codes.shape) == layout.padded_sizes(rows, cols, spec, contract)
         again = compiled.unpack(codes, scale, rows, cols, spec, contract)
-        assert same(q, again)
+        assert equal_bits(q, again)
         if min(rows, cols) > 1:  # what a GEMM then reads is a view: nothing is copied a second time
             operand = layout.k_major(again, contract)
             assert operand.codes.data_ptr() == codes.data_ptr()
@@ -73,7 +73,7 @@ def test_codes_in_layout_are_packed_without_copy(spec, contract):
     right = laid_out(plain, contract)
     codes, packed = compiled.pack(right, contract)
     assert codes.data_ptr() == right.data.data_ptr() and packed.data_ptr() == right.scale.data_ptr()
-    assert same(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
+    assert equal_bits(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
 
 
 # --- the text that layers share ---------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_outputs_never_share_memory():
     assert len({t.untyped_storage()._cdata for t in out}) == 4
     spec = CastSpec("e4m3", (-1, -1), "fp32")
     row, col = compiled.unpack(*out[:2], 16, 16, spec, 1), compiled.unpack(*out[2:], 16, 16, spec, 0)
-    assert same(row, col)
+    assert equal_bits(row, col)
 
 
 def test_uncastable_tensor_is_rejected_while_tracing():

@@ -41,7 +41,9 @@ def piece(count: int, start: int, index: int, states: str, master: str, grad: to
     return Piece(weight, torch.zeros(count, dtype=grad), state, start, index, 1)
 
 
-def both(states: str, master: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> tuple[list[Piece], list[Piece]]:
+def make_pieces(
+    states: str, master: str, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> tuple[list[Piece], list[Piece]]:
     def made() -> list[Piece]:
         kinds = (torch.float32, torch.bfloat16)
         return [piece(*shape, i, states, master, kinds[i % 2]) for i, shape in enumerate(shapes)]
@@ -88,7 +90,7 @@ WITH = {"fp8": MASTERS[::3], "coat": MASTERS[1:3], "bf16": MASTERS[::2], "fp32":
 
 @pytest.mark.parametrize(("states", "master"), [(states, master) for states in STATES for master in WITH[states]])
 def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
-    one, other = both(states, master)
+    one, other = make_pieces(states, master)
     hyper = settings(states, master)
     for step, factor in ((1, None), (2, torch.tensor(0.7))):
         inputs, also = with_gradients(one, other, step)
@@ -97,12 +99,12 @@ def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
             adamw.step(also, hyper, factor)
         assert recorded == {"adamw_step": 4}, "one launch for each type of gradient, aligned or not"
     assert_same(one, other)
-    assert any(not torch.equal(p.weight, q.weight) for p, q in zip(one, both(states, master)[0], strict=True))
+    assert any(not torch.equal(p.weight, q.weight) for p, q in zip(one, make_pieces(states, master)[0], strict=True))
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
 def test_nonfinite_tiny_and_huge_values(states: str) -> None:
-    one, other = both(states, "bf16+16", [(128 * 12, 0), (1000, 256)])
+    one, other = make_pieces(states, "bf16+16", [(128 * 12, 0), (1000, 256)])
     for step in (1, 2):
         inputs, also = with_gradients(one, other, step)
         for p in (*inputs, *also):
@@ -118,7 +120,7 @@ def test_nonfinite_tiny_and_huge_values(states: str) -> None:
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "fp32"])
 def test_groups_shared_by_ranks_use_common_extrema(states: str) -> None:
-    one, other = both(states, "bf16+16")
+    one, other = make_pieces(states, "bf16+16")
     requested: list[list[int]] = [[], []]
 
     def agree(which: int):
@@ -138,7 +140,7 @@ def test_groups_shared_by_ranks_use_common_extrema(states: str) -> None:
 
 def test_many_pieces_in_one_launch() -> None:
     shapes = [((i * 37) % 300 + 1, 128 * i) for i in range(37)] + [(4096 * 2 + 1, 0), (16, 16)]
-    one, other = both("fp32", "fp32", shapes)
+    one, other = make_pieces("fp32", "fp32", shapes)
     inputs, also = with_gradients(one, other, 1)
     also = [p._replace(step=1 + p.index) for p in also]  # each with scalars of its own
     reference_step([p._replace(step=1 + p.index) for p in inputs], settings("fp32", "fp32"), None, None)
@@ -156,7 +158,7 @@ def test_registry_selects_kernel_on_gpu_and_reference_on_cpu() -> None:
     assert registry.select("adamw", recipe_or_spec=CastSpec(), device="cpu").backend.name == "reference"
     if not torch.cuda.is_available():  # a plan for another machine
         assert registry.select("adamw", recipe_or_spec=CastSpec(), device="cuda").backend.name == "triton"
-    one, other = both("fp8", "bf16+sr", SHAPES[:3])
+    one, other = make_pieces("fp8", "bf16+sr", SHAPES[:3])
     inputs, also = with_gradients(one, other, 1)
     registry.get("reference").adamw(inputs, settings("fp8", "bf16+sr"), None)
     with launches() as recorded:

@@ -60,7 +60,7 @@ def exact(q: Tensor, x: Tensor, scale: float) -> Tensor:
     return (((q.double()[:, None] @ k.mT) * scale).softmax(-1) @ v)[:, 0]
 
 
-def ask(lengths, queries: int, dim: int, dtype) -> Tensor:
+def make_queries(lengths, queries: int, dim: int, dtype) -> Tensor:
     return torch.randn(len(lengths), queries, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
@@ -73,7 +73,7 @@ def ask(lengths, queries: int, dim: int, dtype) -> Tensor:
 def test_attention_matches_fp64(queries, heads, dim, page, lengths, dtype, coded) -> None:
     """Within the rounding of the result, and 2^-14 of the largest value for that of p (fp32: 2^-19 for sums)."""
     cache = Pages(lengths, heads, dim, page, dtype, coded)
-    q, scale = ask(lengths, queries, dim, dtype), dim**-0.4
+    q, scale = make_queries(lengths, queries, dim, dtype), dim**-0.4
     with launches() as ran:
         got = cache.attend(q, scale)
     assert ran == {"attend_kernel": 1} and got.dtype == dtype and got.shape == q.shape
@@ -90,7 +90,7 @@ def test_attention_matches_fp64(queries, heads, dim, page, lengths, dtype, coded
 def test_sequence_result_is_batch_invariant(coded, monkeypatch) -> None:
     """Chunks of 32 tokens: sequences of one, of several, of whole ones; a table that is wider than all of them."""
     lengths, dtype = (70, 32, 5, 64, 0), torch.bfloat16
-    q = ask(lengths, 4, 64, dtype)
+    q = make_queries(lengths, 4, 64, dtype)
     full = Pages(lengths, 2, 64, 4, dtype, coded)
     one_chunk = full.attend(q, 0.2)
     monkeypatch.setattr(paged, "CHUNK", 32)
@@ -138,5 +138,5 @@ def test_nan_key_affects_only_its_sequence() -> None:
     cache = Pages((5, 6), 1, 64, 4, torch.bfloat16, False)
     bad = torch.full((1, 1, 64), torch.nan)
     paged.write(bad, bad, cache.places(0, 3)[2:], cache.codes, None, torch.bfloat16)
-    got = cache.attend(ask((5, 6), 2, 64, torch.bfloat16), 0.1)
+    got = cache.attend(make_queries((5, 6), 2, 64, torch.bfloat16), 0.1)
     assert got[0].isnan().all() and got[1].isfinite().all()

@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def near(got: Tensor, want: Tensor, terms: int = 1) -> None:
+def assert_near(got: Tensor, want: Tensor, terms: int = 1) -> None:
     """Compare within one rounding of the result and of fp32 sums."""
     eps = torch.finfo(got.dtype).eps
     allowed = eps * want.abs() + 2**-22 * terms * want.abs().max()
@@ -43,11 +43,11 @@ def test_products(dtype: torch.dtype, laid: bool, exact_products: None) -> None:
     x, w, bias = random(128, 100, dtype=dtype), random(130, 100, seed=1, dtype=dtype), random(130, seed=2, dtype=dtype)
     b = w.t() if laid else w.t().contiguous()
     y = row_products.product(x, b, bias, 0.5, 2.0, dtype)
-    near(y, 2 * x.double() @ w.double().t() + 0.5 * bias.double(), 100)
+    assert_near(y, 2 * x.double() @ w.double().t() + 0.5 * bias.double(), 100)
     for some in SOME:
         assert torch.equal(row_products.product(x[some], b, bias, 0.5, 2.0, dtype), y[some])
     wide = row_products.product(x[:, ::2][:5], b[::2], None, 1.0, 1.0, torch.float32)
-    near(wide, x[:5, ::2].double() @ b[::2].double(), 100)
+    assert_near(wide, x[:5, ::2].double() @ b[::2].double(), 100)
 
 
 @DTYPES

@@ -112,7 +112,7 @@ def test_plan_is_checked_once_per_machine(newer: pytest.MonkeyPatch) -> None:
                 fp8.apply(*network())
 
 
-def spoiled(method: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+def with_fault(method: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
     original = getattr(TRITON, method)
     return lambda *given, **more: spoil(original(*given, **more))
 
@@ -164,7 +164,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_reported_before_apply(newer: pytest.MonkeyPatch, fault: str) -> None:
     method, spoil, text = FAULTS[fault]
-    newer.setattr(TRITON, method, spoiled(method, spoil))
+    newer.setattr(TRITON, method, with_fault(method, spoil))
     model, plan = network()
     with pytest.raises(SelfCheckError, match=rf"(?s)^torch \S+ \(tested up to 2.0\) and triton .*: {text}") as raised:
         fp8.apply(model, plan)
@@ -212,7 +212,7 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
     (check,) = checks.values()
     with torch.no_grad():
         assert check() is None
-        monkeypatch.setattr(TRITON, method, spoiled(method, spoil))
+        monkeypatch.setattr(TRITON, method, with_fault(method, spoil))
         assert isinstance(check(), Mismatch)
 
 
@@ -309,7 +309,7 @@ def test_doctor_reports_checks(newer: pytest.MonkeyPatch) -> None:
     assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
-    newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))
+    newer.setattr(TRITON, "gemm_wgrad", with_fault("gemm_wgrad", add))
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrong results" in check.found
     assert "fp8.backend: reference" in check.fix
