@@ -159,7 +159,7 @@ def assert_models(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("recipe", [None, "blockwise"])
 def test_update_in_backward_equals_the_ordinary_step(recipe: str | None, clip: float) -> None:
     one, other = model(recipe), model(recipe)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's gradient is added up in some order
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the gradient of the embedding has a random order of sums
     try:
         train(one, fp8.AdamW, clip, False)
         train(other, fp8.AdamW, clip, True)
@@ -179,7 +179,7 @@ def test_clipped_step_does_not_synchronize(states: str) -> None:
         optimizer.step(factor=clip_factor(gradient_norm(created.parameters()), 1.0))
         optimizer.zero_grad()
 
-    step()  # kernels are compiled, states made
+    step()  # compiles kernels and allocates states
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

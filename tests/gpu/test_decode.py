@@ -24,7 +24,7 @@ SHAPES = ((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (3420, 1280)
 def test_every_recipe_on_every_shape(title: str, rows: int) -> None:
     for n, k in SHAPES:
         x, w = operands(title, "fwd", rows, n, k)
-        for gpu in list(loads())[: 2 if k == 1280 else 1]:  # each form more is a second of compiling
+        for gpu in list(loads())[: 2 if k == 1280 else 1]:  # each additional form takes a second to compile
             judge(decode(x, w, torch.float32, gpu=gpu), x, 1, w, 1, fast=True)
 
 

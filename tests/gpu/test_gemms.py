@@ -84,7 +84,7 @@ def operands(title: str, which: str, m: int, n: int, k: int) -> tuple[Quantized,
 def test_every_recipe_on_every_shape(title: str, which: str, shape: tuple[int, int, int]) -> None:
     a, b = operands(title, which, *shape)
     fast = which == "fwd" and title.split()[0] in ("tensorwise", "rowwise")
-    for gpu in list(loads())[: 2 if shape in SHAPES[2:4] else 1]:  # each form more is a second of compiling
+    for gpu in list(loads())[: 2 if shape in SHAPES[2:4] else 1]:  # each additional form takes a second to compile
         got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu)
         judge(got, a, DIMS[which][0], b, DIMS[which][1], fast)
 
@@ -139,7 +139,7 @@ def test_replays_in_graph_without_synchronization() -> None:
 
 
 def routed(*sizes: int) -> Groups:
-    chosen = torch.cat([torch.full((n,), e) for e, n in enumerate((*sizes, 200))])  # the last ones are nobody's
+    chosen = torch.cat([torch.full((n,), e) for e, n in enumerate((*sizes, 200))])  # the last rows belong to no expert
     return group_rows(chosen, len(sizes)).groups
 
 

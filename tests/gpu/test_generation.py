@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("pydantic")  # these three packages configure runs and read rows
 pytest.importorskip("ruamel.yaml")
 pytest.importorskip("pyarrow")
 pytest.importorskip("triton")

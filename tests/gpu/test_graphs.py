@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("pydantic")  # these three packages configure runs and read rows
 pytest.importorskip("ruamel.yaml")
 pytest.importorskip("pyarrow")
 
@@ -70,7 +70,7 @@ def test_failed_capture_gives_reason_and_cleans_up() -> None:
     torch.randn(3, device="cuda")
     pool = torch.cuda.graph_pool_handle()
     with pytest.raises(RuntimeError, match="capturing"):
-        CudaGraph(pool).capture(lambda: torch.randn(3, device="cuda").cpu())  # a copy that waits
+        CudaGraph(pool).capture(lambda: torch.randn(3, device="cuda").cpu())  # a synchronizing copy
     assert torch.equal(torch.randn(3, device="cuda"), expected)
     again, x = CudaGraph(pool), torch.ones(3, device="cuda")
     out = again.capture(lambda: x * 2)

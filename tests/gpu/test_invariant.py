@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers")
-pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("pydantic")  # these three packages configure runs and read rows
 pytest.importorskip("ruamel.yaml")
 pytest.importorskip("pyarrow")
 pytest.importorskip("triton")

@@ -66,7 +66,7 @@ def test_layer_of_8b_model_saves_counted_bytes(activations: str, most: int) -> N
     out = hidden(model, ids)
     for handle in handles:
         handle.remove()
-    output = tokens * LAYER["hidden_size"] * 2  # which is no part of what the layer keeps
+    output = tokens * LAYER["hidden_size"] * 2  # not saved by the layer
     asked, saved = (results[1][i] - results[0][i] - output for i in (0, 1))
     del out
     with count_saved(model, [("layer", layer)]) as accountant:
@@ -102,7 +102,7 @@ def test_peak_memory_is_sum_of_kinds() -> None:
         optimizer.zero_grad(set_to_none=True)
         return float(results.detach())
 
-    first = step()  # makes states and codes
+    first = step()  # allocates states and codes
     with count_saved(model, models.describe(model).layers(model)) as accountant:
         results = loss()
     activations = accountant.report().total
@@ -132,5 +132,5 @@ def test_peak_memory_is_sum_of_kinds() -> None:
     print({kind: f"{size / MIB:.0f} MiB" for kind, size in kinds.items()}, f"peak {peak / MIB:.0f} MiB")
     assert kinds["optimizer"] < 2.07 * count and 0.9e9 < count < 1e9 and last < first
     still = kinds["weights"] + kinds["optimizer"] + kinds["codes"]
-    assert standing == pytest.approx(still, rel=0.05)  # and workspaces of cuBLAS
+    assert standing == pytest.approx(still, rel=0.05)  # including workspaces of cuBLAS
     assert 0.9 * sum(kinds.values()) <= peak <= 1.05 * sum(kinds.values()) + 128 * MIB

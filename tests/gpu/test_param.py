@@ -22,7 +22,7 @@ RECIPES = ["blockwise", "rowwise", "tensorwise"]
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(512, 1336), nn.Linear(1336, 512)  # 1336: no multiple of 128
+        self.up, self.down = nn.Linear(512, 1336), nn.Linear(1336, 512)  # 1336: not a multiple of 128
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.silu(self.up(x)))

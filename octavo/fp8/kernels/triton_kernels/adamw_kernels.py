@@ -73,8 +73,8 @@ def philox_words(c0, step, index, seed):
 
 @triton.jit
 def _constant(like, value: tl.constexpr):
-    """A tensor like ``like``, filled with one number: a division by a literal could become a product with its rounded
-    inverse."""
+    """Return a tensor like ``like``, filled with a number: a division by a literal could become a product with its
+    rounded inverse."""
     return tl.zeros_like(like) + value
 
 
@@ -116,7 +116,8 @@ def _extrema(z):
 
 @triton.jit
 def _dither(element, step, index, seed):
-    """The dither added to second moments before truncation, int32 from 0 to 65535: a Weyl sequence over the steps.
+    """Return the dither added to second moments before truncation, int32 from 0 to 65535: a Weyl sequence over the
+    steps.
 
     ``element``: the lower 32 bits of the element's index in the parameter, uint32.
     """
@@ -138,7 +139,7 @@ def _grid(word):
 
 @triton.jit
 def _word(v):
-    """The word, int32 [R, 1], that encodes the grid of each row of second moments v [R, 128]."""
+    """Return the word, int32 [R, 1], that encodes the grid of each row of second moments v [R, 128]."""
     low, high = _extrema(v)
     # A row of zeros has no smallest value, and a bad row no width that fits in int32: their words are fixed below.
     plain = (high == 0) | (high >= TOP_BITS)
@@ -249,13 +250,13 @@ def _canonical_nan(w):
 
 @triton.jit
 def _upper_half(bits):
-    """The upper 16 bits of int32 patterns, as bf16."""
+    """Return the upper 16 bits of int32 patterns, as bf16."""
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _pointer(where, begin, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to element ``begin`` of the tensor of TYPE at the address ``where``, int64."""
+    """Return a pointer to element ``begin`` of the tensor of TYPE at the address ``where``, int64."""
     if ALIGNED:
         # The hints let the compiler move 8 to 16 bytes per thread: it knows nothing of loaded addresses.
         where = tl.multiple_of(where, 16)

@@ -48,7 +48,8 @@ Jobs = tuple[Job, ...]
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one program's tile, its warps, and the most registers a thread may take (None: any)."""
+    """Rows and columns of one program's tile, its warps, and the most registers a thread may take, or None for no
+    limit."""
 
     rows: int
     cols: int
@@ -123,7 +124,7 @@ def run(
                 as_bytes(out.scale).copy_(stored)
         return laid
 
-    # Maxima that the cast cannot take from its own tiles need a pass of their own before it.
+    # Maxima that the cast cannot take from its own tiles need a separate pass before it.
     tops = {} if amax is None else {spec.block: amax.view(torch.int32) for spec, _ in jobs}
     if plan.longer:
         tops = _maxima(x, plan.longer, groups)
@@ -145,7 +146,7 @@ class Plan(NamedTuple):
     """The parts of a cast that follow from shape, strides and specs."""
 
     rooms: tuple[BufferShapes, ...]  # of each job
-    longer: tuple[tuple[int, int], ...]  # blocks longer than a tile, whose amax takes a pass of its own
+    longer: tuple[tuple[int, int], ...]  # blocks longer than a tile, whose amax takes a separate pass
     grid: tuple[int, int]
     sizes: tuple[int, ...]  # strides of x, rows, columns, tiles per row of tiles
     numbers: tuple[tuple[int, ...], ...]  # of each job: pitch of the codes, strides of the scales
@@ -211,18 +212,18 @@ def _batch_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, i
 
 
 def facts(spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
-    """The constant that describes a cast to the kernel."""
+    """Return the constant that describes a cast to the kernel."""
     e5m2, e8m0 = spec.format == "e5m2", spec.scale == "e8m0"
     return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, scale_given, *padding)
 
 
 def _transpose(spec: CastSpec) -> CastSpec:
-    """The same cast of the transpose."""
+    """Return the cast of the transpose that gives the same codes."""
     return CastSpec(spec.format, (spec.block[1], spec.block[0]), spec.scale)
 
 
 def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
-    """The tile that fits these casts best: see the top of this file."""
+    """Return the best tile for these casts: see the module docstring."""
     spec, contract = jobs[0]
     if len(jobs) == 1 and spec.block == (1, -1) and contract == 1 and cols <= LONGEST_ROW and not amax_given:
         width = max(128, 1 << (cols - 1).bit_length())
@@ -246,12 +247,12 @@ def _fits(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int
 
 
 def _extent(size: int, side: int, padding: int) -> int:
-    """The end of the padded blocks of one dimension, in elements."""
+    """Return the end of the padded blocks of one dimension, in elements."""
     return 1 if side == -1 else round_up(ceil_div(size, side), padding) * side
 
 
 def _access(batch: int, rows: int, cols: int, strides: tuple[int, int, int]) -> tuple[bool, int]:
-    """Whether rows of x are contiguous, and the power of two up to 16 that divides their length and strides."""
+    """Return whether rows of x are contiguous, and the power of two up to 16 that divides their length and strides."""
     if strides[2] != 1 and cols != 1:
         return False, 1
     return True, math.gcd(16, cols, strides[1] if rows > 1 else 0, strides[0] if batch > 1 else 0)
@@ -371,7 +372,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def convert_to_k_major(q: Quantized, contract: int) -> Operand:
-    """``layout.k_major``, with a kernel for the copy of codes where one is needed."""
+    """Convert as ``layout.k_major``, with a kernel for the copy of codes if one is needed."""
     return layout.k_major(q, contract, copy_to_layout)
 
 

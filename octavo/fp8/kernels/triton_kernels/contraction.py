@@ -62,7 +62,7 @@ def place(pid, rows, cols, GROUP: tl.constexpr):
 
 @triton.jit
 def _scale(scales, step, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """The fp32 scales of the tile's BLOCK rows at one step: [BLOCK], or a scalar if the rows share one."""
+    """Return the fp32 scales of the tile's BLOCK rows at one step: [BLOCK], or a scalar if the rows share one."""
     ptr, free, limit, stride_f, stride_k = scales
     if GRAIN.free == 1:
         row = free + tl.arange(0, BLOCK)
@@ -118,7 +118,7 @@ def _split_scale(scale):
 
 @triton.jit
 def _load_pointers(codes, TMA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The descriptor, or pointers [BLOCK, BLOCK_K] to a tile at step 0."""
+    """Return the descriptor, or pointers [BLOCK, BLOCK_K] to a tile at step 0."""
     source, row, rows, held = codes
     if TMA:
         return source
@@ -156,7 +156,7 @@ def _e8m0(scales, step, steps, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
-    """The tile in fp32, all scales applied; see :func:`contract_scaled` and :func:`apply_whole_scales`."""
+    """Return the tile in fp32 with all scales applied; see :func:`contract_scaled` and :func:`apply_whole_scales`."""
     return apply_whole_scales(
         contract_scaled(a, b, a_scales, b_scales, first, last, FORM, TILE), a_scales, b_scales, FORM, TILE
     )
@@ -164,7 +164,8 @@ def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl
 
 @triton.jit
 def contract_scaled(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
-    """The tile, fp32 [m, n], summed over ``first`` to ``last`` of the contraction, with scales that change along it.
+    """Return the tile, fp32 [m, n], summed over ``first`` to ``last`` of the contraction, with scales that change along
+    it.
 
     ``a``, ``b``, ``a_scales`` and ``b_scales`` are the tuples above. ``first`` and ``last`` are multiples of 128 or the
     end of the contraction, from which on codes are zero.
@@ -215,7 +216,7 @@ def contract_scaled(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, T
             # Promotion without scales: the step's product starts from zero and is added in fp32.
             acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
         else:
-            # Fast: the tensor core accumulates, with the precision of its own sums.
+            # Fast: the tensor core accumulates, in the precision of its sums.
             acc = tl.dot(a_codes, b_codes.T, acc)
     return acc
 

@@ -102,7 +102,7 @@ def join_kernel(
     c = col + tl.arange(0, TILE.n)
     inside = (r < M)[:, None] & (c < N)[None, :]
     where = parts + r.to(tl.int64)[:, None] * N + c[None, :]
-    # Reduce in the order of the contraction, whatever M is: a row's bits must not depend on the batch.
+    # Reduce in the order of the contraction, for every M: the bits of a row must not depend on the batch.
     acc = tl.load(where, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         acc += tl.load(where + part * M * N, mask=inside, other=0.0)

@@ -41,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
-    """The same launch as Triton's, by the compiled kernel of an earlier launch of the same kind, if there is one."""
+    """Launch like Triton, by the compiled kernel of an earlier launch of the same kind if there is one."""
     device = driver.active.get_current_device()
     kinds: list[object] = [id(kernel), device, *options, *options.values()]
     for arg in args:
@@ -71,8 +71,8 @@ def _specialize_int(value: int) -> tuple[bool, bool, int]:
 
 
 def _specialize(arg: Any) -> object:
-    """The key of an argument that is neither a tensor nor an integer: dtype and block of a TMA descriptor, else the
-    type, also for None, which Triton compiles as a constant."""
+    """Return the key of an argument that is neither a tensor nor an integer: dtype and block of a TMA descriptor, else
+    the type, also for None, which Triton compiles as a constant."""
     return (arg.base.dtype, *arg.block_shape) if hasattr(arg, "block_shape") else type(arg)
 
 

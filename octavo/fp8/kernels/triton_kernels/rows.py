@@ -90,7 +90,7 @@ def attend(
 
 
 def sums(x: Tensor) -> Tensor:
-    """The sum of each row of x [R, N], as ``row_sums.sums``."""
+    """Return the sum of each row of x [R, N], as ``row_sums.sums``."""
 
     def begin() -> _Run:
         trial = _random(1, x, TRIAL_ROWS, x.shape[1])

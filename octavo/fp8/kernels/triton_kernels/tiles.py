@@ -109,7 +109,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The properties of a device that tiles depend on; CPU: the interpreter."""
+    """Return the properties of a device that tiles depend on; a CPU means the interpreter."""
     if device.type != "cuda":
         return Gpu(0, 1)
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -124,15 +124,15 @@ def scale_block(spec: CastSpec, contract: int) -> ScaleBlock:
     free, side = (0 if n == -1 else n for n in (spec.block[1 - contract], spec.block[contract]))
     if side not in (0, 32, 128) or free not in (0, 1, 128):
         raise CastError(
-            f"Triton's GEMMs take scales that hold for 32, 128 or all of the contraction, and for 1, 128 or all of the "
-            f"other dimension; {spec} contracted along dimension {contract} has blocks of {spec.block}. Cast that "
-            "operand along the contraction, or use backend='reference'."
+            "Triton's GEMMs support blocks with 32, 128 or all elements along the contraction and 1, 128 or all "
+            f"across it; {spec} contracted along dimension {contract} has blocks of {spec.block}. Cast "
+            "that operand along the contraction, or use backend='reference'."
         )
     return ScaleBlock(free, side, spec.scale == "e8m0", spec.format == "e5m2")
 
 
 def form(a: ScaleBlock, b: ScaleBlock, fast: bool, gpu: Gpu) -> Form:
-    """The form for two operands. ``fast``: the tensor core may accumulate, whatever its precision."""
+    """Return the form for two operands. ``fast``: the tensor core may accumulate in reduced precision."""
     blackwell = gpu.sm >= 100
     scaled = blackwell and all((g.free, g.side, g.e8m0) == (1, 32, True) for g in (a, b))
     exact = 100 <= gpu.sm < 120  # tensor cores of SM100 accumulate in fp32
@@ -142,7 +142,7 @@ def form(a: ScaleBlock, b: ScaleBlock, fast: bool, gpu: Gpu) -> Form:
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1, tallest: int = 256) -> Tile:
-    """The tile for ``batch`` results of [rows, cols], of at most ``tallest`` rows."""
+    """Return the tile for ``batch`` results of [rows, cols], of at most ``tallest`` rows."""
 
     def cost(candidate: tuple[Tile, float]) -> float:
         (m, n, *_), rate = candidate
@@ -167,7 +167,7 @@ def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
 
 
 def decode(what: Form, gpu: Gpu) -> Tile:
-    """The one tile of a product of few rows: the same for 1 row as for :data:`FEW`."""
+    """Return the tile of a product of few rows, the same for 1 row and for :data:`FEW`."""
     n, warps, stages = _DECODE[family(gpu.sm)]
     if what.scaled and gpu.sm < 120:
         return Tile(128, n, STEP, warps, stages - 2)  # tcgen05 applies scales to 128 rows at least
@@ -181,7 +181,7 @@ def contraction_per_program(cols: int, contracted: int, tile: Tile, gpu: Gpu) ->
 
 
 def options(what: Form, tile: Tile) -> dict[str, object]:
-    """The arguments of a launch that all GEMM kernels share."""
+    """Return the launch arguments that all GEMM kernels share."""
     return {"FORM": what, "TILE": tile, "GROUP_M": GROUP, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
