@@ -163,7 +163,7 @@ class WeightCache:
         Only a forward starts a new generation of codes. A backward that gets other values than the last forward (a
         weight that was offloaded and returned, gathered again, or replaced) casts them and keeps nothing. Codes are
         neither kept nor reused during a CUDA graph capture, unless weights do not change while the graph is in use
-        (`capture.weights_stay`): then it reads existing codes.
+        (`capture.assume_constant_weights`): then it reads existing codes.
         """
         self.captured = False
         if isinstance(parameter, Fp8Weight):

@@ -11,7 +11,7 @@ from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
 from octavo.fp8.memory.recompute import activation_checkpointing
 from tests import ranks
-from tests.fp8.blocks.test_fused_models import made
+from tests.fp8.blocks.test_fused_models import make_model
 from tests.fp8.memory.test_recompute import Block, same, stack, step
 
 
@@ -181,7 +181,7 @@ def test_fp8_layers_move_codes(how):
 def test_a_model_that_saves_fp8_goes_through_its_graph_twice(how):
     grads = []
     for offloads in (False, True):
-        model, described, inputs = made("qwen3")
+        model, described, inputs = make_model("qwen3")
         fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="on", activations="fp8"), described.components))
         activation_checkpointing(described.layers(model), how)
         if offloads:

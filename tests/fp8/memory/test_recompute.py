@@ -19,7 +19,7 @@ from octavo.fp8.memory.recompute import activation_checkpointing
 from octavo.fp8.proof import Proof
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from tests import ranks
-from tests.fp8.blocks.test_fused_models import made
+from tests.fp8.blocks.test_fused_models import make_model
 from tests.fp8.memory import test_accounting as test_kept
 from tests.fp8.memory.test_accounting import per_layer, qwen3
 from tests.models.conftest import MANY
@@ -191,7 +191,7 @@ def vision_model():
 
 
 def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict[str, Tensor], fp8.GemmCounts]:
-    model, described, inputs = vision_model() if family == "internvl" else made(family)
+    model, described, inputs = vision_model() if family == "internvl" else make_model(family)
     plan = fp8.plan(model, policy, described.components)
     fp8.apply(model, plan)
     activation_checkpointing(described.layers(model), how)
