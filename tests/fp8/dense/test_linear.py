@@ -410,7 +410,7 @@ def test_health_under_recomputation_is_the_same_and_taken_once(reentrant):
     with fp8.health() as h:
         y = m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
         y.square().sum().backward()
-    assert len(h._figures["0"]["x"]) == len(h._figures["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
+    assert len(h._metrics["0"]["x"]) == len(h._metrics["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
     with fp8.health() as plain:
         m(x).square().sum().backward()
     assert h.table() == plain.table()

@@ -388,7 +388,7 @@ def test_what_a_measurement_needs():
         ((9, 0), (2048, 8192), None, None, "N=2048 <= 2048, where FP8 is known to lose"),
         ((9, 0), (8192, 1024), None, None, "K=1024 <= 1024"),
         ((9, 0), (4096, 2048), None, None, "N=4096 <= 4096 and K=2048 <= 2048"),
-        ((9, 0), (8200, 8192), None, None, "no multiple of 16"),
+        ((9, 0), (8200, 8192), None, None, "not a multiple of 16"),
         ((9, 0), (1024, 4096), ("tensorwise",), None, "K=4096 <= 4096 and N=1024 <= 1024"),
         ((9, 0), (1025 + 15, 4096), ("tensorwise",), "tensorwise", "tensorwise"),
         ((10, 0), (8192, 8192), None, "mxfp8", "mxfp8"),

@@ -189,7 +189,7 @@ def test_another_call_signature_is_left():
     for p in block["experts"].parameters():
         nn.init.normal_(p)
     assert "experts called with (hidden_states)" in fp8.plan(block).table()
-    with pytest.raises(fp8.PlanError, match="rule.*asks for FP8, but none of its 2 layers can run"):
+    with pytest.raises(fp8.PlanError, match="rule.*requests FP8, but none of its 2 layers can run"):
         fp8.plan(block, fp8.Policy(rules=(fp8.Rule("experts", recipe="rowwise"),)))
 
 
