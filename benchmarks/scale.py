@@ -82,7 +82,7 @@ def load(folder: str, how: dict[str, Any], world: parallel.World) -> tuple[torch
     """(the model, bytes read, 0 where transformers reads)"""
     if world.size == 1:
         return models.load(folder, torch.bfloat16, **how), 0
-    unread = models.defer(folder, torch.bfloat16, **how)
+    unread = models.load_deferred(folder, torch.bfloat16, **how)
     parallel.shard(unread.model, models.describe(unread.model), world)
     return unread.model, parallel.fill(unread.model, unread, world)[1]
 
@@ -173,7 +173,7 @@ def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) ->
     """(bytes of each collective in a micro-batch with images of so many patches, bytes held) of the rank that has most,
     as `octavo plan` has them."""
     cfg = load_config_text(RUN.format(place=place), list(overrides))
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, _, _ = planning.plan_model(cfg, model, family, size)
     counts = {"foundation": 512, "lm_head": 512, "image_encoder": patches, "image_projector": patches // 4}
     tokens = Tokens(counts, 512, 64)

@@ -90,7 +90,7 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> str:
     if "video_grid_thw" in inputs:
         vision = model.config.vision_config
         as_images = models.as_images(inputs, vision.spatial_merge_size, model.config.image_token_id)
-        inputs = {**as_images, "position_ids": models.positions_of_rows(model, inputs)}
+        inputs = {**as_images, "position_ids": models.batch_positions(model, inputs)}
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()).item().hex()

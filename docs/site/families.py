@@ -9,10 +9,18 @@ import transformers
 
 from octavo import fp8, models
 from octavo.base.model_families import RECORDS
-from octavo.models.custom.register import is_own
-from octavo.models.folder.folder import quiet
+from octavo.models.custom.register import is_custom
+from octavo.models.folder.folder import silence_transformers
 from octavo.models.forward.packed import why_not_packed
-from octavo.models.forward.survey import COLUMNS, TRAINS, Surveyed, config_classes, summary, survey, whole
+from octavo.models.forward.survey import (
+    COLUMNS,
+    TRAINS,
+    FamilySupport,
+    config_classes,
+    full_default_config,
+    summary,
+    survey,
+)
 from octavo.parallel import ImageSharding, WorldError
 
 PAGE = Path(__file__).resolve().parents[1] / "families.md"
@@ -67,7 +75,7 @@ HEADINGS = (
 )
 
 
-def page(families: Sequence[Surveyed]) -> str:
+def page(families: Sequence[FamilySupport]) -> str:
     """The page, from a survey of the installed transformers."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *(_cells(one) for one in families)]
     trains = [one.model_type for one in families if one.here == TRAINS and (one.tower or one.audio)]
@@ -82,15 +90,15 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 def _trained(model_type: str) -> list[str]:
     """The line of a family that trains, computed by the code that would refuse it."""
-    with quiet():
-        model = models.empty(whole(config_classes()[model_type]))
+    with silence_transformers():
+        model = models.empty(full_default_config(config_classes()[model_type]))
     family = models.describe(model)
     rows = fp8.describe_layers(model, family.components)
     inside = {row.component for row in rows if row.kind in ("linear", "experts")}
     parts = [part for part in family.components if part in inside]
     packed = why_not_packed(model)
     test = TESTS["image" if family.has_vision else "audio"]
-    reader = "Octavo's" if is_own(model_type) else "transformers"
+    reader = "Octavo's" if is_custom(model_type) else "transformers"
     packs = "yes" if packed is None else f"no: {packed.removeprefix(f'model_type {model_type!r} ')}"
     shared = "no" if packed is not None else _shared(model, family)
     return [f"`{model_type}`", ", ".join(parts), packs, shared, f"`{test}`", reader, RECORDS[model_type].unsourced]
@@ -105,7 +113,7 @@ def _shared(model: transformers.PreTrainedModel, family: models.Family) -> str:
     return "yes"
 
 
-def _cells(one: Surveyed) -> list[str]:
+def _cells(one: FamilySupport) -> list[str]:
     *names, here = (cell.replace("|", "\\|").replace("*", "\\*") for cell in one.cells)
     return [*(", ".join(f"`{part}`" for part in name.split(", ")) if name else "" for name in names), here]
 

@@ -129,7 +129,7 @@ class Step:
         """The same captured as a CUDA graph, including the casts of weights."""
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with models.without_masks(self.model):
+        with models.disable_masks(self.model):
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     self.gradients()

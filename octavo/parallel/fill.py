@@ -24,7 +24,7 @@ class WeightSource(Protocol):
         self,
         window: Callable[[nn.Module, str], tuple[int, int]],
         place: Callable[[str, nn.Module, str, Tensor, Tensor | None], None],
-        largest: Callable[[Tensor], Tensor],
+        reduce_max: Callable[[Tensor], Tensor],
     ) -> int: ...
 
 
@@ -48,11 +48,11 @@ def fill(model: nn.Module, source: WeightSource, world: World) -> tuple[dict[str
         if half is not None:
             lower_halves[name] = shard_like(filled_by_id[id(empty)], half)
 
-    def largest(amax: Tensor) -> Tensor:
+    def reduce_max(amax: Tensor) -> Tensor:
         # As bit patterns: they sort like non-negative floats with NaN last, so a NaN on one rank reaches all.
         return world.all_reduce_max(amax.float().view(torch.int32)).view(torch.float32)
 
-    read = source.fill(window, place, largest)
+    read = source.fill(window, place, reduce_max)
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:

@@ -115,7 +115,7 @@ class ImageSharding:
         if (
             self.vision.sized
         ):  # tiling depends on whether the row has other images, which the model reads from counts per row
-            single = anyres.alone(batch["batch_num_images"])
+            single = anyres.only_images(batch["batch_num_images"])
             images.sort(key=lambda n: not single[n])
             inputs = {"batch_num_images": torch.tensor([1 if single[n] else 2 for n in images])}
         self._encoded = images
@@ -136,9 +136,9 @@ class ImageSharding:
         ids, vision = batch["input_ids"][0], self.vision
         places = (ids == self.family.image_token_id).nonzero().flatten()
         if vision.sized:
-            sizes = list(zip(batch["image_sizes"].tolist(), anyres.alone(batch["batch_num_images"]), strict=True))
-            patches = [vision.cells * anyres.tiles(self.model.config, *of) for of in sizes]
-            tokens = [anyres.tokens(self.model.config, *of) for of in sizes]
+            sizes = list(zip(batch["image_sizes"].tolist(), anyres.only_images(batch["batch_num_images"]), strict=True))
+            patches = [vision.cells * anyres.count_tiles(self.model.config, *of) for of in sizes]
+            tokens = [anyres.count_tokens(self.model.config, *of) for of in sizes]
         else:
             patches = vision.patches(batch)
             tokens = [vision.features(count) + vision.ends for count in patches]

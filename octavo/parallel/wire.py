@@ -159,7 +159,7 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
             module.__dict__[moe.EXCHANGE] = exchange
             experts += exchange.rows is not None or exchange.gradients is not None
         elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
-            coding = WireFormat.of_x(output.recipe, head_dim)
+            coding = WireFormat.for_inputs(output.recipe, head_dim)
             if coding is not None and {name for name, _ in module.named_children()} <= _ATTENTION_CHILDREN:
                 module.__dict__[WIRE_FORMAT_KEY] = coding
                 outputs += 1

@@ -17,7 +17,7 @@ from octavo.models.forward import survey
 from octavo.models.processors import stock
 from octavo.models.tiny import special_tokens, tiny
 from octavo.models.tiny.configs import CHECKPOINTS
-from octavo.models.tiny.parts import PAIRS, processor_files, qwen_vision, text, vision_ids
+from octavo.models.tiny.parts import PAIRS, decoder_fields, processor_files, qwen_vision_fields, vision_ids
 from octavo.parallel import ImageSharding
 from tests.models.conftest import batch
 
@@ -53,7 +53,7 @@ def test_few_files_name_a_family(sources):
     assert {family: files for family, files in named.items() if len(files) > MOST_FILES} == {}
 
 
-def test_each_record_has_what_it_names():
+def test_records_name_existing_processors_and_checkpoints():
     assert set(CHECKPOINTS) == set(tiny_families())
     for family in trained_families("images"):
         record = RECORDS[family]
@@ -65,7 +65,7 @@ def test_each_record_has_what_it_names():
     assert not trains_on(["qwen3_vl"], "images") and not trains_on("qwen3", "images", "sound")
 
 
-def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(tmp_path, monkeypatch):
+def test_family_is_added_by_record_processor_and_checkpoint(tmp_path, monkeypatch):
     """EXAONE 4.5, which transformers ships, and which is planned only: the three edits, as a change would make them."""
     library = pytest.importorskip("transformers.models.exaone4_5.processing_exaone4_5")
     from transformers import Exaone4_5_Config
@@ -86,8 +86,10 @@ def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(
     files = processor_files("Exaone4_5_Processor", "Qwen2VLImageProcessor", PAIRS, "Qwen2VLVideoProcessor")
 
     def exaone4_5(size, vocab, ids):
-        decoder = text(size, vocab, sliding_window=None, layer_types=["full_attention"] * 2, model_type="exaone4")
-        tower = qwen_vision(decoder["hidden_size"], depth=2, intermediate_size=128, num_key_value_heads=2)
+        decoder = decoder_fields(
+            size, vocab, sliding_window=None, layer_types=["full_attention"] * 2, model_type="exaone4"
+        )
+        tower = qwen_vision_fields(decoder["hidden_size"], depth=2, intermediate_size=128, num_key_value_heads=2)
         tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
         names = {name: vision_ids(ids)[name] for name in ("image_token_id", "video_token_id")}
         return Exaone4_5_Config(text_config=decoder, vision_config=tower, **names)
@@ -108,8 +110,8 @@ def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(
     assert loss.isfinite() and all(p.grad is not None for p in model.parameters())
     assert sum(models.vision_of(model.config).patches(inputs)) == len(inputs["pixel_values"])
     assert ImageSharding(model, models.describe(model), None) is not None
-    found = survey.look_at(Exaone4_5_Config)
-    assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of sliding_attention")
+    found = survey.survey_family(Exaone4_5_Config)
+    assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of type sliding_attention")
     page = runpy.run_path(str(ROOT / "docs/site/families.py"))["page"]([found])
     assert "| `exaone4_5` | image_encoder, image_projector, foundation | no: has layers of sliding_attention" in page
     parser = argparse.ArgumentParser()

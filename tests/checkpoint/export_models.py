@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from octavo.models.folder.folder import quiet
+from octavo.models.folder.folder import silence_transformers
 from octavo.models.tiny import tiny
 
 TEXT = {
@@ -55,7 +55,7 @@ def write(family: str, directory: Path, **more: int) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     config = AutoConfig.from_pretrained(directory)
     torch.manual_seed(0)
-    with quiet():
+    with silence_transformers():
         model = auto(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for p in model.parameters():
@@ -81,7 +81,7 @@ def auto(config):
 def stock(path: Path, dtype: torch.dtype = torch.float32, **more):
     """The model of a folder in stock transformers, with nothing missing and nothing unexpected."""
     config = AutoConfig.from_pretrained(path)
-    with quiet():
+    with silence_transformers():
         model, info = auto(config).from_pretrained(path, dtype=dtype, output_loading_info=True, **more)
     wrong = {key: found for key, found in info.items() if found}
     assert not wrong, wrong

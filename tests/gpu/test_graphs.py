@@ -52,7 +52,7 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
                 parts = found.run(given, keep, ids[:, 1:], weight) if graphs else None
                 if parts is None:
                     on = [t.cuda() for t in (keep, ids[:, 1:], weight)]
-                    with models.without_masks(model):
+                    with models.disable_masks(model):
                         loss = loss_at({"input_ids": ids.cuda(), "meta": Meta()}, *on)
                     loss.total.backward()
                     parts = loss.parts

@@ -151,7 +151,7 @@ def test_what_stock_transformers_honours_it_equals(fields: dict, tmp_path: Path)
     stock = MptForCausalLM(MptConfig(**{**SIZES, **fields, "initializer_range": 0.3})).eval()
     stock.save_pretrained(tmp_path / "stock")
     ours = models.load(tmp_path / "stock")
-    assert isinstance(ours, mpt.MPTForCausalLM) and mpt.not_in_stock(ours.config) == []
+    assert isinstance(ours, mpt.MPTForCausalLM) and mpt.ignored_by_stock(ours.config) == []
     ids, mask = torch.stack([IDS, IDS.flip(0)]), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_rows_beyond_the_positions_end_a_run_before_it_begins(saved: Path) -> No
     words = [f"model.path={saved}", "train.seq_length=17", "train.steps=1"]
     cfg = load_config_text("data: {train: [{path: x.json}]}\nrun: {dir: out}", words)
     with pytest.raises(ModelError, match=r"train.seq_length is 17, .* is an MPT of 16 learned positions.*Lower train"):
-        planning.model_of(cfg)
+        planning.meta_model(cfg)
     assert models.why_too_long(models.read_config(saved), 16) is None
     alibi = mpt.MPTConfig(**{**SIZES, "attn_config": {"alibi": True}})
     assert "raise max_seq_len in config.json" in str(models.why_too_long(alibi, 17))
@@ -354,7 +354,7 @@ def test_a_folder_says_all_and_is_read_back(saved: Path, tmp_path: Path) -> None
     both = {f"{part}.{leaf}" for part in (*parts, "transformer.norm_f") for leaf in ("weight", "bias")}
     assert names == both | {"transformer.wte.weight", "transformer.wpe.weight"}
     torch.testing.assert_close(logits(models.load(saved), IDS).double(), logits(made(), IDS), rtol=1e-4, atol=1e-4)
-    ignored = mpt.not_in_stock(models.read_config(saved))
+    ignored = mpt.ignored_by_stock(models.read_config(saved))
     assert ignored == ["learned_pos_emb", "attn_config.alibi", "no_bias"]
 
     def of_the_hub(config, tensors) -> None:
@@ -452,12 +452,12 @@ def test_tensors_that_contradict_the_configuration_are_refused(
 def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: dict[str, float]) -> None:
     config = mpt.MPTConfig(**{**SIZES, "d_model": 256, "n_heads": 4, "vocab_size": 300}, init_config=init)
     config.save_pretrained(tmp_path)
-    drawn = dict(models.fresh(tmp_path, seed=3).named_parameters())
+    drawn = dict(models.init_model(tmp_path, seed=3).named_parameters())
     for part, wanted in spreads.items():
         found = [float(value.detach().std()) for name, value in drawn.items() if name.endswith(f"{part}.weight")]
         assert found and found == pytest.approx([wanted] * len(found), rel=0.05), part
     assert all(not value.any() for name, value in drawn.items() if name.endswith(".bias"))
-    given = dict(models.fresh(tmp_path, seed=3, std=0.07).named_parameters())[
+    given = dict(models.init_model(tmp_path, seed=3, std=0.07).named_parameters())[
         "transformer.blocks.0.ffn.down_proj.weight"
     ]
     assert float(given.detach().std()) == pytest.approx(0.07, rel=0.05)
@@ -478,7 +478,7 @@ def test_a_scheme_that_is_not_known_is_refused_where_weights_are_drawn(saved: Pa
     )
     models.load(folder)
     with pytest.raises(ModelError, match="init_config.name is 'xavier_normal_'"):
-        models.fresh(folder)
+        models.init_model(folder)
 
 
 def test_fp8_by_the_plan_in_every_linear_layer_of_the_blocks(saved: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_decoder_that_ties_its_head(checkpoint, tmp_path) -> None:
     weights = load_file(file)
     del weights["lm_head.weight"]
     save_file(weights, file, {"format": "pt"})
-    one = export(models.stream(folder), folder, tmp_path / "one", "bf16").directory
+    one = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
     edit(one / "config.json", "tie_word_embeddings")
     assert "llm.lm_head.weight" not in load_file(one / "model.safetensors")
     for place in (folder, one):
@@ -105,7 +105,7 @@ def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
         verify(folder)
     with pytest.raises(models.ModelError, match="octavo convert takes only models in one folder"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
-    made = export(models.stream(folder), folder, tmp_path / "one", "bf16").directory
+    made = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
     assert not any(file.is_dir() for file in made.iterdir())
     told = json.loads((made / "config.json").read_text())
     assert told["architectures"] == ["NVILALiteForConditionalGeneration"] and told["dtype"] == "bfloat16"
@@ -136,14 +136,14 @@ def test_other_tokens_above_the_table_are_warned_of(checkpoint, tmp_path) -> Non
 def test_fp8_folders_of_own_families_hold_what_was_loaded(checkpoint, tmp_path, family) -> None:
     """In FP8 throughout, names on disk unlike those in memory: read back, and by values beside the original."""
     folder, every = checkpoint(family), ("image_encoder", "image_projector")
-    made = export(models.stream(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
+    made = export(models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
     found, original = models.load(made), dict(models.load(folder).named_parameters())
     codes = {name: p for name, p in found.named_parameters() if is_frozen(p)}
     assert {models.describe(found).component_of(name) for name in codes} >= {"foundation", *every}
     for name, weight in codes.items():
         error = (weight.dequantize() - original[name]).norm() / original[name].norm()
         assert 0 < error < 0.05, name
-    again = export(models.stream(made), made, tmp_path / "again", "fp8-dynamic", include=every).directory
+    again = export(models.iter_weights(made), made, tmp_path / "again", "fp8-dynamic", include=every).directory
     first, second = (load_file(place / "model.safetensors") for place in (made, again))
     assert list(first) == list(second)
     assert all(torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)) for name, value in first.items())

@@ -11,7 +11,7 @@ from PIL import Image
 from octavo import models
 from octavo.models.custom import nvila
 from octavo.models.custom.nvila.images import NvilaImages
-from octavo.models.custom.nvila.scales import Cut, blocks_of, cut_of, seen_of, stitch
+from octavo.models.custom.nvila.scales import Cut, make_blocks, make_cut, stitch, used_tiles
 from tests.models.conftest import some_image
 from tests.models.three_folders import edit, split
 
@@ -55,10 +55,10 @@ def test_tiles_are_the_largest_scale_then_the_smaller_ones_then_black() -> None:
 def test_blocks_have_all_scales_side_by_side() -> None:
     """The smallest scale's channels first; maps resized by area, in fp32 also of BF16 features."""
     torch.manual_seed(0)
-    one, other = cut_of((2, 2, 3), (1, 4)), cut_of((1, 1, 1), (1, 4))
-    assert one == Cut(2, 3, (1, 2), 12) and seen_of([one, other]) == [*range(11), 12]
+    one, other = make_cut((2, 2, 3), (1, 4)), make_cut((1, 1, 1), (1, 4))
+    assert one == Cut(2, 3, (1, 2), 12) and used_tiles([one, other]) == [*range(11), 12]
     features = torch.randn(12, 4, 4, 5).bfloat16()
-    wide, single = blocks_of(features, [one, other], 3)
+    wide, single = make_blocks(features, [one, other], 3)
     assert wide.shape == (6, 4, 4, 15) and torch.equal(single, features[11:].repeat(1, 1, 1, 3))
     largest = torch.cat([torch.cat(list(features[3 * row : 3 * row + 3]), 1) for row in range(2)], 0)  # [8, 12, 5]
     middle = torch.cat([torch.cat(list(features[7 + 2 * row : 9 + 2 * row]), 1) for row in range(2)], 0)

@@ -25,7 +25,7 @@ from octavo.models import ModelError
 from octavo.models.custom import onevision, register
 from octavo.models.custom.onevision import segments
 from octavo.models.custom.onevision.tower import rotate
-from octavo.models.weights.random_init import draw
+from octavo.models.weights.random_init import init_deferred
 from tests.models.conftest import batch
 from tests.models.published import as_published
 
@@ -97,7 +97,7 @@ def test_class_tokens_are_loaded_and_angles_made(published, how):
 def test_a_model_that_ranks_fill_has_class_tokens_and_angles_before_its_weights(published, loaded):
     """Buffers are whole on every rank; a model that is drawn has no class token yet."""
     wanted = dict(loaded.named_buffers())
-    for made in (models.defer(published).model, draw(published).model):
+    for made in (models.load_deferred(published).model, init_deferred(published).model):
         assert all(p.is_meta for p in made.parameters())
         found = dict(made.named_buffers())
         drawn = {name for name in wanted if not torch.equal(found[name], wanted[name])}
@@ -139,7 +139,9 @@ def test_words_are_read_as_qwen3_reads_them(published, loaded, tmp_path):
 
 def test_positions_count_tokens(loaded):
     """Of images too: the three axes of Qwen2.5-VL, whose processor this family has, are not its own."""
-    assert models.positions(loaded, models.describe(loaded), torch.arange(7))[0].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    assert models.prompt_positions(loaded, models.describe(loaded), torch.arange(7))[0].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6]
+    ]
     ids, pixels, grid = asked(loaded, (4, 4))
     inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
     with torch.no_grad():
@@ -152,10 +154,10 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
         model_type = KIND
 
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, KIND, Other)
-    assert not register.is_own(KIND)
+    assert not register.is_custom(KIND)
     register._register(register.FAMILIES[KIND])
     assert CONFIG_MAPPING[KIND] is Other
-    with pytest.raises(ModelError, match="asks to run Python code"):
+    with pytest.raises(ModelError, match="requires Python code"):
         models.read_config(published)
 
 
@@ -189,7 +191,7 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "model"))
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "temporal_patch_size": 2}))
-    with pytest.raises(ModelError, match="temporal_patch_size 1, and preprocessor_config.json 2"):
+    with pytest.raises(ModelError, match="temporal_patch_size is 1 in config.json but 2 in preprocessor_config.json"):
         models.load_processor(folder)
     twice = inputs["pixel_values"].repeat_interleave(2, 1)
     with pytest.raises(ValueError, match=r"takes \[patches, 48\].*temporal_patch_size 1"):
@@ -205,7 +207,7 @@ def test_patches_come_in_the_order_of_their_places(published):
     made = processor(images=[picture], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [[1, high, wide]]
     found = ((made["pixel_values"] * 0.5 + 0.5) * 255).mean(1).round().long()
-    rows, columns = segments.places([(1, high, wide)], 2, torch.device("cpu")).unbind(1)
+    rows, columns = segments.patch_positions([(1, high, wide)], 2, torch.device("cpu")).unbind(1)
     assert (rows * wide + columns).tolist() == found.tolist()
     assert found[:6].tolist() == [0, 1, wide, wide + 1, 2, 3]  # block by block of 2 x 2
 
@@ -354,7 +356,7 @@ def published_offsets(self: segments.Segments, x: Tensor) -> Tensor:
 def test_class_tokens_of_earlier_images_are_counted():
     """Patches are numbered from 0, class tokens are -1. With the published offsets the second image begins with its own
     class token and its last patch is lost; the third begins with two strangers."""
-    of = segments.Segments.of([(1, 2, 2), (1, 1, 3), (2, 1, 2)], torch.device("cpu"))
+    of = segments.Segments.from_grid([(1, 2, 2), (1, 1, 3), (2, 1, 2)], torch.device("cpu"))
     assert of.edges.tolist() == [0, 5, 9, 12, 15] and of.longest == 5
     rows = of.with_class(torch.arange(11)[:, None], torch.tensor([[-1]]))
     assert rows.flatten().tolist() == [-1, 0, 1, 2, 3, -1, 4, 5, 6, -1, 7, 8, -1, 9, 10]

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from octavo import models
-from octavo.models.folder.quantization import by_parts, by_pattern, by_target, exact, parse, to_config
+from octavo.models.folder.quantization import (
+    matches_exactly,
+    matches_parts,
+    matches_pattern,
+    matches_target,
+    parse,
+    to_config,
+)
 from tests.models.fp8_folders import BLOCK, CHANNEL, CT_BLOCK, TENSOR, compressed
 
 Q = models.Quantization
@@ -115,19 +122,19 @@ W = ("config_groups", "group_0", "weights")
             {"quant_method": "fp8", "activation_scheme": "dynamic"},
             "without weight_block_size means one scale for each tensor",
         ),
-        ({**BLOCK, "weight_block_size": [128]}, r"weight_block_size is \[128\]; two whole numbers"),
-        ({**BLOCK, "weight_block_size": [0, 128]}, "two whole numbers"),
+        ({**BLOCK, "weight_block_size": [128]}, r"weight_block_size is \[128\]; it must be two integers"),
+        ({**BLOCK, "weight_block_size": [0, 128]}, "it must be two integers"),
         ({**BLOCK, "activation_scheme": "static"}, "activation_scheme 'static'"),
         ({**BLOCK, "fmt": "e5m2"}, "fmt is 'e5m2'; Octavo reads e4m3"),
         ({**BLOCK, "scale_fmt": "int"}, "scale_fmt is 'int'"),
         ({**BLOCK, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
         ({**BLOCK, "modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
         ({**BLOCK, "modules_to_not_convert": "lm_head"}, "not a list of names"),
-        ({**BLOCK, "modules_to_not_convert": ["(lm_head"]}, "no regular expression"),
+        ({**BLOCK, "modules_to_not_convert": ["(lm_head"]}, "is not a regular expression"),
         ({**CHANNEL, "quantization_status": "frozen"}, "quantization_status is 'frozen'; only 'compressed'"),
         ({**CHANNEL, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({**CHANNEL, "config_groups": {}}, "config_groups is missing or empty"),
-        ({**CHANNEL, "ignore": ["re:("]}, "no regular expression"),
+        ({**CHANNEL, "ignore": ["re:("]}, "is not a regular expression"),
         (changed(CHANNEL, ("config_groups", "group_0", "format"), "pack-quantized"), "group_0 has format 'pack-quant"),
         (changed(CHANNEL, (*W, "num_bits"), 4), "weights.num_bits is 4"),
         (changed(CHANNEL, (*W, "type"), "int"), "weights.type is 'int'"),
@@ -181,15 +188,17 @@ NAMES = ["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.11.mlp.gate", 
 
 def test_each_loaders_rule():
     listed = ["lm_head", "model.layers.1", "mlp.gate"]
-    assert [exact(n, listed) for n in NAMES] == [True, False, False, False]
-    assert [by_parts(n, listed) for n in NAMES] == [True, True, True, False]
-    assert not by_parts("model.layers.0.mlp.gate_up_proj", ["mlp.gate"])
-    assert [by_pattern(n, listed) for n in NAMES] == [True, True, True, False]
-    assert exact("model.layers.0.mlp.experts", ["model.layers.0.mlp.experts.0.up_proj"])
-    assert by_parts("visual.blocks.0.attn.qkv", ["model.visual.blocks"])
-    assert by_pattern("model.layers.3.mlp.up_proj", [r"model\.layers\.\d+\.mlp"]) and not by_pattern("a.b", [])
-    assert [by_target(n, ["re:.*visual.*", "lm_head"]) for n in NAMES] == [True, False, False, True]
-    assert by_target("anything", ["Linear"]) and not by_target("anything", ["Linear"], ("Embedding",))
+    assert [matches_exactly(n, listed) for n in NAMES] == [True, False, False, False]
+    assert [matches_parts(n, listed) for n in NAMES] == [True, True, True, False]
+    assert not matches_parts("model.layers.0.mlp.gate_up_proj", ["mlp.gate"])
+    assert [matches_pattern(n, listed) for n in NAMES] == [True, True, True, False]
+    assert matches_exactly("model.layers.0.mlp.experts", ["model.layers.0.mlp.experts.0.up_proj"])
+    assert matches_parts("visual.blocks.0.attn.qkv", ["model.visual.blocks"])
+    assert matches_pattern("model.layers.3.mlp.up_proj", [r"model\.layers\.\d+\.mlp"]) and not matches_pattern(
+        "a.b", []
+    )
+    assert [matches_target(n, ["re:.*visual.*", "lm_head"]) for n in NAMES] == [True, False, False, True]
+    assert matches_target("anything", ["Linear"]) and not matches_target("anything", ["Linear"], ("Embedding",))
 
 
 def test_patterns_agree_with_transformers():
@@ -199,7 +208,7 @@ def test_patterns_agree_with_transformers():
     listed = [["lm_head"], ["model.layers.1"], ["mlp.gate"], ["gate"], [r"model\.layers\.\d+"], ["visual", "up_proj"]]
     for patterns in listed:
         for name in NAMES:
-            assert by_pattern(name, patterns) == (not theirs(name, patterns)), (name, patterns)
+            assert matches_pattern(name, patterns) == (not theirs(name, patterns)), (name, patterns)
 
 
 def test_targets_agree_with_compressed_tensors():
@@ -207,7 +216,10 @@ def test_targets_agree_with_compressed_tensors():
     layer = nn.Linear(2, 2)
     for targets in (["Linear"], ["re:.*mlp.*"], ["lm_head"], ["Embedding", "visual.blocks.0.attn.qkv"], ["re:mlp"]):
         for name in NAMES:
-            assert by_target(name, targets, ("Linear", "Module")) == is_match(name, layer, targets), (name, targets)
+            assert matches_target(name, targets, ("Linear", "Module")) == is_match(name, layer, targets), (
+                name,
+                targets,
+            )
 
 
 def test_an_octavo_cast_for_every_kind():

@@ -51,27 +51,27 @@ def all_of(model):
 def test_as_the_family_initialises_it(bare, family):
     folder, wanted = bare(family)
     state = torch.random.get_rng_state()
-    model = models.fresh(folder, seed=5)
+    model = models.init_model(folder, seed=5)
     assert torch.equal(torch.random.get_rng_state(), state) and not model.training
     found = all_of(model)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert model.generation_config.eos_token_id == model.config.get_text_config().eos_token_id
-    other = models.fresh(folder, seed=6).state_dict()
+    other = models.init_model(folder, seed=6).state_dict()
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
 
 
 def test_narrow_and_split_are_of_the_same_numbers(bare):
     folder, wanted = bare("qwen3_vl")
-    low = models.fresh(folder, torch.bfloat16, seed=5)
+    low = models.init_model(folder, torch.bfloat16, seed=5)
     assert all(torch.equal(p, wanted[name].bfloat16()) for name, p in low.named_parameters())
     assert all(buffer.dtype == torch.float32 for _, buffer in low.named_buffers())
     assert low.config.dtype == low.config.text_config.dtype == torch.bfloat16
-    high, lows = models.split(models.fresh(folder, seed=5), "cpu")
+    high, lows = models.split_model(models.init_model(folder, seed=5), "cpu")
     assert {p.dtype for p in high.parameters()} == {torch.bfloat16} and set(lows) <= set(wanted) and lows
 
 
 def test_the_spread_of_normal_weights(bare):
-    model = models.fresh(bare("qwen3_vl")[0], seed=5, std=0.5)
+    model = models.init_model(bare("qwen3_vl")[0], seed=5, std=0.5)
     for part in (model.model.visual, model.model.language_model):
         spread = [float(p.detach().std()) for p in part.parameters() if p.dim() == 2 and p.numel() > 4000]
         assert spread and all(0.45 < one < 0.55 for one in spread)
@@ -82,18 +82,18 @@ def test_what_cannot_be_drawn_is_refused(bare, tmp_path, monkeypatch):
 
     folder = bare("qwen3_moe")[0]
     with pytest.raises(ModelError, match="is not a folder"):
-        models.fresh(tmp_path / "none")
+        models.init_model(tmp_path / "none")
     config = folder / "config.json"
     text = config.read_text()
     config.write_text(
         text.replace("{", '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},', 1)
     )
     with pytest.raises(ModelError, match="weights in FP8 .quantization_config.*Remove that entry"):
-        models.fresh(folder)
+        models.init_model(folder)
     config.write_text(text)
     monkeypatch.setattr(module.Qwen3MoePreTrainedModel, "_init_weights", module.PreTrainedModel._init_weights)
     with pytest.raises(ModelError, match=r"draws no values for model.layers.0.mlp.*of 'qwen3_moe'"):
-        models.fresh(folder)
+        models.init_model(folder)
 
 
 def test_a_module_that_sets_weights_of_another_part_is_refused(bare, monkeypatch):
@@ -108,6 +108,7 @@ def test_a_module_that_sets_weights_of_another_part_is_refused(bare, monkeypatch
 
     monkeypatch.setattr(module.Qwen3PreTrainedModel, "_init_weights", reaches_down)
     with pytest.raises(
-        ModelError, match="Qwen3Model initialises layers.0.mlp.down_proj.weight, which is in another part of the model"
+        ModelError,
+        match="Qwen3Model initializes layers.0.mlp.down_proj.weight, which is in a different part of the model",
     ):
-        models.fresh(bare("qwen3")[0])
+        models.init_model(bare("qwen3")[0])

@@ -67,11 +67,11 @@ def test_the_token_that_ends_answers_is_known(
 ) -> None:
     whole = models.load_processor(checkpoint(family))
     number = whole.tokenizer.convert_tokens_to_ids(ENDS[family])
-    assert stop_tokens.answer_end(whole) == stop_tokens.EndToken(number, ENDS[family])
-    assert stop_tokens.unstated_end(checkpoint(family)) is None  # its own settings stop there
+    assert stop_tokens.answer_end_token(whole) == stop_tokens.EndToken(number, ENDS[family])
+    assert stop_tokens.missing_end_token(checkpoint(family)) is None  # its own settings stop there
     if family != "llama":  # whose template writes the tokenizer's end token, whichever it is
         folder = base(family)
-        assert stop_tokens.unstated_end(folder) == stop_tokens.EndToken(number, ENDS[family])
+        assert stop_tokens.missing_end_token(folder) == stop_tokens.EndToken(number, ENDS[family])
 
 
 TURN = "{% for m in messages %}{{ m['content'] }}END{% endfor %}"
@@ -93,17 +93,17 @@ TURN = "{% for m in messages %}{{ m['content'] }}END{% endfor %}"
 def test_what_a_template_ends_answers_with(checkpoint: Callable[[str], Path], written: str, found: str | None) -> None:
     tokenizer = models.load_tokenizer(checkpoint("qwen3"))
     tokenizer.chat_template = written
-    end = stop_tokens.answer_end(tokenizer)
+    end = stop_tokens.answer_end_token(tokenizer)
     assert (end and end.text) == found
     tokenizer.chat_template = None
-    assert stop_tokens.answer_end(tokenizer) is None
+    assert stop_tokens.answer_end_token(tokenizer) is None
 
 
 def test_a_template_that_closes_with_a_stop_needs_no_other(base: Callable[..., Path]) -> None:
     folder = base("qwen3")
     template(folder, TURN.replace("END", "<|im_end|>") + "{{ '<|endoftext|>' }}")
     edit(folder / SETTINGS, eos_token_id=[models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")])
-    assert stop_tokens.unstated_end(folder) is None
+    assert stop_tokens.missing_end_token(folder) is None
 
 
 def test_exports_and_hf_name_both(base: Callable[..., Path], tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_settings_that_name_no_end_token_are_named_and_mended(base: Callable[...
     del settings["eos_token_id"]
     (folder / SETTINGS).write_text(json.dumps(settings))
     tokenizer = models.load_tokenizer(folder)
-    learned = stop_tokens.unstated_end(folder)
+    learned = stop_tokens.missing_end_token(folder)
     assert learned is not None and learned.text == "<|im_end|>"
     assert stop_tokens.stop_ids(SimpleNamespace(eos_token_id=None), tokenizer) == [7, learned.id]
     assert stop_tokens.stop_ids(SimpleNamespace(eos_token_id=[]), tokenizer) == [7, learned.id]
     assert any(f"write eos_token_id [7, {learned.id}]" in one.text for one in verify(folder, quick=True).warnings)
     export_model(folder, tmp_path / "served", "bf16")
     assert ends(tmp_path / "served") == [7, learned.id]
-    assert stop_tokens.unstated_end(tmp_path / "served") is None
+    assert stop_tokens.missing_end_token(tmp_path / "served") is None
 
 
 def test_an_end_token_that_only_the_tokenizer_names(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -198,6 +198,6 @@ def test_the_tokenizer_of_another_model_is_no_folder_to_export(
     del raw["image_token_id"]
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "model.safetensors").unlink()  # no weights are read
-    with pytest.raises(models.ModelError, match="config.json lacks image_token_id"):
+    with pytest.raises(models.ModelError, match="config.json has no image_token_id"):
         export_model(folder, tmp_path / "served", "bf16")
     assert not (tmp_path / "served").exists()

@@ -27,13 +27,13 @@ LEAST = {"5.17.0": {"described": 53, "not built": 15}, "5.24.0": {"described": 6
 
 
 def test_some_families():
-    gemma, glm = survey.look_at(Gemma3Config), survey.look_at(Glm4vConfig)
+    gemma, glm = survey.survey_family(Gemma3Config), survey.survey_family(Glm4vConfig)
     assert {gemma.here, glm.here} <= {survey.TRAINS, survey.PLANNED}
     assert gemma.projector == ("model.multi_modal_projector",) and gemma.decoder == "model.language_model"
     assert glm.projector == ("model.visual.merger", "model.visual.downsample")
     assert glm.blocks == ("model.visual.blocks", "model.language_model.layers") and glm.image_token == 151343
-    assert survey.look_at(Florence2Config).cells[-1].startswith("refused: it is an encoder and a decoder")
-    broken = survey.look_at(AyaVisionConfig)
+    assert survey.survey_family(Florence2Config).cells[-1].startswith("refused: it is an encoder-decoder model")
+    broken = survey.survey_family(AyaVisionConfig)
     assert broken.here == survey.UNBUILT and broken.why.startswith("ValueError: embed_dim must be divisible")
 
 
@@ -43,7 +43,7 @@ def test_every_family_of_this_version():
     names = {one.model_type for one in found}
     assert names >= {"qwen2_audio", "voxtral", *(c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)}
     for one in found:
-        assert one.here in survey.HERE
+        assert one.here in survey.SUPPORT_LEVELS
         described = one.here in (survey.TRAINS, survey.PLANNED)
         assert described == bool(one.decoder and one.blocks)
         assert one.why or one.here == survey.TRAINS, one.model_type
@@ -67,7 +67,7 @@ def test_no_default_is_taken_for_a_broken_file(tmp_path):
     file = tmp_path / "config.json"
     for config_class in survey.config_classes().values():
         try:
-            file.write_text(survey.whole(config_class).to_json_string(use_diff=False))
+            file.write_text(survey.full_default_config(config_class).to_json_string(use_diff=False))
         except models.ModelError:  # a class without a default
             continue
         folder.check_sizes(file)
@@ -78,5 +78,5 @@ def test_sizes_that_a_word_in_their_name_does_not_bound(tmp_path, field):
     (tmp_path / "config.json").write_text(json.dumps(field))
     folder.check_sizes(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"depth": 1024}))
-    with pytest.raises(models.ModelError, match="gives depth=1024, and 1000 is the most here"):
+    with pytest.raises(models.ModelError, match="has depth=1024, but the maximum is 1000"):
         folder.check_sizes(tmp_path / "config.json")

@@ -75,7 +75,7 @@ ROWS = [
 def test_positions_are_those_of_the_formula(model, shift: int) -> None:
     seconds = [SECONDS[(shift + n) % len(SECONDS)] for n in range(3)]
     batch = batch_of(ROWS, seconds)
-    positions = models.positions_of_rows(model, batch)
+    positions = models.batch_positions(model, batch)
     assert positions.dtype == torch.int64
     for number, (row, of_row) in enumerate(zip(ROWS, (seconds[:1], seconds[1:]), strict=True)):
         expected = by_the_formula(model, row, of_row)
@@ -83,24 +83,24 @@ def test_positions_are_those_of_the_formula(model, shift: int) -> None:
         # a sample of a pack is placed by itself
         kinds = batch["mm_token_type_ids"][number, : len(expected)]
         first = sum(what == "video" for what, _ in ROWS[0]) * number
-        own = {name: batch[name][first : first + len(of_row)] for name in models.OF_VIDEOS}
+        own = {name: batch[name][first : first + len(of_row)] for name in models.VIDEO_INPUTS}
         grid = batch["image_grid_thw"] if number else None
         ids = batch["input_ids"][number, : len(expected)]
-        alone, next_one = paged.positions(model, models.describe(model.config), ids, kinds, grid, own)
+        alone, next_one = paged.prompt_positions(model, models.describe(model.config), ids, kinds, grid, own)
         assert alone.T.tolist() == expected and next_one == max(map(max, expected)) + 1
 
 
 def test_a_version_that_cuts_seconds_is_refused_where_its_own_forward_places_them(model, monkeypatch) -> None:
     """What 5.17 does, planted: positions of training do not change, and an answer by its forward is refused."""
     batch = batch_of(ROWS[:1], [0.5])
-    expected = models.positions_of_rows(model, batch)
+    expected = models.batch_positions(model, batch)
     own = model.base_model.get_rope_index
 
     def cutting(*, second_per_grid_ts, **rest):
         return own(second_per_grid_ts=second_per_grid_ts.int(), **rest)
 
     monkeypatch.setattr(model.base_model, "get_rope_index", cutting)
-    assert torch.equal(models.positions_of_rows(model, batch), expected)
+    assert torch.equal(models.batch_positions(model, batch), expected)
     assert "truncates the seconds" in frames.why_not_stock_times(model, batch)
     whole = batch_of(ROWS[:1], [2.0])
     assert frames.why_not_stock_times(model, whole) is None

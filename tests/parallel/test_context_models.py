@@ -47,8 +47,8 @@ def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after:
         elif config.model_type == "llava_onevision":
             sizes.append((high * vision.patch_size, wide * vision.patch_size))
             of = (config, sizes[-1], len(images) == 1)
-            places, side = anyres.tokens(*of), vision.image_size
-            pixels.append(random.normal(size=(1, anyres.tiles(*of), vision.num_channels, side, side)))
+            places, side = anyres.count_tokens(*of), vision.image_size
+            pixels.append(random.normal(size=(1, anyres.count_tiles(*of), vision.num_channels, side, side)))
         else:  # tiles of 4 tokens
             tile = (vision.num_channels, *vision.image_size)
             pixels.append(random.normal(size=(high * wide // 4, *tile)))
@@ -100,7 +100,9 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
         assert context is not None
         images = ImageSharding(ours, family, context) if family.has_vision else None
         alone = Forward(one, World(), None, packed=models.Packed(one, family))
-        shared = Forward(ours, world, None, packed=models.Packed(ours, family, context), context=context, dealt=images)
+        shared = Forward(
+            ours, world, None, packed=models.Packed(ours, family, context), context=context, image_sharding=images
+        )
         attach_dummy_image(ours, family, lambda: False) if images else None
         for model in (one, ours):
             attach_idle_experts(model, family) if images else None

@@ -96,14 +96,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return written
 
 
-def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.Deferred | models.Drawn]:
+def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.DeferredModel | models.DeferredInit]:
     """(the whole model, its lower halves, the one to be filled)"""
     how = {key: getattr(torch, value) if key == "dtype" else value for key, value in case.how.items()}
     if (seed := how.pop("drawn", None)) is not None:
-        unread = models.draw(folder / case.folder, seed=seed, **how)
-        whole = models.fresh(folder / case.folder, seed=seed)
-        return *(models.split(whole, "cpu") if how else (whole, {})), unread
-    unread = models.defer(folder / case.folder, **how)
+        unread = models.init_deferred(folder / case.folder, seed=seed, **how)
+        whole = models.init_model(folder / case.folder, seed=seed)
+        return *(models.split_model(whole, "cpu") if how else (whole, {})), unread
+    unread = models.load_deferred(folder / case.folder, **how)
     if how.pop("split", False):
         return *models.load_split(folder / case.folder), unread
     return models.load(folder / case.folder, **how), {}, unread
@@ -188,7 +188,7 @@ def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Fo
 
 
 def test_a_parameter_that_nothing_fills_is_an_error(folders: Folders):
-    unread = models.defer(folders([CASES["values"]]) / "qwen3")
+    unread = models.load_deferred(folders([CASES["values"]]) / "qwen3")
     unread.prepared.sources.origins.pop()
     with pytest.raises(WorldError, match="1 parameters were sharded without values and not filled, first model"):
         fill(unread.model, unread, World())

@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {"values": {}, "blocks": {"load_in_fp8": "blo
 
 def _filled(folder: str, how: dict[str, Any], world: World) -> tuple[nn.Module, int, int]:
     """(the model, bytes that were read, bytes of the largest tensor on disk)"""
-    unread = models.defer(folder, torch.bfloat16, **how)
+    unread = models.load_deferred(folder, torch.bfloat16, **how)
     shard(unread.model, models.describe(unread.model), world)
     _, read = fill(unread.model, unread, world)
     return unread.model, read, max(entry.nbytes for entry in unread.prepared.stream.shards.stored.values())

@@ -85,7 +85,7 @@ def test_what_torch_is_asked_for_and_by_whom(place, monkeypatch: pytest.MonkeyPa
     model(ids)
     assert asked == [[SDPBackend.MATH]] * 3 * layers
     first, *others = registry.KERNELS.values()
-    with registry.by("cudnn"):
+    with registry.prefer_kernel("cudnn"):
         pass
     assert asked[-1] == [first, *others]
 

@@ -71,10 +71,10 @@ def test_integer_weights_are_refused_by_all_commands(
     integers(folder)
     said = refusals(folder, make, tmp_path, capsys)
     assert set(said) == ALL and all(WEIGHT in text for text in said.values())
-    with pytest.raises(ModelError, match=f"{WEIGHT} .*holds torch.int32"):
+    with pytest.raises(ModelError, match=f"{WEIGHT} .*is torch.int32"):
         models.load(folder, torch.bfloat16)
-    for read in (lambda: models.load(folder, load_in_fp8="row"), lambda: next(models.stream(folder))):
-        with pytest.raises(ModelError, match="holds torch.int32"):
+    for read in (lambda: models.load(folder, load_in_fp8="row"), lambda: next(models.iter_weights(folder))):
+        with pytest.raises(ModelError, match="is torch.int32"):
             read()
 
 
@@ -84,11 +84,11 @@ def test_integers_that_models_do_hold_are_read(folder: Path) -> None:
     save_file(load_file(file) | position, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match="position_ids"):  # no buffer of this family, so not for its dtype
         models.load(folder)
-    models.refuse_integers(folder, models.empty(folder))
+    models.check_no_integers(folder, models.empty(folder))
     (folder / "model.safetensors").write_bytes(b"cut")  # whoever reads weights says so
-    models.refuse_integers(folder, models.empty(folder))
+    models.check_no_integers(folder, models.empty(folder))
     (folder / "model.safetensors").unlink()
-    models.refuse_integers(folder, models.empty(folder))
+    models.check_no_integers(folder, models.empty(folder))
 
 
 def test_a_window_below_zero_is_refused_by_all_commands(
@@ -97,7 +97,7 @@ def test_a_window_below_zero_is_refused_by_all_commands(
     edit(folder, sliding_window=-3)
     said = refusals(folder, make, tmp_path, capsys)
     assert set(said) == ALL
-    assert all("gives sliding_window=-3, and it must be above 0" in " ".join(text.split()) for text in said.values())
+    assert all("gives sliding_window=-3; it must be above 0" in " ".join(text.split()) for text in said.values())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_window_below_zero_is_refused_by_all_commands(
 )
 def test_numbers_that_mean_nothing_are_named(folder: Path, keys: dict[str, Any], named: str) -> None:
     edit(folder, **keys)
-    with pytest.raises(ModelError, match=f"config.json gives {named}, and it must be"):
+    with pytest.raises(ModelError, match=f"config.json gives {named}; it must be"):
         models.empty(folder)
     assert any(named in finding.text for finding in verify(folder, quick=True).failures)
 

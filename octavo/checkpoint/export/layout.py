@@ -22,7 +22,14 @@ from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.names import BLOCK, Matrices, Matrix
 from octavo.fp8.policy import Row
-from octavo.models.folder.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
+from octavo.models.folder.quantization import (
+    FUSED,
+    Quantization,
+    matches_exactly,
+    matches_parts,
+    matches_pattern,
+    matches_target,
+)
 
 #: format -> the kind of its scales (`fp8.weights.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
@@ -95,7 +102,7 @@ class Layout:
                     yield name, dtype, shape
 
 
-def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
+def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
     """Return the tensors of an export of the model in the folder `source`. Weights are not read.
 
     Raises CheckpointError for an unknown format or component, or one that the model lacks; ModelError for the folder.
@@ -134,7 +141,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
         plain,
         {name: together.get(name, (name,)) for name in names.weights},
         names,
-        frozenset(row.name for row in rows if row.kind == "experts" and names.transposed(row.name)),
+        frozenset(row.name for row in rows if row.kind == "experts" and names.is_transposed(row.name)),
         {row.module: stays[row.name] for row in rows if row.name in stays},
         aliases,
         {row.module: row.component for row in rows},
@@ -220,11 +227,11 @@ def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[s
     Full names of the known families never do. The check protects other families from a wrong export.
     """
     skipped = [alias for others in aliases.values() for alias in others]
-    by_name = partial(by_target, types=())  # no class names: the list of an export holds full names
+    by_name = partial(matches_target, types=())  # no class names: the list of an export holds full names
     rules: dict[str, Callable[[str, Iterable[str]], bool]] = {
-        "vLLM": exact,
-        "SGLang": by_parts,
-        "transformers": by_pattern,
+        "vLLM": matches_exactly,
+        "SGLang": matches_parts,
+        "transformers": matches_pattern,
         "compressed-tensors": by_name,
     }
     for module in sorted(taken):

@@ -46,7 +46,7 @@ def build_ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, t
         if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or has_codes:
             continue
         for gemm in _fp8_gemms(row):
-            word = row.recipe.words()[gemm]
+            word = row.recipe.gemm_precisions()[gemm]
             first = row.recipe.name if word == "fp8" else word
             supported = []
             for other in finer_recipes(first, named):

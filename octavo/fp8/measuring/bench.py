@@ -74,7 +74,7 @@ def measure_case(
             "device."
         ) from error
     for name, recipe, chosen in list_candidates(case, recipes, device, requested):
-        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()})
+        entry = Entry(recipe.summary(), {g: s.backend.name for g, s in chosen.items()})
         try:
             module = bench.make_fp8_module(recipe, chosen)
             call = bench.call(module)

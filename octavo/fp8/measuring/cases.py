@@ -180,7 +180,7 @@ def list_candidates(
     shape = (case.m, case.n, case.k)
     names = [requested]
     if requested == "auto":
-        names = [n for n in registry.names() if registry.get(n).auto_unsupported(device) is None] + ["auto"]
+        names = [n for n in registry.names() if registry.get(n).why_not_auto(device) is None] + ["auto"]
     for recipe in recipes:
         supported: dict[str, dict[str, Selection]] = {}
         for name in names:
@@ -191,4 +191,4 @@ def list_candidates(
             supported.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
         faster = {name: chosen for name, chosen in supported.items() if name != "reference"}
         for name, chosen in (faster or supported).items():
-            yield f"{recipe.short()} on {name}", recipe, chosen
+            yield f"{recipe.summary()} on {name}", recipe, chosen

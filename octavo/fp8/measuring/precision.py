@@ -29,7 +29,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             kind: Any = type(module)
-            precise = isinstance(module, SwappedModule) and kind.precise
+            precise = isinstance(module, SwappedModule) and kind.runs_in_high_precision
             if precise and not isinstance(module, Linear):
                 continue
             if kind is Linear:

@@ -83,9 +83,9 @@ class ChunkedHead(SwappedModule):
     """An ``nn.Linear`` head, created by :func:`chunk_head`; see the module docstring."""
 
     prefix = "Chunked"
-    precise = True
-    own = ("_given",)
-    volatile = ("_given",)
+    runs_in_high_precision = True
+    attributes = ("_given",)
+    transient_attributes = ("_given",)
 
     @contextmanager
     def losses(

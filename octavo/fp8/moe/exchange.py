@@ -71,7 +71,9 @@ class Exchange:
         """Return an exchange that sends FP8 codes of tensors that the FP8 experts of ``module`` cast anyway."""
         up, down = (module._sites[name] for name in ("gate_up_proj", "down_proj"))
         width = module._parameters["gate_up_proj"].shape[1 if getattr(module, "is_transposed", False) else 2]
-        return replace(self, rows=WireFormat.of_x(up.recipe, width), gradients=WireFormat.of_dy(down.recipe, width))
+        return replace(
+            self, rows=WireFormat.for_inputs(up.recipe, width), gradients=WireFormat.for_gradients(down.recipe, width)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         return self  # process groups cannot be copied

@@ -142,7 +142,7 @@ class Experts(CachesWeights):
     def scaled_late(self) -> str | None:
         """Recipe of a projection with delayed scaling, which has one history per expert, or None."""
         late = (site.recipe for site in self._sites.values() if site.recipe.delayed is not None)
-        return next((recipe.short() for recipe in late), None)
+        return next((recipe.summary() for recipe in late), None)
 
     def _weight_codes(self) -> Mapping[str, WeightCache]:
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
@@ -152,7 +152,7 @@ class Experts(CachesWeights):
         for name, site in self._sites.items():
             weight = self._parameters[name]
             if site.scaling is not None and weight is not None:
-                site.scaling.follow(weight.device)
+                site.scaling.move_to(weight.device)
         return out
 
     @torch._disable_dynamo
@@ -181,7 +181,7 @@ class Experts(CachesWeights):
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
-            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
+            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, share_codes=False)
             return grouped_gemms(x, bias, call)
         weights, biases = _expert_weights(self, name), _expert_biases(self, name)
 
@@ -197,7 +197,7 @@ class Experts(CachesWeights):
     def extra_repr(self) -> str:
         return ", ".join(
             f"{name}={list(self._parameters[name].shape)} "  # type: ignore[union-attr]
-            + f"fp8={self._sites[name].recipe.short()}"
+            + f"fp8={self._sites[name].recipe.summary()}"
             for name in PROJECTIONS
         )
 

@@ -55,7 +55,7 @@ class Grouped(DenseOps):
         self.groups, self.transposed = groups, transposed
         self.tensors, self.sizes = groups[:3], groups.sizes
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
+    def restore(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         sizes, starts, tiles, *rest = tensors
         return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), rest
 

@@ -101,7 +101,7 @@ def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
             raise PlanError(_switch_error(old, new, why))
         switched.append((get_sites(module)[_parameter_name(new)], new))
     for site, new in switched:
-        site.turn(new.recipe or _HIGH, new.selections)
+        site.set_recipe(new.recipe or _HIGH, new.selections)
     return tuple(new.name for _, new in switched)
 
 
@@ -128,7 +128,7 @@ def _switch_error(old: PlanRow, new: PlanRow, why: str) -> str:
 
 
 def _recipe_name(row: PlanRow) -> str:
-    return "high precision" if row.recipe is None else row.recipe.short()
+    return "high precision" if row.recipe is None else row.recipe.summary()
 
 
 def _parameter_name(row: PlanRow) -> str:
@@ -256,5 +256,5 @@ def fuse(model: nn.Module) -> tuple[Fusion, ...]:
 def unfuse(model: nn.Module) -> None:
     """Restore the stock forwards of norms, MLPs and attention outputs."""
     for module in list(model.modules()):
-        if not (isinstance(module, SwappedModule) and module.precise):
+        if not (isinstance(module, SwappedModule) and module.runs_in_high_precision):
             unswap(module)

@@ -104,7 +104,9 @@ def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
 
 def _describe_recipe(recipe: Recipe) -> str:
     """Return the name of a recipe with the recipes of its weight casts, such as "blockwise with dgrad of mxfp8"."""
-    lent = [f"{gemm} of {word}" for gemm, word in recipe.words().items() if gemm != "wgrad" and word in RECIPES]
+    lent = [
+        f"{gemm} of {word}" for gemm, word in recipe.gemm_precisions().items() if gemm != "wgrad" and word in RECIPES
+    ]
     return " with ".join([recipe.name, *([" and ".join(lent)] if lent else [])])
 
 
@@ -166,7 +168,7 @@ def collect_kernel_checks(plans: Sequence[Plan], device: torch.device) -> dict[s
                 checks |= kernel_checks(recipe, gemm, chosen.backend.name, device, grouped)
         backends = {chosen.backend.name for chosen in row.selections.values()} - {"reference"}
         if backends and not grouped and not compiled:
-            name = f"a compiled layer of {recipe.short()} on {', '.join(sorted(backends))}"
+            name = f"a compiled layer of {recipe.summary()} on {', '.join(sorted(backends))}"
             compiled[name] = partial(check_compiled_layer, recipe, row.selections, device)
     for recipe in recipes:
         for op in sorted(fused):

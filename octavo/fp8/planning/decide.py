@@ -152,7 +152,7 @@ class _Chooser:
         times = Times(case, measured, best, high, fp8, planned)
         if choice.entry is None:
             return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
-        recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
+        recipe = next(r for r in allowed.values() if r.summary() == choice.entry.recipe)
         picked = self._measured_backends(row, recipe, choice.entry, case.m)
         return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
 

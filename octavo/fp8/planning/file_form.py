@@ -259,7 +259,7 @@ def _line_fields(row: PlanRow) -> dict[str, Any]:
     line: dict[str, Any] = {"recipe": OFF}
     if row.recipe is not None:
         line = {"recipe": row.recipe.name, "format": row.recipe.format}
-        line |= {gemm: word for gemm, word in row.recipe.words().items() if word != "fp8"}
+        line |= {gemm: word for gemm, word in row.recipe.gemm_precisions().items() if word != "fp8"}
         used = {g: s.backend.name for g, s in row.selections.items()}
         line["backend"] = next(iter(used.values())) if len(set(used.values())) == 1 else used
     line["why"] = row.reason

@@ -81,7 +81,7 @@ class PlanRow:
 
     def __repr__(self) -> str:
         chosen = self.backend
-        runs = "high precision" if self.recipe is None else self.recipe.short()
+        runs = "high precision" if self.recipe is None else self.recipe.summary()
         where = "" if chosen is None else f" on {chosen.backend.name}"
         return f"PlanRow({self.name or 'the model'}: {runs}{where}; {self.reason})"
 
@@ -94,7 +94,7 @@ class PlanRow:
     def to_json(self) -> dict[str, object]:
         recipe: dict[str, str] | None = None
         if (casts := self.recipe) is not None:
-            recipe = {"name": casts.name, "format": casts.format, **casts.words()}
+            recipe = {"name": casts.name, "format": casts.format, **casts.gemm_precisions()}
         return {
             **self.row.to_json(),
             "recipe": recipe,

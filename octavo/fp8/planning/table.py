@@ -8,7 +8,7 @@ The padding adds this part of the work:
     part = mean over the GEMMs in FP8 of  N' K' / (N K) - 1
 
 This counts the padding of code buffers. The tiles of 64 to 256 in kernels, which BF16 kernels have too, are not
-counted. Some backends write padded results and copy the real columns out (``Backend.cuts_results``): y of width N, dx
+counted. Some backends write padded results and copy the real columns out (``Backend.pads_results``): y of width N, dx
 and dw of width K, if that is not a multiple of 16. Such a copy moves 4 bytes per element, which for a GEMM with 1280
 inputs costs much more than the padding.
 """
@@ -46,7 +46,7 @@ class BackendLine(NamedTuple):
 def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
     """Return one line per distinct recipe, shape and GEMM that runs in FP8."""
     backend_lines = [
-        BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
+        BackendLine(r.recipe.summary(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
         for r in rows
         if r.recipe is not None
         for gemm, s in r.selections.items()
@@ -65,7 +65,7 @@ def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
 
 def summary(rows: Sequence[PlanRow]) -> str:
     """Return one line with the recipes, the number of FP8 layers and their GEMMs."""
-    recipes = list(dict.fromkeys(row.recipe.short() for row in rows if row.recipe is not None))
+    recipes = list(dict.fromkeys(row.recipe.summary() for row in rows if row.recipe is not None))
     used = {gemm for row in rows for gemm in row.selections}
     gemms = "/".join(gemm for gemm in GEMMS if gemm in used)
     count = f"{sum(row.fp8 for row in rows)} of {len(rows)} layers in FP8"
@@ -134,7 +134,7 @@ def _make_line(rows: list[PlanRow]) -> tuple[str, ...]:
         notes.append("frozen, no wgrad" if row.fp8 else "frozen")
     if row.row.tied:
         notes.append(f"tied to {row.row.tied[0]}")
-    recipe = row.recipe.short() if row.recipe is not None else "-"
+    recipe = row.recipe.summary() if row.recipe is not None else "-"
     return (
         row.component,
         fold(r.name for r in rows),
@@ -235,5 +235,5 @@ def copied_results(shape: tuple[int, int], backends: Mapping[str, Backend]) -> t
     GEMM."""
     n, k = shape
     widths = {"fwd": ("y", n), "dgrad": ("dx", k), "wgrad": ("dw", k)}
-    named = (widths[gemm] for gemm, backend in backends.items() if backend.cuts_results)
+    named = (widths[gemm] for gemm, backend in backends.items() if backend.pads_results)
     return tuple(name for name, width in named if width % ALIGN)

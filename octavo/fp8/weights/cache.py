@@ -207,7 +207,7 @@ class WeightCache:
         turned = self._for_dgrad.get((part, spec))
         if turned is None:
             with torch.inference_mode(False), torch.no_grad():
-                turned = self._for_dgrad[part, spec] = backend.scales_for(codes, 0)
+                turned = self._for_dgrad[part, spec] = backend.reorder_scales(codes, 0)
         return turned
 
     def _frozen_codes(self, parameter: Fp8Weight, part: WeightSlice, codes: Quantized, backend: Backend) -> Quantized:
@@ -222,7 +222,7 @@ class WeightCache:
         turned = self._for_dgrad.get((part, codes.spec))
         if turned is None:
             with torch.inference_mode(False), torch.no_grad():
-                turned = backend.laid_for(codes, 0) if self.both else backend.scales_for(codes, 0)
+                turned = backend.copy_for_gemm(codes, 0) if self.both else backend.reorder_scales(codes, 0)
             self._for_dgrad[part, codes.spec] = turned
         return turned
 

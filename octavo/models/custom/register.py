@@ -29,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from octavo.models.custom import mpt, nvila, onevision
 
 
-class Own(NamedTuple):
+class CustomFamily(NamedTuple):
     """The classes of a family: its configuration, the model without output projection, the generating model; and a
     function that returns transformers' rules from names on disk to names in memory, new ones in each call."""
 
@@ -42,35 +42,37 @@ class Own(NamedTuple):
 FAMILIES = {
     family.config.model_type: family
     for family in (
-        Own(
+        CustomFamily(
             onevision.LLaVAOneVision1_5_Config,
             onevision.LLaVAOneVision1_5_Model,
             onevision.LLaVAOneVision1_5_ForConditionalGeneration,
             onevision.renamings,
         ),
-        Own(nvila.NvilaConfig, nvila.NvilaModel, nvila.NVILAForConditionalGeneration, nvila.renamings),
-        Own(nvila.NvilaLiteConfig, nvila.NvilaLiteModel, nvila.NVILALiteForConditionalGeneration, nvila.renamings),
+        CustomFamily(nvila.NvilaConfig, nvila.NvilaModel, nvila.NVILAForConditionalGeneration, nvila.renamings),
+        CustomFamily(
+            nvila.NvilaLiteConfig, nvila.NvilaLiteModel, nvila.NVILALiteForConditionalGeneration, nvila.renamings
+        ),
     )
 }
 
 
-IN_PLACE = (mpt.MPTConfig.model_type,)
+REPLACED_FAMILIES = (mpt.MPTConfig.model_type,)
 """Families of transformers for which Octavo uses its own classes when it opens a folder."""
 
 
-def needs_no_code(model_type: object) -> bool:
-    """Whether folders of this `model_type` may name code (`auto_map`), because Octavo implements the family."""
-    return model_type in IN_PLACE or is_own(model_type)
+def may_name_code(model_type: object) -> bool:
+    """Return whether folders of this `model_type` may name code (`auto_map`), because Octavo implements the family."""
+    return model_type in REPLACED_FAMILIES or is_custom(model_type)
 
 
-def is_own(model_type: object) -> bool:
-    """Whether models of this `model_type` are built by Octavo's own classes."""
+def is_custom(model_type: object) -> bool:
+    """Return whether models of this `model_type` are built by Octavo's own classes."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     return family is not None and CONFIG_MAPPING[family.config.model_type] is family.config
 
 
-def _register(family: Own) -> None:
-    """Register a family, unless transformers or another package has registered its `model_type`: `is_own` is then
+def _register(family: CustomFamily) -> None:
+    """Register a family, unless transformers or another package has registered its `model_type`: `is_custom` is then
     false."""
     kind = family.config.model_type
     if kind in CONFIG_MAPPING:

@@ -1,5 +1,4 @@
-"""A survey of all models of images or sound and text in the installed transformers: described, planned or refused, and
-why.
+"""A survey of all models of images or audio and text in the installed transformers: which are supported, and why not.
 
 A model is built from the default of its configuration class, on the meta device; a released model is described from its
 folder. `octavo doctor --families` prints the table, which is also in docs/families.md.
@@ -19,9 +18,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from octavo.models.custom.register import is_own
+from octavo.models.custom.register import is_custom
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import quiet, stock
+from octavo.models.folder.folder import silence_transformers, wrap_errors
 from octavo.models.forward.packed import why_not_packed
 from octavo.models.structure.describe import Family, describe
 from octavo.models.structure.skeleton import empty
@@ -29,14 +28,14 @@ from octavo.models.structure.structure import Undescribed
 from octavo.models.structure.support import why_not_trained
 
 TRAINS, PLANNED, REFUSED, UNBUILT = "trains", "planned only", "refused", "not built"
-HERE = (TRAINS, PLANNED, REFUSED, UNBUILT)
+SUPPORT_LEVELS = (TRAINS, PLANNED, REFUSED, UNBUILT)
 COLUMNS = ("model type", "tower", "projector", "decoder", "blocks", "image token", "here")
 
 
 @dataclass(frozen=True)
-class Surveyed:
-    """One family: its support (one of :data:`HERE`), the reason if it is limited, and the names of its parts, which are
-    empty if the family is not described. ``image_token``: in the default configuration."""
+class FamilySupport:
+    """One family: its support (one of :data:`SUPPORT_LEVELS`), the reason if it is limited, and the names of its parts,
+    which are empty if the family is not described. ``image_token``: in the default configuration."""
 
     model_type: str
     here: str
@@ -60,56 +59,58 @@ class Surveyed:
         return asdict(self)
 
 
-def survey() -> Iterator[Surveyed]:
-    """The families in the order of their names, those that Octavo registers with transformers among them. A few
-    seconds in all: most of them for importing their code."""
+def survey() -> Iterator[FamilySupport]:
+    """Yield the families sorted by name, including those that Octavo registers with transformers. Takes a few seconds,
+    mostly for importing their code."""
     classes = config_classes()
     for model_type in sorted(classes):
-        with quiet():
-            yield look_at(classes[model_type])
+        with silence_transformers():
+            yield survey_family(classes[model_type])
 
 
 def config_classes() -> dict[str, type[PreTrainedConfig]]:
-    """model_type -> the class of its configuration, of all of them."""
+    """Return model_type -> configuration class for all families."""
     classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
     return classes | {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
 
 
-def summary(families: Sequence[Surveyed]) -> str:
-    """The number of families with each kind of support, as a sentence."""
+def summary(families: Sequence[FamilySupport]) -> str:
+    """Return the number of families with each kind of support, as a sentence."""
     counts = Counter(one.here for one in families)
-    parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
-    by_octavo = sum(is_own(one.model_type) for one in families)
-    known = f"transformers {transformers.__version__}, {by_octavo} of Octavo's own"
+    parts = ", ".join(f"{here} {counts[here]}" for here in SUPPORT_LEVELS)
+    by_octavo = sum(is_custom(one.model_type) for one in families)
+    known = f"transformers {transformers.__version__}, {by_octavo} implemented by Octavo"
     return f"{len(families)} families of images, sound and text ({known}): {parts}."
 
 
-def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
-    """Survey one family, by its default configuration."""
+def survey_family(config_class: type[PreTrainedConfig]) -> FamilySupport:
+    """Survey one family with its default configuration."""
     name = config_class.model_type
     try:
-        config = whole(config_class)
+        config = full_default_config(config_class)
         model = empty(config)
         family = describe(model)
     except Undescribed as error:
-        return Surveyed(name, REFUSED, error.why)
+        return FamilySupport(name, REFUSED, error.why)
     except ModelError as error:
         if error.__cause__ is not None:  # transformers' own
-            return Surveyed(name, UNBUILT, _short(error.__cause__))
-        return Surveyed(name, REFUSED, _of(str(error), name).removeprefix("is ").rstrip("."))
+            return FamilySupport(name, UNBUILT, _short(error.__cause__))
+        return FamilySupport(name, REFUSED, _without_name(str(error), name).removeprefix("is ").rstrip("."))
     why = why_not_trained(config)
     if not family.has_vision and not family.has_audio:
-        return Surveyed(name, TRAINS, "a text-only decoder", *_parts(family))
+        return FamilySupport(name, TRAINS, "a text-only decoder", *_parts(family))
     if why is not None:
-        return Surveyed(name, PLANNED, why, *_parts(family))
+        return FamilySupport(name, PLANNED, why, *_parts(family))
     packed = why_not_packed(model)
-    return Surveyed(name, TRAINS, "" if packed is None else f"not packed, {_of(packed, name)}", *_parts(family))
+    return FamilySupport(
+        name, TRAINS, "" if packed is None else f"not packed, {_without_name(packed, name)}", *_parts(family)
+    )
 
 
-def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The default configuration with all of its parts, including those that are None by default, as Gemma 4's tower.
-    Raises ModelError if the class has no default."""
-    with stock(f"no default configuration of {config_class.__name__}"):
+def full_default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Return the default configuration with all sub-configurations, including those that are None by default, such as
+    Gemma 4's tower. Raises ModelError if the class has no default."""
+    with wrap_errors(f"no default configuration of {config_class.__name__}"):
         config = config_class()
         left = {
             name: part()
@@ -120,8 +121,8 @@ def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
-    """The fields of :class:`Surveyed` from ``tower`` on; the audio projector is listed with the audio tower, except
-    modules inside it."""
+    """Return the fields of :class:`FamilySupport` from ``tower`` on; the audio projector is listed with the audio
+    tower, except modules inside it."""
     audio_projector, projector = (
         tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
         for name in ("audio_projector", "image_projector")
@@ -132,12 +133,12 @@ def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, 
     return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
 
 
-def _of(sentence: str, name: str) -> str:
-    """A sentence about a family, without the family's name at its beginning."""
+def _without_name(sentence: str, name: str) -> str:
+    """Return a sentence about a family without the leading name of the family."""
     return sentence.removeprefix(f"model_type {name!r} ")
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence of an error of transformers, shortened to fit a line."""
+    """Return the first sentence of an error of transformers, shortened to fit a line."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {textwrap.shorten(text, 90, placeholder=' ...')}"

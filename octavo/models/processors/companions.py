@@ -1,4 +1,4 @@
-"""The files of a model other than its weights, written to a new folder: copied, or merged from three folders.
+"""Writes the files of a model other than its weights to a new folder: copied, or merged from three folders.
 
 The tensors of a model in three folders already have the names of the one-folder layout. Its configuration is converted
 to that layout, and the tokens of media, which VILA adds when it loads a tokenizer, are saved with the tokenizer.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from octavo.models.folder.folder import at, companions, copy_companions, parts_of, read_companion, write_config
+from octavo.models.folder.folder import companions, copy_companions, find_file, parts_of, read_companion, write_config
 from octavo.models.processors.processors import load_processor, load_tokenizer
-from octavo.models.processors.stop_tokens import EndToken, state_end
+from octavo.models.processors.stop_tokens import EndToken, add_end_token
 from octavo.models.structure.skeleton import image_text_class, read_config
 
 _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
@@ -24,7 +24,7 @@ def write_companions(
     source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None = None
 ) -> EndToken | None:
     """Write config.json, tokenizer, processor, chat template and generation settings of `source` to the folder
-    `target`, for weights of this dtype and quantization.
+    `target`, for weights with this dtype and quantization.
 
     Returns the token that ends answers in the chat template if the generation settings of `source` do not stop at it;
     the settings of `target` do. Raises ModelError for files that cannot be read or copied.
@@ -32,16 +32,16 @@ def write_companions(
     if not parts_of(source):
         write_config(source, target, dtype, quantization)
         copy_companions(source, target)
-        return state_end(source, target)
+        return add_end_token(source, target)
     _write_config(source, target, dtype, quantization)
     for file in companions(source):
         if not file.name.startswith(_TOKENIZER):
             (target / file.name).write_bytes(read_companion(file))
     tokenizer = load_tokenizer(source)
-    if at(source, "preprocessor_config.json").exists():
+    if find_file(source, "preprocessor_config.json").exists():
         tokenizer.chat_template = load_processor(source).chat_template
     tokenizer.save_pretrained(target)
-    return state_end(source, target)
+    return add_end_token(source, target)
 
 
 def _write_config(source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None) -> None:

@@ -29,9 +29,9 @@ from octavo.models.structure.structure import (
     VALUE_HEAD,
     Undescribed,
     audio_token,
+    find_text_parts,
+    find_tower_parts,
     image_token,
-    parts_of_text,
-    parts_of_towers,
 )
 
 COMPONENTS = ("image_encoder", "image_projector", "audio_encoder", "audio_projector", "foundation", "lm_head")
@@ -43,13 +43,13 @@ class Family:
     """The description of one model.
 
     name             the family, e.g. "qwen3_vl"; for a text-only decoder its `model_type`
-    components       component -> globs over `named_modules` names; a component the model lacks is absent
+    components       component -> globs over `named_modules` names; missing components have no entry
     layer_globs      the repeating blocks: the units of FSDP2 sharding and of activation checkpointing
     has_vision       whether the model takes images
     language_model   module name of the decoder whose forward takes `inputs_embeds`
     tower            module name of the vision tower ("" without vision)
-    image_token_id   the placeholder id whose embedding an image feature replaces (None without vision)
-    audio_tower, audio_token_id   the same for audio; `has_audio`: whether the model takes audio
+    image_token_id   the placeholder id whose embedding an image feature replaces, or None for a model without vision
+    audio_tower, audio_token_id   tower and placeholder of audio; `has_audio`: whether the model takes audio
     """
 
     name: str
@@ -67,14 +67,15 @@ class Family:
         return bool(self.audio_tower)
 
     def component_of(self, module_name: str) -> str | None:
-        """The component of the module of this name, or None for a container of several components."""
+        """Return the component of the module of this name, or None for a container of several components."""
         for component, globs in self.components.items():
             if any(matches(glob, module_name) for glob in globs):
                 return component
         return None
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The repeating blocks, (name, module), in `named_modules` order; a block without parameters never runs."""
+        """Return the repeating blocks, (name, module), in `named_modules` order; blocks without parameters never run
+        and are skipped."""
         globs = self.layer_globs
         named = [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
         return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
@@ -96,13 +97,13 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
         )
     media = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
     takes_images, takes_audio = is_vision_config(config), is_audio_config(config)
-    # A model with a tower that transformers does not list as writing text, such as CLIP, is not a text-only decoder.
+    # A model with a tower that transformers does not list as generating text, such as CLIP, is not a text-only decoder.
     if media and not takes_images and not takes_audio:
-        raise Undescribed(model_or_config, f"it takes {' and '.join(media)}, and is no model that writes text to it")
+        raise Undescribed(model_or_config, f"it takes {' and '.join(media)}, but does not generate text")
     if takes_images or takes_audio:
-        parts = parts_of_towers(model_or_config, takes_images, takes_audio)
+        parts = find_tower_parts(model_or_config, takes_images, takes_audio)
     else:
-        parts = parts_of_text(model_or_config)
+        parts = find_text_parts(model_or_config)
     family = Family(
         name=config.model_type,
         components=parts.components,
@@ -114,39 +115,38 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
         audio_tower=parts.audio_tower,
         audio_token_id=audio_token(config) if takes_audio else None,
     )
-    _check(model_or_config, family)
+    _check_complete(model_or_config, family)
     return family
 
 
-def _check(model: PreTrainedModel, family: Family) -> None:
+def _check_complete(model: PreTrainedModel, family: Family) -> None:
     """Raise Undescribed unless every parameter has a component."""
-    homes = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
-    stray = [name for name, home in homes if home != VALUE_HEAD and family.component_of(home) is None]
-    if stray:
-        raise Undescribed(model, f"{len(stray)} parameters belong to no component, first {stray[0]!r}")
+    owners = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
+    unassigned = [name for name, owner in owners if owner != VALUE_HEAD and family.component_of(owner) is None]
+    if unassigned:
+        raise Undescribed(model, f"{len(unassigned)} parameters are in no component, first {unassigned[0]!r}")
 
 
-_STAYS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (
+_HIGH_PRECISION: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (
     (nn.Embedding, "embeddings", "a table look-up, not a matrix product"),
     ((nn.Conv2d, nn.Conv3d), "patch embedding", "runs once per image and sets every later scale"),
     (nn.LayerNorm, "norms", "a reduction whose error every later layer inherits"),
 )
 
 
-def stays(model: nn.Module) -> dict[str, str]:
-    """The kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that the
-    model has.
+def high_precision_modules(model: nn.Module) -> dict[str, str]:
+    """Return kind -> reason for the kinds of modules, other than linear layers, that a model keeps in high precision.
 
-    Printed with the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
+    Printed with the plan, which lists only linear layers. Source: NUMERICS, "Stays in high precision".
     """
     reasons: dict[str, str] = {}
     for module in model.modules():
-        for types, kind, reason in _STAYS:
+        for types, kind, reason in _HIGH_PRECISION:
             if isinstance(module, types):
                 reasons[kind] = reason
         name = type(module).__name__
         if "RMSNorm" in name:
-            reasons["norms"] = _STAYS[2][2]
+            reasons["norms"] = _HIGH_PRECISION[2][2]
         elif "RotaryEmbedding" in name:
             reasons["rotary"] = "angles up to the sequence length need fp32: cos and sin are computed there"
         elif name.endswith("Attention"):

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2AudioConfig
 
-from octavo.models.tiny.parts import Checkpoints, Ids, text
-from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, chatml
+from octavo.models.tiny.parts import Checkpoints, Ids, decoder_fields
+from octavo.models.tiny.special_tokens import CHATML_TOKENS, SpecialTokens, chatml_template
 
 CHECKPOINTS = Checkpoints()
 
@@ -30,9 +30,9 @@ _FILES = {
     "preprocessor_config.json": _EXTRACTOR,
     "processor_config.json": {"processor_class": "Qwen2AudioProcessor"},
 }
-_TOKENS = Special(  # its template takes sounds as others take images
+_TOKENS = SpecialTokens(  # its template takes sounds as others take images
     (*CHATML_TOKENS, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
-    chatml("<|audio_bos|><|AUDIO|><|audio_eos|>\n").replace("image", "audio"),
+    chatml_template("<|audio_bos|><|AUDIO|><|audio_eos|>\n").replace("image", "audio"),
     eos="<|im_end|>",
     pad="<|endoftext|>",
 )
@@ -50,5 +50,5 @@ def qwen2_audio(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         "max_source_positions": 50 * SECONDS,
         "initializer_range": 0.06,
     }
-    decoder = text(size, vocab, model_type="qwen2", tie_word_embeddings=False)
+    decoder = decoder_fields(size, vocab, model_type="qwen2", tie_word_embeddings=False)
     return Qwen2AudioConfig(audio_config=sound, text_config=decoder, audio_token_index=ids["<|AUDIO|>"])

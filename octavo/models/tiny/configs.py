@@ -30,25 +30,25 @@ from octavo.models.tiny.parts import (
     QWEN3_FILES,
     Checkpoints,
     Ids,
-    moe,
+    decoder_fields,
+    moe_decoder_fields,
     processor_files,
-    qwen_vision,
-    rope,
-    text,
+    qwen_vision_fields,
+    rope_fields,
     vision_ids,
 )
-from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, chatml
+from octavo.models.tiny.special_tokens import CHATML_TOKENS, SpecialTokens, chatml_template
 
 _CHECKPOINTS = Checkpoints()
 
 
 def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
-    """The fields of a Qwen3-VL configuration, dense or MoE."""
+    """Return the fields of a Qwen3-VL configuration, dense or MoE."""
     depth, mlp, deepstack = (4, 256, [1, 2]) if size == "small" else (2, 128, [0])
     tower = {"num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
     return {
-        "text_config": {**decoder, "rope_parameters": {**rope(32), "mrope_interleaved": True}},
-        "vision_config": qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, **tower),
+        "text_config": {**decoder, "rope_parameters": {**rope_fields(32), "mrope_interleaved": True}},
+        "vision_config": qwen_vision_fields(decoder["hidden_size"], depth=depth, intermediate_size=mlp, **tower),
         "tie_word_embeddings": tied,
         **vision_ids(ids),
     }
@@ -56,12 +56,12 @@ def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> di
 
 @_CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
 def qwen3_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3VLConfig(**_qwen3_parts(size, text(size, vocab, head_dim=32), True, ids))
+    return Qwen3VLConfig(**_qwen3_parts(size, decoder_fields(size, vocab, head_dim=32), True, ids))
 
 
 @_CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
 def qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = {**moe(size, vocab), "tie_word_embeddings": False}
+    decoder = {**moe_decoder_fields(size, vocab), "tie_word_embeddings": False}
     return Qwen3VLMoeConfig(**_qwen3_parts(size, decoder, False, ids))
 
 
@@ -70,18 +70,18 @@ def qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     processor_files("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", PAIRS, "Qwen2VLVideoProcessor"),
 )
 def qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab)
-    decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
+    decoder = decoder_fields(size, vocab)
+    decoder["rope_parameters"] = rope_fields(decoder["hidden_size"] // decoder["num_attention_heads"])
     decoder["bos_token_id"], decoder["eos_token_id"] = ids["<|endoftext|>"], ids["<|im_end|>"]
     tower = {"depth": 3 if size == "small" else 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    vision = qwen_vision(decoder["hidden_size"], intermediate_size=172, **tower)  # ragged, as the published 3420
+    vision = qwen_vision_fields(decoder["hidden_size"], intermediate_size=172, **tower)  # ragged, as the published 3420
     return Qwen2_5_VLConfig(text_config=decoder, vision_config=vision, tie_word_embeddings=True, **vision_ids(ids))
 
 
 INTERNVL_IMAGE = 16  # pixels of a tile: 4x4 patches, pixel shuffle to 4 tokens
-_INTERNVL = Special(
+_INTERNVL = SpecialTokens(
     (*CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
-    chatml("<IMG_CONTEXT>", "<video>\\n"),
+    chatml_template("<IMG_CONTEXT>", "<video>\\n"),
     eos="<|im_end|>",
     pad="<|endoftext|>",
     names={
@@ -107,7 +107,7 @@ _INTERNVL_FILES = processor_files(
 
 @_CHECKPOINTS.add(_INTERNVL, _INTERNVL_FILES)
 def internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab, model_type="qwen3", head_dim=32, tie_word_embeddings=True)
+    decoder = decoder_fields(size, vocab, model_type="qwen3", head_dim=32, tie_word_embeddings=True)
     vision = {
         "hidden_size": 64,
         "num_hidden_layers": 3 if size == "small" else 2,
@@ -138,21 +138,21 @@ def internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     ),
 )
 def llavaonevision1_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab, head_dim=32)
+    decoder = decoder_fields(size, vocab, head_dim=32)
     depth, mlp = (4, 256) if size == "small" else (2, 128)
-    vision = qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, embed_dim=64)
+    vision = qwen_vision_fields(decoder["hidden_size"], depth=depth, intermediate_size=mlp, embed_dim=64)
     vision |= {"text_hidden_size": vision.pop("out_hidden_size"), "temporal_patch_size": 1}
     return LLaVAOneVision1_5_Config(text_config=decoder, vision_config=vision, **vision_ids(ids))
 
 
 @_CHECKPOINTS.add(special_tokens.QWEN)
 def qwen3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3Config(**text(size, vocab, head_dim=32, tie_word_embeddings=True))
+    return Qwen3Config(**decoder_fields(size, vocab, head_dim=32, tie_word_embeddings=True))
 
 
 @_CHECKPOINTS.add(special_tokens.QWEN)
 def qwen3_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3MoeConfig(**moe(size, vocab), tie_word_embeddings=True)
+    return Qwen3MoeConfig(**moe_decoder_fields(size, vocab), tie_word_embeddings=True)
 
 
 # Llama 2: the system text goes inside the first user turn; an answer ends with </s>.
@@ -166,12 +166,12 @@ _LLAMA_TEMPLATE = (
     "{% elif message['role'] == 'assistant' %}{{ ' ' + text + eos_token }}"
     "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}{% endfor %}"
 )
-_LLAMA = Special(("<unk>", "<s>", "</s>"), _LLAMA_TEMPLATE, eos="</s>", pad="<unk>", bos="<s>")
+_LLAMA = SpecialTokens(("<unk>", "<s>", "</s>"), _LLAMA_TEMPLATE, eos="</s>", pad="<unk>", bos="<s>")
 
 
 @_CHECKPOINTS.add(_LLAMA)
 def llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
+    decoder = decoder_fields(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**decoder)
 
 
@@ -192,6 +192,7 @@ CHECKPOINTS = Checkpoints(_CHECKPOINTS | audio_families.CHECKPOINTS | vision_fam
 
 
 def tiny_config(family: str, size: str = "mini", vocab: int = 512) -> PreTrainedConfig:
-    """The configuration without a tokenizer, for benchmarks: special tokens get the last ids of the vocabulary."""
+    """Return the configuration without a tokenizer, for benchmarks: special tokens get the last ids of the
+    vocabulary."""
     ids: dict[str, int] = defaultdict(lambda: vocab - 1 - len(ids))
     return CHECKPOINTS[family].config(size, vocab, ids)

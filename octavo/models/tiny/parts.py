@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from transformers import PreTrainedConfig
 
-from octavo.models.tiny.special_tokens import Special
+from octavo.models.tiny.special_tokens import SpecialTokens
 
 SIZES = ("small", "mini")
 PATCH = 4  # pixels; two by two patches merge into one token of 8x8 pixels
@@ -33,25 +33,25 @@ PAIRS: Mapping[str, object] = {**PATCHES, "temporal_patch_size": 2}
 
 
 @dataclass(frozen=True)
-class Tiny:
+class TinyCheckpoint:
     """A small checkpoint: its configuration, its special tokens with its chat template, and the files of its processor
     (name -> content)."""
 
     config: Dimensions
-    special: Special
+    special: SpecialTokens
     files: Mapping[str, Mapping[str, object]]
 
 
-class Checkpoints(dict[str, Tiny]):
+class Checkpoints(dict[str, TinyCheckpoint]):
     """`model_type` -> its small checkpoint."""
 
     def add(
-        self, special: Special, files: Mapping[str, Mapping[str, object]] | None = None
+        self, special: SpecialTokens, files: Mapping[str, Mapping[str, object]] | None = None
     ) -> Callable[[Dimensions], Dimensions]:
         """Decorate the function that builds the configuration; its name is the `model_type`."""
 
         def enter(config: Dimensions) -> Dimensions:
-            self[config.__name__] = Tiny(config, special, files or {})
+            self[config.__name__] = TinyCheckpoint(config, special, files or {})
             return config
 
         return enter
@@ -65,8 +65,8 @@ def processor_files(
     video: Mapping[str, object] | None = None,
     **entries: object,
 ) -> dict[str, dict[str, object]]:
-    """The files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the video
-    file; Octavo reads the rest).
+    """Return the files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the
+    video file; Octavo reads the rest).
 
     image, entries   the fields of preprocessor_config.json and of processor_config.json besides the classes
     video            the fields in which frames of videos differ from images
@@ -85,7 +85,7 @@ def processor_files(
 
 
 def image_file(**entries: object) -> dict[str, dict[str, object]]:
-    """The only file of a family that has one for images and none for the processor."""
+    """Return the only file of a family that has one for images and none for the processor."""
     return {"preprocessor_config.json": {**_HALF, **entries}}
 
 
@@ -102,8 +102,8 @@ class VisionIds(TypedDict):
     vision_end_token_id: int
 
 
-def text(size: str, vocab: int, **fields: object) -> dict[str, Any]:
-    """The fields of a decoder; `fields` are added and take precedence."""
+def decoder_fields(size: str, vocab: int, **fields: object) -> dict[str, Any]:
+    """Return the fields of a decoder; `fields` are added and take precedence."""
     dims = {
         "small": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4},
         "mini": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -119,14 +119,14 @@ def text(size: str, vocab: int, **fields: object) -> dict[str, Any]:
     }
 
 
-def moe(size: str, vocab: int, **fields: object) -> dict[str, Any]:
-    """The fields of a decoder of two layers with MLPs of eight experts, two of them for each token."""
+def moe_decoder_fields(size: str, vocab: int, **fields: object) -> dict[str, Any]:
+    """Return the fields of a decoder of two layers with MLPs of eight experts, two of them for each token."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return {**text(size, vocab, head_dim=32, **experts, **fields), "num_hidden_layers": 2}
+    return {**decoder_fields(size, vocab, head_dim=32, **experts, **fields), "num_hidden_layers": 2}
 
 
-def qwen_vision(out: int, **fields: object) -> dict[str, Any]:
-    """The fields of a tower for images of any size, whose 2 x 2 patches become one token."""
+def qwen_vision_fields(out: int, **fields: object) -> dict[str, Any]:
+    """Return the fields of a tower for images of any size, whose 2 x 2 patches become one token."""
     return {
         "hidden_size": 64,
         "num_heads": 4,
@@ -140,7 +140,7 @@ def qwen_vision(out: int, **fields: object) -> dict[str, Any]:
 
 
 def vision_ids(ids: Ids) -> VisionIds:
-    """The numbers of Qwen's tokens for images and videos."""
+    """Return the numbers of Qwen's tokens for images and videos."""
     return {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -149,8 +149,8 @@ def vision_ids(ids: Ids) -> VisionIds:
     }
 
 
-def rope(rotated: int, **fields: object) -> dict[str, Any]:
-    """Rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
+def rope_fields(rotated: int, **fields: object) -> dict[str, Any]:
+    """Return rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
     half = rotated // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **fields}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Special:
+class SpecialTokens:
     """Special tokens of a family, in the order of their ids, and its chat template.
 
     names: attribute -> token, kept in the tokenizer's `extra_special_tokens` so that processors find them.
@@ -36,8 +36,8 @@ _TEXT_PARTS = (
 _GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
-def chatml(image: str, video: str = "") -> str:
-    """A template of ChatML turns; `image`, `video`: the texts for an image and for a video."""
+def chatml_template(image: str, video: str = "") -> str:
+    """Return a template of ChatML turns; `image`, `video`: the texts for an image and for a video."""
     parts = _TEXT_PARTS.replace("IMAGE", image)
     if video:
         of_video = "{% elif part['type'] == 'video' or 'video' in part %}"
@@ -45,8 +45,8 @@ def chatml(image: str, video: str = "") -> str:
     return f"{{% for message in messages %}}{_ROLE}{parts}{{{{ '<|im_end|>' }}}}{{% endfor %}}{_GENERATE}"
 
 
-def by_role(image: str, **turns: str) -> str:
-    """A template with a pattern for the turns of each role, in which `TEXT` is replaced by words and images."""
+def role_template(image: str, **turns: str) -> str:
+    """Return a template with a pattern for the turns of each role, in which `TEXT` is replaced by words and images."""
     parts = _TEXT_PARTS.replace("IMAGE", image)
     written = []
     for role, turn in turns.items():
@@ -59,10 +59,10 @@ def by_role(image: str, **turns: str) -> str:
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
-QWEN = Special(CHATML_TOKENS, chatml(""), eos="<|im_end|>", pad="<|endoftext|>")  # MPT's too
-QWEN_VL = Special(
+QWEN = SpecialTokens(CHATML_TOKENS, chatml_template(""), eos="<|im_end|>", pad="<|endoftext|>")  # MPT's too
+QWEN_VL = SpecialTokens(
     CHATML_TOKENS + _QWEN_VISION,
-    chatml("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"),
+    chatml_template("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"),
     eos="<|im_end|>",
     pad="<|endoftext|>",
 )

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from octavo.base import atomic_write, target_folder
 from octavo.base.model_families import tiny_families
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import quiet
+from octavo.models.folder.folder import silence_transformers
 from octavo.models.structure.skeleton import auto_class
 from octavo.models.tiny.configs import CHECKPOINTS
 from octavo.models.tiny.parts import SIZES
@@ -55,7 +55,7 @@ def write(
     else:
         with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
             _write_all(family, Path(scratch), seed, size, texts)
-            _require_same(Path(scratch), target, family)
+            _check_same(Path(scratch), target, family)
     return target
 
 
@@ -67,7 +67,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     vocab = -(-len(ids) // 64) * 64
     config = small.config(size, vocab, ids)
     first = None if tokens.bos is None else ids[tokens.bos]
-    with quiet():  # SmolVLM's configuration warns that its pad_token_id belongs to its decoder
+    with silence_transformers():  # SmolVLM's configuration warns that its pad_token_id belongs to its decoder
         for part in (config, config.get_text_config()):
             part.eos_token_id, part.pad_token_id, part.bos_token_id = ids[tokens.eos], ids[tokens.pad], first
     auto = auto_class(config)
@@ -78,7 +78,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     model.generation_config = GenerationConfig(
         eos_token_id=ids[tokens.eos], pad_token_id=ids[tokens.pad], bos_token_id=first
     )
-    with quiet():
+    with silence_transformers():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     _write_files(small.files, directory)
@@ -87,13 +87,13 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
 def _write_files(files: Mapping[str, Mapping[str, object]], directory: Path) -> None:
     """Write the files of a processor and add its class to the tokenizer's."""
     for name, content in files.items():
-        _dump(directory / name, content)
+        _write_json(directory / name, content)
     if processor := files.get("processor_config.json"):
         file = directory / "tokenizer_config.json"
-        _dump(file, {**json.loads(file.read_text()), "processor_class": processor["processor_class"]})
+        _write_json(file, {**json.loads(file.read_text()), "processor_class": processor["processor_class"]})
 
 
-def _dump(file: Path, content: Mapping[str, object]) -> None:
+def _write_json(file: Path, content: Mapping[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -108,7 +108,7 @@ def _fill_zeros(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(values, std=0.01)
 
 
-def _require_same(expected: Path, target: Path, family: str) -> None:
+def _check_same(expected: Path, target: Path, family: str) -> None:
     wanted, present = {p.name for p in expected.iterdir()}, set(target_folder.contents(target))
     _, different, unreadable = filecmp.cmpfiles(expected, target, sorted(wanted & present), shallow=False)
     if wrong := sorted((wanted ^ present) | set(different) | set(unreadable)):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from octavo.models.tiny.special_tokens import Special
+from octavo.models.tiny.special_tokens import SpecialTokens
 
 _BYTES = 256
 _WORDS = 192  # merges at most: "small vocabulary" is about 450 with the bytes and the special tokens
@@ -27,9 +27,9 @@ DEFAULT_TEXTS = (
 )
 
 
-def train_tokenizer(special: Special, texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts` and on built-in ones, from which role names and digits become
-    single tokens.
+def train_tokenizer(special: SpecialTokens, texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer trained on `texts` and on built-in ones, from which role names and digits
+    become single tokens.
 
     Equal texts give an equal tokenizer. Ids: 256 bytes, the merges, then the special tokens.
     """

@@ -35,15 +35,15 @@ from octavo.models.tiny.parts import (
     QWEN3_FILES,
     Checkpoints,
     Ids,
+    decoder_fields,
     image_file,
-    moe,
+    moe_decoder_fields,
     processor_files,
-    qwen_vision,
-    rope,
-    text,
+    qwen_vision_fields,
+    rope_fields,
     vision_ids,
 )
-from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, by_role, chatml
+from octavo.models.tiny.special_tokens import CHATML_TOKENS, SpecialTokens, chatml_template, role_template
 
 CHECKPOINTS = Checkpoints()
 
@@ -60,7 +60,7 @@ def _depth(size: str) -> int:
 
 
 def _tower(size: str, **fields: object) -> dict[str, Any]:
-    """The fields of a vision transformer for tiles of one size, or for whole images."""
+    """Return the fields of a vision transformer for tiles of one size, or for whole images."""
     return {
         "hidden_size": 64,
         "intermediate_size": 256 if size == "small" else 128,
@@ -76,10 +76,10 @@ def _siglip(size: str) -> dict[str, Any]:
     return _tower(size, model_type="siglip_vision_model", vision_use_head=False)
 
 
-_MISTRAL3 = Special(
+_MISTRAL3 = SpecialTokens(
     ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]",
      "[IMG_END]", "<pad>"),
-    "{{ bos_token }}" + by_role(
+    "{{ bos_token }}" + role_template(
         system="[SYSTEM_PROMPT]TEXT[/SYSTEM_PROMPT]", user="[INST]TEXT[/INST]", assistant="TEXT</s>", image="[IMG]"
     ),
     eos="</s>", pad="<pad>", bos="<s>",
@@ -95,7 +95,7 @@ _MISTRAL3_FILES = processor_files(
 
 @CHECKPOINTS.add(_MISTRAL3, _MISTRAL3_FILES)
 def mistral3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab, model_type="mistral", head_dim=32, sliding_window=None)
+    decoder = decoder_fields(size, vocab, model_type="mistral", head_dim=32, sliding_window=None)
     return Mistral3Config(
         text_config=decoder,
         vision_config=_tower(size, model_type="pixtral", image_size=8 * TILE, initializer_range=0.06),
@@ -106,9 +106,9 @@ def mistral3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-_LLAVA_ONEVISION = Special(
+_LLAVA_ONEVISION = SpecialTokens(
     (*CHATML_TOKENS, "<image>", "<video>"),
-    chatml("<image>\n"),
+    chatml_template("<image>\n"),
     eos="<|im_end|>",
     pad="<|endoftext|>",
     names={"image_token": "<image>", "video_token": "<video>"},
@@ -127,7 +127,7 @@ _LLAVA_ONEVISION_FILES = processor_files(
 @CHECKPOINTS.add(_LLAVA_ONEVISION, _LLAVA_ONEVISION_FILES)
 def llava_onevision(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return LlavaOnevisionConfig(
-        text_config=text(size, vocab, model_type="qwen2"),
+        text_config=decoder_fields(size, vocab, model_type="qwen2"),
         vision_config=_siglip(size),
         image_token_index=ids["<image>"],
         video_token_index=ids["<video>"],
@@ -138,10 +138,10 @@ def llava_onevision(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 
 _CELLS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
-_SMOLVLM = Special(
+_SMOLVLM = SpecialTokens(
     ("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
      *_CELLS),
-    "<|im_start|>" + by_role(
+    "<|im_start|>" + role_template(
         system="System: TEXT<end_of_utterance>\n", user="User: TEXT<end_of_utterance>\n",
         assistant="Assistant:TEXT<end_of_utterance>\n", image="<image>",
     ) + "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
@@ -162,7 +162,7 @@ _SMOLVLM_FILES = processor_files(
 
 @CHECKPOINTS.add(_SMOLVLM, _SMOLVLM_FILES)
 def smolvlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab, model_type="llama", head_dim=32)
+    decoder = decoder_fields(size, vocab, model_type="llama", head_dim=32)
     decoder["pad_token_id"] = ids["<|im_end|>"]
     return SmolVLMConfig(
         text_config=decoder,
@@ -173,10 +173,10 @@ def smolvlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-_GEMMA3 = Special(
+_GEMMA3 = SpecialTokens(
     ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
      "<image_soft_token>"),
-    "{{ bos_token }}" + by_role(
+    "{{ bos_token }}" + role_template(
         system="<start_of_turn>user\nTEXT<end_of_turn>\n", user="<start_of_turn>user\nTEXT<end_of_turn>\n",
         assistant="<start_of_turn>model\nTEXT<end_of_turn>\n", image="<start_of_image>",
     ) + "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
@@ -193,7 +193,7 @@ _GEMMA3_FILES = processor_files(
 @CHECKPOINTS.add(_GEMMA3, _GEMMA3_FILES)
 def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """Two layers of three have a sliding window of 32 tokens."""
-    decoder = text(size, vocab, head_dim=32, query_pre_attn_scalar=32, sliding_window=32)
+    decoder = decoder_fields(size, vocab, head_dim=32, query_pre_attn_scalar=32, sliding_window=32)
     depth = decoder["num_hidden_layers"]
     decoder["layer_types"] = ["full_attention" if n % 3 == 1 else "sliding_attention" for n in range(depth)]
     return Gemma3Config(
@@ -206,10 +206,10 @@ def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-_GLM4V = Special(
+_GLM4V = SpecialTokens(
     ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_image|>",
      "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>", "<|video|>"),
-    "[gMASK]<sop>" + by_role(
+    "[gMASK]<sop>" + role_template(
         system="<|system|>\nTEXT", user="<|user|>\nTEXT", assistant="<|assistant|>\nTEXT<|endoftext|>",
         image="<|begin_of_image|><|image|><|end_of_image|>",
     ) + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
@@ -225,13 +225,13 @@ _GLM46V_FILES = processor_files("Glm46VProcessor", "Glm46VImageProcessor", _GLM_
 
 
 def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) -> dict[str, Any]:
-    """The fields of a GLM; part: the share of each head that rotary turns."""
+    """Return the fields of a GLM; part: the share of each head that rotary turns."""
     head = decoder["hidden_size"] // decoder["num_attention_heads"]
-    decoder["rope_parameters"] = rope(int(part * head), partial_rotary_factor=part)
+    decoder["rope_parameters"] = rope_fields(int(part * head), partial_rotary_factor=part)
     tower = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
     return {
         "text_config": decoder,
-        "vision_config": qwen_vision(decoder["hidden_size"], **tower),
+        "vision_config": qwen_vision_fields(decoder["hidden_size"], **tower),
         **_media_ids(ids, image="<|image|>", video="<|video|>"),
         **_mark_ids(ids, "<|begin_of_{}|>", "<|end_of_{}|>"),
     }
@@ -239,24 +239,24 @@ def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) 
 
 @CHECKPOINTS.add(_GLM4V, _GLM4V_FILES)
 def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Glm4vConfig(**_glm_parts(size, text(size, vocab), ids))
+    return Glm4vConfig(**_glm_parts(size, decoder_fields(size, vocab), ids))
 
 
 @CHECKPOINTS.add(_GLM4V, _GLM46V_FILES)
 def glm46v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Glm46VConfig(**_glm_parts(size, text(size, vocab), ids))
+    return Glm46VConfig(**_glm_parts(size, decoder_fields(size, vocab), ids))
 
 
 @CHECKPOINTS.add(_GLM4V, _GLM46V_FILES)
 def glm_ocr(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return GlmOcrConfig(**_glm_parts(size, text(size, vocab), ids, part=1.0))
+    return GlmOcrConfig(**_glm_parts(size, decoder_fields(size, vocab), ids, part=1.0))
 
 
 @CHECKPOINTS.add(_GLM4V, _GLM4V_FILES)
 def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """A dense layer, then a layer of eight routed experts and a shared one."""
+    """Return a dense layer, then a layer of eight routed experts and a shared one."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
-    decoder = {**text(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
+    decoder = {**decoder_fields(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
     return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
 
 
@@ -266,24 +266,24 @@ _QWEN2_FILES = processor_files("Qwen2VLProcessor", "Qwen2VLImageProcessor", PAIR
 @CHECKPOINTS.add(special_tokens.QWEN_VL, _QWEN2_FILES)
 def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """In its tower's configuration `embed_dim` is the tower's width, and `hidden_size` is the decoder's."""
-    decoder = text(size, vocab)
-    decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
-    tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), embed_dim=64, mlp_ratio=2)
+    decoder = decoder_fields(size, vocab)
+    decoder["rope_parameters"] = rope_fields(decoder["hidden_size"] // decoder["num_attention_heads"])
+    tower = qwen_vision_fields(decoder["hidden_size"], depth=_depth(size), embed_dim=64, mlp_ratio=2)
     tower["hidden_size"] = tower.pop("out_hidden_size")
     return Qwen2VLConfig(text_config=decoder, vision_config=tower, tie_word_embeddings=True, **vision_ids(ids))
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:
-    """Every layer except the last, of four the fourth, is recurrent (Gated DeltaNet)."""
+    """Return every layer except the last, of four the fourth, is recurrent (Gated DeltaNet)."""
     depth = decoder["num_hidden_layers"]
     linear = {"key_head_dim": 32, "value_head_dim": 32, "num_key_heads": 2, "num_value_heads": 4}
     decoder |= {f"linear_{name}": value for name, value in linear.items()}
     decoder["layer_types"] = ["linear_attention"] * (depth - 1) + ["full_attention"]
-    decoder["rope_parameters"] = {**rope(16, partial_rotary_factor=0.5), "mrope_interleaved": True}
+    decoder["rope_parameters"] = {**rope_fields(16, partial_rotary_factor=0.5), "mrope_interleaved": True}
     tower = {"depth": _depth(size), "intermediate_size": 128, "num_position_embeddings": 64}
     return {
         "text_config": decoder,
-        "vision_config": qwen_vision(decoder["hidden_size"], **tower),
+        "vision_config": qwen_vision_fields(decoder["hidden_size"], **tower),
         "tie_word_embeddings": False,
         **vision_ids(ids),
     }
@@ -291,18 +291,20 @@ def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, An
 
 @CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
 def qwen3_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3_5Config(**_qwen3_5_parts(size, text(size, vocab, head_dim=32), ids))
+    return Qwen3_5Config(**_qwen3_5_parts(size, decoder_fields(size, vocab, head_dim=32), ids))
 
 
 @CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
 def qwen3_5_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3_5MoeConfig(**_qwen3_5_parts(size, moe(size, vocab, shared_expert_intermediate_size=64), ids))
+    return Qwen3_5MoeConfig(
+        **_qwen3_5_parts(size, moe_decoder_fields(size, vocab, shared_expert_intermediate_size=64), ids)
+    )
 
 
-_ERNIE4_5_VL = Special(
+_ERNIE4_5_VL = SpecialTokens(
     ("<unk>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_END|>",
      "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_START|>", "<|VIDEO_END|>", "<|VIDEO_PLACEHOLDER|>"),
-    "{{ bos_token }}" + by_role(
+    "{{ bos_token }}" + role_template(
         system="TEXT\n", user="User: TEXT\n", assistant="Assistant:TEXT<|end_of_sentence|>",
         image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     ) + "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
@@ -324,8 +326,8 @@ _ERNIE4_5_VL_FILES = processor_files(
 
 @CHECKPOINTS.add(_ERNIE4_5_VL, _ERNIE4_5_VL_FILES)
 def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """A dense layer, then a layer with separate experts for tokens of text and of images."""
-    decoder = text(size, vocab, num_hidden_layers=2)
+    """Return a dense layer, then a layer with separate experts for tokens of text and of images."""
+    decoder = decoder_fields(size, vocab, num_hidden_layers=2)
     half = decoder["hidden_size"] // decoder["num_attention_heads"] // 2
     decoder |= {
         "moe_num_experts": 8,
@@ -334,9 +336,9 @@ def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         "moe_intermediate_size": [64, 32],
         "mlp_layer_types": ["dense", "sparse"],
         # height, width, time, in the published proportions up to rounding
-        "rope_parameters": rope(2 * half, mrope_section=[half * 3 // 8, half * 3 // 8, half // 4]),
+        "rope_parameters": rope_fields(2 * half, mrope_section=[half * 3 // 8, half * 3 // 8, half // 4]),
     }
-    tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), intermediate_size=128)
+    tower = qwen_vision_fields(decoder["hidden_size"], depth=_depth(size), intermediate_size=128)
     for name in ("out_hidden_size", "temporal_patch_size"):
         del tower[name]
     return Ernie4_5_VLMoeConfig(
@@ -365,7 +367,7 @@ def _media_ids(ids: Ids, image: str, video: str) -> _MediaIds:
 
 
 def _mark_ids(ids: Ids, start: str, end: str, case: Callable[[str], str] = str) -> _MarkIds:
-    """The marks around images and videos, by the configurations' names."""
+    """Return the marks around images and videos, by the configurations' names."""
     image, video = case("image"), case("video")
     return {
         "image_start_token_id": ids[start.format(image)],
@@ -375,7 +377,7 @@ def _mark_ids(ids: Ids, start: str, end: str, case: Callable[[str], str] = str) 
     }
 
 
-_NVILA = Special(
+_NVILA = SpecialTokens(
     (*CHATML_TOKENS, "[BOS]", "[PAD]", "<vila/sentinel>", "<image>", "<vila/video>"),
     TEMPLATES["qwen2"],
     eos="<|im_end|>",
@@ -386,11 +388,11 @@ _NVILA_FILES = image_file(image_processor_type="SiglipImageProcessor", size=_SQU
 
 
 def _nvila(size: str, ids: Ids, **fields: object) -> dict[str, Any]:
-    """The table of embeddings ends before the tokens of media, and the width of the tower's MLP is ragged, as in the
-    published model. The last layer of the tower never runs."""
+    """Return the table of embeddings ends before the tokens of media, and the width of the tower's MLP is ragged, as in
+    the published model. The last layer of the tower never runs."""
     ragged = 272 if size == "small" else 144  # 16 * 17, 16 * 9
     return {
-        "text_config": text(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False),
+        "text_config": decoder_fields(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False),
         "vision_config": {**_siglip(size), "num_hidden_layers": _depth(size) + 1, "intermediate_size": ragged},
         "image_token_id": ids["<image>"],
         "video_token_id": ids["<vila/video>"],
@@ -407,5 +409,5 @@ def nvila(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @CHECKPOINTS.add(_NVILA, _NVILA_FILES)
 def nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """A tile of 4 x 4 patches, padded to 6 x 6, becomes 4 tokens of 3 x 3 patches."""
+    """Return a tile of 4 x 4 patches, padded to 6 x 6, becomes 4 tokens of 3 x 3 patches."""
     return NvilaLiteConfig(**_nvila(size, ids, max_tiles=4))

@@ -1,9 +1,9 @@
 """Deferred loading: a model is built, frozen, converted and sharded on the meta device, and then filled with weights.
 
 If several ranks share a model, none of them needs all of it. So the model of a folder is built without memory (except
-for its buffers, which are small) and prepared for training. When each rank knows its rows of each parameter, these are
-read, cast and quantized (:mod:`octavo.models.weights.streaming`): a rank never holds more than its shard and a piece of
-one tensor.
+for buffers, which are small) and prepared for training. Once each rank knows its rows of each parameter, these are
+read, cast and quantized (:mod:`octavo.models.weights.streaming`): a rank never holds more than its shard and one piece
+of a tensor.
 """
 
 from __future__ import annotations
@@ -18,43 +18,50 @@ from transformers import PreTrainedModel
 
 from octavo import fp8
 from octavo.models.structure.skeleton import read_config, skeleton
-from octavo.models.weights.assembly import Prepared, finish, in_order, prepare, requested_kinds, trim_after
-from octavo.models.weights.loading import WIDE, open_folder
+from octavo.models.weights.assembly import (
+    PreparedModel,
+    finish_loading,
+    prepare,
+    requested_kinds,
+    sort_by_offset,
+    trim_heap_if_due,
+)
+from octavo.models.weights.loading import WIDER_THAN_BF16, open_folder
 from octavo.models.weights.name_mapping import Origin, is_transposed
 from octavo.models.weights.streaming import chunks
 
 #: parameter (its name in the folder's model, its module, its name in the module), values, lower halves or None
-Place = Callable[[str, nn.Module, str, Tensor, Tensor | None], None]
+PlaceFn = Callable[[str, nn.Module, str, Tensor, Tensor | None], None]
 #: module, name of its parameter -> the needed rows
-Window = Callable[[nn.Module, str], tuple[int, int]]
+WindowFn = Callable[[nn.Module, str], tuple[int, int]]
 
 
 @dataclass
-class Deferred:
+class DeferredModel:
     """A model with all parameters on the meta device, including frozen FP8 weights, and the folder with their values.
     Buffers have values. The model may be changed (classes, adapters around modules, sharding) as long as each parameter
     stays in its module under its name."""
 
     model: PreTrainedModel
-    prepared: Prepared
-    homes: Mapping[str, tuple[nn.Module, str]]
+    prepared: PreparedModel
+    owners: Mapping[str, tuple[nn.Module, str]]
     split: bool
     log: Callable[[str], None] = lambda text: None
 
-    def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
+    def fill(self, window: WindowFn, place: PlaceFn, reduce_max: Callable[[Tensor], Tensor]) -> int:
         """Read the rows of `window` of each parameter, pass them to `place`, and return the bytes that were read.
 
-        Parameters are in the order of the files, the same on all ranks. `largest` returns the maximum of 0-d amaxes
+        Parameters are in the order of the files, the same on all ranks. `reduce_max` returns the maximum of 0-d amaxes
         over all ranks. With `split`, fp32 weights are BF16 with their lower halves (int16). Raises ModelError for
-        errors that only values show.
+        errors that are visible only in values.
         """
         stream = self.prepared.stream
 
         def rows(name: str, shape: torch.Size) -> tuple[int, int]:
-            return window(*self.homes[name])
+            return window(*self.owners[name])
 
         def put(name: str, value: Tensor) -> None:
-            low, (module, leaf) = None, self.homes[name]
+            low, (module, leaf) = None, self.owners[name]
             parameter = module._parameters[leaf]
             assert parameter is not None
             if self.split and value.dtype is torch.float32:
@@ -63,23 +70,23 @@ class Deferred:
                 value = value.to(torch.bfloat16)  # the parameter's dtype was changed after the model was built
             place(name, module, leaf, value, low)
 
-        stream.window, stream.place, stream.largest = rows, put, largest
-        before = stream.shards.taken
+        stream.window, stream.place, stream.reduce_max = rows, put, reduce_max
+        before = stream.shards.bytes_read
         with stream.shards:
             trimmed = 0
-            for origin in in_order(self._of_parameters()):
+            for origin in sort_by_offset(self._of_parameters()):
                 stream.fill(origin)
-                trimmed = trim_after(stream.shards.taken, trimmed)
+                trimmed = trim_heap_if_due(stream.shards.bytes_read, trimmed)
         stream.finish()
         for note in stream.notes:
             self.log(note)
-        return stream.shards.taken - before
+        return stream.shards.bytes_read - before
 
     def _of_parameters(self) -> list[Origin]:
-        return [o for o in self.prepared.sources.origins if (o.makes or (o.name,))[0] in self.homes]
+        return [o for o in self.prepared.sources.origins if (o.targets or (o.name,))[0] in self.owners]
 
 
-def defer(
+def load_deferred(
     path: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
@@ -87,15 +94,15 @@ def defer(
     keep_fp8: bool = True,
     split: bool = False,
     log: Callable[[str], None] = lambda text: None,
-) -> Deferred:
-    """The model of `models.load` with these arguments, or with `split` of `models.load_split`, before its parameters
-    are read. Raises ModelError for all errors that do not depend on values."""
+) -> DeferredModel:
+    """Build the model that `models.load`, or with `split` `models.load_split`, would return, without reading its
+    parameters. Raises ModelError for all errors that do not depend on values."""
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
     quantization, shards = open_folder(folder, log)
     if split:
         dtype, keep_fp8, kinds = torch.bfloat16, False, {}
-        split = quantization is not None or any(entry.dtype in WIDE for entry in shards.stored.values())
+        split = quantization is not None or any(entry.dtype in WIDER_THAN_BF16 for entry in shards.stored.values())
     on = torch.device(device)
 
     def build() -> PreTrainedModel:
@@ -104,39 +111,39 @@ def defer(
     prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, log)
     model, stream = prepared.model, prepared.stream
     if any(origin.converter is not None for origin in prepared.sources.origins):
-        stream.rules = build()  # an unchanged model for transformers' rules: `model` is changed before it is filled
+        stream.rules = build()  # an unmodified model for transformers' rules: `model` is modified before it is filled
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with shards:
         for origin in prepared.sources.origins:
-            if not names & set(origin.makes or (origin.name,)):
+            if not names & set(origin.targets or (origin.name,)):
                 stream.fill(origin)  # a buffer in the folder
         casts = prepared.casts()
         _drop_equal_ties(prepared)
-    stream.dtype_of = _fixed_dtypes(model, stream.dtype_of, split)
+    stream.dtype_of = _record_dtypes(model, stream.dtype_of, split)
     for name in names:
-        place_empty(model, name, stream.dtype_of(name), casts.get(name))
+        replace_meta_parameter(model, name, stream.dtype_of(name), casts.get(name))
     if split:
         stream.dtype_of = lambda name: torch.float32
-    finish(model, folder, prepared.sources)
+    finish_loading(model, folder, prepared.sources)
     move_buffers(model, on)
-    return Deferred(model, prepared, homes_of(model, names), split, log)
+    return DeferredModel(model, prepared, find_owners(model, names), split, log)
 
 
-def homes_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Parameter -> its module, and its name in the module."""
+def find_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Return parameter -> (its module, its name in the module)."""
     parts = ((name, name.rpartition(".")) for name in names)
     return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in parts}
 
 
-def _fixed_dtypes(
+def _record_dtypes(
     model: PreTrainedModel, dtype_of: Callable[[str], torch.dtype], split: bool
 ) -> Callable[[str], torch.dtype]:
-    """The dtypes of all parameters, recorded while they have the names of the folder's model."""
+    """Return the dtypes of all parameters, recorded while they have the names of the folder's model."""
     dtypes = {name: dtype_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: torch.bfloat16 if split else dtype for name, dtype in dtypes.items()}.__getitem__
 
 
-def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8.CastSpec | None) -> None:
+def replace_meta_parameter(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8.CastSpec | None) -> None:
     """Replace a parameter on the meta device by one with the dtype, or the codes, that it will have."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
@@ -149,9 +156,9 @@ def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8
         module._parameters[leaf] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
 
 
-def _drop_equal_ties(prepared: Prepared) -> None:
-    """If the folder has tied weights twice with equal values, leave out the second, as transformers does; with
-    different values, untie them. Reads both."""
+def _drop_equal_ties(prepared: PreparedModel) -> None:
+    """Handle tied weights that the folder contains twice: skip the second if the values are equal, as in transformers;
+    untie them if they differ. Reads both."""
     stream, origins = prepared.stream, {o.name: o for o in prepared.sources.origins if o.converter is None}
     ties: dict[str, str] = getattr(prepared.model, "all_tied_weights_keys", None) or {}
     for target, source in list(ties.items()):

@@ -15,8 +15,8 @@ def keep_single_features(model: nn.Module) -> None:
     if getattr(model.config, "model_type", None) == "mistral3":
         for name, module in model.named_modules():
             if name.endswith("multi_modal_projector"):
-                module.register_forward_hook(_as_batch)
+                module.register_forward_hook(_keep_batch_dim)
 
 
-def _as_batch(projector: nn.Module, args: tuple[object, ...], features: Tensor) -> Tensor | None:
+def _keep_batch_dim(projector: nn.Module, args: tuple[object, ...], features: Tensor) -> Tensor | None:
     return features[None] if len(features) == 1 else None

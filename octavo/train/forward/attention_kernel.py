@@ -93,7 +93,7 @@ def choose(
         return Choice(word, "as requested")
     rejected: dict[str, str] = {}
     calls: dict[str, list[Callable[[], Any]]] = {}
-    for name in models.kernels_here() if word == "auto" else (word,):
+    for name in models.available_kernels() if word == "auto" else (word,):
         try:
             calls[name] = [_tried(name, part, device) for part in parts]
         except Exception as error:  # any error means that the kernel does not work here, and is shown
@@ -186,7 +186,7 @@ def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
     return tuple(Choice(**choice) for choice in world.run_on_main(work))
 
 
-def kept_of(chosen: Sequence[Choice]) -> Any:
+def saved_choices(chosen: Sequence[Choice]) -> Any:
     """The value that a checkpoint keeps, for :func:`decide`; None without choices."""
     if not chosen:
         return None

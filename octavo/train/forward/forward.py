@@ -131,7 +131,7 @@ class Forward:
         """(logits at `keep`, the model's output)."""
         original, batch = batch, self._seen(batch)
         if original is not batch and "boundaries" not in batch:
-            batch["position_ids"] = models.positions_of_rows(self.model, original)  # type: ignore[arg-type]
+            batch["position_ids"] = models.batch_positions(self.model, original)  # type: ignore[arg-type]
         self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
@@ -177,7 +177,7 @@ class Forward:
             raise TrainError("a batch is a pack of samples, but this model was not set up for packs (data.packing)")
         edges, images = batch["boundaries"].edges, batch["meta"].images
         kinds, grid = batch.get("mm_token_type_ids"), batch.get("image_grid_thw")
-        of = {"counts": batch["meta"].videos, **{name: batch[name] for name in models.OF_VIDEOS if name in batch}}
+        of = {"counts": batch["meta"].videos, **{name: batch[name] for name in models.VIDEO_INPUTS if name in batch}}
         positions = self.packed.positions(edges, batch["input_ids"], images, kinds, grid, of)
         inputs["position_ids"] = positions[..., self.part(batch)].to(self.device, non_blocking=True)
         try:

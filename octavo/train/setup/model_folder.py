@@ -20,7 +20,7 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
     """
     folder = Path(cfg.model.path)
     sentences = []
-    if (end := stop_tokens.unstated_end(folder, processor)) is not None:
+    if (end := stop_tokens.missing_end_token(folder, processor)) is not None:
         sentences.append(_of_end(cfg, end))
     rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
     if largest >= rows:
@@ -38,9 +38,9 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
 
 
 def _of_end(cfg: Config, end: stop_tokens.EndToken) -> str:
-    stated = stop_tokens.stated_ends(Path(cfg.model.path))
+    stated = stop_tokens.stated_stop_ids(Path(cfg.model.path))
     stops = f"stop at {', '.join(map(str, stated))}" if stated else "name no end token"
-    ends = stop_tokens.ends_with(Path(cfg.model.path), end)
+    ends = stop_tokens.required_stop_ids(Path(cfg.model.path), end)
     both = {1: "it", 2: "both"}.get(len(ends), "all")
     if not stated and len(ends) > 1:
         stops += f", so that the tokenizer's counts, {ends[0]}"

@@ -98,7 +98,7 @@ def test_plan_with_moves_has_recipes_and_reasons() -> None:
     places = {("up", "fwd"): GemmState(2, "blockwise", step=30, why=why), ("up", "wgrad"): GemmState(3, "bf16")}
     moved = apply_moves(plan, build_ladders(plan), places)
     up, down = moved.rows[0], moved.rows[1]
-    assert up.recipe is not None and up.recipe.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert up.recipe is not None and up.recipe.summary() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
     assert "adapt: fwd blockwise since step 30 (sqnr of x 9.0 dB" in up.reason and set(up.selections) == {
         "fwd",
         "dgrad",

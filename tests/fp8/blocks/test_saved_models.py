@@ -159,7 +159,7 @@ def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
     plan = fp8.plan(model, fp8.Policy("blockwise", activations="fp8", components=parts), described.components)
     assert not any("visual.blocks" in b.name for b in plan.blocks)
     stays = {b.name: b.why for b in plan.blocks if b.saves is False}
-    assert stays and all("merger" in n and "holds norm" in why for n, why in stays.items())
+    assert stays and all("merger" in n and "has norm" in why for n, why in stays.items())
     notes = " ".join(plan.notes)
     assert "2 gated MLPs save gate and up in FP8" in notes and "activations unchanged: MLP model.visual.merger" in notes
     assert "not fused" not in notes

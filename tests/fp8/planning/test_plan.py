@@ -108,7 +108,7 @@ def test_components_and_rules_later_and_narrower_win():
         ],
     )
     rows = {r.name: r for r in fp8.plan(Vlm(), policy).rows}
-    short = {n: r.recipe.short() if r.recipe else None for n, r in rows.items()}
+    short = {n: r.recipe.summary() if r.recipe else None for n, r in rows.items()}
     assert short["visual.blocks.2.q_proj"] == "rowwise e4m3" and short["visual.merger"] == "tensorwise e4m3"
     assert short["layers.0.q_proj"] is None and rows["layers.0.q_proj"].reason == "rule layers.0.**: off"
     assert short["layers.0.up_proj"] == "rowwise e4m3 wgrad=bf16"

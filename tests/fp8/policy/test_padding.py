@@ -69,7 +69,7 @@ def test_results_that_no_multiple_of_16_holds_are_copied():
     assert "down: 1280 x 3420 padded to 1280 x 3424, 0.12 % more, dx and dw copied out" in notes
     a, b = (fp8.quantize(torch.ones(16, width), fp8.recipe("rowwise").fwd.a) for width in (32, 32))
     torch_backend = kernels.get("torch")
-    assert torch_backend.cuts_results and not kernels.get("reference").cuts_results
+    assert torch_backend.pads_results and not kernels.get("reference").pads_results
     for columns in (15, 16):
         wide = multiply(make_product("fwd", a, Quantized(b.data[:columns], b.scale[:columns], b.spec)), torch.float32)
         assert wide.shape == (16, 16)

@@ -2,14 +2,14 @@
 
 from octavo.models.custom.mpt.configuration import MPTConfig
 from octavo.models.custom.mpt.model import MPTForCausalLM, MPTForSequenceClassification, MPTModel
-from octavo.models.custom.mpt.reading import not_in_stock, read, why_too_long
+from octavo.models.custom.mpt.reading import ignored_by_stock, read, why_too_long
 
 __all__ = [
     "MPTConfig",
     "MPTForCausalLM",
     "MPTForSequenceClassification",
     "MPTModel",
-    "not_in_stock",
+    "ignored_by_stock",
     "read",
     "why_too_long",
 ]

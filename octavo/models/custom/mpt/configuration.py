@@ -39,7 +39,7 @@ INIT: Mapping[str, Any] = {
     "emb_init_uniform_lim": None,
 }
 
-ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED_ATTENTION: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attn_type": (("multihead_attention",), "heads that share keys and values are not implemented"),
     "kv_n_heads": ((None,), "heads that share keys and values are not implemented"),
     "kv_dim": ((None,), "keys of another width are not implemented"),
@@ -59,8 +59,8 @@ ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields of `attn_config` that change the attention -> the accepted values, and why no others."""
 
-OF_ROPE = ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
-BLOCKS: Mapping[str, str] = {
+ROPE_FIELDS = ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
+UNSUPPORTED_FIELDS: Mapping[str, str] = {
     "block_overrides": "all blocks are alike",
     "final_logit_softcapping": "a cap of logits is not implemented",
     "residual_modification": "a block adds what it computes",
@@ -121,15 +121,17 @@ class MPTConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**{key: value for key, value in kwargs.items() if key not in BLOCKS})
-        for key, why in BLOCKS.items():
+        super().__post_init__(**{key: value for key, value in kwargs.items() if key not in UNSUPPORTED_FIELDS})
+        for key, why in UNSUPPORTED_FIELDS.items():
             if kwargs.get(key) is not None:
-                raise ValueError(f"{key} is {kwargs[key]!r:.80}: {why}. {_MEND}")
-        self.attn_config = _with_defaults("attn_config", self.attn_config, ATTENTION, (*ELSEWHERE, *OF_ROPE))
+                raise ValueError(f"{key} is {kwargs[key]!r:.80}: {why}. {_FIX}")
+        self.attn_config = _with_defaults(
+            "attn_config", self.attn_config, ATTENTION, (*UNSUPPORTED_ATTENTION, *ROPE_FIELDS)
+        )
         self.ffn_config = _with_defaults("ffn_config", self.ffn_config, FFN, ("fc_type",))
         self.init_config = _with_defaults("init_config", self.init_config, INIT, ("verbose",))
         _check_attention(self.attn_config)
-        self.ffn_config = _plain_mlp(self.ffn_config)
+        self.ffn_config = _normalize_mlp(self.ffn_config)
         self.learned_pos_emb = self.learned_pos_emb and not self.alibi
         self._check()
 
@@ -158,14 +160,14 @@ class MPTConfig(PreTrainedConfig):
         return 1.0 if self.logit_scale is None else float(self.logit_scale)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, without `initializer_range` if it is None: transformers' class accepts only a number."""
+        """Return all fields, without `initializer_range` if it is None: transformers' class accepts only a number."""
         fields = super().to_dict()
         if fields.get("initializer_range") is None:
             fields.pop("initializer_range", None)
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Every field that affects the computation, including those with default values."""
+        """Return every field that affects the computation, including those with default values."""
         declared = {name: value for name, value in self.to_dict().items() if name in type(self).__annotations__}
         return super().to_diff_dict() | declared
 
@@ -174,51 +176,52 @@ class MPTConfig(PreTrainedConfig):
         assert self.attn_config is not None and self.ffn_config is not None
         for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, and it is a whole number from 1. {_MEND}")
+                raise ValueError(f"{name} is {getattr(self, name)}, and it is a whole number from 1. {_FIX}")
         if self.d_model % self.n_heads:
-            raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not divide. {_MEND}")
+            raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not divide. {_FIX}")
         if self.hidden != self.d_model * self.expansion_ratio and self.ffn_config["ffn_hidden_size"] is None:
             raise ValueError(
-                f"d_model {self.d_model} times expansion_ratio {self.expansion_ratio} is no whole number. {_MEND}"
+                f"d_model {self.d_model} times expansion_ratio {self.expansion_ratio} is no whole number. {_FIX}"
             )
         if self.norm_type.lower() not in NORMS:
-            raise ValueError(f"norm_type is {self.norm_type!r}; there are {' and '.join(NORMS)}. {_MEND}")
+            raise ValueError(f"norm_type is {self.norm_type!r}; there are {' and '.join(NORMS)}. {_FIX}")
         both = {eps for eps in (self.norm_eps, self.layer_norm_epsilon) if eps is not None}
         if len(both) > 1:
             raise ValueError(
                 f"norm_eps is {self.norm_eps} and layer_norm_epsilon {self.layer_norm_epsilon}, and both are the "
-                f"epsilon of all norms. {_MEND}"
+                f"epsilon of all norms. {_FIX}"
             )
         self.norm_eps = self.layer_norm_epsilon = both.pop() if both else 1e-5
         if self.norm_eps < 0:
-            raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}, and it is a number from 0. {_MEND}")
+            raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}, and it is a number from 0. {_FIX}")
         for key, fc_type in (("fc_type", self.fc_type), ("ffn_config.fc_type", self.ffn_config.get("fc_type"))):
             kind = fc_type.get("name", "torch") if isinstance(fc_type, dict) else fc_type
             if kind not in ("torch", "te") and not (kind is None and "." in key):
-                raise ValueError(f"{key} is {kind!r}; torch and te are linear layers, others are not known. {_MEND}")
+                raise ValueError(f"{key} is {kind!r}; torch and te are linear layers, others are not known. {_FIX}")
         wrong = isinstance(self.logit_scale, str) and self.logit_scale != "inv_sqrt_d_model"
         if wrong or not math.isfinite(self.factor) or not self.factor:
-            raise ValueError(f"logit_scale is {self.logit_scale!r}; give a number, not 0, or inv_sqrt_d_model. {_MEND}")
+            raise ValueError(f"logit_scale is {self.logit_scale!r}; give a number, not 0, or inv_sqrt_d_model. {_FIX}")
         if not 0 < self.embedding_fraction <= 1:
             raise ValueError(
-                f"embedding_fraction is {self.embedding_fraction}, and it is above 0 and at most 1. {_MEND}"
+                f"embedding_fraction is {self.embedding_fraction}, and it is above 0 and at most 1. {_FIX}"
             )
         shares = {"resid_pdrop": self.resid_pdrop, "emb_pdrop": self.emb_pdrop,
                   "attn_pdrop": self.attn_config["attn_pdrop"]}  # fmt: skip
         if odd := {key: share for key, share in shares.items() if not 0 <= share < 1}:
             raise ValueError(
-                f"{', '.join(f'{key} is {share}' for key, share in odd.items())}: from 0 to below 1. {_MEND}"
+                f"{', '.join(f'{key} is {share}' for key, share in odd.items())}: from 0 to below 1. {_FIX}"
             )
 
 
-_MEND = "Correct config.json, if the weights are of another kind than it says"
+_FIX = "Correct config.json, if the weights are of another kind than it says"
 
 
 def _with_defaults(
     name: str, stated: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
 ) -> dict[str, Any]:
-    """A nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field, which may
-    change the computation. transformers writes generic fields of its own into `attn_config`, which are dropped."""
+    """Return a nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field,
+    which may change the computation. transformers writes generic fields of its own into `attn_config`, which are
+    dropped."""
     generic = PreTrainedConfig().to_dict()
     fields = {key: value for key, value in (stated or {}).items() if key in known or key not in generic}
     if odd := [key for key in fields if key not in known and key not in others]:
@@ -230,39 +233,39 @@ def _with_defaults(
 
 
 def _check_attention(attention: dict[str, Any]) -> None:
-    for key, (may, why) in ELSEWHERE.items():
+    for key, (may, why) in UNSUPPORTED_ATTENTION.items():
         if key in attention and attention[key] not in may:
-            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}: {why}. {_MEND}")
+            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}: {why}. {_FIX}")
     for key in ("alibi", "qk_ln", "qk_gn"):
         if not isinstance(attention[key], bool):
-            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}, and it is true or false. {_MEND}")
+            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}, and it is true or false. {_FIX}")
     if attention["qk_ln"] and attention["qk_gn"]:
-        raise ValueError(f"attn_config asks for qk_ln and qk_gn, and queries have one norm. {_MEND}")
+        raise ValueError(f"attn_config asks for qk_ln and qk_gn, and queries have one norm. {_FIX}")
     for key in ("clip_qkv", "softmax_scale", "alibi_bias_max", "attn_pdrop"):
         value = attention[key]
         unset = value is None and key in ("clip_qkv", "softmax_scale")
         if not unset and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            raise ValueError(f"attn_config.{key} is {value!r:.80}, and it is a number from 0. {_MEND}")
+            raise ValueError(f"attn_config.{key} is {value!r:.80}, and it is a number from 0. {_FIX}")
     if float(attention["attn_pdrop"]).is_integer():
         attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class accepts no whole number as a float
 
 
-def _plain_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
-    """`ffn_config` of an MLP of two layers. Raises ValueError for others."""
+def _normalize_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
+    """Return `ffn_config` of an MLP of two layers. Raises ValueError for others."""
     # An absent activation is GELU; the name "gelu" leaves its form open, which the rest of this function fixes.
     act = ffn["ffn_act_fn"] or {"name": "gelu"}
     if not isinstance(act, dict) or "name" not in act:
         raise ValueError(f"ffn_config.ffn_act_fn is {act!r:.80}, and it is an object with a name, "
-                         f'{{"name": "gelu"}}. {_MEND}')  # fmt: skip
+                         f'{{"name": "gelu"}}. {_FIX}')  # fmt: skip
     act = dict(act)
     if ffn["ffn_type"] == FUSED:
         if act != {"name": "gelu"}:
-            raise ValueError(f"ffn_config: {FUSED} has the GELU of TransformerEngine, and ffn_act_fn is {act}. {_MEND}")
+            raise ValueError(f"ffn_config: {FUSED} has the GELU of TransformerEngine, and ffn_act_fn is {act}. {_FIX}")
         ffn, act = {**ffn, "ffn_type": PLAIN}, {"name": "gelu", "approximate": "tanh"}
     if ffn["ffn_type"] != PLAIN:
         raise ValueError(
             f"ffn_config.ffn_type is {ffn['ffn_type']!r:.80}; {PLAIN} and {FUSED} are implemented, gated MLPs and "
-            f"experts are not. {_MEND}"
+            f"experts are not. {_FIX}"
         )
     if act["name"] == "gelu":
         act.setdefault("approximate", "none")
@@ -272,8 +275,8 @@ def _plain_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
         or act.get("approximate") not in (("none", "tanh") if act["name"] == "gelu" else (None,))
     ):
         raise ValueError(f"ffn_config.ffn_act_fn is {act}; there are {', '.join(ACTIVATIONS)}, gelu with approximate "
-                         f"none or tanh. {_MEND}")  # fmt: skip
+                         f"none or tanh. {_FIX}")  # fmt: skip
     width = ffn["ffn_hidden_size"]
     if width is not None and (type(width) is not int or width < 1):
-        raise ValueError(f"ffn_config.ffn_hidden_size is {width!r:.80}, and it is a whole number from 1. {_MEND}")
+        raise ValueError(f"ffn_config.ffn_hidden_size is {width!r:.80}, and it is a whole number from 1. {_FIX}")
     return {**ffn, "ffn_act_fn": act}

@@ -26,11 +26,11 @@ RESIDUAL = "writes_residual"
 """The attribute of a linear layer that writes into the residual stream."""
 
 
-def spread(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
-    """The standard deviation of a layer's weights. Raises ModelError for an unknown scheme, and for fields that do not
-    give a finite number from 0."""
+def init_std(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
+    """Create the standard deviation of a layer's weights. Raises ModelError for an unknown scheme, and for fields that
+    do not give a finite number from 0."""
     try:
-        deviation = _spread(config, module)
+        deviation = _compute_std(config, module)
     except (TypeError, ValueError, ZeroDivisionError) as cause:  # from a field of the wrong type
         if isinstance(cause, ModelError):
             raise
@@ -44,20 +44,20 @@ def spread(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
     return deviation
 
 
-def _spread(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
+def _compute_std(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
     if config.initializer_range is not None:
         return config.initializer_range
     init = config.init_config
     assert init is not None  # complete since MPTConfig.__post_init__
     if init["emb_init_uniform_lim"] is not None:
-        raise ModelError(f"init_config.emb_init_uniform_lim is {init['emb_init_uniform_lim']}: {_NORMAL}")
+        raise ModelError(f"init_config.emb_init_uniform_lim is {init['emb_init_uniform_lim']}: {_KNOWN_SCHEMES}")
     if isinstance(module, nn.Embedding) and init["emb_init_std"] is not None:
         return float(init["emb_init_std"])
-    return _scheme(config, init, module) / _divisor(config, init, module)
+    return _scheme_std(config, init, module) / _divisor(config, init, module)
 
 
-def _scheme(config: MPTConfig, init: Mapping[str, Any], module: nn.Linear | nn.Embedding) -> float:
-    """The standard deviation by the scheme of `init_config`, before the division for residual layers."""
+def _scheme_std(config: MPTConfig, init: Mapping[str, Any], module: nn.Linear | nn.Embedding) -> float:
+    """Return the standard deviation by the scheme of `init_config`, before the division for residual layers."""
     name = init["name"]
     if name == "kaiming_normal_":
         if init["fan_mode"] != "fan_in":
@@ -70,11 +70,11 @@ def _scheme(config: MPTConfig, init: Mapping[str, Any], module: nn.Linear | nn.E
         return float(init["init_std"])
     if name in ("small_init_", "neox_init_"):
         return math.sqrt(2 / (5 * config.d_model))
-    raise ModelError(f"init_config.name is {name!r}: {_NORMAL}")
+    raise ModelError(f"init_config.name is {name!r}: {_KNOWN_SCHEMES}")
 
 
 def _divisor(config: MPTConfig, init: Mapping[str, Any], module: nn.Module) -> float:
-    """The divisor of the standard deviation of layers that write into the residual stream; 1 for others."""
+    """Return the divisor of the standard deviation of layers that write into the residual stream; 1 for others."""
     stated = init["init_div_is_residual"]
     if not getattr(module, RESIDUAL, False) or stated is False:
         return 1.0
@@ -83,7 +83,7 @@ def _divisor(config: MPTConfig, init: Mapping[str, Any], module: nn.Module) -> f
     return math.sqrt(2 * config.n_layers) if stated is True else float(stated)
 
 
-_NORMAL = (
+_KNOWN_SCHEMES = (
     "weights are drawn by kaiming_normal_, baseline_, small_init_ or neox_init_, all of them normal. Name one of "
     "them, or give model.init_std."
 )

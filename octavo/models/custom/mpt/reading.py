@@ -24,14 +24,14 @@ from octavo.models.custom.mpt.configuration import MPTConfig
 from octavo.models.errors import ModelError
 from octavo.models.folder import headers
 
-OF_FOUNDRY = ("ffn_config", "init_config", "fc_type", "auto_map")
+FOUNDRY_FIELDS = ("ffn_config", "init_config", "fc_type", "auto_map")
 CLASSES = ("MPTForCausalLM", "MPTModel", "MPTForSequenceClassification")
 WTE = "transformer.wte.weight"
-_OF_TE = re.compile(r"\.ffn\.(layer_norm_(weight|bias)|fc[12]_(weight|bias|_extra_state))$")
+_TE_NAME = re.compile(r"\.ffn\.(layer_norm_(weight|bias)|fc[12]_(weight|bias|_extra_state))$")
 
 
 def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
-    """The configuration of a folder; `raw`: its config.json. Raises ModelError if its tensors contradict it, and
+    """Return the configuration of a folder; `raw`: its config.json. Raises ModelError if its tensors contradict it, and
     ValueError for fields that are not implemented."""
     fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
     attention = fields.get("attn_config")
@@ -45,18 +45,20 @@ def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
             "attn_config": {"alibi": True, **(attention or {})},
         }
     config = MPTConfig.from_dict(fields)
-    if why := disagreement(config, _names(folder)):
+    if why := find_disagreement(config, _tensor_names(folder)):
         raise ModelError(f"{folder}: {why}")
     return config
 
 
 def _is_from_foundry(raw: Mapping[str, Any]) -> bool:
     named = raw.get("architectures")
-    return any(key in raw for key in OF_FOUNDRY) or (isinstance(named, list) and any(one in CLASSES for one in named))
+    return any(key in raw for key in FOUNDRY_FIELDS) or (
+        isinstance(named, list) and any(one in CLASSES for one in named)
+    )
 
 
-def _names(folder: Path) -> set[str]:
-    """Names of a folder's tensors; unreadable files are skipped here, and refused when weights are loaded."""
+def _tensor_names(folder: Path) -> set[str]:
+    """Return names of a folder's tensors; unreadable files are skipped here, and refused when weights are loaded."""
     names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -66,11 +68,11 @@ def _names(folder: Path) -> set[str]:
     return names
 
 
-def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
-    """How tensors of these names contradict a configuration, with the fix; None if they agree, or if they are not those
-    of a whole model."""
+def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
+    """Return how tensors of these names contradict a configuration, with the fix; None if they agree, or if they are
+    not those of a whole model."""
     # First names of layers that Octavo's MPT does not have; then the layers that one field or another switches.
-    if fused := sorted(name for name in names if _OF_TE.search(name)):
+    if fused := sorted(name for name in names if _TE_NAME.search(name)):
         return (
             f"{fused[0]} is of TransformerEngine's LayerNormMLP (ffn_type: te_ln_mlp). Rename in each block "
             "ffn.layer_norm_weight and _bias to norm_2.weight and .bias, ffn.fc1_weight and _bias to "
@@ -107,8 +109,8 @@ def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
     return None
 
 
-def not_in_stock(config: MPTConfig) -> list[str]:
-    """The fields of config.json that transformers' own MPT would silently ignore for this model."""
+def ignored_by_stock(config: MPTConfig) -> list[str]:
+    """Return the fields of config.json that transformers' own MPT would silently ignore for this model."""
     attention, ffn = config.attn_config, config.ffn_config
     assert isinstance(attention, dict) and isinstance(ffn, dict)
     ignored = {
@@ -128,7 +130,8 @@ def not_in_stock(config: MPTConfig) -> list[str]:
 
 
 def why_too_long(config: MPTConfig, length: int) -> str | None:
-    """Why the model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does."""
+    """Return why the model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it
+    does."""
     if length <= config.max_seq_len:
         return None
     if config.alibi:

@@ -22,7 +22,7 @@ _PUBLISHED = {
 }  # fmt: skip
 """The tower of both, the default."""
 _NEWLINE = 198  # "\n" of Qwen2's tokenizer
-MOST_TILES = 64
+MAX_TILES = 64
 """The limit of tiles of an image, whatever a configuration says: every image is compared with all grids up to it."""
 
 
@@ -64,14 +64,14 @@ class NvilaLiteConfig(PreTrainedConfig):
         s2_scales: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.text_config = _text(text_config)
-        self.vision_config = _vision(vision_config)
+        self.text_config = _text_config(text_config)
+        self.vision_config = _vision_config(vision_config)
         self.projector_type = projector_type or self._projector
         if self.projector_type not in PROJECTORS:
             raise ValueError(
                 f"the projector {self.projector_type!r} is not one that Octavo knows; it knows {', '.join(PROJECTORS)}"
             )
-        _check_whole(
+        _check_integers(
             image_token_id=image_token_id, newline_token_id=newline_token_id, min_tiles=min_tiles, max_tiles=max_tiles,
             newlines=0 if newlines is None else newlines, s2_scales=() if s2_scales is None else s2_scales,
         )  # fmt: skip
@@ -79,9 +79,9 @@ class NvilaLiteConfig(PreTrainedConfig):
         self.newline_token_id = newline_token_id
         self.newlines = self._newlines if newlines is None else newlines
         self.min_tiles, self.max_tiles = min_tiles, max_tiles
-        if not 1 <= min_tiles <= max_tiles <= MOST_TILES:
+        if not 1 <= min_tiles <= max_tiles <= MAX_TILES:
             raise ValueError(
-                f"min_tiles is {min_tiles} and max_tiles {max_tiles}; they must be from 1 to {MOST_TILES} and in order"
+                f"min_tiles is {min_tiles} and max_tiles {max_tiles}; they must be from 1 to {MAX_TILES} and in order"
             )
         self.s2_scales = tuple(self._scales if s2_scales is None else s2_scales)
         side = self.tile_side
@@ -113,7 +113,7 @@ class NvilaLiteConfig(PreTrainedConfig):
         return int(self.vision_config.hidden_size) * max(1, len(self.s2_scales))
 
     def tile_tokens(self, rows: int, columns: int) -> int:
-        """Tokens out of the projector for a tile of rows x columns patches."""
+        """Return tokens out of the projector for a tile of rows x columns patches."""
         return -(-rows // self.merge) * -(-columns // self.merge)
 
 
@@ -129,23 +129,23 @@ class NvilaConfig(NvilaLiteConfig):
         super().__init__(**fields)
 
 
-def _check_whole(**fields: Any) -> None:
+def _check_integers(**fields: Any) -> None:
     for name, value in fields.items():
         for one in value if name == "s2_scales" and isinstance(value, list | tuple) else [value]:
             if type(one) is not int or one < 0:
                 raise ValueError(f"{name} is {value!r:.80}; it takes only whole numbers from 0")
-    if fields["newlines"] > MOST_TILES:
-        raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MOST_TILES} at most")
+    if fields["newlines"] > MAX_TILES:
+        raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MAX_TILES} at most")
 
 
-def _text(config: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
+def _text_config(config: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
     if isinstance(config, PreTrainedConfig):
         return config
     fields = dict(config or {})
     return AutoConfig.for_model(fields.pop("model_type", "qwen2"), **fields)
 
 
-def _vision(config: Mapping[str, Any] | PreTrainedConfig | None) -> SiglipVisionConfig:
+def _vision_config(config: Mapping[str, Any] | PreTrainedConfig | None) -> SiglipVisionConfig:
     if isinstance(config, PreTrainedConfig):
         return cast(SiglipVisionConfig, config)
     fields = {"vision_use_head": False, **(_PUBLISHED if config is None else config)}

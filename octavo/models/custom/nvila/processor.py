@@ -20,7 +20,7 @@ from octavo.models.custom.nvila.three_folders import IMAGE, MEDIA
 from octavo.models.errors import ModelError
 from octavo.models.folder.processor_base import ProcessorTraits
 
-PLACE = IMAGE
+PLACEHOLDER = IMAGE
 
 
 class NvilaProcessor(ProcessorTraits, ProcessorMixin):
@@ -31,7 +31,7 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
     not agree with the configuration.
     """
 
-    image_token = PLACE
+    image_token = PLACEHOLDER
     image_class = NvilaImages
 
     def __init__(
@@ -42,9 +42,9 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         config: NvilaLiteConfig | None = None,
     ) -> None:
         assert config is not None
-        self.image_token_id = tokenizer.convert_tokens_to_ids(PLACE)
+        self.image_token_id = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
         self.image_token_ids = [tokenizer.get_vocab()[token] for token in MEDIA if token in tokenizer.get_vocab()]
-        _check(config, tokenizer)
+        _check_token_ids(config, tokenizer)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         image_processor.configure(config)
         patches = config.tile_side // config.patch_side
@@ -68,13 +68,13 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         return_text_replacement_offsets: bool = False,
         **options: Any,
     ) -> BatchFeature:
-        """The outputs of the tokenizer, which takes `options`; for images `pixel_values` [tiles, 3, side, side], and
-        with several scales `image_grid_thw`; with `return_text_replacement_offsets` also the characters of each image
-        in the text, before and after its placeholder was repeated. Raises ValueError if the texts do not have one
+        """Return the outputs of the tokenizer, which takes `options`; for images `pixel_values` [tiles, 3, side, side],
+        and with several scales `image_grid_thw`; with `return_text_replacement_offsets` also the characters of each
+        image in the text, before and after its placeholder was repeated. Raises ValueError if the texts do not have one
         placeholder for each image."""
         texts = [text] if isinstance(text, str) else list(text or ())
         images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
-        if (places := sum(one.count(PLACE) for one in texts)) != len(images):
+        if (places := sum(one.count(PLACEHOLDER) for one in texts)) != len(images):
             raise ValueError(f"the text has {places} places for {len(images)} images")
         inputs: dict[str, Any] = {}
         grids: list[tuple[int, int, int]] = []
@@ -84,7 +84,7 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
             grids = [tuple(grid) for grid in batch["grids"]]
             if self.grids:
                 inputs["image_grid_thw"] = np.array(grids, dtype=np.int64)
-        expanded, offsets = _expand(texts, [self._places(grid) for grid in grids])
+        expanded, offsets = _expand_placeholders(texts, [self._places(grid) for grid in grids])
         # The model takes neither kind of token types, which callers of stock processors ask for.
         options.pop("return_mm_token_type_ids", None)
         encoded = dict(self.tokenizer(expanded, return_tensors=return_tensors, **options))
@@ -96,33 +96,35 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         return BatchFeature({**encoded, **inputs})
 
     def _places(self, grid: tuple[int, int, int]) -> int:
-        """Placeholders of an image: line breaks end each tile, or with several scales the whole image."""
+        """Return placeholders of an image: line breaks end each tile, or with several scales the whole image."""
         tiles, rows, columns = grid
         if self.grids:
             return rows * columns * self.tile_tokens + self.newlines
         return tiles * (self.tile_tokens + self.newlines)
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """The chat template, with contents converted to texts."""
-        flat = [_flat(message, PLACE if self.newlines else f"{PLACE}\n") for message in conversation]
+        """Return the chat template, with contents converted to texts."""
+        flat = [
+            _join_content(message, PLACEHOLDER if self.newlines else f"{PLACEHOLDER}\n") for message in conversation
+        ]
         return super().apply_chat_template(flat, *args, **kwargs)
 
     def _get_num_multimodal_tokens(self, image_sizes: Any = None, **_: Any) -> dict[str, list[int]]:
-        """Tokens of images (height, width), in the form of transformers' processors."""
+        """Return tokens of images (height, width), in the form of transformers' processors."""
         grids = [self.image_processor.grid(*size) for size in image_sizes or ()]
         return {"num_image_tokens": [self._places(grid) for grid in grids]}
 
 
-def _expand(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list[list[dict[str, Any]]]]:
-    """Texts in which the `<image>` of each image is repeated to its number of placeholders, and the spans of characters
-    of each image before and after."""
+def _expand_placeholders(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list[list[dict[str, Any]]]]:
+    """Return texts in which the `<image>` of each image is repeated to its number of placeholders, and the spans of
+    characters of each image before and after."""
     counts = iter(places)
     expanded, offsets = [], []
     for text in texts:
         out, end, spans = "", 0, []
-        for match in re.finditer(re.escape(PLACE), text):
+        for match in re.finditer(re.escape(PLACEHOLDER), text):
             out += text[end : match.start()]
-            new = PLACE * next(counts)
+            new = PLACEHOLDER * next(counts)
             spans.append({"span": match.span(), "new_span": (len(out), len(out) + len(new))})
             out, end = out + new, match.end()
         expanded.append(out + text[end:])
@@ -130,9 +132,9 @@ def _expand(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], lis
     return expanded, offsets
 
 
-def _flat(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A message with its content as a text. Rows have a line break after `<image>`: it is removed for models that end
-    images with their own line breaks, as in VILA's data; VILA 1.5 has it in the text, once."""
+def _join_content(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a message with its content as a text. Rows have a line break after `<image>`: it is removed for models
+    that end images with their own line breaks, as in VILA's data; VILA 1.5 has it in the text, once."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -144,8 +146,8 @@ def _flat(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {**message, "content": text}
 
 
-def _check(config: NvilaLiteConfig, tokenizer: Any) -> None:
-    stated = [("image_token_id", config.image_token_id, tokenizer.convert_tokens_to_ids(PLACE))]
+def _check_token_ids(config: NvilaLiteConfig, tokenizer: Any) -> None:
+    stated = [("image_token_id", config.image_token_id, tokenizer.convert_tokens_to_ids(PLACEHOLDER))]
     if config.newlines:
         ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
         stated.append(("newline_token_id", config.newline_token_id, ids[0] if len(ids) == 1 else ids))

@@ -54,6 +54,6 @@ TEMPLATES = {
 """Name -> template for contents that are texts."""
 
 
-def vila_1_5(vocabulary: Collection[str]) -> str:
-    """The name of the template of a VILA 1.5 model with this vocabulary."""
+def vila_1_5_template(vocabulary: Collection[str]) -> str:
+    """Return the name of the template of a VILA 1.5 model with this vocabulary."""
     return "llama_3" if "<|eot_id|>" in vocabulary else "vicuna_v1"

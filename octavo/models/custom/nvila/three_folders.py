@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.base import safe_read
 from octavo.models.custom.nvila.configuration import PROJECTORS, NvilaConfig, NvilaLiteConfig
-from octavo.models.custom.nvila.templates import TEMPLATES, vila_1_5
+from octavo.models.custom.nvila.templates import TEMPLATES, vila_1_5_template
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import PARTS, check_sizes, check_weight_files, read_json
 
@@ -30,7 +30,7 @@ _CUTS = {"dynamic": 1, "dynamic_s2": 0, "resize": 0}
 _PUBLISHED = "448,896,1344"
 _ENCODER = "llava.model.encoders.BasicImageEncoder"
 #: fields of config.json -> the accepted values; others mean other arithmetic and would give wrong results silently
-_KNOWN = {
+_ACCEPTED = {
     "mm_vision_select_layer": (-2,),
     "mm_vision_select_feature": ("cls_patch",),
     "mm_use_im_start_end": (False, None),
@@ -39,38 +39,40 @@ _KNOWN = {
 }
 
 
-def read_three(folder: Path) -> NvilaLiteConfig:
-    """The configuration of a model in three folders. Raises ModelError for values that Octavo's model code does not
-    implement."""
+def read_three_folders(folder: Path) -> NvilaLiteConfig:
+    """Read the configuration of a model in three folders. Raises ModelError for values that Octavo's model code does
+    not implement."""
     # Every field that changes the arithmetic is compared with the values that Octavo implements, before any is used.
     raw = {part: read_json(folder / part / "config.json") for part in PARTS}
     top = read_json(folder / "config.json")
     for file in (folder, *(folder / part for part in PARTS)):
         check_sizes(file / "config.json")
-    cut = _cut(top)
-    _one_of(folder, "image_aspect_ratio", cut, _CUTS)
-    for key, known in _KNOWN.items():
-        _one_of(folder, key, top.get(key, known[0]), known)
+    cut = _image_cut(top)
+    _check_value(folder, "image_aspect_ratio", cut, _CUTS)
+    for key, known in _ACCEPTED.items():
+        _check_value(folder, key, top.get(key, known[0]), known)
     text, vision = dict(raw["llm"]), dict(raw["vision_tower"])
-    _one_of(folder / "llm", "model_type", text.get("model_type"), ("qwen2", "llama"))
+    _check_value(folder / "llm", "model_type", text.get("model_type"), ("qwen2", "llama"))
     for part in (text, vision):
         for key in ("auto_map", "_name_or_path", "architectures"):
             part.pop(key, None)
     vision["vision_use_head"] = _has_head(folder, vision)
     several, side = cut == "dynamic_s2", vision.get("image_size")
-    _one_of(folder, "dynamic_s2", bool(top.get("dynamic_s2", several)), (several,))
-    _one_of(folder, "vision_resolution", top.get("vision_resolution") or -1, (-1, side))  # the positions' table has it
+    _check_value(folder, "dynamic_s2", bool(top.get("dynamic_s2", several)), (several,))
+    _check_value(
+        folder, "vision_resolution", top.get("vision_resolution") or -1, (-1, side)
+    )  # the positions' table has it
     scales = _scales(folder, top) if several else ()
     image = _image_token(folder, text)
     projector = raw["mm_projector"].get("mm_projector_type", top.get("mm_projector_type"))
-    _one_of(folder / "mm_projector", "mm_projector_type", projector, PROJECTORS)
+    _check_value(folder / "mm_projector", "mm_projector_type", projector, PROJECTORS)
     return (NvilaConfig if scales else NvilaLiteConfig)(
         text_config=text,
         vision_config=vision,
         projector_type=projector,
         image_token_id=image,
         video_token_id=image + 1,
-        newlines=_ends(folder, top, cut) + _CUTS[cut],
+        newlines=_count_line_breaks(folder, top, cut) + _CUTS[cut],
         min_tiles=top.get("min_tiles") or 1,
         max_tiles=1 if cut == "resize" else top.get("max_tiles") or 12,
         s2_scales=scales,
@@ -78,7 +80,7 @@ def read_three(folder: Path) -> NvilaLiteConfig:
     )
 
 
-def refuse_incomplete(folder: Path, model_type: str) -> None:
+def check_parts(folder: Path, model_type: str) -> None:
     """Raise ModelError for a model of one of :data:`IN_THREE_FOLDERS` that lacks folders."""
     lacking = [part for part in PARTS if not (folder / part / "config.json").is_file()]
     if lacking:
@@ -88,18 +90,18 @@ def refuse_incomplete(folder: Path, model_type: str) -> None:
         )
 
 
-def add_media(tokenizer: Any) -> None:
+def add_media_tokens(tokenizer: Any) -> None:
     """Add the tokens of media that a tokenizer lacks, with the next ids, as VILA does when it loads a tokenizer."""
     tokenizer.add_tokens([token for token in MEDIA if token not in tokenizer.get_vocab()], special_tokens=True)
 
 
-def template_of(folder: Path, tokenizer: Any) -> str | None:
-    """The chat template that VILA has in its code for such a folder; None if it uses the tokenizer's. Raises ModelError
-    for a template that Octavo does not have."""
+def find_template(folder: Path, tokenizer: Any) -> str | None:
+    """Find the chat template that VILA has in its code for such a folder; None if it uses the tokenizer's. Raises
+    ModelError for a template that Octavo does not have."""
     top = read_json(folder / "config.json")
     name = top.get("chat_template")
-    if name is None and _cut(top) == "resize" and "image_encoder" not in top:
-        name = vila_1_5(tokenizer.get_vocab())
+    if name is None and _image_cut(top) == "resize" and "image_encoder" not in top:
+        name = vila_1_5_template(tokenizer.get_vocab())
     if name is not None and name not in TEMPLATES:
         raise ModelError(
             f"{folder}/config.json names the chat template {name!r:.80} of VILA's code, and Octavo has only "
@@ -108,24 +110,24 @@ def template_of(folder: Path, tokenizer: Any) -> str | None:
     return None if name is None else TEMPLATES[name]
 
 
-def _cut(top: dict[str, Any]) -> Any:
+def _image_cut(top: dict[str, Any]) -> Any:
     return top.get("image_aspect_ratio") or "resize"
 
 
-def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
-    """Line breaks that the encoder of images appends to each: VILA 1.5 predates encoders and has none."""
+def _count_line_breaks(folder: Path, top: dict[str, Any], cut: str) -> int:
+    """Return line breaks that the encoder of images appends to each: VILA 1.5 predates encoders and has none."""
     stated = top.get("image_encoder")
     if stated is None:
         return 0 if cut == "resize" else 1
     if isinstance(stated, str):
         stated = safe_read.parse_json(stated, folder / "config.json", ModelError)
     for key, known in (("_target_", (_ENCODER,)), ("start_tokens", (None,)), ("end_tokens", ("\n", None))):
-        _one_of(folder, f"image_encoder.{key}", stated.get(key, known[0]), known)
+        _check_value(folder, f"image_encoder.{key}", stated.get(key, known[0]), known)
     return int(stated.get("end_tokens", "\n") is not None)
 
 
 def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
-    """The sides of dynamic S2, the smallest first; features of all are resized to the largest."""
+    """Return the sides of dynamic S2, the smallest first; features of all are resized to the largest."""
     stated = top.get("s2_scales") or _PUBLISHED
     if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
         raise ModelError(
@@ -134,12 +136,13 @@ def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
         )
     scales = tuple(sorted(map(int, stated.split(","))))
     key = "s2_resize_output_to_scale_idx"
-    _one_of(folder, key, top.get(key), (-1, len(scales) - 1))  # where it is absent VILA takes the smallest
+    _check_value(folder, key, top.get(key), (-1, len(scales) - 1))  # where it is absent VILA takes the smallest
     return scales
 
 
 def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
-    """Whether the tower has a pooling head: older configurations lack the field, so the weights are inspected."""
+    """Return whether the tower has a pooling head: older configurations lack the field, so the weights are
+    inspected."""
     if "vision_use_head" in vision or not list((folder / "vision_tower").glob("*.safetensors")):
         return bool(vision.get("vision_use_head", False))
     headers = check_weight_files(folder / "vision_tower")
@@ -147,15 +150,15 @@ def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
 
 
 def _image_token(folder: Path, text: dict[str, Any]) -> int:
-    """The id of `<image>`: the tokenizer's, or the second one after the table of embeddings, which has rows for the
-    tokens before media."""
+    """Return the id of `<image>`: the tokenizer's, or the second one after the table of embeddings, which has rows for
+    the tokens before media."""
     file = folder / "llm" / "tokenizer_config.json"
     known = (read_json(file) if file.exists() else {}).get("added_tokens_decoder") or {}
     ids = [int(number) for number, token in known.items() if token.get("content") == IMAGE]
     return ids[0] if ids else int(text["vocab_size"]) + MEDIA.index(IMAGE)
 
 
-def _one_of(folder: Path, key: str, value: object, known: Collection[object]) -> None:
+def _check_value(folder: Path, key: str, value: object, known: Collection[object]) -> None:
     if value not in known:
         raise ModelError(
             f"{folder}/config.json gives {key} {value!r:.80}, and Octavo's NVILA supports only "

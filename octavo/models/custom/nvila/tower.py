@@ -21,7 +21,7 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 
-class Unread(nn.Module):
+class UnusedWeights(nn.Module):
     """The weights of a module and of its children as buffers with the same names; no forward reads them."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Unread(nn.Module):
             self.register_buffer(name, parameter.detach().clone())
         for name, child in module.named_children():
             if any(True for _ in child.parameters()):
-                self.add_module(name, Unread(child))
+                self.add_module(name, UnusedWeights(child))
 
 
 class Encoder(nn.Module):
@@ -39,11 +39,11 @@ class Encoder(nn.Module):
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
         layers = [SiglipEncoderLayer(config) for _ in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList([*layers[:-1], Unread(layers[-1])])
+        self.layers = nn.ModuleList([*layers[:-1], UnusedWeights(layers[-1])])
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:
-            if not isinstance(layer, Unread):
+            if not isinstance(layer, UnusedWeights):
                 hidden = layer(hidden, None)
         return hidden
 
@@ -60,9 +60,9 @@ class Tower(SiglipPreTrainedModel):
         super().__init__(config)
         self.embeddings = SiglipVisionEmbeddings(config)
         self.encoder = Encoder(config)
-        self.post_layernorm = Unread(nn.LayerNorm(config.hidden_size))
+        self.post_layernorm = UnusedWeights(nn.LayerNorm(config.hidden_size))
         if config.vision_use_head:
-            self.head = Unread(SiglipMultiheadAttentionPoolingHead(config))
+            self.head = UnusedWeights(SiglipMultiheadAttentionPoolingHead(config))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -78,6 +78,6 @@ class Tower(SiglipPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """As SigLIP; unread weights are initialised to zeros, so that a saved folder always has them."""
         super()._init_weights(module)
-        if isinstance(module, Unread):
+        if isinstance(module, UnusedWeights):
             for buffer in module.buffers(recurse=False):
                 init.zeros_(buffer)

@@ -152,8 +152,8 @@ def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _
     """
     tiles = max(1, round(patches / vision.cells / rows))
     each, alone = -(-tiles // vision.most), tiles > 1
-    size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile
-    length, count = anyres.tokens(config, size, alone), anyres.tiles(config, size, alone)
+    size = anyres.closest_grid(config, round(tiles / each)) if alone else vision.tile
+    length, count = anyres.count_tokens(config, size, alone), anyres.count_tiles(config, size, alone)
     inputs = {
         "image_sizes": torch.tensor([size]).repeat(each * rows, 1),
         "batch_num_images": torch.full((each * rows,), 1 if alone else 2),
