@@ -235,9 +235,9 @@ MISFITS = [
     (lambda s: s["param_groups"][0].update(master="bf16+sr"), r"keeps master='bf16\+sr'"),
     (lambda s: s["param_groups"].pop(), r"groups of \[2\] parameters, this optimizer groups of \[2, 3\]"),
     (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[1, 3\] parameters"),
-    (lambda s: s.pop("state"), r"has param_groups, and lacks state\. Give what optimizer.state_dict\(\) gave"),
-    (lambda s: s.pop("param_groups"), "has state, and lacks param_groups"),
-    (lambda s: s.clear(), "has nothing, and lacks state and param_groups"),
+    (lambda s: s.pop("state"), r"has param_groups, but no state\. Pass the result of optimizer.state_dict\(\)"),
+    (lambda s: s.pop("param_groups"), "has state, but no param_groups"),
+    (lambda s: s.clear(), "has nothing, but no state and param_groups"),
     (lambda s: s["state"].update({9: s["state"][0]}), "a state of parameter 9 .*none of its groups .*whole"),
 ]
 
