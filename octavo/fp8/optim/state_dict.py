@@ -48,8 +48,9 @@ def load(
     missing = [key for key in ("state", "param_groups") if key not in document]
     if missing:
         raise ValueError(
-            f"The state dict has {', '.join(map(str, document)) or 'nothing'}, but no {' and '.join(missing)}. Pass "
-            "the result of optimizer.state_dict(); from a checkpoint, only its optimizer part."
+            f"The state dict is missing {' and '.join(missing)}; its keys are "
+            f"{', '.join(map(str, document)) or 'none'}. Pass the result of optimizer.state_dict(); from a checkpoint, "
+            "only its optimizer part."
         )
     settle()
     mine, saved = optimizer.param_groups, document["param_groups"]

@@ -370,7 +370,7 @@ def test_cache_path_follows_xdg(monkeypatch, tmp_path):
 
 
 def test_measurement_requires_tokens():
-    with pytest.raises(fp8.MeasureError, match="give the tokens"):
+    with pytest.raises(fp8.MeasureError, match="set the tokens"):
         fp8.measure(Net())
     with pytest.raises(fp8.PlanError, match="measurements also need tokens"):
         fp8.plan(Net(), "auto", measurements=fp8.Measurements(GPU))
@@ -385,7 +385,7 @@ def test_measurement_requires_tokens():
         ((8, 0), (8192, 8192), None, None, "no FP8 in hardware at compute capability 8.0"),
         ((8, 9), (8192, 8192), None, "rowwise", "rowwise by the table"),
         ((9, 0), (4096, 4096), None, "blockwise", "blockwise"),
-        ((9, 0), (2048, 8192), None, None, "N=2048 <= 2048, where FP8 is known to lose"),
+        ((9, 0), (2048, 8192), None, None, "N=2048 <= 2048, where FP8 is known to be slower"),
         ((9, 0), (8192, 1024), None, None, "K=1024 <= 1024"),
         ((9, 0), (4096, 2048), None, None, "N=4096 <= 4096 and K=2048 <= 2048"),
         ((9, 0), (8200, 8192), None, None, "not a multiple of 16"),

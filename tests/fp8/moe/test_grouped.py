@@ -408,7 +408,7 @@ def test_experts_run_one_by_one_without_grouped_gemms(backend):
         noted = "2 rows of experts run one expert at a time: ungrouped: it knows no groups" in plan.notes
         assert noted == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == noted
     assert all(map(torch.equal, *results_of.values()))
-    assert "a history of each expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
+    assert "a history per expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     chosen = fp8.recipe("rowwise")
     picked = {"fwd": registry.select("fwd", recipe_or_spec=chosen, device=cpu, requested="reference")}

@@ -235,9 +235,12 @@ MISFITS = [
     (lambda s: s["param_groups"][0].update(master="bf16+sr"), r"keeps master='bf16\+sr'"),
     (lambda s: s["param_groups"].pop(), r"groups of \[2\] parameters, this optimizer groups of \[2, 3\]"),
     (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[1, 3\] parameters"),
-    (lambda s: s.pop("state"), r"has param_groups, but no state\. Pass the result of optimizer.state_dict\(\)"),
-    (lambda s: s.pop("param_groups"), "has state, but no param_groups"),
-    (lambda s: s.clear(), "has nothing, but no state and param_groups"),
+    (
+        lambda s: s.pop("state"),
+        r"is missing state; its keys are param_groups\. Pass the result of optimizer.state_dict\(\)",
+    ),
+    (lambda s: s.pop("param_groups"), "is missing param_groups; its keys are state"),
+    (lambda s: s.clear(), "is missing state and param_groups; its keys are none"),
     (lambda s: s["state"].update({9: s["state"][0]}), "a state of parameter 9 .*none of its groups .*whole"),
 ]
 

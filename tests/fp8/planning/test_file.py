@@ -188,7 +188,7 @@ def test_different_gpu_is_rejected_with_difference(saved, monkeypatch):
         ("{}", "is not a plan"),
         ("[1]", "is not a plan"),
         ("[" * 100_000, "p.json nests brackets deeper than 64"),
-        ('{"octavo_plan": ' + "9" * 5000 + "}", "p.json holds a number of 5000 digits"),
+        ('{"octavo_plan": ' + "9" * 5000 + "}", "p.json contains a number of 5000 digits"),
         ('{"octavo_plan": "\\ud800"}', "p.json holds half a character"),
         ('{"policy": {}, "rows": []}', "is the plan.json of an older run, which cannot be loaded"),
         ('{"octavo_plan": 2}', "is not a plan of this version of Octavo: octavo_plan is 2, and this version reads 1"),
