@@ -126,7 +126,7 @@ area(
     (
         'plan-file-capability', 'fp8/planning/file.py',
         '(saved.gpu, saved.capability) != (current.gpu, current.capability)',
-        'then.gpu != here.gpu',
+        'saved.gpu != current.gpu',
         'a plan of a GPU with another compute capability is taken',
         'fp8/planning/test_file.py', 'train/test_planning.py',
     ),
