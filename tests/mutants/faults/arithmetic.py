@@ -272,7 +272,7 @@ area(
     ),
     (
         "experts-nobody-has-weight", "fp8/experts.py",
-        "top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)", "top_k_weights.reshape(-1, 1)",
+        "top_k_weights.reshape(-1, 1).masked_fill(is_empty, 0)", "top_k_weights.reshape(-1, 1)",
         "a choice of no expert adds the answer of another row",
         "fp8/test_experts.py", "fp8/test_grouped.py",
     ),
