@@ -92,7 +92,9 @@ class CopyReference:
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
         if cfg.run.start_from is not None:
-            checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.owns)
+            checkpoint.load_weights(
+                cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.is_critic_parameter
+            )
         model.requires_grad_(False).eval()
         frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's block is
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
