@@ -144,7 +144,10 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
         help=f"quantize weights while loading: {kinds}",
     )
     parser.add_argument(
-        "--step", type=arguments.positive, metavar="N", help="checkpoint of a run (default: the newest)"
+        "--step",
+        type=arguments.positive,
+        metavar="N",
+        help="step of the checkpoint to use, for a run (default: the newest)",
     )
 
 

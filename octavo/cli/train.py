@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = arguments.config(args)  # before the slow import of torch
     cfg = arguments.require_files(cfg, args.file)
 
-    if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
+    if args.nproc != 1 and (count := launch_ranks.resolve_process_count(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
         Layout.from_section(count, cfg.parallel)  # report a wrong mesh once instead of on each rank

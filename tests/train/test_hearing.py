@@ -90,7 +90,7 @@ def test_it_trains_and_stock_transformers_gives_its_logits(hears):
 
 def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     """Refused by name, before a step."""
-    with pytest.raises(fp8.PlanError, match="takes sound, which packs do not contain"):
+    with pytest.raises(fp8.PlanError, match="takes audio, which packs do not support"):
         train.run(hears("data.packing=true", "train.micro_batch=1", dir="packed"))
     cfg = hears(dir="pairs")
     phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})

@@ -98,8 +98,7 @@ def test_remote_holder_keeps_its_lock_while_it_is_alive(elsewhere, tmp_path, mon
     process, told = elsewhere(alive=True), []
     with RunLock() as lock, pytest.raises(train.TrainError, match=f"in use by process {process.pid} on node7;"):
         lock.take(tmp_path, told.append)
-    assert told == [f"{tmp_path} was last held by process {process.pid} on node7: waiting up to 3 s to see whether it "
-                    "is alive"]  # fmt: skip
+    assert told == [f"{tmp_path} was last held by process {process.pid} on node7: waiting up to 3 s for a sign of life"]
     (tmp_path / ".lock").unlink()  # by a person: nobody else holds it
     time.sleep(0.3)
     assert process.is_alive()

@@ -194,7 +194,7 @@ class Run:
         """Notify callbacks of an asynchronous checkpoint if it is complete; with `wait`, wait for it. Raises the error
         of the write on all ranks. A collective; does nothing if none is being written."""
         background = self.job.background
-        if background is None or not background.under_way:
+        if background is None or not background.has_pending_save:
             return
         if wait:
             self.world.set_phase(f"step {self.step}, waiting for the checkpoint that is being written")
@@ -205,7 +205,7 @@ class Run:
     @property
     def saving(self) -> bool:
         """Whether an asynchronous checkpoint is being written."""
-        return self.job.background is not None and self.job.background.under_way
+        return self.job.background is not None and self.job.background.has_pending_save
 
     def pop_save_seconds(self) -> float:
         """Seconds that training waited for checkpoints since the last call."""

@@ -52,7 +52,7 @@ def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) ->
     Raises TrainError if the model's head, and so its last hidden states, are not known."""
     weight = _head(model).weight
     dtype = model_dtype(cfg)
-    if cfg.lora is not None and adapters.attached(
+    if cfg.lora is not None and adapters.adapted_layers(
         model
     ):  # the part of a model that a memory estimate runs may have none
         adapters.attach_second(model, cfg.lora, cfg.run.seed + 1, device)

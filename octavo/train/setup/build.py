@@ -91,7 +91,7 @@ def build(
     phase.begin(stepper, processor, start.directory, progress.step, log)
     if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
         _record_machine(start.directory, cfg, world, processor)
-    background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
+    background = checkpoint.BackgroundSaver(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg=cfg,
         world=world,

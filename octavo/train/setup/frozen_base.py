@@ -166,7 +166,7 @@ def attach_adapters_like(part: nn.Module, adapted: nn.Module, family: models.Fam
         from octavo import adapters
 
         in_part = {row.name for row in fp8.describe_layers(part, family.components)}
-        names = tuple(name for name in adapters.attached(adapted) if name in in_part)
+        names = tuple(name for name in adapters.adapted_layers(adapted) if name in in_part)
         if names:
             section = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
             adapters.attach(part, family, section)

@@ -42,7 +42,9 @@ class Job:
     base: frozen_base.FrozenBase | None = None
     attention: Any = None  # see `attention_kernel.saved_choices`; None if torch chooses
     first: Mapping[str, Any] | None = None  # record of the checkpoint with the first weights (`start_from`)
-    background: checkpoint.Background | None = None  # writes checkpoints while training continues (`run.save: async`)
+    background: checkpoint.BackgroundSaver | None = (
+        None  # writes checkpoints while training continues (`run.save: async`)
+    )
 
     @property
     def model(self) -> PreTrainedModel:

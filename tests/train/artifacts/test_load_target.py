@@ -12,7 +12,7 @@ import torch
 
 from octavo import adapters, fp8, models, train
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.export.values import iter_values
 from octavo.fp8.metrics import calc_diff
 from octavo.fp8.weights import codes_of_frozen, frozen_weights
 from octavo.train import TrainError, artifacts
@@ -37,7 +37,7 @@ train: {{steps: 2, seq_length: 128, micro_batch: 2, global_batch: 2, lr: 2e-2}}
 run: {{dir: {home / name}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
 """
         train.run(load_config_text(text, overrides))
-    export(values_of(models.load(place / "tiny")), place / "tiny", home / "fp8", "fp8-block")
+    export(iter_values(models.load(place / "tiny")), place / "tiny", home / "fp8", "fp8-block")
     return home
 
 
