@@ -309,7 +309,7 @@ REFUSED = [
         {"ffn_config": {"ffn_act_fn": {"approximate": "tanh"}}},
         "ffn_act_fn is {'approximate': 'tanh'}, and it is an obj",
     ),
-    ({"n_heads": -3}, "n_heads is -3, and it is a whole number from 1"),
+    ({"n_heads": -3}, "n_heads is -3; it must be an integer of at least 1"),
     ({"norm_eps": -1.0}, "norm_eps .layer_norm_epsilon. is -1.0"),
     ({"d_model": 25}, "d_model is 25, which 3 heads"),
     ({"embedding_fraction": 0.0}, "embedding_fraction is 0.0"),

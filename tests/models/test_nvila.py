@@ -143,7 +143,7 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
 @pytest.mark.parametrize("field", ["image_token_id", "newline_token_id", "newlines", "max_tiles", "s2_scales"])
 @pytest.mark.parametrize("value", ["1", True, -1, [1.5], {}], ids=str)
 def test_what_is_no_number_is_refused(field, value) -> None:
-    with pytest.raises(ValueError, match=f"{field} is .*; it takes only whole numbers from 0"):
+    with pytest.raises(ValueError, match=f"{field} is .*; it must be an integer of at least 0"):
         nvila.NvilaLiteConfig(**{field: value})
     with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
         nvila.NvilaLiteConfig(newlines=65)
@@ -171,7 +171,7 @@ def test_places_and_line_breaks_of_tiles(checkpoint) -> None:
     newline = model.get_input_embeddings().weight[model.config.newline_token_id]
     assert features.shape[:2] == (4, 6) and torch.equal(features[:, 4:], newline.expand(4, 2, -1))
     assert processor._get_num_multimodal_tokens([(40, 16)])["num_image_tokens"] == [24]
-    with pytest.raises(ValueError, match="1 places for 2 images"):
+    with pytest.raises(ValueError, match="1 placeholders for 2 images"):
         processor(text=[text], images=[image, image])
 
 

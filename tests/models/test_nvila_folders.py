@@ -191,7 +191,7 @@ def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> No
     ],
 )
 def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
-    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA supports only"):
+    with pytest.raises(models.ModelError, match=f"{message}, but Octavo's NVILA supports only"):
         models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
 
 

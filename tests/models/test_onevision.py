@@ -164,7 +164,7 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"temporal_patch_size": 2}, "temporal_patch_size 2, and RICE-ViT takes frames one by one"),
+        ({"temporal_patch_size": 2}, "temporal_patch_size 2, but RICE-ViT takes single frames"),
         ({"embed_dim": 32}, "embed_dim 32 and hidden_size 64"),
         ({"num_heads": 32}, "32 heads of a width of 64"),
         ({"text_hidden_size": 32}, "hidden_size 64 and vision_config text_hidden_size 32"),
@@ -227,9 +227,9 @@ def test_features_that_fit_no_tokens_are_refused(loaded):
     ids, pixels, grid = asked(loaded, (4, 4), (2, 4))
     with pytest.raises(ValueError, match="6 tokens .* placeholders for 4 features of images"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid[:1])
-    with pytest.raises(ValueError, match="16 patches came with grids of 24"):
+    with pytest.raises(ValueError, match="16 patches were passed with grids of 24"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid)
-    with pytest.raises(ValueError, match="give input_ids"):
+    with pytest.raises(ValueError, match="pass either input_ids"):
         embeds = loaded.get_input_embeddings()(ids)
         loaded(inputs_embeds=embeds, pixel_values=pixels, image_grid_thw=grid)
     with pytest.raises(ValueError, match="2 sequences of a prompt with images"):
