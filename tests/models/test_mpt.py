@@ -307,7 +307,7 @@ REFUSED = [
     ({"ffn_config": {"fc_type": "custom"}}, "ffn_config.fc_type is 'custom'"),
     (
         {"ffn_config": {"ffn_act_fn": {"approximate": "tanh"}}},
-        "ffn_act_fn is {'approximate': 'tanh'}, and it is an obj",
+        "ffn_act_fn is {'approximate': 'tanh'}; it must be an obj",
     ),
     ({"n_heads": -3}, "n_heads is -3; it must be an integer of at least 1"),
     ({"norm_eps": -1.0}, "norm_eps .layer_norm_epsilon. is -1.0"),

@@ -225,14 +225,14 @@ def asked(model, *sizes: tuple[int, int], frames: int = 1, seed: int = 0) -> tup
 
 def test_features_that_fit_no_tokens_are_refused(loaded):
     ids, pixels, grid = asked(loaded, (4, 4), (2, 4))
-    with pytest.raises(ValueError, match="6 tokens .* placeholders for 4 features of images"):
+    with pytest.raises(ValueError, match="6 placeholder tokens .* for 4 image features"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid[:1])
     with pytest.raises(ValueError, match="16 patches were passed with grids of 24"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid)
-    with pytest.raises(ValueError, match="pass either input_ids"):
+    with pytest.raises(ValueError, match="pass input_ids, not inputs_embeds"):
         embeds = loaded.get_input_embeddings()(ids)
         loaded(inputs_embeds=embeds, pixel_values=pixels, image_grid_thw=grid)
-    with pytest.raises(ValueError, match="2 sequences of a prompt with images"):
+    with pytest.raises(ValueError, match="2 sequences per prompt with images"):
         loaded.generate(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, num_return_sequences=2, do_sample=True)
 
 

@@ -211,8 +211,8 @@ class MPTConfig(PreTrainedConfig):
                   "attn_pdrop": self.attn_config["attn_pdrop"]}  # fmt: skip
         if out_of_range := {key: share for key, share in shares.items() if not 0 <= share < 1}:
             raise ValueError(
-                f"{', '.join(f'{key} is {share}' for key, share in out_of_range.items())}; it must be at least 0 and below 1. "
-                f"{_FIX}"
+                f"{', '.join(f'{key} is {share}' for key, share in out_of_range.items())}; dropout must be at least 0 "
+                f"and below 1. {_FIX}"
             )
 
 
