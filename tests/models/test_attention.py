@@ -40,7 +40,7 @@ def padded(inputs: dict) -> dict:
 @pytest.mark.parametrize(
     ("family", "pad"), [*((f, False) for f in FAMILIES), *((f, True) for f in FAMILIES if f in MANY or f in MASKS)]
 )
-def test_losses_are_those_of_sdpa(checkpoint, family, pad):
+def test_losses_equal_sdpa(checkpoint, family, pad):
     model = models.load(checkpoint(family)).train()
     inputs = dict(batch(models.load_processor(checkpoint(family)), image=models.describe(model).has_vision))
     inputs = padded(inputs) if pad else inputs
@@ -64,7 +64,7 @@ def test_losses_are_those_of_sdpa(checkpoint, family, pad):
     assert len(calls) == before, "without gradient the stock attention runs"
 
 
-def test_vision_towers_take_it_too(checkpoint):
+def test_vision_towers_use_the_attention(checkpoint):
     model = models.load(checkpoint("qwen3_vl")).train()
     inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
     heads = []
@@ -99,7 +99,7 @@ def test_a_tower_takes_all_images_in_one_call(checkpoint, family, monkeypatch):
         assert torch.allclose(grads[key], grad, rtol=1e-4, atol=1e-6), key
 
 
-def test_components_have_a_kernel_each(checkpoint, monkeypatch):
+def test_each_component_has_its_kernel(checkpoint, monkeypatch):
     model = models.load(checkpoint("qwen3_vl")).train()
     inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
     asked = []
@@ -120,7 +120,7 @@ def test_components_have_a_kernel_each(checkpoint, monkeypatch):
     assert asked == []
 
 
-def test_kernels_that_a_component_cannot_have_are_refused(checkpoint):
+def test_unsupported_kernels_of_a_component_are_rejected(checkpoint):
     text = models.load(checkpoint("qwen3"))
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no image_encoder"):
         models.use_kernel(text, "math", "image_encoder")
@@ -134,7 +134,7 @@ def test_kernels_that_a_component_cannot_have_are_refused(checkpoint):
         models.attend("varlen", q, q, q, True)
 
 
-def test_nothing_of_it_is_saved_and_it_can_be_taken_back(checkpoint, tmp_path):
+def test_attention_is_not_saved_and_can_be_undone(checkpoint, tmp_path):
     source = checkpoint("qwen3")
     model = models.load(source)
     models.use_attention(model, grouped_attention)
@@ -169,7 +169,7 @@ def test_decoding_and_special_arguments_stay_stock(monkeypatch):
     assert len(asked) == 3
 
 
-def test_generation_is_that_of_sdpa(checkpoint):
+def test_generation_equals_sdpa(checkpoint):
     model = models.load(checkpoint("qwen3"))
     ids = torch.tensor([[5, 6, 7, 8]])
     plain = model.generate(ids, max_new_tokens=6, do_sample=False)

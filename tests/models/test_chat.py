@@ -63,7 +63,7 @@ def test_a_template_that_cannot_be_used(folder, monkeypatch, template, message):
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_a_template_that_refuses_some_conversations_is_one(folder):
+def test_template_that_rejects_some_conversations_is_accepted(folder):
     strict = "{% if messages[0].role == 'system' or messages|length > 2 %}{{ raise_exception('no') }}{% endif %}"
     models.load_processor(folder(strict + PLAIN))
 
@@ -78,7 +78,7 @@ def test_a_template_is_tried_once(folder, monkeypatch):
         models.load_processor(where)
 
 
-def test_a_template_that_loops_later_meets_a_deadline_and_other_timers_go_on(folder, monkeypatch):
+def test_template_that_loops_later_hits_deadline_and_keeps_other_timers(folder, monkeypatch):
     processor = models.load_processor(folder(LATER))
     monkeypatch.setattr(chat, "SECONDS", 0.5)
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -108,7 +108,7 @@ LONG = (
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
 @pytest.mark.parametrize("later", LONG)
-def test_every_rendering_has_a_bound_in_length(checkpoint, tmp_path, family, later):
+def test_every_rendering_has_a_length_limit(checkpoint, tmp_path, family, later):
     """Of a template that writes much for some rows only, with tools and without, and of a question that is asked."""
     shutil.copytree(checkpoint(family), tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").write_text(FEW.replace("%s", later))
@@ -125,7 +125,7 @@ def test_every_rendering_has_a_bound_in_length(checkpoint, tmp_path, family, lat
     assert processor.apply_chat_template(turns[:1], tokenize=False)
 
 
-def test_a_long_conversation_is_written_whole(folder):
+def test_long_conversation_is_rendered_in_full(folder):
     """The bound grows with what is said: text, and tools with their indents."""
     indented = "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}" + PLAIN
     processor = models.load_processor(folder(indented))
@@ -136,7 +136,7 @@ def test_a_long_conversation_is_written_whole(folder):
 
 
 @pytest.mark.parametrize("half", (r"{{ '\ud800' }}", r"{{ '\udfff' if tools else '' }}", "{{ messages[0].content }}"))
-def test_half_a_character_is_a_sentence(folder, half):
+def test_lone_surrogate_is_an_error(folder, half):
     """Whether the template writes it, where the trial does not see it, or what it is given."""
     where = folder("{% if messages|length == 5 or tools %}" + half + "{% endif %}" + PLAIN)
     processor = models.load_processor(where)
@@ -150,7 +150,7 @@ def test_half_a_character_is_a_sentence(folder, half):
         models.load_processor(folder(r"{{ '\ud800' }}" + PLAIN))
 
 
-def test_a_prompt_that_the_template_refuses(folder):
+def test_prompt_rejected_by_template_is_an_error(folder):
     refusing = "{% if messages[0].content == '?' %}{{ raise_exception('no ?') }}{% endif %}"
     where = folder(refusing + PLAIN)
     with pytest.raises(models.ModelError, match="the chat template rejects the roles user .TemplateError: no ?"):
@@ -175,7 +175,7 @@ def test_variables_reach_every_rendering(folder):
     assert models.load_processor(folder(ASKING)).apply_chat_template(asked, tokenize=False) == "acalm<s>"
 
 
-def test_generate_gives_variables_beside_those_of_a_run(folder, monkeypatch, capsys):
+def test_generate_adds_template_variables_to_those_of_a_run(folder, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr("octavo.generation.answers", lambda _, processor, *__, **___: seen.append(processor) or [["a"]])
     ask = ["generate", str(folder(ASKING)), "--prompt", "a"]
@@ -208,7 +208,7 @@ def test_variables_that_make_a_template_loop(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "eval"])
-def test_commands_that_render_say_so(folder, tmp_path, capsys, command):
+def test_commands_report_template_errors(folder, tmp_path, capsys, command):
     where = folder("{{ 'a' * 10**11 }}")
     (tmp_path / "a.json").write_text('[{"messages": [{"role": "user", "content": "a"}]}]')
     (tmp_path / "x.yaml").write_text(
@@ -238,7 +238,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3", "llama"])
-def test_written_as_transformers_would(checkpoint, family, monkeypatch):
+def test_written_folder_equals_save_pretrained(checkpoint, family, monkeypatch):
     """Roles, texts and places of images go straight to the template, and give the same; all else goes the whole way."""
     processor = models.load_processor(checkpoint(family))
     seeing = processor.image_processor is not None

@@ -63,14 +63,14 @@ def test_a_config_is_described_without_weights(checkpoint):
     assert models.describe(config).image_token_id == config.image_token_id
 
 
-def test_a_decoder_that_nobody_listed():
+def test_unlisted_decoder_is_described():
     model = models.empty(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100))
     family = models.describe(model)
     assert family.components["foundation"] == ("transformer.**",)
     assert family.layer_globs == ("transformer.h.*",) and len(family.layers(model)) == 2
 
 
-def test_what_is_no_decoder():
+def test_models_without_decoder_are_rejected():
     with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images or sound and text"):
         models.empty(T5Config())
     with torch.device("meta"):
@@ -90,7 +90,7 @@ def test_a_text_model_that_takes_images_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("family", FIRST)
-def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
+def test_module_names_match_saved_plans(checkpoint, family):
     """Files and checkpoints keep these globs."""
     described, third = models.describe(models.empty(checkpoint(family))), family.startswith("qwen3")
     encoder, projector, blocks = ["vision_tower"], ["multi_modal_projector"], "vision_tower.encoder.layer"
@@ -107,7 +107,7 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     assert described.tower == f"model.{blocks.partition('.')[0]}"
 
 
-def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
+def test_projector_is_found_by_its_width(checkpoint):
     """A projector under a name that nobody listed; where both widths are one, names alone decide."""
     model = models.empty(checkpoint("qwen3_vl"))
     visual, own = model.model.visual, model.config.vision_config.hidden_size
@@ -176,7 +176,7 @@ def test_single_parameters_have_a_component(checkpoint):
         ),
     ],
 )
-def test_what_breaks_a_rule_is_refused_by_it(checkpoint, change, rule):
+def test_violated_rule_is_named(checkpoint, change, rule):
     model = models.empty(checkpoint("qwen3_vl"))
     model.model.language_model.get_output_embeddings = lambda: None
     change(model)
@@ -195,7 +195,7 @@ def test_a_head_may_be_in_the_decoder(checkpoint):
     assert family.component_of("model.language_model.layers.0") == family.component_of("model.language_model.norm")
 
 
-def test_a_model_that_gives_scores_has_them_for_a_head(checkpoint):
+def test_score_layer_is_the_head_of_a_scoring_model(checkpoint):
     scores = skeleton.skeleton(models.read_config(checkpoint("llama")), torch.float32, scores=True)
     assert models.describe(scores).components["lm_head"] == ("score",)
 
@@ -213,7 +213,7 @@ def test_older_configurations_name_the_token_of_an_image_by_index():
     assert structure.audio_token(PreTrainedConfig(audio_token_index=7)) == 7
 
 
-def test_what_stays_in_high_precision_has_a_reason(checkpoint):
+def test_high_precision_modules_have_a_reason(checkpoint):
     reasons = models.high_precision_modules(models.empty(checkpoint("qwen3_vl_moe")))
     assert set(reasons) == {"embeddings", "patch embedding", "norms", "rotary", "attention scores", "router"}
     assert all(len(reason) > 20 for reason in reasons.values())

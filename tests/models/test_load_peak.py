@@ -141,7 +141,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_peak_is_the_model(measured: dict[str, dict[str, float]], kind: str) -> None:
+def test_peak_memory_is_the_model(measured: dict[str, dict[str, float]], kind: str) -> None:
     found = measured[kind]
     ratios = {key: found[key] / found["size"] for key in ("VmHWM", "VmRSS", "RssAnon")}
     print(

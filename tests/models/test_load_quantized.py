@@ -40,7 +40,7 @@ def streamed(folder: Path, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("family", "dtype"), [*((f, torch.float32) for f in tiny_families()), *((f, torch.bfloat16) for f in MANY)]
 )
-def test_streaming_gives_what_transformers_gives(checkpoint, family, dtype, monkeypatch):
+def test_streaming_equals_transformers(checkpoint, family, dtype, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)  # many chunks, as large matrices have
     mine, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
     assert type(mine) is type(stock) and not mine.training
@@ -56,7 +56,7 @@ def test_streaming_gives_what_transformers_gives(checkpoint, family, dtype, monk
     assert tied == (stock.lm_head.weight is stock.get_input_embeddings().weight)
 
 
-def test_published_experts_lie_transposed(checkpoint, tmp_path):
+def test_published_experts_are_transposed(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "m"))
     stock = models.load(folder, load_in_fp8="row")
     turned = "mlp.experts.gate_up_proj"
@@ -108,7 +108,7 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
-def test_what_stays_in_high_precision(checkpoint, family):
+def test_high_precision_modules_are_not_quantized(checkpoint, family):
     model = models.load(checkpoint(family), load_in_fp8="block")
     frozen = [name for name, _ in frozen_weights(model)]
     assert frozen and not [n for n in frozen if re.search("visual|embed|lm_head|norm|mlp.gate.weight|patch", n)]
@@ -135,20 +135,20 @@ def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
         ("llama", {"image_encoder": "row"}, "names image_encoder, but .* has no linear layers there.*foundation"),
     ],
 )
-def test_what_cannot_be_asked(checkpoint, family, asked, message):
+def test_invalid_load_in_fp8_is_rejected(checkpoint, family, asked, message):
     refused(checkpoint(family), message, load_in_fp8=asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_no_number(checkpoint, tmp_path, kind, bad, name):
+def test_nonfinite_weight_is_rejected(checkpoint, tmp_path, kind, bad, name):
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
     edit_weights(folder, lambda weights: weights[name].view(-1)[7:8].fill_(bad))
     refused(folder, rf"{name} \(model.safetensors\) holds NaN or infinity", load_in_fp8=kind)
 
 
-def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatch):
+def test_rule_that_only_transformers_can_run(checkpoint, tmp_path, monkeypatch):
     """q, k and v fused on disk: a rule that cuts whole tensors apart. Values go through it, codes do not."""
     from transformers.core_model_loading import Chunk, WeightConverter
 

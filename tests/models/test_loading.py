@@ -58,7 +58,7 @@ def refused(folder: Path, message: str) -> None:
         models.load(folder)
 
 
-def test_what_a_family_keeps_from_training_stays_so(checkpoint):
+def test_untrainable_parameters_stay_untrainable(checkpoint):
     """In whatever way it is loaded, as on several ranks: the positions of a tower of sound are sinusoids."""
     hears = checkpoint("qwen2_audio")
     ways = [
@@ -79,7 +79,7 @@ def test_values_dtype_and_mode(folder):
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_layers_that_the_model_leaves_out_may_lie_in_the_folder(checkpoint, tmp_path):
+def test_folder_may_contain_layers_that_the_model_omits(checkpoint, tmp_path):
     """GLM-OCR's 17th, which predicts several tokens; any other is a tensor too many."""
     folder = Path(shutil.copytree(checkpoint("glm_ocr"), tmp_path / "model"))
     edit_weights(folder, lambda w: w.update({"model.language_model.layers.16.eh_proj.weight": torch.ones(2)}))
@@ -96,7 +96,7 @@ def test_attention_implementations(checkpoint, family, implementation):
     assert model.config._attn_implementation == implementation
 
 
-def test_an_attention_that_the_family_lacks(checkpoint):
+def test_unsupported_attention_is_rejected(checkpoint):
     with pytest.raises(models.ModelError, match="gpt_bigcode"):
         models.load(checkpoint("mpt"), attn_implementation="gpt_bigcode")
 
@@ -124,7 +124,7 @@ def test_a_broken_config(folder, content):
     refused(folder, "config.json (is not JSON|holds a)")
 
 
-def test_a_config_of_an_unknown_or_unfit_model(folder):
+def test_config_of_unknown_or_unsupported_model_is_rejected(folder):
     edit_config(folder, model_type="never_heard_of")
     refused(folder, "config.json cannot be used.*never_heard_of")
     edit_config(folder, model_type="clip")
@@ -142,7 +142,7 @@ def test_code_in_the_folder(folder):
     refused(folder, "requires Python code")
 
 
-def test_quantised_weights(folder):
+def test_quantized_weights_are_rejected(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     refused(folder, "quantized weights .quant_method 'gptq'")
 
@@ -166,7 +166,7 @@ def test_a_truncated_file(folder, keep):
 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
-def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length: int):
+def test_header_length_that_looks_like_a_pickle_is_read(tmp_path, length: int):
     """0x80 and a protocol, as a pickle begins: 640 bytes of header are 80 02 00 ... in a file."""
     file = tmp_path / "model.safetensors"
     for n in range(1, length):
@@ -180,7 +180,7 @@ def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length:
         headers.read(file)
 
 
-def test_a_header_that_promises_too_much(folder):
+def test_header_with_excessive_length_is_rejected(folder):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
     refused(folder, "damaged or truncated")
 
@@ -197,7 +197,7 @@ def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
     refused(folder, "model-00002-of-00002.safetensors is missing, although .*index.json names it")
 
 
-def test_an_index_that_leaves_the_folder(folder, tmp_path):
+def test_index_with_files_outside_the_folder_is_rejected(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
     with safe_open(tmp_path / "other.safetensors", "pt") as tensors:
         index = dict.fromkeys(tensors.keys(), "../other.safetensors")
@@ -212,7 +212,7 @@ def test_a_broken_index(folder, content):
     refused(folder, "index.json has no weight_map")
 
 
-def test_a_tensor_that_would_be_random(folder):
+def test_missing_tensor_is_rejected(folder):
     edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     refused(
         folder,
@@ -220,7 +220,7 @@ def test_a_tensor_that_would_be_random(folder):
     )
 
 
-def test_a_tensor_nobody_knows(folder):
+def test_unknown_tensor_is_rejected(folder):
     edit_weights(folder, lambda weights: weights.update({"model.layers.7.extra": torch.ones(2)}))
     refused(folder, "1 in the folder but unknown to the model: model.layers.7.extra")
 
@@ -230,7 +230,7 @@ def test_a_tensor_of_another_shape(folder):
     refused(folder, r"1 with a different shape in the model: model.norm.weight \(3,\) instead of \(64,\)")
 
 
-def test_a_vision_tensor_is_missed_too(checkpoint, tmp_path):
+def test_missing_vision_tensor_is_rejected(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "model"))
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         name = next(key for key in tensors.keys() if "experts.down_proj" in key)  # noqa: SIM118
@@ -264,7 +264,7 @@ def test_an_fp32_checkpoint_is_split_without_loss(checkpoint, family):
     )
 
 
-def test_a_bf16_checkpoint_has_no_lower_halves_and_is_never_held_in_fp32(checkpoint, tmp_path, monkeypatch):
+def test_bf16_checkpoint_has_no_lower_halves_and_no_fp32_copy(checkpoint, tmp_path, monkeypatch):
     model = models.load(checkpoint("qwen3_vl"), torch.bfloat16)
     folder = save_hf(model, checkpoint("qwen3_vl"), tmp_path / "m", World())
     asked = []
@@ -275,7 +275,7 @@ def test_a_bf16_checkpoint_has_no_lower_halves_and_is_never_held_in_fp32(checkpo
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), models.load(folder).parameters(), strict=True))
 
 
-def test_one_finer_tensor_among_bf16_ones_keeps_its_lower_half(folder):
+def test_fp32_tensor_among_bf16_tensors_keeps_its_lower_half(folder):
     def change(weights):
         for name, value in weights.items():
             weights[name] = value.bfloat16() if "q_proj" not in name else value
@@ -298,7 +298,7 @@ def test_a_damaged_folder_is_refused_when_split_too(folder):
         models.load_split(folder)
 
 
-def test_a_folder_of_another_kind_is_reported_for_what_it_is(tmp_path: Path) -> None:
+def test_error_describes_adapter_and_run_folders(tmp_path: Path) -> None:
     for name, says in (
         ("adapter_config.json", "a PEFT adapter.*octavo merge"),
         ("config.yaml", "a run of octavo train"),

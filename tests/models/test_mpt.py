@@ -125,7 +125,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_each_field_is_its_formula(name: str) -> None:
+def test_each_field_matches_its_formula(name: str) -> None:
     fields, formula = FEATURES[name]
     model = made(**fields)
     found = logits(model, IDS)
@@ -145,7 +145,7 @@ def test_each_field_is_its_formula(name: str) -> None:
      {"n_heads": 4, "layer_norm_epsilon": 1e-3}],
     ids=["plain", "clip", "scale", "eps"],
 )  # fmt: skip
-def test_what_stock_transformers_honours_it_equals(fields: dict, tmp_path: Path) -> None:
+def test_supported_fields_equal_stock_transformers(fields: dict, tmp_path: Path) -> None:
     """Padding in front and a cache too; and what is saved, stock transformers reads as the same model."""
     torch.manual_seed(0)
     stock = MptForCausalLM(MptConfig(**{**SIZES, **fields, "initializer_range": 0.3})).eval()
@@ -182,7 +182,7 @@ def test_a_cache_padding_and_eager_attention_change_nothing(fields: dict) -> Non
 
 
 @pytest.mark.parametrize("fields", [{}, {"attn_config": {"alibi": True}}], ids=["learned", "alibi"])
-def test_samples_of_a_pack_are_apart_and_begin_at_position_0(fields: dict) -> None:
+def test_samples_of_a_pack_are_separate_and_start_at_position_0(fields: dict) -> None:
     """A pack of more tokens than there are positions, each sample of fewer; gradients too."""
     model = made(**fields)
     family = models.describe(model)
@@ -209,7 +209,7 @@ def test_samples_of_a_pack_are_apart_and_begin_at_position_0(fields: dict) -> No
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
+def test_alibi_pack_with_memory_saving_attention(saved: Path) -> None:
     """Blocks run again in backward, two packs under way, and grouped attention in place of torch's."""
     model = made(attn_config={"alibi": True}).float().train()
     family = models.describe(model)
@@ -236,7 +236,7 @@ def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
         grads()
 
 
-def test_one_that_gives_texts_numbers(saved: Path, tmp_path: Path) -> None:
+def test_processor_returns_token_ids(saved: Path, tmp_path: Path) -> None:
     config = mpt.MPTConfig(**SIZES, num_labels=1, pad_token_id=0)
     torch.manual_seed(0)
     mpt.MPTForSequenceClassification(config).save_pretrained(tmp_path)
@@ -251,7 +251,7 @@ def test_more_tokens_than_learned_positions(tmp_path: Path) -> None:
     assert len(logits(made(attn_config={"alibi": True}), torch.zeros(17, dtype=torch.int64))) == 17  # ALiBi has no end
 
 
-def test_rows_beyond_the_positions_end_a_run_before_it_begins(saved: Path) -> None:
+def test_rows_longer_than_positions_fail_before_the_run_starts(saved: Path) -> None:
     words = [f"model.path={saved}", "train.seq_length=17", "train.steps=1"]
     cfg = load_config_text("data: {train: [{path: x.json}]}\nrun: {dir: out}", words)
     with pytest.raises(ModelError, match=r"train.seq_length is 17, .* is an MPT of 16 learned positions.*Lower train"):
@@ -273,7 +273,7 @@ def test_shrunk_gradients_of_embeddings() -> None:
     torch.testing.assert_close(grads[0][2], grads[1][2])
 
 
-def test_dropout_falls_where_it_is_asked_for() -> None:
+def test_dropout_is_applied_at_configured_places() -> None:
     for where in ({"resid_pdrop": 0.5}, {"emb_pdrop": 0.5}, {"attn_config": {"attn_pdrop": 0.5}}):
         model = made(**where)
         assert torch.equal(logits(model, IDS), logits(model, IDS))
@@ -318,7 +318,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_is_not_computed_is_refused_by_its_name(fields: dict, message: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mpt.MPTConfig(**{**SIZES, **fields})
 
@@ -341,7 +341,7 @@ def changed(saved: Path, folder: Path, change) -> Path:
     return folder
 
 
-def test_a_folder_says_all_and_is_read_back(saved: Path, tmp_path: Path) -> None:
+def test_saved_folder_has_all_fields_and_is_read_back(saved: Path, tmp_path: Path) -> None:
     raw = json.loads((saved / "config.json").read_text())
     wanted = {"no_bias", "learned_pos_emb", "logit_scale", "norm_eps", "ffn_config", "init_config", "expansion_ratio"}
     assert wanted <= raw.keys() and raw["attn_config"]["alibi"] is False and "initializer_range" not in raw
@@ -377,7 +377,7 @@ def no(*keys: str):
 FOUNDRY = ("ffn_config", "init_config", "fc_type", "architectures")
 
 
-def test_numbers_that_stock_transformers_refuses_leave_the_tokenizer_be(tmp_path: Path) -> None:
+def test_config_values_that_transformers_rejects_do_not_affect_tokenizer(tmp_path: Path) -> None:
     """A published folder of LLM-Foundry has `clip_qkv: 6`, and transformers' class takes floats there; dropout of
     attention is whole there."""
     tiny.write("mpt", tmp_path / "m", size="mini")
@@ -388,7 +388,7 @@ def test_numbers_that_stock_transformers_refuses_leave_the_tokenizer_be(tmp_path
     assert type(load_tokenizer(tmp_path / "m")) is kind
 
 
-def test_what_is_absent_means_what_its_writer_means(saved: Path, tmp_path: Path) -> None:
+def test_missing_fields_have_the_writers_defaults(saved: Path, tmp_path: Path) -> None:
     theirs = changed(saved, tmp_path / "foundry", no("no_bias", "alibi", "norm_eps", "layer_norm_epsilon"))
     assert logits(models.load(theirs), IDS).equal(logits(models.load(saved), IDS))
     absent = changed(saved, tmp_path / "absent", no("no_bias", *FOUNDRY))
@@ -449,7 +449,7 @@ def test_tensors_that_contradict_the_configuration_are_refused(
     ],
     ids=["kaiming", "baseline", "neox"],
 )  # fmt: skip
-def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: dict[str, float]) -> None:
+def test_weights_are_initialized_by_init_config(tmp_path: Path, init: dict, spreads: dict[str, float]) -> None:
     config = mpt.MPTConfig(**{**SIZES, "d_model": 256, "n_heads": 4, "vocab_size": 300}, init_config=init)
     config.save_pretrained(tmp_path)
     drawn = dict(models.init_model(tmp_path, seed=3).named_parameters())
@@ -467,12 +467,12 @@ def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: 
     "init", [{"init_div_is_residual": "x"}, {"init_div_is_residual": 0}, {"init_nonlinearity": "gelu"},
              {"emb_init_std": -1.0}]
 )  # fmt: skip
-def test_an_init_config_that_gives_no_spread_is_refused(init: dict) -> None:
+def test_init_config_without_standard_deviation_is_rejected(init: dict) -> None:
     with pytest.raises(ModelError, match="init_config .* gives .* standard deviation .*Correct it"):
         mpt.MPTForCausalLM(mpt.MPTConfig(**SIZES, init_config=init))
 
 
-def test_a_scheme_that_is_not_known_is_refused_where_weights_are_drawn(saved: Path, tmp_path: Path) -> None:
+def test_unknown_init_scheme_is_rejected_when_weights_are_drawn(saved: Path, tmp_path: Path) -> None:
     folder = changed(
         saved, tmp_path / "odd", lambda config, tensors: config["init_config"].update(name="xavier_normal_")
     )

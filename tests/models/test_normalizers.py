@@ -46,7 +46,7 @@ def folder(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("normalizer", GOOD, ids=lambda part: part["type"])
-def test_what_published_tokenizers_do(folder, normalizer):
+def test_published_normalizers_are_accepted(folder, normalizer):
     models.load_processor(folder(normalizer=normalizer))
 
 
@@ -56,7 +56,7 @@ def test_a_normalizer_that_multiplies(folder, normalizer, said):
         models.load_processor(folder(normalizer=normalizer))
 
 
-def test_a_decoder_that_multiplies(folder):
+def test_decoder_that_multiplies_text_is_rejected(folder):
     decoders = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}] * 2
     with pytest.raises(models.ModelError, match="its decoder makes a text up to 81 times as long"):
         models.load_tokenizer(folder(decoder={"type": "Sequence", "decoders": decoders}))
@@ -68,7 +68,7 @@ def _row(tmp_path, text="q"):
     return read(Dataset(path=str(tmp_path / "rows.jsonl")))[0]
 
 
-def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
+def test_rows_that_are_too_long_are_not_tokenized(folder, tmp_path):
     """A template writes much around few words: no token is made of it, unless the row is to be cut."""
     where = folder()
     much = "{% if messages|length == 2 %}{{ 'pad ' * 20000 }}{% endif %}"
@@ -84,7 +84,7 @@ def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
     assert len(tokenizer("pad " * 20000)["input_ids"]) > 16
 
 
-def test_a_panic_of_the_tokenizer_is_of_its_row(folder, tmp_path):
+def test_tokenizer_panic_is_an_error_of_its_row(folder, tmp_path):
     """What Rust raises is no Exception; another such, as an interrupt, goes through."""
     encoder = Encoder(models.load_processor(folder()), 64)
 

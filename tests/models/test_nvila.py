@@ -45,7 +45,7 @@ def test_features_are_those_of_the_last_layer_but_one(head: bool) -> None:
     assert not torch.equal(wanted, stock(pixels).last_hidden_state)
 
 
-def test_every_parameter_learns_and_the_unread_layer_is_none(checkpoint) -> None:
+def test_every_parameter_is_trained_and_unused_layer_has_no_parameters(checkpoint) -> None:
     model = models.load(checkpoint("nvila_lite")).train()
     inputs = batch(models.load_processor(checkpoint("nvila_lite")), image=True)
     model(**inputs).logits.square().mean().backward()
@@ -123,7 +123,7 @@ def images_of(**limits: int) -> NvilaImages:
     return images
 
 
-def test_the_model_says_how_many_tiles_there_may_be() -> None:
+def test_model_config_limits_tiles() -> None:
     """12 where it says nothing, and more than transformers' processor has by itself where it does."""
     assert images_of().grid(8, 800)[0] == 13 and images_of(max_tiles=20).grid(8, 800)[0] == 21
     assert images_of(min_tiles=3).grid(8, 8)[0] == 5
@@ -142,7 +142,7 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
 
 @pytest.mark.parametrize("field", ["image_token_id", "newline_token_id", "newlines", "max_tiles", "s2_scales"])
 @pytest.mark.parametrize("value", ["1", True, -1, [1.5], {}], ids=str)
-def test_what_is_no_number_is_refused(field, value) -> None:
+def test_nonfinite_numbers_are_rejected(field, value) -> None:
     with pytest.raises(ValueError, match=f"{field} is .*; it must be an integer of at least 0"):
         nvila.NvilaLiteConfig(**{field: value})
     with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
@@ -160,7 +160,7 @@ def test_tiles_are_made_bicubic() -> None:
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def test_places_and_line_breaks_of_tiles(checkpoint) -> None:
+def test_placeholders_and_line_breaks_of_tiles(checkpoint) -> None:
     """Each tile has its tokens and two line breaks: embeddings of that token, whatever text follows."""
     folder = checkpoint("nvila_lite")
     model, processor = models.load(folder), models.load_processor(folder)
@@ -175,7 +175,7 @@ def test_places_and_line_breaks_of_tiles(checkpoint) -> None:
         processor(text=[text], images=[image, image])
 
 
-def test_media_lie_outside_the_table_and_are_no_labels(checkpoint, tmp_path) -> None:
+def test_media_tokens_are_outside_the_table_and_not_labels(checkpoint, tmp_path) -> None:
     folder = checkpoint("nvila_lite")
     model, processor = models.load(folder), models.load_processor(folder)
     rows = model.get_input_embeddings().num_embeddings
@@ -193,7 +193,7 @@ def test_media_lie_outside_the_table_and_are_no_labels(checkpoint, tmp_path) -> 
 
 
 @pytest.mark.parametrize("word", ["<vila/video>", "<vila/sentinel>"])
-def test_other_tokens_of_media_are_no_words(checkpoint, word) -> None:
+def test_media_tokens_in_text_are_rejected(checkpoint, word) -> None:
     """There is no row to look up for them."""
     turns = [{"from": "human", "value": "first?"}, {"from": "gpt", "value": f"a {word}"}]
     row = data.parse({"conversations": turns}, "llava", file="a", row=0, images=None)
@@ -201,7 +201,7 @@ def test_other_tokens_of_media_are_no_words(checkpoint, word) -> None:
         data.Encoder(models.load_processor(checkpoint("nvila_lite")), 256).encode(row)
 
 
-def test_the_line_break_that_rows_write_is_the_one_of_the_image(checkpoint) -> None:
+def test_line_break_in_rows_is_that_of_the_image(checkpoint) -> None:
     """As in VILA's data: images end with their own, and their place goes with the line break behind it, the first."""
     processor = models.load_processor(checkpoint("nvila_lite"))
 
@@ -220,7 +220,7 @@ def test_templates_get_texts(checkpoint) -> None:
     assert text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n<image>first?")
 
 
-def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
+def test_folder_with_inconsistent_parts_is_rejected(checkpoint, tmp_path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(checkpoint("nvila_lite"), folder)
     for key, value in (("image_token_id", 7), ("newline_token_id", 199), ("vision_config", {"image_size": 32})):

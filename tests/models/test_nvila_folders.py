@@ -46,7 +46,7 @@ def files_of(folder) -> dict[str, dict[str, torch.Tensor]]:
     return {str(file.relative_to(folder)): load_file(file) for file in folder.rglob("*.safetensors")}
 
 
-def test_three_folders_are_the_one_and_are_saved_back(checkpoint, tmp_path) -> None:
+def test_three_folders_equal_one_folder_and_are_saved_back(checkpoint, tmp_path) -> None:
     """Found by their names, whatever paths the configuration holds; remote code that it names is never run."""
     one = checkpoint("nvila_lite")
     folder = split(one, tmp_path / "three", {"model_type": "vila", "auto_map": {"AutoModel": "modeling_vila.Evil"}})
@@ -90,7 +90,7 @@ def test_a_decoder_that_ties_its_head(checkpoint, tmp_path) -> None:
             assert all(torch.equal(value, after[name][leaf]) for leaf, value in held.items())
 
 
-def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_path) -> None:
+def test_missing_media_tokens_get_ids_after_the_table(checkpoint, tmp_path) -> None:
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
     config, processor = models.read_config(folder), models.load_processor(folder)
     rows = config.text_config.vocab_size
@@ -122,7 +122,7 @@ def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
     assert [one.kind for one in verify(made).findings] == ["own-family"]
 
 
-def test_other_tokens_above_the_table_are_warned_of(checkpoint, tmp_path) -> None:
+def test_tokens_outside_the_table_cause_a_warning(checkpoint, tmp_path) -> None:
     """Those of media are there by design."""
     folder = shutil.copytree(checkpoint("nvila"), tmp_path / "m")
     assert [one.kind for one in verify(folder).findings] == ["own-family"]
@@ -133,7 +133,7 @@ def test_other_tokens_above_the_table_are_warned_of(checkpoint, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("family", ["nvila", "llavaonevision1_5"])
-def test_fp8_folders_of_own_families_hold_what_was_loaded(checkpoint, tmp_path, family) -> None:
+def test_fp8_folders_of_custom_families_round_trip(checkpoint, tmp_path, family) -> None:
     """In FP8 throughout, names on disk unlike those in memory: read back, and by values beside the original."""
     folder, every = checkpoint(family), ("image_encoder", "image_projector")
     made = export(models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
@@ -150,7 +150,7 @@ def test_fp8_folders_of_own_families_hold_what_was_loaded(checkpoint, tmp_path, 
     assert verify(made, against=folder).ok
 
 
-def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> None:
+def test_head_of_tower_is_detected_from_weights(checkpoint, tmp_path) -> None:
     """VILA 1.5's may have one, with a configuration from before the field; nobody reads it, and it is saved back."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     edit(folder / "vision_tower" / "config.json", "vision_use_head")
@@ -190,13 +190,13 @@ def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> No
         ({"image_aspect_ratio": "dynamic_s2", "s2_resize_output_to_scale_idx": None}, "to_scale_idx None"),
     ],
 )
-def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
+def test_three_folders_with_different_arithmetic_are_rejected(checkpoint, tmp_path, more, message) -> None:
     with pytest.raises(models.ModelError, match=f"{message}, but Octavo's NVILA supports only"):
         models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
 
 
 @pytest.mark.parametrize("kind", ["llava_llama", "vila"])
-def test_a_model_that_is_there_in_part(checkpoint, tmp_path, kind) -> None:
+def test_incomplete_model_is_rejected(checkpoint, tmp_path, kind) -> None:
     """Else transformers would be blamed, or the code that the folder names."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three", {"model_type": kind, "auto_map": {"AutoModel": "a.B"}})
     (folder / "mm_projector" / "config.json").write_text("{}")
@@ -207,7 +207,7 @@ def test_a_model_that_is_there_in_part(checkpoint, tmp_path, kind) -> None:
         models.read_config(folder)
 
 
-def test_what_ends_an_image_is_as_its_encoder_says(checkpoint, tmp_path) -> None:
+def test_image_encoder_determines_line_breaks(checkpoint, tmp_path) -> None:
     """Of tiles the prompt writes one more."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     for cut, encoder, ends in (

@@ -38,7 +38,7 @@ def test_grids(size, limits, grid) -> None:
     assert images_of(**limits).grid(*size) == grid
 
 
-def test_tiles_are_the_largest_scale_then_the_smaller_ones_then_black() -> None:
+def test_tiles_are_largest_scale_then_smaller_scales_then_padding() -> None:
     image = some_image(1, (40, 30))
     made = images_of()(images=[image])
     tiles = np.stack(made["pixel_values"])
@@ -52,7 +52,7 @@ def test_tiles_are_the_largest_scale_then_the_smaller_ones_then_black() -> None:
     assert np.allclose(tiles[:17], [*cut(32, 24), *cut(8, 8), *cut(16, 16)], atol=1e-5)
 
 
-def test_blocks_have_all_scales_side_by_side() -> None:
+def test_blocks_concatenate_all_scales() -> None:
     """The smallest scale's channels first; maps resized by area, in fp32 also of BF16 features."""
     torch.manual_seed(0)
     one, other = make_cut((2, 2, 3), (1, 4)), make_cut((1, 1, 1), (1, 4))
@@ -114,7 +114,7 @@ def test_scales_of_three_folders(checkpoint, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", ["nvila", "nvila_lite"])
-def test_ranks_that_share_images_count_their_places(checkpoint, family) -> None:
+def test_ranks_that_share_images_count_their_placeholders(checkpoint, family) -> None:
     """What deals the images of a row to ranks: the features of each image, or tile, with the line breaks behind."""
     processor, config = models.load_processor(checkpoint(family)), models.read_config(checkpoint(family))
     images = [some_image(0, (60, 32)), some_image(1, (16, 16))]

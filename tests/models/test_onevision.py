@@ -45,7 +45,7 @@ def loaded(published):
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-def test_a_published_folder_is_read_and_its_code_never_run(published, loaded):
+def test_published_folder_is_read_without_running_its_code(published, loaded):
     config = models.read_config(published)
     assert type(config) is onevision.LLaVAOneVision1_5_Config and not hasattr(config, "auto_map")
     assert config.vision_start_token_id == 151652
@@ -82,7 +82,7 @@ def test_names_on_disk_are_the_published_ones(published, loaded, tmp_path):
 
 
 @pytest.mark.parametrize("how", [{}, {"load_in_fp8": {"image_encoder": "row"}}, {"dtype": torch.bfloat16}], ids=str)
-def test_class_tokens_are_loaded_and_angles_made(published, how):
+def test_class_tokens_are_loaded_and_angles_computed(published, how):
     """Initialisation after loading would draw the first anew, and weights made on the meta device leave the second
     empty."""
     visual, disk = models.load(published, **how).model.visual, load_file(published / "model.safetensors")
@@ -94,7 +94,7 @@ def test_class_tokens_are_loaded_and_angles_made(published, how):
     )
 
 
-def test_a_model_that_ranks_fill_has_class_tokens_and_angles_before_its_weights(published, loaded):
+def test_deferred_model_has_class_tokens_and_angles_before_its_weights(published, loaded):
     """Buffers are whole on every rank; a model that is drawn has no class token yet."""
     wanted = dict(loaded.named_buffers())
     for made in (models.load_deferred(published).model, init_deferred(published).model):
@@ -105,7 +105,7 @@ def test_a_model_that_ranks_fill_has_class_tokens_and_angles_before_its_weights(
         assert not any(found[name].any() for name in drawn)
 
 
-def test_what_is_known_of_other_loaders_is_told(published):
+def test_known_problems_of_other_loaders_are_reported(published):
     """transformers alone has no such class, and of servers nothing was read."""
     found = verify(published)
     assert found.ok and [(one.kind, one.file) for one in found.warnings] == [("own-family", "config.json")]
@@ -121,7 +121,7 @@ def test_class_tokens_are_never_trained(loaded):
     assert family.component_of("model.visual.pre_layernorm") == "image_encoder"
 
 
-def test_words_are_read_as_qwen3_reads_them(published, loaded, tmp_path):
+def test_tokens_equal_qwen3(published, loaded, tmp_path):
     """The head is the folder's own, though the configuration says that it is tied; logits have the rows of the table,
     not the vocab_size at the top."""
     config = json.loads((published / "config.json").read_text())
@@ -170,7 +170,7 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
         ({"text_hidden_size": 32}, "hidden_size 64 and vision_config text_hidden_size 32"),
     ],
 )
-def test_a_tower_that_cannot_be_is_refused(published, tmp_path, changes, why):
+def test_invalid_tower_is_rejected(published, tmp_path, changes, why):
     folder = Path(shutil.copytree(published, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"] |= changes
@@ -223,7 +223,7 @@ def asked(model, *sizes: tuple[int, int], frames: int = 1, seed: int = 0) -> tup
     return torch.tensor([[*ids, 9, 10, 11]]), pixels, grid
 
 
-def test_features_that_fit_no_tokens_are_refused(loaded):
+def test_features_that_do_not_match_tokens_are_rejected(loaded):
     ids, pixels, grid = asked(loaded, (4, 4), (2, 4))
     with pytest.raises(ValueError, match="6 placeholder tokens .* for 4 image features"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid[:1])
@@ -319,7 +319,7 @@ def test_frames_of_a_video_are_images(loaded):
         assert torch.allclose(loaded(inputs_embeds=embeds).logits, seen, atol=1e-5)
 
 
-def test_images_of_other_sizes_are_no_cause_to_compile_anew(published):
+def test_new_image_sizes_do_not_recompile(published):
     """Sizes of images are numbers of Python, which a compiled block would be made for, one by one."""
     visual, counter = models.load(published).model.visual, CompileCounter()
     visual.blocks[0].forward = torch.compile(visual.blocks[0].forward, backend=counter)
@@ -331,7 +331,7 @@ def test_images_of_other_sizes_are_no_cause_to_compile_anew(published):
     torch._dynamo.reset()
 
 
-def test_queries_are_turned_in_fp32():
+def test_queries_are_rotated_in_fp32():
     """Rounded once, to the nearest."""
     made = torch.Generator().manual_seed(0)
     x = torch.randn(5, 2, 8, generator=made).bfloat16()
@@ -364,7 +364,7 @@ def test_class_tokens_of_earlier_images_are_counted():
     assert published_offsets(of, rows).flatten().tolist() == [0, 1, 2, 3, -1, 4, 5, 6, -1, 7, 8]
 
 
-def test_one_image_is_that_of_the_published_code_and_two_are_not(loaded, monkeypatch):
+def test_one_image_equals_published_code_and_two_do_not(loaded, monkeypatch):
     _, pixels, grid = asked(loaded, (4, 4), (2, 4))
 
     def features(*numbers: int) -> tuple[Tensor, ...]:

@@ -108,13 +108,13 @@ def same(found, wanted, logits=2e-6, grads=1e-6):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_is_its_samples_apart(loaded, family):
+def test_pack_equals_separate_samples(loaded, family):
     model, described, samples = loaded(family)
     wanted = step(model, lambda: alone(model, samples))
     same(step(model, lambda: of_pack(model, described, samples)), wanted)
 
 
-def test_what_would_mix_them_is_seen_here(loaded):
+def test_layers_that_mix_samples_are_detected(loaded):
     """The comparison of these tests tells samples that see each other from samples that do not."""
     model, _, samples = loaded("qwen3")
     inputs, edges, _ = joined(samples)
@@ -124,7 +124,7 @@ def test_what_would_mix_them_is_seen_here(loaded):
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
-def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded, family, how):
+def test_recomputed_blocks_use_segments_of_their_pack(checkpoint, loaded, family, how):
     """Two packs' forwards, then both backwards: what runs again is told of its own pack, not of the last one."""
     _, _, samples = loaded(family)
     first, second = samples[:3], list(reversed(samples[1:]))
@@ -140,7 +140,7 @@ def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded,
     same(step(model, both), wanted, grads=5e-6)
 
 
-def test_a_cache_and_a_mask_change_nothing(loaded):
+def test_packed_forward_rejects_cache_and_ignores_mask(loaded):
     """Both make transformers forget, without a word, that a row holds several samples."""
     model, family, samples = loaded("qwen3_vl")
     inputs, edges, images = joined(samples)
@@ -164,7 +164,7 @@ def test_a_cache_and_a_mask_change_nothing(loaded):
         logits(past_key_values=filled, use_cache=True)
 
 
-def test_positions_that_are_not_the_samples_own_are_refused(loaded):
+def test_positions_that_do_not_restart_per_sample_are_rejected(loaded):
     model, family, samples = loaded("qwen3_vl")
     inputs, edges, images = joined(samples)
     forms = packed.Packed(model, family)
@@ -180,7 +180,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
         pass
 
 
-def test_layers_that_are_not_told_are_counted(loaded):
+def test_layers_that_ignore_segments_are_counted(loaded):
     model, family, samples = loaded("qwen3")
     forms = packed.Packed(model, family)
     inputs, edges, _ = joined(samples)
@@ -190,7 +190,7 @@ def test_layers_that_are_not_told_are_counted(loaded):
         model(**inputs, position_ids=positions, use_cache=False)
 
 
-def test_a_layer_that_asks_for_more_than_a_softmax_is_refused(loaded):
+def test_attention_beyond_a_softmax_is_rejected(loaded):
     model, family, samples = loaded("qwen3")
     forms = packed.Packed(model, family)
     inputs, edges, _ = joined(samples)
@@ -238,7 +238,7 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 @pytest.mark.long
-def test_flex_attention_sees_the_same(loaded, name):
+def test_flex_attention_equals_sdpa(loaded, name):
     """One call for all samples, in a forward: it has no backward on a CPU. Queries of a shared row too."""
     model, family, _ = loaded(name)
     edges = (0, 37, 38, 150, 161)

@@ -45,7 +45,7 @@ def test_text_and_answers(checkpoint, family):
 
 
 @pytest.mark.parametrize("family", tiny_families())
-def test_system_turns_and_any_text_survive(checkpoint, family):
+def test_system_turns_and_any_text_are_rendered(checkpoint, family):
     tokenizer = models.load_tokenizer(checkpoint(family))
     messages = [{"role": "system", "content": "Answer in German."}, *conversation(False)]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -83,7 +83,7 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)])
-def test_max_pixels_bound_one_image(checkpoint, family, tokens):
+def test_max_pixels_limits_each_image(checkpoint, family, tokens):
     """Of GLM too, whose own limit is that of an image's two frames."""
     processor = models.load_processor(checkpoint(family), max_pixels=256)
     text = processor.apply_chat_template(conversation(True), tokenize=False)
@@ -180,7 +180,7 @@ def rewrite(file: Path, **changes) -> None:
         ("config.json", {"image_token_id": 3}),
     ],
 )
-def test_tiles_that_the_model_does_not_take(checkpoint, tmp_path, file, changes):
+def test_unsupported_tiles_are_rejected(checkpoint, tmp_path, file, changes):
     folder = Path(shutil.copytree(checkpoint("internvl"), tmp_path / "model"))
     rewrite(folder / file, **changes)
     with pytest.raises(models.ModelError, match=f"{folder}.*{next(iter(changes)).replace('size', 'sizes')}"):
@@ -204,7 +204,7 @@ def test_the_layout_of_published_qwen_folders(checkpoint, tmp_path):
         assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
 
 
-def test_auto_processor_where_torchvision_is(checkpoint):
+def test_processor_equals_auto_processor_with_torchvision(checkpoint):
     pytest.importorskip("torchvision")
     from transformers import AutoProcessor
 
@@ -222,7 +222,7 @@ def test_auto_processor_where_torchvision_is(checkpoint):
         assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-def test_without_torchvision_pillow(checkpoint):
+def test_pillow_is_used_without_torchvision(checkpoint):
     if importlib.util.find_spec("torchvision"):
         pytest.skip("torchvision is installed")
     assert models.image_backend(models.load_processor(checkpoint("internvl"))) == "pil"

@@ -48,7 +48,7 @@ def all_of(model):
 
 
 @pytest.mark.parametrize("family", tiny_families())
-def test_as_the_family_initialises_it(bare, family):
+def test_weights_equal_those_of_transformers_initialization(bare, family):
     folder, wanted = bare(family)
     state = torch.random.get_rng_state()
     model = models.init_model(folder, seed=5)
@@ -60,7 +60,7 @@ def test_as_the_family_initialises_it(bare, family):
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
 
 
-def test_narrow_and_split_are_of_the_same_numbers(bare):
+def test_bf16_and_split_weights_have_the_same_values(bare):
     folder, wanted = bare("qwen3_vl")
     low = models.init_model(folder, torch.bfloat16, seed=5)
     assert all(torch.equal(p, wanted[name].bfloat16()) for name, p in low.named_parameters())
@@ -70,14 +70,14 @@ def test_narrow_and_split_are_of_the_same_numbers(bare):
     assert {p.dtype for p in high.parameters()} == {torch.bfloat16} and set(lows) <= set(wanted) and lows
 
 
-def test_the_spread_of_normal_weights(bare):
+def test_standard_deviation_of_normal_weights(bare):
     model = models.init_model(bare("qwen3_vl")[0], seed=5, std=0.5)
     for part in (model.model.visual, model.model.language_model):
         spread = [float(p.detach().std()) for p in part.parameters() if p.dim() == 2 and p.numel() > 4000]
         assert spread and all(0.45 < one < 0.55 for one in spread)
 
 
-def test_what_cannot_be_drawn_is_refused(bare, tmp_path, monkeypatch):
+def test_models_that_cannot_be_initialized_are_rejected(bare, tmp_path, monkeypatch):
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
     folder = bare("qwen3_moe")[0]

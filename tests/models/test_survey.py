@@ -62,7 +62,7 @@ def test_every_family_of_this_version():
 
 
 @pytest.mark.long
-def test_no_default_is_taken_for_a_broken_file(tmp_path):
+def test_broken_file_does_not_fall_back_to_defaults(tmp_path):
     """phi4_multimodal's depthwise channels were a depth, kosmos-2.5's patches tiles."""
     file = tmp_path / "config.json"
     for config_class in survey.config_classes().values():
@@ -74,7 +74,7 @@ def test_no_default_is_taken_for_a_broken_file(tmp_path):
 
 
 @pytest.mark.parametrize("field", [{"depthwise_separable_out_channel": 1024}, {"max_num_patches": 4096}])
-def test_sizes_that_a_word_in_their_name_does_not_bound(tmp_path, field):
+def test_size_limits_use_the_first_matching_word(tmp_path, field):
     (tmp_path / "config.json").write_text(json.dumps(field))
     folder.check_sizes(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"depth": 1024}))

@@ -65,7 +65,7 @@ def videos(kind: str, **more) -> VideoProcessor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_stock_is_what_transformers_has(stock, kind):
+def test_stock_fields_equal_transformers(stock, kind):
     own, theirs = RECORDS[kind].video.settings, stock[kind][1]
     if kind != "internvl":
         assert (own["min_pixels"], own["max_pixels"]) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
@@ -77,7 +77,7 @@ def test_what_is_stock_is_what_transformers_has(stock, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fps", [0.5, 2.0, 7.3, 30.0])
-def test_frames_are_those_of_the_stock_class(stock, kind, fps):
+def test_frames_equal_stock_class(stock, kind, fps):
     own, theirs = videos(kind, fps=fps), stock[kind][1]
     bare = SimpleNamespace(
         fps=None, num_frames=None, min_frames=own.min_frames, max_frames=own.max_frames, temporal_patch_size=2,
@@ -99,7 +99,7 @@ def test_videos_too_short_for_a_step_are_refused_and_short_ones_of_internvl_have
 
 @pytest.mark.parametrize("cap", [False, True])
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_sizes_are_those_of_the_stock_class(stock, kind, cap, monkeypatch):
+def test_sizes_equal_stock_class(stock, kind, cap, monkeypatch):
     module, theirs = stock[kind]
     own = videos(kind, cap_pixels_per_frame=cap)
     monkeypatch.setattr(module.BaseVideoProcessor, "resize", lambda self, image, size, resample: size)
@@ -118,7 +118,7 @@ def test_sizes_are_those_of_the_stock_class(stock, kind, cap, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("frames", [2, 5])
-def test_patches_lie_as_in_the_stock_class(stock, kind, frames):
+def test_patches_equal_stock_class(stock, kind, frames):
     own, theirs = videos(kind), stock[kind][1]
     unit = own.patch * own.merge
     clip = np.random.RandomState(0).randint(0, 256, (frames, 2 * unit, 3 * unit, 3), np.uint8)
@@ -145,7 +145,7 @@ def film():
     return SimpleNamespace(total=20, fps=8.0, indices=[0, 5, 10, 14, 19], size=(16, 16), frames=frames)
 
 
-def test_times_marks_and_seconds_stand_where_stock_code_puts_them(folders, film):
+def test_video_timestamps_equal_stock_code(folders, film):
     told = {}
     for kind, folder in folders.items():
         processor = models.load_processor(folder)
@@ -166,7 +166,7 @@ def test_times_marks_and_seconds_stand_where_stock_code_puts_them(folders, film)
     assert np.shape(told["internvl"][1]["pixel_values"]) == (5, 3, 16, 16)
 
 
-def test_images_and_videos_of_internvl_come_in_their_order(folders, film):
+def test_internvl_images_and_videos_keep_their_order(folders, film):
     processor = models.load_processor(folders["internvl"])
     short = SimpleNamespace(**{**vars(film), "indices": [0, 19], "frames": film.frames[:2]})
     image, video = processor.image_token, processor.video_token
@@ -209,7 +209,7 @@ def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_pat
         models.load_processor(folders["internvl"], video={"max_pixels": 9999})
 
 
-def test_other_families_say_so(tmp_path):
+def test_unsupported_families_are_rejected(tmp_path):
     folder = tiny.write("glm4v", tmp_path / "glm", size="mini")
     with pytest.raises(ModelError, match="Octavo does not support videos for model_type 'glm4v', only for qwen3_vl"):
         models.load_processor(folder, video={})

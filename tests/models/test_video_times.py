@@ -72,7 +72,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("shift", range(len(SECONDS)))
-def test_positions_are_those_of_the_formula(model, shift: int) -> None:
+def test_positions_match_the_formula(model, shift: int) -> None:
     seconds = [SECONDS[(shift + n) % len(SECONDS)] for n in range(3)]
     batch = batch_of(ROWS, seconds)
     positions = models.batch_positions(model, batch)
@@ -90,7 +90,7 @@ def test_positions_are_those_of_the_formula(model, shift: int) -> None:
         assert alone.T.tolist() == expected and next_one == max(map(max, expected)) + 1
 
 
-def test_a_version_that_cuts_seconds_is_refused_where_its_own_forward_places_them(model, monkeypatch) -> None:
+def test_transformers_version_that_truncates_seconds_is_rejected(model, monkeypatch) -> None:
     """What 5.17 does, planted: positions of training do not change, and an answer by its forward is refused."""
     batch = batch_of(ROWS[:1], [0.5])
     expected = models.batch_positions(model, batch)

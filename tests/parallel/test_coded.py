@@ -15,7 +15,7 @@ from octavo.parallel import Layout, World, WorldError, send_codes
 @pytest.mark.parametrize(
     "spec", [CastSpec(), CastSpec("e4m3", (1, 32), "e8m0"), CastSpec("e5m2")], ids=["1x128", "1x32", "e5m2"]
 )
-def test_a_cast_of_what_came_is_the_cast_of_what_was_sent(spec: CastSpec, dtype: torch.dtype):
+def test_cast_after_exchange_equals_cast_before_exchange(spec: CastSpec, dtype: torch.dtype):
     """Whatever a block holds: all magnitudes, zeros, NaN, an infinity, and what underflows."""
     torch.manual_seed(0)
     rows = (torch.randn(300, 256) * torch.exp(4 * torch.randn(300, 256))).to(dtype)
@@ -30,7 +30,7 @@ def test_a_cast_of_what_came_is_the_cast_of_what_was_sent(spec: CastSpec, dtype:
     assert coding.unpack(coding.pack(rows[:0]), 256, dtype).shape == (0, 256)
 
 
-def test_codes_go_where_they_are_exact_and_no_gemm_wants_the_values():
+def test_codes_are_exchanged_only_where_exact():
     block = fp8.recipe("blockwise")
     assert WireFormat.of_x(block, 128) == WireFormat.of_dy(block, 256) == WireFormat(CastSpec())
     refused = [(block, 96), (fp8.recipe("rowwise"), 128), (fp8.recipe("blockwise", wgrad="bf16"), 128), (None, 128)]

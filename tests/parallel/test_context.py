@@ -81,7 +81,7 @@ def _sends(world: World, ulysses: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("size", "ulysses"), [(2, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
-def test_bytes_are_those_of_the_page(size: int, ulysses: int):
+def test_bytes_match_the_documentation(size: int, ulysses: int):
     for sent, said in ranks.run(_sends, size, ulysses, context=size):
         assert sent == said > 0
 
@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_page(size: int, ulysses: int):
     [(2, 2), (2, 1), *(pytest.param(4, u, marks=pytest.mark.long) for u in (4, 2, 1))],
     ids=lambda n: str(n),
 )
-def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: int):
+def test_attention_of_shared_row_equals_one_process(size: int, ulysses: int):
     for answer in ranks.run(_attends, size, ulysses, context=size):
         for case, (out, dq, dk, dv) in answer.items():
             few = int(case.split()[0].split("/")[1])

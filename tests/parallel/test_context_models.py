@@ -167,13 +167,13 @@ def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], s
     assert first == [True, True] and all(sees == [True, False] for sees in others)
 
 
-def test_images_are_dealt_by_what_they_cost():
+def test_images_are_distributed_by_cost():
     assert assign_images([4, 4, 4, 4], 2) == (0, 1, 0, 1)
     assert assign_images([100, 9000, 8000, 900], 2) == (1, 0, 1, 1)
     assert assign_images([], 2) == () and assign_images([7], 4) == (0,)
 
 
-def test_features_come_in_the_order_of_their_placeholders():
+def test_features_are_in_placeholder_order():
     places, tokens = torch.tensor([2, 3, 4, 9, 10, 11, 12, 13, 14]), (3, 4, 2)
     seen = [make_assignment(places, tokens, (3, 50, 2), 8, 2, rank) for rank in range(2)]
     assert [d.images for d in seen] == [(1,), (0, 2)]

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-def test_rows_come_in_the_order_of_one_process():
+def test_rows_are_in_the_order_of_one_process():
     """Outputs and gradients of tokens are those of one process bit for bit, so its casts were; gradients of weights are
     sums of the same rows."""
     for found in ranks.run(_compare, 2, CASES, expert=2):
@@ -122,7 +122,7 @@ def test_rows_come_in_the_order_of_one_process():
 
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [{"expert": 4}, {"expert": 2}, {"replicate": 2, "expert": 2}], ids=str)
-def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
+def test_four_ranks_agree_for_all_layouts(axes: dict[str, int]):
     """Where two ranks have an expert, each has other rows than one process. Products in fp32 then round otherwise;
     casts for wgrad have blocks of 128 rows, so in FP8 gradients of weights are as close as sums of FP8 are."""
     for found in ranks.run(_compare, 4, CASES, **axes):
@@ -148,7 +148,7 @@ def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
     ],
     ids=["no experts", "number", "delayed", "more than experts", "another forward"],
 )
-def test_what_cannot_be_dealt_out_is_refused(model, ranks_: int, message: str):
+def test_experts_that_cannot_be_distributed_are_rejected(model, ranks_: int, message: str):
     world = World(0, ranks_, mesh=object(), layout=Layout(shard=ranks_, expert=ranks_), experts=object())
     with pytest.raises(WorldError, match=message):
         distribute_experts(model(), world)

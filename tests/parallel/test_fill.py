@@ -158,7 +158,7 @@ def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[st
         pytest.param(4, DEALT, {"expert": 2}, id="dealt over two of four", marks=LONG),
     ],
 )
-def test_each_rank_has_the_rows_of_what_one_process_loads(
+def test_each_rank_has_its_rows_of_the_one_process_model(
     folders: Folders, size: int, cases: dict[str, Case], axes: dict[str, int]
 ):
     assert ranks.run(_all, size, str(folders(cases.values())), cases, **axes) == [{}] * size
@@ -187,7 +187,7 @@ def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Fo
     assert 0.5 < codes < 0.53  # every rank has all scales
 
 
-def test_a_parameter_that_nothing_fills_is_an_error(folders: Folders):
+def test_unfilled_parameter_is_an_error(folders: Folders):
     unread = models.load_deferred(folders([CASES["values"]]) / "qwen3")
     unread.prepared.sources.origins.pop()
     with pytest.raises(WorldError, match="1 parameters were sharded without values and not filled, first model"):

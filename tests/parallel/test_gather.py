@@ -99,7 +99,7 @@ def _all(world: World, folder: str) -> dict:
 
 
 @pytest.mark.long
-def test_bf16_on_the_wire_and_fp32_shards(tmp_path: Path) -> None:
+def test_bf16_gather_with_fp32_shards(tmp_path: Path) -> None:
     first, second = ranks.run(_all, 2, str(tmp_path))
     for got in (first, second):
         assert got["stored"]["wire"] == [["allgather_base", "float32"], ["reduce_scatter_base", "float32"]]

@@ -369,6 +369,6 @@ def test_ranks(size: int, recipes: tuple[str, ...], steps: bool) -> None:
         assert "Call fp8.apply before fully_shard" in answer["late"]
 
 
-def test_fsdp_takes_the_short_form_of_the_hook() -> None:
+def test_fsdp_accepts_short_form_of_hook() -> None:
     """The long form refuses scales on ranks with fewer rows; torch 2.11 to 2.13 take the one with the mesh alone."""
     assert list(inspect.signature(Fp8Weight.fsdp_pre_all_gather).parameters) == ["self", "mesh"]

@@ -149,7 +149,7 @@ def test_ranks_give_the_gradients_and_the_fp8_losses_of_one_process(size: int, r
         assert got["one gemms"] == got["ranks gemms"] == ["dgrad", "fwd", "wgrad"]
 
 
-def test_one_process_is_left_as_it_is():
+def test_one_process_is_unchanged():
     model = Decoder()
     kind = type(model)
     assert shard(model, Blocks(), World()) is model and type(model) is kind

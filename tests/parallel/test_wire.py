@@ -40,7 +40,7 @@ def _each(world: parallel.World) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch 2.13 has new names
-def test_bytes_that_come_to_a_rank() -> None:
+def test_received_bytes_are_counted() -> None:
     first, second = ranks.run(_each, 2)
     whole = {"gather": 1200, "gather of a list": 1200, "functional gather": 1200}
     assert {name: first[name]["all_gather"] for name in whole} == whole
@@ -52,5 +52,5 @@ def test_bytes_that_come_to_a_rank() -> None:
     assert second["rows"] == second["functional rows"] == {"all_to_all": 8}
 
 
-def test_an_all_reduce_in_pieces() -> None:
+def test_all_reduce_bytes_with_uneven_pieces() -> None:
     assert [all_reduce_bytes(10, n) for n in (1, 2, 4)] == [0, 10, 18]
