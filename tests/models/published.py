@@ -1,4 +1,4 @@
-"""Folders of Octavo's own families in the shape in which their authors publish them."""
+"""Folders of the families that Octavo implements, in the format in which their authors publish them."""
 
 from __future__ import annotations
 

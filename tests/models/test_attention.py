@@ -1,4 +1,4 @@
-"""Another attention in stock models: the same losses and outputs, through transformers' own registry."""
+"""Custom attention in stock models gives the same losses and outputs, through transformers' registry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def padded(inputs: dict) -> dict:
-    """Two rows, the second with padding in front: a mask for every layer."""
+    """Two rows, the second with left padding, so that every layer needs a mask."""
     twice = {name: torch.cat((x, x)) if name != "image_grid_thw" else x.repeat(2, 1) for name, x in inputs.items()}
     twice["attention_mask"][1, :3] = 0
     return twice
@@ -80,7 +80,7 @@ def test_vision_towers_use_the_attention(checkpoint):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_a_tower_takes_all_images_in_one_call(checkpoint, family, monkeypatch):
-    """Images of several sizes; in Qwen2.5-VL windows too. Attention of one's own leaves it so."""
+    """Images of several sizes, with windows in Qwen2.5-VL; custom attention does not change the tower."""
     model = models.load(checkpoint(family)).train()
     processor = models.load_processor(checkpoint(family))
     images = [some_image(n, (24 + 8 * n, 32)) for n in range(3)]

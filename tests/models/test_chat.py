@@ -1,4 +1,4 @@
-"""Chat templates that loop, fill memory or fail: a sentence with the file, in every command, and soon."""
+"""Chat templates that loop, fill memory or fail are reported quickly, with the file, by every command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATER = "{% if messages|length > 30 %}" + LOOP + "{% endif %}" + PLAIN
 
 @pytest.fixture
 def folder(checkpoint, tmp_path, monkeypatch):
-    """A folder to be given a template, of which none is known yet."""
+    """A folder without a template; no template is cached."""
     monkeypatch.setattr(chat, "_checked", set())
     shutil.copytree(checkpoint("llama"), tmp_path / "m")
 
@@ -109,7 +109,7 @@ LONG = (
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
 @pytest.mark.parametrize("later", LONG)
 def test_every_rendering_has_a_length_limit(checkpoint, tmp_path, family, later):
-    """Of a template that writes much for some rows only, with tools and without, and of a question that is asked."""
+    """For a template that writes long texts only for some rows, with and without tools, and for prompts."""
     shutil.copytree(checkpoint(family), tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").write_text(FEW.replace("%s", later))
     processor = models.load_processor(tmp_path / "m")
@@ -126,7 +126,7 @@ def test_every_rendering_has_a_length_limit(checkpoint, tmp_path, family, later)
 
 
 def test_long_conversation_is_rendered_in_full(folder):
-    """The bound grows with what is said: text, and tools with their indents."""
+    """The limit grows with the length of texts and of tools with their indentation."""
     indented = "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}" + PLAIN
     processor = models.load_processor(folder(indented))
     turns = [{"role": "user", "content": "é" * 3_000_000}]
@@ -137,7 +137,7 @@ def test_long_conversation_is_rendered_in_full(folder):
 
 @pytest.mark.parametrize("half", (r"{{ '\ud800' }}", r"{{ '\udfff' if tools else '' }}", "{{ messages[0].content }}"))
 def test_lone_surrogate_is_an_error(folder, half):
-    """Whether the template writes it, where the trial does not see it, or what it is given."""
+    """The template may write it, in the trial or later, or it may be in the conversation."""
     where = folder("{% if messages|length == 5 or tools %}" + half + "{% endif %}" + PLAIN)
     processor = models.load_processor(where)
     turns = [{"role": "user", "content": "a\ud83d"}] * 5
@@ -164,7 +164,8 @@ ASKING = (
 
 
 def test_variables_reach_every_rendering(folder):
-    """Those of few words, that of tools, and that of a question; what is not given is the template's own matter."""
+    """Renderings of short texts, with tools, and of prompts; variables that are not set have the template's
+    defaults."""
     processor = models.load_processor(folder(ASKING), template_args={"tone": ">", "mood": "loud"})
     asked = [{"role": "user", "content": "a"}]
     assert processor.apply_chat_template(asked, tokenize=False) == ">aloud<s>"
@@ -239,7 +240,8 @@ ODD = [
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3", "llama"])
 def test_written_folder_equals_save_pretrained(checkpoint, family, monkeypatch):
-    """Roles, texts and places of images go straight to the template, and give the same; all else goes the whole way."""
+    """Roles, texts and image placeholders use the direct path with the same result; everything else uses
+    transformers."""
     processor = models.load_processor(checkpoint(family))
     seeing = processor.image_processor is not None
     turns = [turn if seeing or type(turn["content"]) is str else {**turn, "content": "one é"} for turn in TURNS]

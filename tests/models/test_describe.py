@@ -91,7 +91,7 @@ def test_a_text_model_that_takes_images_is_refused(checkpoint):
 
 @pytest.mark.parametrize("family", FIRST)
 def test_module_names_match_saved_plans(checkpoint, family):
-    """Files and checkpoints keep these globs."""
+    """Files and checkpoints contain these globs."""
     described, third = models.describe(models.empty(checkpoint(family))), family.startswith("qwen3")
     encoder, projector, blocks = ["vision_tower"], ["multi_modal_projector"], "vision_tower.encoder.layer"
     if "qwen" in family:
@@ -108,7 +108,7 @@ def test_module_names_match_saved_plans(checkpoint, family):
 
 
 def test_projector_is_found_by_its_width(checkpoint):
-    """A projector under a name that nobody listed; where both widths are one, names alone decide."""
+    """A projector with an unlisted name; if both widths are equal, only names decide."""
     model = models.empty(checkpoint("qwen3_vl"))
     visual, own = model.model.visual, model.config.vision_config.hidden_size
     visual.translator = nn.Linear(own, 96, device="meta")
@@ -121,7 +121,7 @@ def test_projector_is_found_by_its_width(checkpoint):
 
 
 def test_an_audio_tower_is_a_component(checkpoint):
-    """With what leads from it into the decoder: planned and frozen by its name."""
+    """The audio tower and its projector are planned and frozen by name."""
     model = models.empty(checkpoint("internvl"))
     tower = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))})
     model.model.audio_tower, model.model.embed_audio = tower.to("meta"), nn.Linear(64, 64, device="meta")
@@ -185,7 +185,7 @@ def test_violated_rule_is_named(checkpoint, change, rule):
 
 
 def test_a_head_may_be_in_the_decoder(checkpoint):
-    """As Llama 4's is, whose decoder is a language model by itself."""
+    """Like Llama 4, whose decoder is a language model."""
     model = models.empty(checkpoint("qwen3_vl"))
     text, head = model.model.language_model, model._modules.pop("lm_head")
     text.lm_head, model.get_output_embeddings, text.get_output_embeddings = head, lambda: None, lambda: head
@@ -201,7 +201,7 @@ def test_score_layer_is_the_head_of_a_scoring_model(checkpoint):
 
 
 def test_lists_of_blocks_are_of_modules_that_are_made_of_modules():
-    """Not the mergers of DeepStack, nor one linear layer a modality."""
+    """DeepStack mergers and single linear layers per modality are excluded."""
     block, flat = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
     model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "maps": nn.ModuleList([flat]), "none": nn.ModuleList()})
     assert structure.block_lists(model, "") == ["blocks"]

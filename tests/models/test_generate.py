@@ -16,7 +16,7 @@ from tests.models.conftest import conversation, labels, some_image
 
 
 def teach(model, processor, answer: str, image: bool) -> None:
-    """A few steps on one conversation: enough to say its answer."""
+    """A few steps on one conversation, enough to generate its answer."""
     turns = [conversation(image)[0], {"role": "assistant", "content": answer}]
     text = processor.apply_chat_template(turns, tokenize=False)
     inputs = processor(
@@ -110,7 +110,7 @@ def test_answers_are_greedy_and_ignored_settings_are_reported(checkpoint, text_f
 
 @pytest.fixture(scope="module")
 def text_folder(checkpoint, tmp_path_factory):
-    """A copy of a text model's folder, whose generation settings say when to stop alone, and its answer."""
+    """A copy of a text model's folder whose generation settings have only the end token, and its answer."""
     folder = tmp_path_factory.mktemp("greedy") / "qwen3"
     shutil.copytree(checkpoint("qwen3"), folder)
     model = models.load(folder)

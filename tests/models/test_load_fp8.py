@@ -1,4 +1,4 @@
-"""FP8 folders: codes taken as they are, what may be wrong with a folder, and other ways in and out."""
+"""FP8 folders: loading codes unchanged, faults of folders, and conversions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = tuple(CONFIGS)
 
 
 def on_disk(model, codes: dict) -> dict[str, list[str]]:
-    """parameter -> the names on disk of what it is made of, told by shape and value alone: codes are unique."""
+    """Return parameter -> names on disk, matched by shape and value; codes are unique."""
     out: dict[str, list[str]] = {}
     for name, weight in frozen_weights(model):
         data = codes_of_frozen(weight).data
@@ -96,7 +96,7 @@ def test_scales_of_every_dtype_become_fp32_exactly(checkpoint, tmp_path, scale_d
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
-    """[E, N, K] or [E, K, N] codes with their grid of scales, as fused checkpoints have them."""
+    """[E, N, K] or [E, K, N] codes with their scale grids, as in fused checkpoints."""
     quantized(checkpoint("qwen3_vl_moe"), tmp_path / "alone", "fp8")
     expected = dict(frozen_weights(models.load(tmp_path / "alone")))
     quantized(checkpoint("qwen3_vl_moe"), tmp_path / "q", "fp8")
@@ -446,7 +446,7 @@ def test_octavo_load(checkpoint, tmp_path):
 
 
 def test_model_of_codes_trains_adapters_or_reports_that_nothing_trains(checkpoint):
-    """0.4.0 trained embeddings, norms and the tower beside codes that stay, without a word."""
+    """0.4.0 silently trained embeddings, norms and the tower next to fixed codes."""
     ids = torch.tensor([[1, 2, 3]])
     model = octavo.load(checkpoint("llama"), load_in_fp8="row")
     assert not any(p.requires_grad for p in model.parameters())

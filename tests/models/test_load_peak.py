@@ -1,4 +1,4 @@
-"""What loading costs in memory, measured with a checkpoint of a thousand million parameters made on the spot."""
+"""Peak memory of loading a generated checkpoint of one billion parameters."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def write_shard(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], see
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """What loading each kind took."""
+    """Peak memory of loading each kind."""
     place = tmp_path_factory.mktemp("billion")
     small = tiny.write("qwen3", place / "small", size="mini")
     plain, coded = written(place / "bf16", small, False), written(place / "fp8", small, True)

@@ -1,4 +1,4 @@
-"""Models read by Octavo: high precision as transformers reads it, or quantized to FP8 on the way in."""
+"""Models read by Octavo: in high precision as in transformers, or quantized to FP8 during loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [(family, kind) for family in tiny_families() for kind in KINDS if kind 
 
 
 def streamed(folder: Path, dtype=torch.float32):
-    """A folder in high precision by Octavo's own way, which `load` takes for FP8 alone."""
+    """Load a high-precision folder with Octavo's reader, which `load` uses only for FP8."""
     shards, _ = open_weights(folder, False)
     build = partial(skeleton, read_config(folder), dtype, None)
     with shards:
@@ -149,7 +149,7 @@ def test_nonfinite_weight_is_rejected(checkpoint, tmp_path, kind, bad, name):
 
 
 def test_rule_that_only_transformers_can_run(checkpoint, tmp_path, monkeypatch):
-    """q, k and v fused on disk: a rule that cuts whole tensors apart. Values go through it, codes do not."""
+    """q, k and v fused on disk: the rule splits full tensors, so it applies to values but not to codes."""
     from transformers.core_model_loading import Chunk, WeightConverter
 
     from octavo.models.weights import name_mapping

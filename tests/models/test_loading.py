@@ -1,4 +1,4 @@
-"""Folders, whole and damaged."""
+"""Loading of complete and damaged folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from octavo.parallel import World
 
 @pytest.fixture
 def folder(checkpoint, tmp_path) -> Path:
-    """A copy of a small text model, to damage."""
+    """A copy of a small text model that tests damage."""
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
@@ -40,7 +40,7 @@ def edit_weights(folder: Path, change) -> None:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Two shards and an index instead of the one file."""
+    """Two shards and an index instead of a single file."""
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
     index = {}
@@ -59,7 +59,7 @@ def refused(folder: Path, message: str) -> None:
 
 
 def test_untrainable_parameters_stay_untrainable(checkpoint):
-    """In whatever way it is loaded, as on several ranks: the positions of a tower of sound are sinusoids."""
+    """For all loaders, including several ranks: the positions of an audio tower are sinusoids."""
     hears = checkpoint("qwen2_audio")
     ways = [
         models.load(hears), models.load(hears, load_in_fp8={"foundation": "row"}), models.load_split(hears)[0],
@@ -80,7 +80,7 @@ def test_values_dtype_and_mode(folder):
 
 
 def test_folder_may_contain_layers_that_the_model_omits(checkpoint, tmp_path):
-    """GLM-OCR's 17th, which predicts several tokens; any other is a tensor too many."""
+    """GLM-OCR's 17th layer predicts several tokens; any other extra layer is an error."""
     folder = Path(shutil.copytree(checkpoint("glm_ocr"), tmp_path / "model"))
     edit_weights(folder, lambda w: w.update({"model.language_model.layers.16.eh_proj.weight": torch.ones(2)}))
     wanted, found = models.load(checkpoint("glm_ocr")), models.load(folder)
@@ -167,7 +167,7 @@ def test_a_truncated_file(folder, keep):
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
 def test_header_length_that_looks_like_a_pickle_is_read(tmp_path, length: int):
-    """0x80 and a protocol, as a pickle begins: 640 bytes of header are 80 02 00 ... in a file."""
+    """A header of 640 bytes begins with 80 02 00, like a pickle with its protocol."""
     file = tmp_path / "model.safetensors"
     for n in range(1, length):
         save_file({"a" * n: torch.ones(2)}, file)

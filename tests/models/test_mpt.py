@@ -32,7 +32,7 @@ SIZES = {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 16, "vocab_s
 
 @dataclass(frozen=True)
 class Reference:
-    """The formulas of a decoder by names on disk, in fp64, without a module of Octavo's or of transformers'."""
+    """Reference formulas of the decoder by names on disk, in fp64, without modules of Octavo or transformers."""
 
     state: dict[str, Tensor]
     heads: int
@@ -91,7 +91,7 @@ class Reference:
 
 
 def made(seed: int = 0, **fields) -> mpt.MPTForCausalLM:
-    """A model in fp64 whose norms and biases are not what they begin with."""
+    """A model in fp64 whose norms and biases differ from their initial values."""
     torch.manual_seed(seed)
     model = mpt.MPTForCausalLM(mpt.MPTConfig(**{**SIZES, **fields})).double().eval()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_each_field_matches_its_formula(name: str) -> None:
     ids=["plain", "clip", "scale", "eps"],
 )  # fmt: skip
 def test_supported_fields_equal_stock_transformers(fields: dict, tmp_path: Path) -> None:
-    """Padding in front and a cache too; and what is saved, stock transformers reads as the same model."""
+    """Left padding and a cache too; stock transformers reads the saved model as the same one."""
     torch.manual_seed(0)
     stock = MptForCausalLM(MptConfig(**{**SIZES, **fields, "initializer_range": 0.3})).eval()
     stock.save_pretrained(tmp_path / "stock")
@@ -183,7 +183,7 @@ def test_a_cache_padding_and_eager_attention_change_nothing(fields: dict) -> Non
 
 @pytest.mark.parametrize("fields", [{}, {"attn_config": {"alibi": True}}], ids=["learned", "alibi"])
 def test_samples_of_a_pack_are_separate_and_start_at_position_0(fields: dict) -> None:
-    """A pack of more tokens than there are positions, each sample of fewer; gradients too."""
+    """A pack with more tokens than positions, but shorter samples; gradients too."""
     model = made(**fields)
     family = models.describe(model)
     edges = (0, 9, 10, 24, 26)
@@ -210,7 +210,7 @@ def test_samples_of_a_pack_are_separate_and_start_at_position_0(fields: dict) ->
 
 
 def test_alibi_pack_with_memory_saving_attention(saved: Path) -> None:
-    """Blocks run again in backward, two packs under way, and grouped attention in place of torch's."""
+    """Recomputed blocks, two packs at once, and grouped attention instead of torch's."""
     model = made(attn_config={"alibi": True}).float().train()
     family = models.describe(model)
     ids = torch.arange(21)[None]
@@ -332,7 +332,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(saved: Path, folder: Path, change) -> Path:
-    """A copy whose (config, tensors) `change` has changed."""
+    """Copy a folder after `change` has modified its (config, tensors)."""
     config, tensors = json.loads((saved / "config.json").read_text()), load_file(saved / "model.safetensors")
     change(config, tensors)
     folder.mkdir()

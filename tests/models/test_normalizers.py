@@ -1,4 +1,4 @@
-"""Tokenizers whose normalizer or decoder multiplies texts are refused before a text reaches them."""
+"""Tokenizers whose normalizer or decoder multiplies texts are rejected before they process a text."""
 
 import base64
 import json
@@ -69,7 +69,7 @@ def _row(tmp_path, text="q"):
 
 
 def test_rows_that_are_too_long_are_not_tokenized(folder, tmp_path):
-    """A template writes much around few words: no token is made of it, unless the row is to be cut."""
+    """A template adds long text: it is not tokenized, unless the row is to be truncated."""
     where = folder()
     much = "{% if messages|length == 2 %}{{ 'pad ' * 20000 }}{% endif %}"
     template = "{% for m in messages %}{{ m.content }}" + much + "</s>{% endfor %}"
@@ -85,7 +85,7 @@ def test_rows_that_are_too_long_are_not_tokenized(folder, tmp_path):
 
 
 def test_tokenizer_panic_is_an_error_of_its_row(folder, tmp_path):
-    """What Rust raises is no Exception; another such, as an interrupt, goes through."""
+    """Rust panics are not Exceptions; other BaseExceptions, such as an interrupt, propagate."""
     encoder = Encoder(models.load_processor(folder()), 64)
 
     def raising(error):

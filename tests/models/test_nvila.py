@@ -1,4 +1,4 @@
-"""NVILA's model code and processor, each place where its facts can be got wrong."""
+"""NVILA's model code and processor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.three_folders import edit
 
 
 def colours(rows: int, columns: int, side: int) -> Image.Image:
-    """An image of tiles, each of a grey of its own, row by row."""
+    """An image of tiles in row order, each with a different gray value."""
     greys = np.arange(rows * columns, dtype=np.uint8).reshape(rows, columns) * 10
     return Image.fromarray(greys.repeat(side, 0).repeat(side, 1))
 
@@ -67,7 +67,7 @@ def test_tokens_of_a_tile(cells: int, side: int, tokens: int) -> None:
 
 
 def test_channels_of_a_token_are_row_by_row() -> None:
-    """As transformers' InternVL shuffles them, for the 2 x 2 that it has."""
+    """The 2 x 2 case equals transformers' InternVL."""
     patches = torch.arange(16.0).reshape(1, 4, 4, 1)
     made = Downsample(2)(patches)
     assert made[0, 0, 1].tolist() == [2, 3, 6, 7] and made[0, 1, 0].tolist() == [8, 9, 12, 13]
@@ -112,19 +112,19 @@ HOW_MANY = [((8, 8), 1), ((80, 80), 10), ((9, 16), 3), ((8, 100), 13), ((20, 20)
 
 @pytest.mark.parametrize(("size", "tiles"), HOW_MANY)
 def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
-    """The closest aspect; of equal ones the larger grid where the image fills half of it; no thumbnail of one tile."""
+    """The closest aspect ratio; on ties the larger grid if the image fills half of it; no thumbnail of one tile."""
     assert images_of().grid(*size) == (tiles, 1, 1)
 
 
 def images_of(**limits: int) -> NvilaImages:
-    """Of a model with tiles of 8 x 8 pixels."""
+    """A processor of a model with tiles of 8 x 8 pixels."""
     images = NvilaImages(size={"height": 8, "width": 8})
     images.configure(nvila.NvilaLiteConfig(vision_config={"image_size": 8, "patch_size": 2}, **limits))
     return images
 
 
 def test_model_config_limits_tiles() -> None:
-    """12 where it says nothing, and more than transformers' processor has by itself where it does."""
+    """12 by default; configured values may exceed the default of transformers' processor."""
     assert images_of().grid(8, 800)[0] == 13 and images_of(max_tiles=20).grid(8, 800)[0] == 21
     assert images_of(min_tiles=3).grid(8, 8)[0] == 5
     for limits, most in (
@@ -161,7 +161,7 @@ def test_tiles_are_made_bicubic() -> None:
 
 
 def test_placeholders_and_line_breaks_of_tiles(checkpoint) -> None:
-    """Each tile has its tokens and two line breaks: embeddings of that token, whatever text follows."""
+    """Each tile has its tokens and two line breaks, which are embeddings of that token in any context."""
     folder = checkpoint("nvila_lite")
     model, processor = models.load(folder), models.load_processor(folder)
     image, text = some_image(0, (16, 40)), "<image>\n\nfirst?"  # as text, line breaks may become one token
@@ -194,7 +194,7 @@ def test_media_tokens_are_outside_the_table_and_not_labels(checkpoint, tmp_path)
 
 @pytest.mark.parametrize("word", ["<vila/video>", "<vila/sentinel>"])
 def test_media_tokens_in_text_are_rejected(checkpoint, word) -> None:
-    """There is no row to look up for them."""
+    """The embedding table has no rows for them."""
     turns = [{"from": "human", "value": "first?"}, {"from": "gpt", "value": f"a {word}"}]
     row = data.parse({"conversations": turns}, "llava", file="a", row=0, images=None)
     with pytest.raises(data.BadSample, match=f"spells the model's own placeholder '{word}'"):
@@ -202,7 +202,7 @@ def test_media_tokens_in_text_are_rejected(checkpoint, word) -> None:
 
 
 def test_line_break_in_rows_is_that_of_the_image(checkpoint) -> None:
-    """As in VILA's data: images end with their own, and their place goes with the line break behind it, the first."""
+    """As in VILA's data, images end with their own line breaks, and the first one after a placeholder is dropped."""
     processor = models.load_processor(checkpoint("nvila_lite"))
 
     def written(*words: str) -> str:
@@ -214,7 +214,7 @@ def test_line_break_in_rows_is_that_of_the_image(checkpoint) -> None:
 
 
 def test_templates_get_texts(checkpoint) -> None:
-    """The published template joins contents with +, which parts would not take."""
+    """The published template concatenates contents with +, which fails for parts."""
     processor = models.load_processor(checkpoint("nvila_lite"))
     text = processor.apply_chat_template(conversation(True), tokenize=False)
     assert text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n<image>first?")

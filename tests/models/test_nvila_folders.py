@@ -1,4 +1,4 @@
-"""NVILA's folders: of three, of one, and of VILA 1.5; read, written back, and made one of the other."""
+"""NVILA's folders in three-folder, one-folder and VILA 1.5 layouts: reading, writing and conversion."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def files_of(folder) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_three_folders_equal_one_folder_and_are_saved_back(checkpoint, tmp_path) -> None:
-    """Found by their names, whatever paths the configuration holds; remote code that it names is never run."""
+    """Folders are found by name, independent of the paths in the configuration; remote code never runs."""
     one = checkpoint("nvila_lite")
     folder = split(one, tmp_path / "three", {"model_type": "vila", "auto_map": {"AutoModel": "modeling_vila.Evil"}})
     model, processor = models.load(folder, torch.bfloat16), models.load_processor(folder)
@@ -69,7 +69,7 @@ def test_three_folders_equal_one_folder_and_are_saved_back(checkpoint, tmp_path)
 
 
 def test_a_decoder_that_ties_its_head(checkpoint, tmp_path) -> None:
-    """As the small ones do, whose llm/ has no lm_head: in all layouts, though only the decoder's part says so."""
+    """Small models have no lm_head in llm/: this holds in all layouts, although only the decoder's part is tied."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     edit(folder / "llm" / "config.json", tie_word_embeddings=True)
     file = folder / "llm" / "model.safetensors"
@@ -99,7 +99,7 @@ def test_missing_media_tokens_get_ids_after_the_table(checkpoint, tmp_path) -> N
 
 
 def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
-    """Which is what servers read: its tokenizer has tokens of media, its configuration the class that they know."""
+    """Servers read this layout: its tokenizer has the media tokens, its configuration a class that they know."""
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
     with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. writes it as one"):
         verify(folder)
@@ -123,7 +123,7 @@ def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
 
 
 def test_tokens_outside_the_table_cause_a_warning(checkpoint, tmp_path) -> None:
-    """Those of media are there by design."""
+    """Media tokens are outside the table by design."""
     folder = shutil.copytree(checkpoint("nvila"), tmp_path / "m")
     assert [one.kind for one in verify(folder).findings] == ["own-family"]
     tokenizer = models.load_processor(folder).tokenizer
@@ -134,7 +134,7 @@ def test_tokens_outside_the_table_cause_a_warning(checkpoint, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", ["nvila", "llavaonevision1_5"])
 def test_fp8_folders_of_custom_families_round_trip(checkpoint, tmp_path, family) -> None:
-    """In FP8 throughout, names on disk unlike those in memory: read back, and by values beside the original."""
+    """An FP8 model whose names on disk differ from those in memory is read back with the original values."""
     folder, every = checkpoint(family), ("image_encoder", "image_projector")
     made = export(models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
     found, original = models.load(made), dict(models.load(folder).named_parameters())
@@ -151,7 +151,7 @@ def test_fp8_folders_of_custom_families_round_trip(checkpoint, tmp_path, family)
 
 
 def test_head_of_tower_is_detected_from_weights(checkpoint, tmp_path) -> None:
-    """VILA 1.5's may have one, with a configuration from before the field; nobody reads it, and it is saved back."""
+    """VILA 1.5 may have a head without a configuration field for it; it is unused and saved back."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     edit(folder / "vision_tower" / "config.json", "vision_use_head")
     assert not models.read_config(folder).vision_config.vision_use_head
@@ -197,7 +197,7 @@ def test_three_folders_with_different_arithmetic_are_rejected(checkpoint, tmp_pa
 
 @pytest.mark.parametrize("kind", ["llava_llama", "vila"])
 def test_incomplete_model_is_rejected(checkpoint, tmp_path, kind) -> None:
-    """Else transformers would be blamed, or the code that the folder names."""
+    """Otherwise the error would name transformers, or the code in the folder."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three", {"model_type": kind, "auto_map": {"AutoModel": "a.B"}})
     (folder / "mm_projector" / "config.json").write_text("{}")
     with pytest.raises(models.ModelError, match="mm_projector/config.json gives mm_projector_type None"):
@@ -208,7 +208,7 @@ def test_incomplete_model_is_rejected(checkpoint, tmp_path, kind) -> None:
 
 
 def test_image_encoder_determines_line_breaks(checkpoint, tmp_path) -> None:
-    """Of tiles the prompt writes one more."""
+    """The prompt adds one line break per tile."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     for cut, encoder, ends in (
         ("dynamic", {}, 2), ("dynamic", '{"end_tokens": null}', 1), ("resize", {}, 1), ("resize", None, 0),
@@ -231,7 +231,7 @@ def test_vila_1_5_has_one_tile_and_no_line_break(vila_1_5) -> None:
 
 
 def test_vila_1_5_has_the_chat_template_of_its_tokenizer(vila_1_5, tmp_path) -> None:
-    """Its folders have none, or one that VILA passes over. The line break behind an image is text, written once."""
+    """Its folders have no template, or one that VILA ignores. The line break after an image is text and occurs once."""
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nfirst?"}]}]
     told = [*asked, {"role": "assistant", "content": "3"}]
 

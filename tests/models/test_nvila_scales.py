@@ -53,7 +53,7 @@ def test_tiles_are_largest_scale_then_smaller_scales_then_padding() -> None:
 
 
 def test_blocks_concatenate_all_scales() -> None:
-    """The smallest scale's channels first; maps resized by area, in fp32 also of BF16 features."""
+    """The smallest scale's channels come first; maps are resized by area in fp32, also for BF16 features."""
     torch.manual_seed(0)
     one, other = make_cut((2, 2, 3), (1, 4)), make_cut((1, 1, 1), (1, 4))
     assert one == Cut(2, 3, (1, 2), 12) and used_tiles([one, other]) == [*range(11), 12]
@@ -73,7 +73,7 @@ def test_blocks_concatenate_all_scales() -> None:
 
 
 def test_tokens_of_blocks_are_read_row_by_row() -> None:
-    """Of the image, not block by block."""
+    """In row order of the image, not of blocks."""
     whole = torch.arange(4 * 6).reshape(4, 6)
     tokens = torch.stack([whole[y : y + 2, x : x + 2].flatten() for y in (0, 2) for x in (0, 2, 4)])[..., None]
     assert torch.equal(stitch(tokens, 2, 3)[:, 0], whole.flatten())
@@ -115,7 +115,7 @@ def test_scales_of_three_folders(checkpoint, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", ["nvila", "nvila_lite"])
 def test_ranks_that_share_images_count_their_placeholders(checkpoint, family) -> None:
-    """What deals the images of a row to ranks: the features of each image, or tile, with the line breaks behind."""
+    """Used to distribute images over ranks: features of each image or tile, including line breaks."""
     processor, config = models.load_processor(checkpoint(family)), models.read_config(checkpoint(family))
     images = [some_image(0, (60, 32)), some_image(1, (16, 16))]
     made = processor(text=["<image>and<image>"], images=images, return_tensors="pt")

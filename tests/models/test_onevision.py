@@ -1,4 +1,4 @@
-"""LLaVA-OneVision-1.5: folders as they are published, the tower against a plain one, and each trap on the way."""
+"""LLaVA-OneVision-1.5: published folders, and the tower against a plain implementation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_published_folder_is_read_without_running_its_code(published, loaded):
 
 
 def test_names_on_disk_are_the_published_ones(published, loaded, tmp_path):
-    """And so they are written again, all values as they were."""
+    """They are also saved in that layout with unchanged values."""
     layer = [f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     layer += ["input_layernorm.weight", "post_attention_layernorm.weight"]
@@ -95,7 +95,7 @@ def test_class_tokens_are_loaded_and_angles_computed(published, how):
 
 
 def test_deferred_model_has_class_tokens_and_angles_before_its_weights(published, loaded):
-    """Buffers are whole on every rank; a model that is drawn has no class token yet."""
+    """Buffers are unsharded on every rank; an initialized model has a zero class token."""
     wanted = dict(loaded.named_buffers())
     for made in (models.load_deferred(published).model, init_deferred(published).model):
         assert all(p.is_meta for p in made.parameters())
@@ -106,7 +106,7 @@ def test_deferred_model_has_class_tokens_and_angles_before_its_weights(published
 
 
 def test_known_problems_of_other_loaders_are_reported(published):
-    """transformers alone has no such class, and of servers nothing was read."""
+    """transformers has no such class."""
     found = verify(published)
     assert found.ok and [(one.kind, one.file) for one in found.warnings] == [("own-family", "config.json")]
     assert {one.loader: one.verdict for one in found.verdicts} == dict.fromkeys(LOADERS, "warns")
@@ -138,7 +138,7 @@ def test_tokens_equal_qwen3(published, loaded, tmp_path):
 
 
 def test_positions_count_tokens(loaded):
-    """Of images too: the three axes of Qwen2.5-VL, whose processor this family has, are not its own."""
+    """Also for images: the three axes of Qwen2.5-VL, whose processor this family uses, do not apply."""
     assert models.prompt_positions(loaded, models.describe(loaded), torch.arange(7))[0].tolist() == [
         [0, 1, 2, 3, 4, 5, 6]
     ]
@@ -183,7 +183,7 @@ def test_invalid_tower_is_rejected(published, tmp_path, changes, why):
 
 
 def test_patches_are_of_one_frame(published, loaded, tmp_path):
-    """transformers takes two where a folder says nothing, and then every patch would be cut in two."""
+    """transformers defaults to two frames, which would split every patch in two."""
     processor = models.load_processor(published)
     inputs = batch(processor, image=True)
     assert inputs["pixel_values"].shape == (16, 3 * 4 * 4)
@@ -199,7 +199,7 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
 
 
 def test_patches_come_in_the_order_of_their_places(published):
-    """An image whose every patch is as bright as its number tells where each row of pixels was cut."""
+    """An image whose patches have their number as brightness shows where rows of pixels were cut."""
     processor = models.load_processor(published).image_processor
     high, wide = 4, 8
     numbers = np.arange(high * wide, dtype=np.uint8).reshape(high, wide)
@@ -213,7 +213,8 @@ def test_patches_come_in_the_order_of_their_places(published):
 
 
 def asked(model, *sizes: tuple[int, int], frames: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, pixels, grid) of images of so many patches high and wide, two words before each and three at the end."""
+    """Return (ids, pixels, grid) for images of given heights and widths in patches, two tokens before each and three at
+    the end."""
     token, made = model.config.image_token_id, torch.Generator().manual_seed(seed)
     ids: list[int] = []
     for high, wide in sizes:
@@ -240,14 +241,14 @@ def test_features_that_do_not_match_tokens_are_rejected(loaded):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Features i and i + D / 2 of [heads, N, D] as one complex number, turned by angle i of [N, D / 2]."""
+    """Rotate features i and i + D / 2 of [heads, N, D] as complex numbers by angle i of [N, D / 2]."""
     one, other = x.chunk(2, -1)
     numbers = torch.complex(one, other) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([numbers.real, numbers.imag], -1)
 
 
 def plain(visual: onevision.RiceViT, pixels: Tensor, high: int, wide: int) -> Tensor:
-    """Features of one image, in fp64, by what the tower is said to compute: nothing of its code is used."""
+    """Compute the features of one image in fp64 from the documented formulas, without the tower's code."""
     p = {name: value.double() for name, value in visual.state_dict().items()}
     heads, eps, width = visual.config.num_heads, visual.config.layer_norm_eps, visual.config.hidden_size
 
@@ -303,7 +304,7 @@ def test_the_tower_is_a_plain_loop_over_images(published, attention, eps):
 
 
 def test_frames_of_a_video_are_images(loaded):
-    """Each a segment with a class token of its own."""
+    """Each frame is a segment with a class token."""
     frame, _, one = (asked(loaded, (2, 4))[i] for i in (1, 1, 2))
     other = asked(loaded, (2, 4), seed=1)[1]
     clip = torch.cat([frame, other])
@@ -320,7 +321,7 @@ def test_frames_of_a_video_are_images(loaded):
 
 
 def test_new_image_sizes_do_not_recompile(published):
-    """Sizes of images are numbers of Python, which a compiled block would be made for, one by one."""
+    """Image sizes are Python integers, so a compiled block would specialize on each."""
     visual, counter = models.load(published).model.visual, CompileCounter()
     visual.blocks[0].forward = torch.compile(visual.blocks[0].forward, backend=counter)
     made = []
@@ -332,7 +333,7 @@ def test_new_image_sizes_do_not_recompile(published):
 
 
 def test_queries_are_rotated_in_fp32():
-    """Rounded once, to the nearest."""
+    """Rounded once to nearest."""
     made = torch.Generator().manual_seed(0)
     x = torch.randn(5, 2, 8, generator=made).bfloat16()
     angles = torch.randn(5, 4, generator=made).repeat(1, 2)[:, None]

@@ -34,7 +34,7 @@ PADDING = 5
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    """family -> (model, its family, samples): text, an image, one token, two images' worth, two tokens."""
+    """family -> (model, description, samples): text, an image, one token, two images, two tokens."""
     made = {}
 
     def get(family: str):
@@ -56,14 +56,14 @@ def loaded(checkpoint):
 
 
 def sample_of(processor, image) -> dict:
-    """Two questions and their answers, about an image or not."""
+    """Two questions with answers, with or without an image."""
     text = processor.apply_chat_template(conversation(image is not None), tokenize=False)
     found = processor(text=[text], images=image and [image], return_tensors="pt", add_special_tokens=False)
     return {key: value for key, value in found.items() if key != "attention_mask"}
 
 
 def joined(samples, padding: int = PADDING):
-    """(inputs of a pack, its edges, images of each sample); the last segment is padding."""
+    """Return (inputs of a pack, its edges, images per sample); the last segment is padding."""
     ids = [sample["input_ids"] for sample in samples] + [torch.zeros(1, padding, dtype=torch.int64)] * bool(padding)
     inputs = {"input_ids": torch.cat(ids, 1)}
     for key in dict.fromkeys(key for sample in samples for key in sample if key not in (*KINDS[:1], "input_ids")):
@@ -76,7 +76,7 @@ def joined(samples, padding: int = PADDING):
 
 
 def of_pack(model, family, samples, **more):
-    """Logits of a pack by sample."""
+    """Return the logits of a pack per sample."""
     inputs, edges, images = joined(samples)
     forms = packed.Packed(model, family)
     positions = forms.positions(edges, inputs["input_ids"], images, None, inputs.get("image_grid_thw"))
@@ -86,7 +86,7 @@ def of_pack(model, family, samples, **more):
 
 
 def step(model, forward):
-    """(logits by sample, gradients) of a loss that every logit is part of."""
+    """Return (logits per sample, gradients) of a loss that depends on every logit."""
     model.zero_grad()
     parts = forward()
     sum(part.float().square().mean() for part in parts).backward()
@@ -115,7 +115,7 @@ def test_pack_equals_separate_samples(loaded, family):
 
 
 def test_layers_that_mix_samples_are_detected(loaded):
-    """The comparison of these tests tells samples that see each other from samples that do not."""
+    """The comparison of these tests detects samples that attend to each other."""
     model, _, samples = loaded("qwen3")
     inputs, edges, _ = joined(samples)
     mixed = model(**inputs, use_cache=False).logits[:, edges[1] : edges[2]]
@@ -125,7 +125,7 @@ def test_layers_that_mix_samples_are_detected(loaded):
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
 def test_recomputed_blocks_use_segments_of_their_pack(checkpoint, loaded, family, how):
-    """Two packs' forwards, then both backwards: what runs again is told of its own pack, not of the last one."""
+    """Two forwards of packs, then both backwards: recomputed blocks use the segments of their own pack."""
     _, _, samples = loaded(family)
     first, second = samples[:3], list(reversed(samples[1:]))
     model = models.load(checkpoint(family)).train()
@@ -141,7 +141,7 @@ def test_recomputed_blocks_use_segments_of_their_pack(checkpoint, loaded, family
 
 
 def test_packed_forward_rejects_cache_and_ignores_mask(loaded):
-    """Both make transformers forget, without a word, that a row holds several samples."""
+    """Both make transformers silently treat the pack as one sample."""
     model, family, samples = loaded("qwen3_vl")
     inputs, edges, images = joined(samples)
     forms = packed.Packed(model, family)
@@ -239,7 +239,7 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 @pytest.mark.long
 def test_flex_attention_equals_sdpa(loaded, name):
-    """One call for all samples, in a forward: it has no backward on a CPU. Queries of a shared row too."""
+    """One call for all samples, forward only because it has no backward on a CPU. Shared rows too."""
     model, family, _ = loaded(name)
     edges = (0, 37, 38, 150, 161)
     ids = torch.arange(edges[-1])[None] % 90 + 5
@@ -264,11 +264,11 @@ def test_flex_attention_equals_sdpa(loaded, name):
 
 @pytest.mark.parametrize("window", [True, False])
 def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
-    """On a stand-in that takes what torch's function takes, in the signature of either version."""
+    """Uses a fake with the arguments of torch's function, in both versions of its signature."""
     import torch.nn.attention.varlen as varlen
 
     def apart(q, k, v, edges, keys, most, scale, causal):
-        """Bottom-right: the last query of a span sees all of its keys."""
+        """Bottom-right alignment: the last query of a span attends to all of its keys."""
         ends = [x.tolist() for x in (edges, keys)]
         assert edges.dtype == keys.dtype == torch.int32 and most == tuple(max(np.diff(x)) for x in ends)
         parts = []
@@ -300,7 +300,7 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
 
     class Late:
-        """The queries of tokens 2 to 8, and whatever keys there are."""
+        """The queries of tokens 2 to 8 and all keys."""
 
         local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
 

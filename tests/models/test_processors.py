@@ -84,7 +84,7 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
 
 @pytest.mark.parametrize(("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)])
 def test_max_pixels_limits_each_image(checkpoint, family, tokens):
-    """Of GLM too, whose own limit is that of an image's two frames."""
+    """Also for GLM, whose limit counts both frames of an image."""
     processor = models.load_processor(checkpoint(family), max_pixels=256)
     text = processor.apply_chat_template(conversation(True), tokenize=False)
     inputs = processor(text=[text], images=[some_image(size=(64, 64))], return_tensors="pt")
@@ -230,7 +230,7 @@ def test_pillow_is_used_without_torchvision(checkpoint):
 
 
 def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
-    """PyPI's beside a CPU torch raises as it is imported."""
+    """The PyPI build raises on import with a CPU build of torch."""
     for name in ("stock", "audio"):
         monkeypatch.delitem(sys.modules, f"{processors.__name__}.{name}", raising=False)
         monkeypatch.delattr(processors, name, raising=False)

@@ -1,4 +1,4 @@
-"""What config.json says of FP8: read, written, refused; and each loader's way with lists of names."""
+"""The quantization block of config.json: reading, writing and errors, and each loader's rule for lists of names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from config.json alone: the family's own initialisation, by a seed, in any dtype."""
+"""Models initialized from config.json by the rules of their family, from a seed, in any dtype."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def whole(path):
 
 
 def all_of(model):
-    """Parameters and all buffers, those too that no folder holds."""
+    """Compares parameters and all buffers, including those that no folder contains."""
     return model.state_dict() | dict(model.named_buffers())
 
 

@@ -1,4 +1,4 @@
-"""Exported folders: stock transformers loads them, and they hold the model's values."""
+"""Exported folders load in stock transformers and have the model's values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stock(path, dtype=torch.float32):
 
 
 class Swapped(nn.Linear):
-    """What a class swap in place leaves behind: the same parameters under another class."""
+    """A model after an in-place class swap: the same parameters under a different class."""
 
 
 def disturb(model) -> None:

@@ -1,4 +1,4 @@
-"""Published sizes: the right number of parameters, no memory, no time."""
+"""Published shapes: correct number of parameters, without memory or time."""
 
 from __future__ import annotations
 

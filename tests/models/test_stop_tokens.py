@@ -1,4 +1,4 @@
-"""The token by which a chat template ends answers: known, stopped at, and named in the folders that are written."""
+"""The token with which a chat template ends answers: detected, used as a stop, and written to folders."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_verify_warns(base: Callable[..., Path], tokenizer: bool, kind: str) -> 
 
 
 def test_settings_without_end_token_are_reported_and_completed(base: Callable[..., Path], tmp_path: Path) -> None:
-    """transformers asks nobody else then; the tokenizer's own end stays one, as in Octavo's answers."""
+    """transformers then uses nothing else; the tokenizer's end token stays a stop, as in Octavo's answers."""
     folder = base("qwen3")
     settings = json.loads((folder / SETTINGS).read_text())
     del settings["eos_token_id"]

@@ -1,4 +1,4 @@
-"""What trains here, and why another family is planned only."""
+"""Which families can be trained, and why others can only be planned."""
 
 from __future__ import annotations
 

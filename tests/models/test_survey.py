@@ -1,4 +1,4 @@
-"""Every model of images and text that transformers has is described, or refused by a rule."""
+"""Every image-text model of transformers is described, or rejected by a rule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_family_of_this_version():
 
 @pytest.mark.long
 def test_broken_file_does_not_fall_back_to_defaults(tmp_path):
-    """phi4_multimodal's depthwise channels were a depth, kosmos-2.5's patches tiles."""
+    """phi4_multimodal's depthwise channels contain "depth", kosmos-2.5's patches "size"."""
     file = tmp_path / "config.json"
     for config_class in survey.config_classes().values():
         try:

@@ -1,4 +1,4 @@
-"""Small checkpoints: deterministic, complete, and what stock transformers loads."""
+"""Small checkpoints are deterministic, complete and load in stock transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dummy image: the tower runs, and nothing changes."""
+"""The dummy image runs the tower without changing results."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def stock():
 
 
 def videos(kind: str, **more) -> VideoProcessor:
-    """As published."""
+    """The published settings."""
     patch = {"qwen3_vl": {"patch": 16, "merge": 2, "depth": 2}, "qwen2_5_vl": {"patch": 14, "merge": 2, "depth": 2}}
     sizes = patch.get(kind, {"tile": (448, 448), "tile_tokens": 256})
     return VideoProcessor(kind, **{**RECORDS[kind].video.settings, **sizes, **more})
@@ -140,7 +140,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def film():
-    """Five of twenty frames at 8 a second."""
+    """Five of twenty frames at 8 per second."""
     frames = np.random.RandomState(1).randint(0, 256, (5, 16, 16, 3), np.uint8)
     return SimpleNamespace(total=20, fps=8.0, indices=[0, 5, 10, 14, 19], size=(16, 16), frames=frames)
 

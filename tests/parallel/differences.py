@@ -1,4 +1,4 @@
-"""How far the gradients of a sharded model are from those of a whole one."""
+"""Compares the gradients of a sharded model with those of an unsharded one."""
 
 from __future__ import annotations
 

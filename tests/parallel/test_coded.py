@@ -1,4 +1,4 @@
-"""What ranks exchange as FP8 codes: values that a cast makes of values again."""
+"""Exchanges in FP8 codes give the same values as casting after the exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.parallel import Layout, World, WorldError, send_codes
     "spec", [CastSpec(), CastSpec("e4m3", (1, 32), "e8m0"), CastSpec("e5m2")], ids=["1x128", "1x32", "e5m2"]
 )
 def test_cast_after_exchange_equals_cast_before_exchange(spec: CastSpec, dtype: torch.dtype):
-    """Whatever a block holds: all magnitudes, zeros, NaN, an infinity, and what underflows."""
+    """Blocks with all magnitudes, zeros, NaN, infinity and values that underflow."""
     torch.manual_seed(0)
     rows = (torch.randn(300, 256) * torch.exp(4 * torch.randn(300, 256))).to(dtype)
     rows[3], rows[4, 5], rows[5], rows[6], rows[7, 200] = 0, float("nan"), 1e-35, 1e30, float("inf")

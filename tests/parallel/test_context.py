@@ -21,7 +21,7 @@ HEADS = {2: ((8, 2), (4, 1), (6, 3), (4, 4)), 4: ((8, 2), (4, 1), (12, 3))}
 
 
 def attention(held, q, k, v):
-    """Causal within samples, as transformers would call it."""
+    """Causal attention within samples, called like transformers does."""
 
     def one(q, k, v):
         if q.shape[2] == k.shape[2]:
@@ -57,7 +57,7 @@ def _attends(world: World, ulysses: int) -> dict:
 
 
 def _sends(world: World, ulysses: int) -> list[float]:
-    """(bytes that this rank sends to others in a forward and backward of a layer, and what the page says)."""
+    """Return (bytes that this rank sends in a forward and backward of a layer, documented bytes)."""
     sent = [0.0]
 
     def counted(send, of):

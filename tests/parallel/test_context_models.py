@@ -30,7 +30,7 @@ WITHOUT = ("vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bi
 
 
 def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after: int, seed: int) -> Sample:
-    """A text with images of so many tokens high and wide in it, 3 tokens between them."""
+    """A text with images of given heights and widths in tokens, separated by 3 tokens."""
     random = np.random.default_rng(seed)
     vision, ids, pixels, grid, sizes = getattr(config, "vision_config", None), [], [], [], []
     for high, wide in images if vision is not None else ():
@@ -81,7 +81,8 @@ def packs(config: Any, size: int) -> list[dict[str, Any]]:
 
 
 def _wide(model: Any, path: str) -> Any:
-    """In float64, but for FP8: how far fp32 sums in another order lie apart is the CPU's. Grouped experts know none."""
+    """In float64, except for FP8, because the error of fp32 sums depends on the CPU. Grouped experts do not support
+    it."""
     if Path(path).name == FP8:
         return model
     model.set_experts_implementation("eager")

@@ -1,4 +1,4 @@
-"""Experts dealt to ranks against one process that has the ranks' tokens one behind the other."""
+"""Experts distributed over ranks against one process that has the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E, TOKENS, TOP_K = 8, 11, 2
 
 
 class Layer(nn.Module):
-    """A router's place is taken by indices that are given; the norm is a parameter that is not dealt out."""
+    """Indices replace the router; the norm is a parameter that is not distributed."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ def _model(family: str, recipe: str | None) -> nn.Module:
 
 
 def _tokens(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rank has: x, index, share. ``one rank``: all choices are the first experts'; ``none``: rank 1 has none."""
+    """Return x, index and share of a rank. ``one rank``: all choices are the first experts; ``none``: rank 1 has
+    none."""
     g = torch.Generator().manual_seed(10 + rank)
     tokens = 0 if case == "no tokens" and rank == 1 else TOKENS + 3 * rank
     x = torch.randn(tokens, H, generator=g)
@@ -65,7 +66,7 @@ def _tokens(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run(model: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and the gradients of tokens and shares."""
+    """Return the output and the gradients of tokens and shares."""
     x, index, share = given[0].clone().requires_grad_(), given[1], given[2].clone().requires_grad_()
     y = model(x, index, share)
     aim = torch.randn(H, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Models filled after sharding, each rank by its own rows, against what one process loads: every bit of it."""
+"""Models that are filled after sharding equal those loaded in one process bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = {"dtype": "bfloat16"}
 
 
 class Case(NamedTuple):
-    """A folder, how it is loaded, and the recipe and `param` that its layers get before they are sharded."""
+    """A folder, its loading options, and the recipe and `param` of its layers before sharding."""
 
     folder: str
     how: dict[str, Any]
@@ -97,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.DeferredModel | models.DeferredInit]:
-    """(the whole model, its lower halves, the one to be filled)"""
+    """Return (unsharded model, its lower halves, model to be filled)."""
     how = {key: getattr(torch, value) if key == "dtype" else value for key, value in case.how.items()}
     if (seed := how.pop("drawn", None)) is not None:
         unread = models.init_deferred(folder / case.folder, seed=seed, **how)
@@ -137,7 +137,7 @@ def _differences(world: World, folder: Path, case: Case) -> list[str]:
 
 
 def _here(low: Tensor, whole: Tensor) -> bool:
-    """Whether these are the halves of this rank's rows."""
+    """Return whether these are the lower halves of this rank's rows."""
     mine = span(low)
     return torch.equal(plain(low).flatten(), whole.flatten()[mine.start : mine.stop])
 
@@ -168,7 +168,7 @@ READ = ("values", "rows", "blocks", "codes")
 
 
 def _read(world: World, folder: str) -> list[float]:
-    """The part of the file that this rank reads: plain, in FP8 by rows, by blocks, and of codes."""
+    """Fraction of the file that this rank reads: plain, FP8 by rows, by blocks, and codes."""
     out = []
     for case in READ:
         _, _, unread = _load(Path(folder), CASES[case])

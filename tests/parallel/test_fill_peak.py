@@ -1,4 +1,4 @@
-"""What a rank holds and reads while it loads its share of a thousand million parameters, made on the spot."""
+"""Memory and bytes read of a rank that loads its shard of a generated model of one billion parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {"values": {}, "blocks": {"load_in_fp8": "blo
 
 
 def _filled(folder: str, how: dict[str, Any], world: World) -> tuple[nn.Module, int, int]:
-    """(the model, bytes that were read, bytes of the largest tensor on disk)"""
+    """Return (model, bytes read, bytes of the largest tensor on disk)."""
     unread = models.load_deferred(folder, torch.bfloat16, **how)
     shard(unread.model, models.describe(unread.model), world)
     _, read = fill(unread.model, unread, world)
@@ -35,14 +35,14 @@ def _status(key: str) -> int:
 
 
 def _held(model: nn.Module) -> int:
-    """Bytes of parameters and buffers on this rank."""
+    """Return the bytes of parameters and buffers on this rank."""
     here = [local_of(p) for p in model.parameters()]
     size = sum(p.nbytes for p in here if not is_frozen(p)) + sum(b.nbytes for b in model.buffers())
     return size + frozen_bytes(model)
 
 
 def measure(world: World, small: str, folder: str, how: dict[str, Any]) -> dict[str, int]:
-    """What loading takes on this rank; before it a small model is loaded, so that everything was done once."""
+    """Measure loading on this rank, after a small model has been loaded as a warm-up."""
     _filled(small, how, world)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = {key: _status(key) for key in ("VmHWM", "RssAnon")}

@@ -1,4 +1,4 @@
-"""`train.gather: bf16` on two gloo ranks: BF16 on the wire, fp32 in the shards, and a resume to the bit."""
+"""`train.gather: bf16` on two gloo ranks: BF16 communication, fp32 shards, and a bit-exact resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {  # name -> (policy or None, gather)
 
 
 class Wire(TorchDispatchMode):
-    """Which collectives run on which dtypes, and the bytes of what they make or take."""
+    """Records which collectives run on which dtypes, and their bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks meet in a store that former ranks have written to, and NCCL's flight recorder has its place."""
+"""Rendezvous in a store that earlier ranks have written to, and NCCL's flight recorder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.parallel.rendezvous import compare_facts, describe_differences, meet
 
 
 def _all_meet(store: dist.Store, size: int) -> list[str]:
-    """Each rank says its number to the next; what each heard."""
+    """Send each rank's number to the next; return the received ones."""
     heard = [""] * size
 
     def rank(number: int) -> None:
@@ -50,7 +50,7 @@ def test_missing_ranks_are_named() -> None:
 
 
 def _in_threads(ranks: dict[int, Callable[[], object]]) -> dict[int, object]:
-    """What each rank returned or raised."""
+    """Return what each rank returned or raised."""
     ends: dict[int, object] = {}
 
     def run(rank: int, work: Callable[[], object]) -> None:
@@ -92,7 +92,7 @@ def test_wrong_world_size_ends_all_ranks(sizes: dict[int, int], monkeypatch: pyt
 
 
 def test_extra_rank_of_a_running_job_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run has two ranks and has begun; a third is started for three. A run that no longer beats is no reason."""
+    """A third rank is started with size three after a run of two has begun. A run without heartbeats is ignored."""
     monkeypatch.setattr(meetings, "HEARTBEAT_SECONDS", 0.05)
     store = dist.HashStore()
     store.set("start", json.dumps({"name": "former", "size": 2}))

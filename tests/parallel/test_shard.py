@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, tied head; sizes that two ranks cannot halve."""
+    """Embedding, blocks and tied head, with sizes that two ranks do not divide."""
 
     def __init__(self, width: int = 7, vocabulary: int = 11):
         super().__init__()
@@ -83,7 +83,7 @@ def _decoders(world: World) -> dict:
 
 
 def _gathers(model: nn.Module, ids: torch.Tensor) -> list[int]:
-    """How often weights were gathered as each block's forward begins, and at its end."""
+    """Count how often weights were gathered at the start and end of each block's forward."""
     seen = []
     with torch.no_grad(), CommCounter() as counted:
         for block in model.blocks:

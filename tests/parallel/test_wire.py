@@ -1,4 +1,4 @@
-"""Bytes of each collective, as they are counted where they are called."""
+"""Counted bytes of each collective."""
 
 from __future__ import annotations
 

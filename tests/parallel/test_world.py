@@ -1,4 +1,4 @@
-"""One process needs no group; several read torchrun's environment, exchange JSON, and notice a dead peer."""
+"""A single process has no group; several read torchrun's environment, exchange JSON and detect a dead peer."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ FAILURES = [  # of rank r: how, the timeout, what the other one says
 
 
 def test_missing_rank_is_named_by_waiting_rank(tmp_path):
-    """Without torchrun, which would end the survivor before it could speak. All at a time: they wait."""
+    """Runs without torchrun, which would end the survivor too early. All cases run at once because they wait."""
     context, pairs = multiprocessing.get_context(ranks.START), []
     for number, (fails, failure, seconds, _) in enumerate(FAILURES):
         port, file = ranks.free_port(), tmp_path / str(number)
