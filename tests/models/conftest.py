@@ -20,12 +20,12 @@ MANY = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3", "qwen3_mo
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> folder of its mini checkpoint; tests that change one copy it."""
-    made: dict[str, Path] = {}
+    created: dict[str, Path] = {}
 
     def get(family: str) -> Path:
-        if family not in made:
-            made[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
-        return made[family]
+        if family not in created:
+            created[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
+        return created[family]
 
     return get
 

@@ -53,8 +53,8 @@ def test_losses_equal_sdpa(checkpoint, family, pad):
 
     name = models.use_attention(model, counted)
     assert name == "octavo_counted"
-    ours, own = step(model, inputs)
-    assert torch.equal(loss, ours)
+    actual_value, own = step(model, inputs)
+    assert torch.equal(loss, actual_value)
     assert len(calls) >= model.config.get_text_config().num_hidden_layers
     for key, grad in grads.items():
         assert torch.allclose(own[key], grad, rtol=1e-4, atol=1e-6), key
@@ -102,22 +102,22 @@ def test_a_tower_takes_all_images_in_one_call(checkpoint, family, monkeypatch):
 def test_each_component_has_its_kernel(checkpoint, monkeypatch):
     model = models.load(checkpoint("qwen3_vl")).train()
     inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
-    asked = []
-    monkeypatch.setattr(attention, "prefer_kernel", lambda kernel: asked.append(kernel) or nullcontext())
+    calls = []
+    monkeypatch.setattr(attention, "prefer_kernel", lambda kernel: calls.append(kernel) or nullcontext())
     tower, decoder = model.config.vision_config.depth, model.config.text_config.num_hidden_layers
     models.use_kernel(model, "math", "image_encoder")
     step(model, inputs)
-    assert asked == ["math"] * tower
+    assert calls == ["math"] * tower
     models.use_kernel(model, "flash", "foundation")
     models.use_attention(model, grouped_attention)  # each keeps its own
-    asked.clear()
+    calls.clear()
     step(model, inputs)
-    assert asked == ["math"] * tower + ["flash"] * decoder
+    assert calls == ["math"] * tower + ["flash"] * decoder
     models.use_kernel(model, "sdpa", "image_encoder")
     models.use_kernel(model, "eager", "foundation")
-    asked.clear()
+    calls.clear()
     step(model, inputs)
-    assert asked == []
+    assert calls == []
 
 
 def test_unsupported_kernels_of_a_component_are_rejected(checkpoint):
@@ -159,14 +159,14 @@ def test_a_model_that_does_not_use_sdpa_is_refused(checkpoint):
 
 
 def test_decoding_and_special_arguments_stay_stock(monkeypatch):
-    asked = []
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.STOCK, lambda *a, **k: asked.append(k))
+    calls = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.STOCK, lambda *a, **k: calls.append(k))
     forward = attention._transformers_attention(lambda *a, **k: pytest.fail("called"))
     x = torch.ones(1, 2, 4, 8)
     forward(torch.nn.Module(), x[:, :, :1], x, x, None)
     forward(torch.nn.Module(), x[:, :, :2], x, x, None)
     forward(torch.nn.Module(), x, x, x, None, position_bias=x)
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 def test_generation_equals_sdpa(checkpoint):

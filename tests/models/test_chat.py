@@ -116,11 +116,11 @@ def test_every_rendering_has_a_length_limit(checkpoint, tmp_path, family, later)
     content = "x" * 3000
     content = [{"type": "text", "text": content}] if processor.image_processor is not None else content
     turns = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
-    said = "the chat template writes [0-9,]+ characters or more for a conversation of"
+    message = "the chat template writes [0-9,]+ characters or more for a conversation of"
     for options in ({}, {"tools": [{"name": "f"}]}, {"add_generation_prompt": True}):
-        with pytest.raises(models.ModelError, match=said):
+        with pytest.raises(models.ModelError, match=message):
             processor.apply_chat_template(turns, tokenize=False, **options)
-    with pytest.raises(models.ModelError, match=said):
+    with pytest.raises(models.ModelError, match=message):
         chat.render(processor, turns)
     assert processor.apply_chat_template(turns[:1], tokenize=False)
 
@@ -167,13 +167,13 @@ def test_variables_reach_every_rendering(folder):
     """Renderings of short texts, with tools, and of prompts; variables that are not set have the template's
     defaults."""
     processor = models.load_processor(folder(ASKING), template_args={"tone": ">", "mood": "loud"})
-    asked = [{"role": "user", "content": "a"}]
-    assert processor.apply_chat_template(asked, tokenize=False) == ">aloud<s>"
-    assert processor.apply_chat_template(asked, tokenize=False, tools=[{"name": "f"}]) == ">aloud<s>"
-    assert processor.apply_chat_template(asked, tokenize=False, mood="low") == ">alow<s>"
-    words = processor.tokenizer.decode(models.encode_conversation(processor, asked)["input_ids"][0])
+    messages = [{"role": "user", "content": "a"}]
+    assert processor.apply_chat_template(messages, tokenize=False) == ">aloud<s>"
+    assert processor.apply_chat_template(messages, tokenize=False, tools=[{"name": "f"}]) == ">aloud<s>"
+    assert processor.apply_chat_template(messages, tokenize=False, mood="low") == ">alow<s>"
+    words = processor.tokenizer.decode(models.encode_conversation(processor, messages)["input_ids"][0])
     assert words == ">aloud<s>"
-    assert models.load_processor(folder(ASKING)).apply_chat_template(asked, tokenize=False) == "acalm<s>"
+    assert models.load_processor(folder(ASKING)).apply_chat_template(messages, tokenize=False) == "acalm<s>"
 
 
 def test_generate_adds_template_variables_to_those_of_a_run(folder, monkeypatch, capsys):
@@ -247,15 +247,15 @@ def test_written_folder_equals_save_pretrained(checkpoint, family, monkeypatch):
     turns = [turn if seeing or type(turn["content"]) is str else {**turn, "content": "one é"} for turn in TURNS]
     owner = processor if seeing else processor.tokenizer
     stock = ProcessorMixin.apply_chat_template if seeing else type(owner).apply_chat_template
-    options = [{"add_generation_prompt": asked, "tokenize": False} for asked in (False, True)]
+    options = [{"add_generation_prompt": requested, "tokenize": False} for requested in (False, True)]
     wanted = [stock(owner, turns[:count], **how) for count in (1, 2, 3) for how in options]
 
     went = []
     monkeypatch.setattr(owner if not seeing else ProcessorMixin, "apply_chat_template", lambda *a, **k: went.append(a))
     assert [processor.apply_chat_template(turns[:count], **how) for count in (1, 2, 3) for how in options] == wanted
     assert not went
-    for odd in ODD:
-        processor.apply_chat_template([odd], tokenize=False)
+    for invalid in ODD:
+        processor.apply_chat_template([invalid], tokenize=False)
     for how in ({}, {"tokenize": True}, {"tokenize": False, "tools": []}, {"tokenize": False, "name": "x"}):
         processor.apply_chat_template(turns, **how)
     processor.apply_chat_template([turns, turns], tokenize=False)

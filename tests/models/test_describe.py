@@ -24,8 +24,8 @@ def test_every_parameter_has_one_component(checkpoint, family):
     assert described.has_audio == (family in trained_families("sound"))
     towers = {"image": described.has_vision, "audio": described.has_audio}
     parts = {f"{of}_{part}" for of, there in towers.items() for part in ("encoder", "projector") if there}
-    found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
-    assert found == {*parts, "foundation", "lm_head"} == set(described.components)
+    actual = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
+    assert actual == {*parts, "foundation", "lm_head"} == set(described.components)
     layers = described.layers(model)
     text, of = model.config.get_text_config(), "audio_config" if described.has_audio else "vision_config"
     tower = getattr(model.config, of, None)

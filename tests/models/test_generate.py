@@ -99,8 +99,8 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_answers_are_greedy_and_ignored_settings_are_reported(checkpoint, text_folder, name):
     folder, answer = text_folder
-    asked = json.loads((checkpoint("qwen3") / "generation_config.json").read_text()) | {name: SETTINGS[name]}
-    (folder / "generation_config.json").write_text(json.dumps(asked))
+    options = json.loads((checkpoint("qwen3") / "generation_config.json").read_text()) | {name: SETTINGS[name]}
+    (folder / "generation_config.json").write_text(json.dumps(options))
     model, processor = models.load(folder), models.load_processor(folder)
     before = model.generation_config.to_dict()
     assert models.generate(model, processor, conversation(False)[:1], [], 6) == answer

@@ -46,8 +46,8 @@ def test_codes_are_loaded_unchanged(checkpoint, tmp_path, family, method):
     codes, scales = quantized(checkpoint(family), tmp_path / "q", method)
     messages: list[str] = []
     model = models.load(tmp_path / "q", torch.bfloat16, log=messages.append)
-    made = on_disk(model, codes)
-    assert sorted(name for names in made.values() for name in names) == sorted(codes)
+    result = on_disk(model, codes)
+    assert sorted(name for names in result.values() for name in names) == sorted(codes)
     high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False)
     assert not list(frozen_weights(high)) and {p.dtype for p in high.parameters()} == {torch.bfloat16}
     values = dict(high.named_parameters())
@@ -55,7 +55,7 @@ def test_codes_are_loaded_unchanged(checkpoint, tmp_path, family, method):
         q = codes_of_frozen(weight)
         assert q.scale.dtype == torch.float32 and not weight.requires_grad
         expected = []
-        for part in made[name]:
+        for part in result[name]:
             scale = scales[part].reshape(-1, 1) if method != "fp8" and method != "block" else scales[part]
             spread = scale.repeat_interleave(128, 0)[: codes[part].shape[0]] if method in ("fp8", "block") else scale
             if spread.shape[1] > 1:
@@ -120,9 +120,9 @@ def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
                 weights[stem + which + "_scale_inv"] = scale.contiguous()
 
     edit_weights(tmp_path / "q", fuse)
-    found = dict(frozen_weights(models.load(tmp_path / "q")))
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
+    actual = dict(frozen_weights(models.load(tmp_path / "q")))
+    assert actual.keys() == expected.keys()
+    for name, weight in actual.items():
         q, e = codes_of_frozen(weight), codes_of_frozen(expected[name])
         assert same(q.data, e.data) and torch.equal(q.scale, e.scale[:, : q.scale.shape[-2]]), name
 
@@ -156,8 +156,8 @@ def test_fp8_folder_with_the_same_load_in_fp8(checkpoint, tmp_path):
         load_in_fp8="block",
     )
     messages: list[str] = []
-    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, log=messages.append)
-    assert {codes_of_frozen(w).spec for _, w in frozen_weights(anew)} == {FROZEN["block"]}
+    reloaded = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, log=messages.append)
+    assert {codes_of_frozen(w).spec for _, w in frozen_weights(reloaded)} == {FROZEN["block"]}
     assert "are quantized again" in messages[0]
 
 
@@ -207,8 +207,8 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
         shutil.copy(file, folder)
     stock = models.load(checkpoint("llama"))
     messages.clear()
-    found = models.load(folder, log=messages.append)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), stock.parameters(), strict=True))
+    actual = models.load(folder, log=messages.append)
+    assert all(torch.equal(a, b) for a, b in zip(actual.parameters(), stock.parameters(), strict=True))
     assert "using the shards" in messages[0]
     (folder / "model-00001-of-00002.safetensors").unlink()
     refused(folder, "has FP8 codes, but config.json has no quantization_config")

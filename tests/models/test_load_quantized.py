@@ -42,17 +42,17 @@ def streamed(folder: Path, dtype=torch.float32):
 )
 def test_streaming_equals_transformers(checkpoint, family, dtype, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)  # many chunks, as large matrices have
-    mine, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
-    assert type(mine) is type(stock) and not mine.training
+    local, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
+    assert type(local) is type(stock) and not local.training
     for get in ("named_parameters", "named_buffers"):
-        for (name, a), (other, b) in zip(getattr(mine, get)(), getattr(stock, get)(), strict=True):
+        for (name, a), (other, b) in zip(getattr(local, get)(), getattr(stock, get)(), strict=True):
             assert name == other and a.dtype == b.dtype and torch.equal(a, b), name
             assert a.requires_grad == b.requires_grad and not a.is_meta
-    assert mine.config.to_dict() == stock.config.to_dict()
-    assert mine.config._attn_implementation == stock.config._attn_implementation
-    assert mine.generation_config.to_dict() == stock.generation_config.to_dict()
-    assert str(mine._weight_conversions) == str(stock._weight_conversions)
-    tied = mine.lm_head.weight is mine.get_input_embeddings().weight
+    assert local.config.to_dict() == stock.config.to_dict()
+    assert local.config._attn_implementation == stock.config._attn_implementation
+    assert local.generation_config.to_dict() == stock.generation_config.to_dict()
+    assert str(local._weight_conversions) == str(stock._weight_conversions)
+    tied = local.lm_head.weight is local.get_input_embeddings().weight
     assert tied == (stock.lm_head.weight is stock.get_input_embeddings().weight)
 
 
@@ -67,8 +67,8 @@ def test_published_experts_are_transposed(checkpoint, tmp_path):
                 weights[name] = weights[name].mT.contiguous()
 
     edit_weights(folder, turn)
-    found = models.load(folder, load_in_fp8="row")
-    for (name, a), (_, b) in zip(frozen_weights(stock), frozen_weights(found), strict=True):
+    actual = models.load(folder, load_in_fp8="row")
+    for (name, a), (_, b) in zip(frozen_weights(stock), frozen_weights(actual), strict=True):
         assert same(codes_of_frozen(a).data, codes_of_frozen(b).data), name
     assert all(
         torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), models.load(folder).parameters(), strict=True)
@@ -84,10 +84,10 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
     stock = models.load(checkpoint(family))  # fp32, as on disk
     of = "audio" if family in trained_families("sound") else "image"
     parts = ["foundation", f"{of}_encoder", *([f"{of}_projector"] if family != "gemma3" else [])]  # whose is no layer
-    asked = dict.fromkeys(parts, kind) if family in trained_families("images") + trained_families("sound") else kind
+    options = dict.fromkeys(parts, kind) if family in trained_families("images") + trained_families("sound") else kind
     seen = []
     model = models.load(
-        checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), log=pytest.fail
+        checkpoint(family), torch.bfloat16, load_in_fp8=options, progress=lambda *n: seen.append(n), log=pytest.fail
     )
     values = dict(stock.named_parameters())
     rows = fp8.describe_layers(model, models.describe(model).components)
@@ -165,8 +165,8 @@ def test_rule_that_only_transformers_can_run(checkpoint, tmp_path, monkeypatch):
     edit_weights(folder, fuse)
     rule = WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)])
     monkeypatch.setattr(name_mapping, "get_model_conversion_mapping", lambda model: [rule])
-    found = models.load(folder, load_in_fp8="row")
-    for (name, a), (other, b) in zip(frozen_weights(stock), frozen_weights(found), strict=True):
+    actual = models.load(folder, load_in_fp8="row")
+    for (name, a), (other, b) in zip(frozen_weights(stock), frozen_weights(actual), strict=True):
         assert name == other and same(codes_of_frozen(a).data, codes_of_frozen(b).data)
     plain = models.load(checkpoint("llama"))
     assert all(torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), plain.parameters(), strict=True))

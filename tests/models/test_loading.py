@@ -83,8 +83,8 @@ def test_folder_may_contain_layers_that_the_model_omits(checkpoint, tmp_path):
     """GLM-OCR's 17th layer predicts several tokens; any other extra layer is an error."""
     folder = Path(shutil.copytree(checkpoint("glm_ocr"), tmp_path / "model"))
     edit_weights(folder, lambda w: w.update({"model.language_model.layers.16.eh_proj.weight": torch.ones(2)}))
-    wanted, found = models.load(checkpoint("glm_ocr")), models.load(folder)
-    assert all(torch.equal(value, found.state_dict()[name]) for name, value in wanted.state_dict().items())
+    wanted, actual = models.load(checkpoint("glm_ocr")), models.load(folder)
+    assert all(torch.equal(value, actual.state_dict()[name]) for name, value in wanted.state_dict().items())
     edit_weights(folder, lambda w: w.update({"model.language_model.layers.15.eh_proj.weight": torch.ones(2)}))
     refused(folder, "layers.15.eh_proj")
 
@@ -258,7 +258,7 @@ def test_an_fp32_checkpoint_is_split_without_loss(checkpoint, family):
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), high.buffers(), strict=True))
     parts = [(m.config, h.config) for m, h in ((model, high),)]
     parts += [(getattr(m, name), getattr(h, name)) for m, h in parts for name in m.sub_configs]
-    assert all(mine.dtype == theirs.dtype == torch.bfloat16 for mine, theirs in parts)
+    assert all(local.dtype == stock.dtype == torch.bfloat16 for local, stock in parts)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == (
         whole.lm_head.weight is whole.get_input_embeddings().weight
     )
@@ -267,11 +267,11 @@ def test_an_fp32_checkpoint_is_split_without_loss(checkpoint, family):
 def test_bf16_checkpoint_has_no_lower_halves_and_no_fp32_copy(checkpoint, tmp_path, monkeypatch):
     model = models.load(checkpoint("qwen3_vl"), torch.bfloat16)
     folder = save_hf(model, checkpoint("qwen3_vl"), tmp_path / "m", World())
-    asked = []
+    calls = []
     real = loading.load
-    monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: asked.append(dtype) or real(path, dtype, *rest))
+    monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: calls.append(dtype) or real(path, dtype, *rest))
     model, lows = models.load_split(folder)
-    assert asked == [torch.bfloat16] and lows == {}
+    assert calls == [torch.bfloat16] and lows == {}
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), models.load(folder).parameters(), strict=True))
 
 

@@ -128,13 +128,13 @@ FEATURES = {
 def test_each_field_matches_its_formula(name: str) -> None:
     fields, formula = FEATURES[name]
     model = made(**fields)
-    found = logits(model, IDS)
+    actual = logits(model, IDS)
     state = dict(model.state_dict())
-    torch.testing.assert_close(found, Reference(state, 3, **formula)(IDS), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, Reference(state, 3, **formula)(IDS), rtol=1e-9, atol=1e-9)
     if formula:  # and without it there would be something else to see
         plain = {**dict.fromkeys(formula), "learned": "transformer.wpe.weight" in state, "act": {}, "logit_scale": 1.0}
         other = Reference(state, 3, **plain)(IDS)
-        assert name == "no positions" or float((found - other).abs().max()) > 1e-4
+        assert name == "no positions" or float((actual - other).abs().max()) > 1e-4
     biases = [key for key in state if key.endswith(".bias")]
     assert len(biases) == (0 if name == "no_bias" else 13 + 4 * ("qk" in formula))
 
@@ -150,16 +150,16 @@ def test_supported_fields_equal_stock_transformers(fields: dict, tmp_path: Path)
     torch.manual_seed(0)
     stock = MptForCausalLM(MptConfig(**{**SIZES, **fields, "initializer_range": 0.3})).eval()
     stock.save_pretrained(tmp_path / "stock")
-    ours = models.load(tmp_path / "stock")
-    assert isinstance(ours, mpt.MPTForCausalLM) and mpt.ignored_by_stock(ours.config) == []
+    octavo_model = models.load(tmp_path / "stock")
+    assert isinstance(octavo_model, mpt.MPTForCausalLM) and mpt.ignored_by_stock(octavo_model.config) == []
     ids, mask = torch.stack([IDS, IDS.flip(0)]), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     with torch.no_grad():
-        wanted, found = (model(input_ids=ids, attention_mask=mask).logits for model in (stock, ours))
-    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-5, atol=1e-5)
-    asked = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(stock.generate(ids, **asked), ours.generate(ids, **asked))
-    ours.save_pretrained(tmp_path / "ours")
+        wanted, actual = (model(input_ids=ids, attention_mask=mask).logits for model in (stock, octavo_model))
+    torch.testing.assert_close(actual[mask.bool()], wanted[mask.bool()], rtol=1e-5, atol=1e-5)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(stock.generate(ids, **options), octavo_model.generate(ids, **options))
+    octavo_model.save_pretrained(tmp_path / "ours")
     again = MptForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in stock.state_dict().items())
     torch.testing.assert_close(logits(again, IDS), logits(stock, IDS), rtol=0, atol=0)
@@ -177,8 +177,8 @@ def test_a_cache_padding_and_eager_attention_change_nothing(fields: dict) -> Non
         behind = model(input_ids=padded, attention_mask=mask).logits[0, 4:]
         kept = model(input_ids=IDS[None], logits_to_keep=torch.tensor([1, 4])).logits[0]
     model.set_attn_implementation("eager")
-    for found, own in ((rest, wanted[6:]), (behind, wanted), (kept, wanted[[1, 4]]), (logits(model, IDS), wanted)):
-        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)  # eager's softmax is in fp32
+    for actual, own in ((rest, wanted[6:]), (behind, wanted), (kept, wanted[[1, 4]]), (logits(model, IDS), wanted)):
+        torch.testing.assert_close(actual, own, rtol=1e-4, atol=1e-5)  # eager's softmax is in fp32
 
 
 @pytest.mark.parametrize("fields", [{}, {"attn_config": {"alibi": True}}], ids=["learned", "alibi"])
@@ -193,8 +193,8 @@ def test_samples_of_a_pack_are_separate_and_start_at_position_0(fields: dict) ->
     def parts() -> list[Tensor]:
         places = forms.positions(edges, ids)
         with forms.forward(edges, places):
-            found = model(input_ids=ids, position_ids=places, use_cache=False).logits
-        return [found[:, a:b] for a, b in pairwise(edges)]
+            actual = model(input_ids=ids, position_ids=places, use_cache=False).logits
+        return [actual[:, a:b] for a, b in pairwise(edges)]
 
     def apart() -> list[Tensor]:
         return [model(input_ids=ids[:, a:b], use_cache=False).logits for a, b in pairwise(edges)]
@@ -202,9 +202,9 @@ def test_samples_of_a_pack_are_separate_and_start_at_position_0(fields: dict) ->
     sides = []
     for forward in (parts, apart):
         model.zero_grad()
-        found = forward()
-        sum(part.square().mean() for part in found).backward()
-        sides.append([part.detach() for part in found] + [p.grad.clone() for p in model.parameters()])
+        actual = forward()
+        sum(part.square().mean() for part in actual).backward()
+        sides.append([part.detach() for part in actual] + [p.grad.clone() for p in model.parameters()])
     for one, other in zip(*sides, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -241,8 +241,8 @@ def test_processor_returns_token_ids(saved: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     mpt.MPTForSequenceClassification(config).save_pretrained(tmp_path)
     model = models.load(tmp_path, scores=True)
-    found = model.transformer(input_ids=IDS[None]).last_hidden_state[:, -1] @ model.score.weight.T
-    torch.testing.assert_close(model(input_ids=IDS[None]).logits, found)
+    actual = model.transformer(input_ids=IDS[None]).last_hidden_state[:, -1] @ model.score.weight.T
+    torch.testing.assert_close(model(input_ids=IDS[None]).logits, actual)
 
 
 def test_more_tokens_than_learned_positions(tmp_path: Path) -> None:
@@ -389,8 +389,8 @@ def test_config_values_that_transformers_rejects_do_not_affect_tokenizer(tmp_pat
 
 
 def test_missing_fields_have_the_writers_defaults(saved: Path, tmp_path: Path) -> None:
-    theirs = changed(saved, tmp_path / "foundry", no("no_bias", "alibi", "norm_eps", "layer_norm_epsilon"))
-    assert logits(models.load(theirs), IDS).equal(logits(models.load(saved), IDS))
+    stock = changed(saved, tmp_path / "foundry", no("no_bias", "alibi", "norm_eps", "layer_norm_epsilon"))
+    assert logits(models.load(stock), IDS).equal(logits(models.load(saved), IDS))
     absent = changed(saved, tmp_path / "absent", no("no_bias", *FOUNDRY))
     with pytest.raises(
         ModelError, match=r"without biases, and the tensors have biases.*do not set no_bias|no_bias: false"
@@ -454,8 +454,8 @@ def test_weights_are_initialized_by_init_config(tmp_path: Path, init: dict, spre
     config.save_pretrained(tmp_path)
     drawn = dict(models.init_model(tmp_path, seed=3).named_parameters())
     for part, wanted in spreads.items():
-        found = [float(value.detach().std()) for name, value in drawn.items() if name.endswith(f"{part}.weight")]
-        assert found and found == pytest.approx([wanted] * len(found), rel=0.05), part
+        actual = [float(value.detach().std()) for name, value in drawn.items() if name.endswith(f"{part}.weight")]
+        assert actual and actual == pytest.approx([wanted] * len(actual), rel=0.05), part
     assert all(not value.any() for name, value in drawn.items() if name.endswith(".bias"))
     given = dict(models.init_model(tmp_path, seed=3, std=0.07).named_parameters())[
         "transformer.blocks.0.ffn.down_proj.weight"

@@ -60,17 +60,19 @@ def test_every_parameter_is_trained_and_unused_layer_has_no_parameters(checkpoin
 
 @pytest.mark.parametrize(("cells", "side", "tokens"), [(32, 2, 256), (32, 3, 121), (27, 2, 196)])
 def test_tokens_of_a_tile(cells: int, side: int, tokens: int) -> None:
-    made = Downsample(side)(torch.ones(1, cells, cells, 2))
-    assert made.flatten(1, 2).shape == (1, tokens, 2 * side * side)
+    result = Downsample(side)(torch.ones(1, cells, cells, 2))
+    assert result.flatten(1, 2).shape == (1, tokens, 2 * side * side)
     whole = -(-cells // side) * side
-    assert made.sum() == cells * cells * 2 and (made[:, -1, -1] == 0).any() == (whole > cells)  # padded below and right
+    assert result.sum() == cells * cells * 2 and (result[:, -1, -1] == 0).any() == (
+        whole > cells
+    )  # padded below and right
 
 
 def test_channels_of_a_token_are_row_by_row() -> None:
     """The 2 x 2 case equals transformers' InternVL."""
     patches = torch.arange(16.0).reshape(1, 4, 4, 1)
-    made = Downsample(2)(patches)
-    assert made[0, 0, 1].tolist() == [2, 3, 6, 7] and made[0, 1, 0].tolist() == [8, 9, 12, 13]
+    result = Downsample(2)(patches)
+    assert result[0, 0, 1].tolist() == [2, 3, 6, 7] and result[0, 1, 0].tolist() == [8, 9, 12, 13]
     wide = patches.repeat(1, 1, 1, 2) + torch.tensor([0.0, 100.0])
     assert Downsample(2)(wide)[0, 0, 0].tolist() == [0, 100, 1, 101, 4, 104, 5, 105]
     assert torch.equal(InternVLModel.pixel_shuffle(None, wide, 0.5), Downsample(2)(wide))
@@ -152,9 +154,9 @@ def test_nonfinite_numbers_are_rejected(field, value) -> None:
 def test_tiles_are_made_bicubic() -> None:
     image = some_image(1, (20, 9))
     (*tiles, whole) = images_of()(images=[image])["pixel_values"]
-    for size, made in (((16, 8), np.concatenate(tiles, 2)), ((8, 8), whole)):
+    for size, result in (((16, 8), np.concatenate(tiles, 2)), ((8, 8), whole)):
         wanted = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
-        assert np.allclose(made, ((wanted / 255 - 0.5) / 0.5).transpose(2, 0, 1), atol=1e-5)
+        assert np.allclose(result, ((wanted / 255 - 0.5) / 0.5).transpose(2, 0, 1), atol=1e-5)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def test_one_folder_is_saved_back_name_by_name(checkpoint, tmp_path) -> None:
     AutoModelForImageTextToText.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert told["architectures"] == ["NVILALiteForConditionalGeneration"]  # by which servers choose a class
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["NVILALiteForConditionalGeneration"]  # by which servers choose a class
 
 
 def files_of(folder) -> dict[str, dict[str, torch.Tensor]]:
@@ -105,21 +105,21 @@ def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
         verify(folder)
     with pytest.raises(models.ModelError, match="octavo convert takes only models in one folder"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
-    made = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
-    assert not any(file.is_dir() for file in made.iterdir())
-    told = json.loads((made / "config.json").read_text())
-    assert told["architectures"] == ["NVILALiteForConditionalGeneration"] and told["dtype"] == "bfloat16"
-    one, three = (models.load_processor(place) for place in (made, folder))
+    exported = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
+    assert not any(file.is_dir() for file in exported.iterdir())
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == ["NVILALiteForConditionalGeneration"] and config["dtype"] == "bfloat16"
+    one, three = (models.load_processor(place) for place in (exported, folder))
     inputs = batch(one, image=True)
     assert torch.equal(inputs["input_ids"], batch(three, image=True)["input_ids"])
     before = files_of(folder)
     named = {f"{Path(file).parent}.{name}": value for file, held in before.items() for name, value in held.items()}
-    after = load_file(made / "model.safetensors")
+    after = load_file(exported / "model.safetensors")
     assert named.keys() == after.keys() and all(torch.equal(value, after[name]) for name, value in named.items())
     with torch.no_grad():
-        ours, theirs = models.load(made)(**inputs).logits, models.load(folder)(**inputs).logits
-    assert torch.equal(ours, theirs)
-    assert [one.kind for one in verify(made).findings] == ["own-family"]
+        octavo_model, stock = models.load(exported)(**inputs).logits, models.load(folder)(**inputs).logits
+    assert torch.equal(octavo_model, stock)
+    assert [one.kind for one in verify(exported).findings] == ["own-family"]
 
 
 def test_tokens_outside_the_table_cause_a_warning(checkpoint, tmp_path) -> None:
@@ -135,19 +135,23 @@ def test_tokens_outside_the_table_cause_a_warning(checkpoint, tmp_path) -> None:
 @pytest.mark.parametrize("family", ["nvila", "llavaonevision1_5"])
 def test_fp8_folders_of_custom_families_round_trip(checkpoint, tmp_path, family) -> None:
     """An FP8 model whose names on disk differ from those in memory is read back with the original values."""
-    folder, every = checkpoint(family), ("image_encoder", "image_projector")
-    made = export(models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
-    found, original = models.load(made), dict(models.load(folder).named_parameters())
-    codes = {name: p for name, p in found.named_parameters() if is_frozen(p)}
-    assert {models.describe(found).component_of(name) for name in codes} >= {"foundation", *every}
+    folder, components = checkpoint(family), ("image_encoder", "image_projector")
+    exported = export(
+        models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=components
+    ).directory
+    actual, original = models.load(exported), dict(models.load(folder).named_parameters())
+    codes = {name: p for name, p in actual.named_parameters() if is_frozen(p)}
+    assert {models.describe(actual).component_of(name) for name in codes} >= {"foundation", *components}
     for name, weight in codes.items():
         error = (weight.dequantize() - original[name]).norm() / original[name].norm()
         assert 0 < error < 0.05, name
-    again = export(models.iter_weights(made), made, tmp_path / "again", "fp8-dynamic", include=every).directory
-    first, second = (load_file(place / "model.safetensors") for place in (made, again))
+    again = export(
+        models.iter_weights(exported), exported, tmp_path / "again", "fp8-dynamic", include=components
+    ).directory
+    first, second = (load_file(place / "model.safetensors") for place in (exported, again))
     assert list(first) == list(second)
     assert all(torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)) for name, value in first.items())
-    assert verify(made, against=folder).ok
+    assert verify(exported, against=folder).ok
 
 
 def test_head_of_tower_is_detected_from_weights(checkpoint, tmp_path) -> None:
@@ -232,29 +236,29 @@ def test_vila_1_5_has_one_tile_and_no_line_break(vila_1_5) -> None:
 
 def test_vila_1_5_has_the_chat_template_of_its_tokenizer(vila_1_5, tmp_path) -> None:
     """Its folders have no template, or one that VILA ignores. The line break after an image is text and occurs once."""
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nfirst?"}]}]
-    told = [*asked, {"role": "assistant", "content": "3"}]
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nfirst?"}]}]
+    answered = [*messages, {"role": "assistant", "content": "3"}]
 
     def written(folder: Path, turns: list[dict]) -> str:
         processor = models.load_processor(folder)
         return processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=len(turns) % 2 == 1)
 
-    assert written(vila_1_5, told).endswith("user's questions. USER: <image>\nfirst? ASSISTANT: 3</s>")
-    assert written(vila_1_5, asked).endswith("questions. USER: <image>\nfirst? ASSISTANT:")
-    assert written(vila_1_5, [{"role": "system", "content": "Be."}, *told[:1]])[:11] == "Be. USER: <"
+    assert written(vila_1_5, answered).endswith("user's questions. USER: <image>\nfirst? ASSISTANT: 3</s>")
+    assert written(vila_1_5, messages).endswith("questions. USER: <image>\nfirst? ASSISTANT:")
+    assert written(vila_1_5, [{"role": "system", "content": "Be."}, *answered[:1]])[:11] == "Be. USER: <"
     folder = Path(shutil.copytree(vila_1_5, tmp_path / "three"))
     for file in (folder / "llm").glob("*token*.json"):  # one that Llama 3 has
         file.write_text(file.read_text().replace("[BOS]", "<|eot_id|>"))
     tokenizer = models.load_tokenizer(folder)
     tokenizer.chat_template = "Llama's own"
     tokenizer.save_pretrained(folder / "llm", save_jinja_files=False)
-    four = written(folder, [*told, *asked, told[1]])
+    four = written(folder, [*answered, *messages, answered[1]])
     assert four.count("<|start_header_id|>user<|end_header_id|>\n\n<image>\nfirst?<|eot_id|>") == 2
     assert "3<|eot_id|><|start" in four and four.endswith("3<|end_of_text|>")
     edit(folder / "config.json", chat_template="qwen2")  # NVILA's, by its name
-    assert written(folder, told) == written(folder, asked) + "3<|im_end|>\n"
+    assert written(folder, answered) == written(folder, messages) + "3<|im_end|>\n"
     (folder / "llm" / "chat_template.jinja").write_text("{{ messages | length }} mine")
-    assert written(folder, told) == "2 mine"
+    assert written(folder, answered) == "2 mine"
     edit(folder / "config.json", chat_template="mistral")
     (folder / "llm" / "chat_template.jinja").unlink()
     with pytest.raises(

@@ -40,9 +40,9 @@ def test_grids(size, limits, grid) -> None:
 
 def test_tiles_are_largest_scale_then_smaller_scales_then_padding() -> None:
     image = some_image(1, (40, 30))
-    made = images_of()(images=[image])
-    tiles = np.stack(made["pixel_values"])
-    assert made["grids"] == [(2, 3, 4)] and tiles.shape == (24, 3, 8, 8) and not tiles[17:].any()
+    batch = images_of()(images=[image])
+    tiles = np.stack(batch["pixel_values"])
+    assert batch["grids"] == [(2, 3, 4)] and tiles.shape == (24, 3, 8, 8) and not tiles[17:].any()
 
     def cut(width: int, height: int) -> list[np.ndarray]:
         whole = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC), dtype=np.float64)
@@ -83,19 +83,21 @@ def test_an_image_has_its_blocks_tokens_and_one_line_break(checkpoint) -> None:
     model, processor = models.load(checkpoint("nvila")), models.load_processor(checkpoint("nvila"))
     assert model.config.projector_input == 2 * 64 and model.model.mm_projector.layers[2].in_features == 4 * 2 * 64
     images = [some_image(0, (60, 32)), some_image(1, (16, 16))]
-    made = processor(text=["<image><image>?"], images=images, return_tensors="pt", return_text_replacement_offsets=True)
-    (told,) = made.pop("text_replacement_offsets")
-    assert [one["new_span"] for one in told] == [(0, 7 * 25), (7 * 25, 7 * 42)]
-    assert made["image_grid_thw"].tolist() == [[2, 2, 3], [2, 2, 2]]
-    features = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    batch = processor(
+        text=["<image><image>?"], images=images, return_tensors="pt", return_text_replacement_offsets=True
+    )
+    (offsets,) = batch.pop("text_replacement_offsets")
+    assert [one["new_span"] for one in offsets] == [(0, 7 * 25), (7 * 25, 7 * 42)]
+    assert batch["image_grid_thw"].tolist() == [[2, 2, 3], [2, 2, 2]]
+    features = model.model.get_image_features(batch["pixel_values"], batch["image_grid_thw"]).pooler_output
     newline = model.get_input_embeddings().weight[model.config.newline_token_id]
     assert [len(one) for one in features] == [25, 17] and all(torch.equal(one[-1], newline) for one in features)
-    changed = made["pixel_values"].clone()
+    changed = batch["pixel_values"].clone()
     changed[7:12] = 1.0  # what fills up the first image goes nowhere
-    again = model.model.get_image_features(changed, made["image_grid_thw"]).pooler_output
+    again = model.model.get_image_features(changed, batch["image_grid_thw"]).pooler_output
     assert all(torch.equal(one, other) for one, other in zip(features, again, strict=True))
     vision = models.vision_of(model.config)
-    patches = vision.patches(made)
+    patches = vision.patches(batch)
     assert patches == [7 * 16, 5 * 16] and list(map(vision.features, patches)) == [24, 16]
 
 
@@ -118,7 +120,7 @@ def test_ranks_that_share_images_count_their_placeholders(checkpoint, family) ->
     """Used to distribute images over ranks: features of each image or tile, including line breaks."""
     processor, config = models.load_processor(checkpoint(family)), models.read_config(checkpoint(family))
     images = [some_image(0, (60, 32)), some_image(1, (16, 16))]
-    made = processor(text=["<image>and<image>"], images=images, return_tensors="pt")
+    batch = processor(text=["<image>and<image>"], images=images, return_tensors="pt")
     vision = models.vision_of(config)
-    places = sum(vision.features(patches) + vision.ends for patches in vision.patches(made))
-    assert places == int((made["input_ids"] == processor.image_token_id).sum())
+    places = sum(vision.features(patches) + vision.ends for patches in vision.patches(batch))
+    assert places == int((batch["input_ids"] == processor.image_token_id).sum())

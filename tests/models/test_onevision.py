@@ -75,10 +75,10 @@ def test_names_on_disk_are_the_published_ones(published, loaded, tmp_path):
     loaded.save_pretrained(tmp_path)
     again = load_file(tmp_path / "model.safetensors")
     assert set(again) == names and all(torch.equal(first[name], again[name]) for name in names)
-    told = json.loads((tmp_path / "config.json").read_text())
-    assert told["architectures"] == ["LLaVAOneVision1_5_ForConditionalGeneration"]
-    assert (told["model_type"], told["text_config"]["model_type"]) == (KIND, "LLaVAOneVision1_5_text")
-    assert told["vision_config"]["model_type"] == "rice_vit" and told["tie_word_embeddings"] is False
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LLaVAOneVision1_5_ForConditionalGeneration"]
+    assert (config["model_type"], config["text_config"]["model_type"]) == (KIND, "LLaVAOneVision1_5_text")
+    assert config["vision_config"]["model_type"] == "rice_vit" and config["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("how", [{}, {"load_in_fp8": {"image_encoder": "row"}}, {"dtype": torch.bfloat16}], ids=str)
@@ -97,20 +97,23 @@ def test_class_tokens_are_loaded_and_angles_computed(published, how):
 def test_deferred_model_has_class_tokens_and_angles_before_its_weights(published, loaded):
     """Buffers are unsharded on every rank; an initialized model has a zero class token."""
     wanted = dict(loaded.named_buffers())
-    for made in (models.load_deferred(published).model, init_deferred(published).model):
-        assert all(p.is_meta for p in made.parameters())
-        found = dict(made.named_buffers())
-        drawn = {name for name in wanted if not torch.equal(found[name], wanted[name])}
-        assert found.keys() == wanted.keys() and drawn <= {"model.visual.class_embedding", "model.visual.class_pos_emb"}
-        assert not any(found[name].any() for name in drawn)
+    for model in (models.load_deferred(published).model, init_deferred(published).model):
+        assert all(p.is_meta for p in model.parameters())
+        actual = dict(model.named_buffers())
+        drawn = {name for name in wanted if not torch.equal(actual[name], wanted[name])}
+        assert actual.keys() == wanted.keys() and drawn <= {
+            "model.visual.class_embedding",
+            "model.visual.class_pos_emb",
+        }
+        assert not any(actual[name].any() for name in drawn)
 
 
 def test_known_problems_of_other_loaders_are_reported(published):
     """transformers has no such class."""
-    found = verify(published)
-    assert found.ok and [(one.kind, one.file) for one in found.warnings] == [("own-family", "config.json")]
-    assert {one.loader: one.verdict for one in found.verdicts} == dict.fromkeys(LOADERS, "warns")
-    assert found.unread == ("configuration_llavaonevision1_5.py", "modeling_llavaonevision1_5.py")
+    actual = verify(published)
+    assert actual.ok and [(one.kind, one.file) for one in actual.warnings] == [("own-family", "config.json")]
+    assert {one.loader: one.verdict for one in actual.verdicts} == dict.fromkeys(LOADERS, "warns")
+    assert actual.unread == ("configuration_llavaonevision1_5.py", "modeling_llavaonevision1_5.py")
 
 
 def test_class_tokens_are_never_trained(loaded):
@@ -132,9 +135,9 @@ def test_tokens_equal_qwen3(published, loaded, tmp_path):
     stock.load_state_dict({name: value for name, value in weights.items() if not name.startswith("visual.")})
     ids = torch.arange(5, 45).reshape(2, 20)
     with torch.no_grad():
-        wanted, found = stock.eval()(input_ids=ids, labels=ids), loaded(input_ids=ids, labels=ids)
-    assert torch.equal(found.logits, wanted.logits) and torch.equal(found.loss, wanted.loss)
-    assert found.logits.shape[-1] == len(weights["lm_head.weight"]) < loaded.config.vocab_size
+        wanted, actual = stock.eval()(input_ids=ids, labels=ids), loaded(input_ids=ids, labels=ids)
+    assert torch.equal(actual.logits, wanted.logits) and torch.equal(actual.loss, wanted.loss)
+    assert actual.logits.shape[-1] == len(weights["lm_head.weight"]) < loaded.config.vocab_size
 
 
 def test_positions_count_tokens(loaded):
@@ -206,21 +209,21 @@ def test_patches_come_in_the_order_of_their_places(published):
     picture = Image.fromarray(numbers.repeat(4, 0).repeat(4, 1))
     made = processor(images=[picture], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [[1, high, wide]]
-    found = ((made["pixel_values"] * 0.5 + 0.5) * 255).mean(1).round().long()
+    actual = ((made["pixel_values"] * 0.5 + 0.5) * 255).mean(1).round().long()
     rows, columns = segments.patch_positions([(1, high, wide)], 2, torch.device("cpu")).unbind(1)
-    assert (rows * wide + columns).tolist() == found.tolist()
-    assert found[:6].tolist() == [0, 1, wide, wide + 1, 2, 3]  # block by block of 2 x 2
+    assert (rows * wide + columns).tolist() == actual.tolist()
+    assert actual[:6].tolist() == [0, 1, wide, wide + 1, 2, 3]  # block by block of 2 x 2
 
 
 def asked(model, *sizes: tuple[int, int], frames: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return (ids, pixels, grid) for images of given heights and widths in patches, two tokens before each and three at
     the end."""
-    token, made = model.config.image_token_id, torch.Generator().manual_seed(seed)
+    token, generator = model.config.image_token_id, torch.Generator().manual_seed(seed)
     ids: list[int] = []
     for high, wide in sizes:
         ids += [7, 8, *[token] * (frames * high * wide // 4)]
     grid = torch.tensor([(frames, *size) for size in sizes])
-    pixels = torch.randn(int(grid.prod(1).sum()), 48, generator=made)
+    pixels = torch.randn(int(grid.prod(1).sum()), 48, generator=generator)
     return torch.tensor([[*ids, 9, 10, 11]]), pixels, grid
 
 
@@ -298,9 +301,9 @@ def test_the_tower_is_a_plain_loop_over_images(published, attention, eps):
     pixels = torch.randn(edges[-1], 48, generator=torch.Generator().manual_seed(1))
     wanted = [plain(visual, pixels[a:b], *size) for (a, b), size in zip(pairwise(edges), sizes, strict=True)]
     with torch.no_grad():
-        found = visual(pixels, torch.tensor([(1, *size) for size in sizes]))
-    assert found.last_hidden_state.shape == (edges[-1], 64)
-    assert torch.allclose(found.pooler_output, torch.cat(wanted), atol=2e-5)
+        actual = visual(pixels, torch.tensor([(1, *size) for size in sizes]))
+    assert actual.last_hidden_state.shape == (edges[-1], 64)
+    assert torch.allclose(actual.pooler_output, torch.cat(wanted), atol=2e-5)
 
 
 def test_frames_of_a_video_are_images(loaded):
@@ -324,24 +327,24 @@ def test_new_image_sizes_do_not_recompile(published):
     """Image sizes are Python integers, so a compiled block would specialize on each."""
     visual, counter = models.load(published).model.visual, CompileCounter()
     visual.blocks[0].forward = torch.compile(visual.blocks[0].forward, backend=counter)
-    made = []
+    created = []
     for high, wide in ((2, 2), (4, 4), (2, 8), (6, 4)):
         visual(torch.randn(high * wide, 48), torch.tensor([[1, high, wide]]))
-        made.append(counter.frame_count)
-    assert made[0] < made[1] == made[2] == made[3]
+        created.append(counter.frame_count)
+    assert created[0] < created[1] == created[2] == created[3]
     torch._dynamo.reset()
 
 
 def test_queries_are_rotated_in_fp32():
     """Rounded once to nearest."""
-    made = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 2, 8, generator=made).bfloat16()
-    angles = torch.randn(5, 4, generator=made).repeat(1, 2)[:, None]
-    found = rotate(x, angles.cos(), angles.sin())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 8, generator=generator).bfloat16()
+    angles = torch.randn(5, 4, generator=generator).repeat(1, 2)[:, None]
+    actual = rotate(x, angles.cos(), angles.sin())
     wanted = turned(x.transpose(0, 1).double(), angles[:, 0, :4].double()).transpose(0, 1)
-    assert found.dtype is torch.bfloat16
+    assert actual.dtype is torch.bfloat16
     half = 2.0 ** (wanted.frexp().exponent - 9)  # of the distance of two BF16 numbers
-    assert bool(((found.double() - wanted).abs() <= half + 1e-5).all())
+    assert bool(((actual.double() - wanted).abs() <= half + 1e-5).all())
 
 
 # --- class tokens -----------------------------------------------------------------------------------------------------

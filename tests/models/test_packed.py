@@ -35,10 +35,10 @@ PADDING = 5
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
     """family -> (model, description, samples): text, an image, one token, two images, two tokens."""
-    made = {}
+    created = {}
 
     def get(family: str):
-        if family not in made:
+        if family not in created:
             model = models.load(checkpoint(family)).train()
             processor = models.load_processor(checkpoint(family))
             described = models.describe(model)
@@ -47,8 +47,8 @@ def loaded(checkpoint):
                 sample_of(processor, some_image(n, (16 + 8 * n, 24)) if image and n % 2 else None) for n in range(4)
             ]
             short = [{"input_ids": samples[0]["input_ids"][:, :n]} for n in (1, 2)]
-            made[family] = model, described, [*samples[:2], short[0], samples[3], short[1], samples[2]]
-        model, described, samples = made[family]
+            created[family] = model, described, [*samples[:2], short[0], samples[3], short[1], samples[2]]
+        model, described, samples = created[family]
         model.set_attn_implementation("sdpa")
         return model, described, samples
 
@@ -58,8 +58,8 @@ def loaded(checkpoint):
 def sample_of(processor, image) -> dict:
     """Two questions with answers, with or without an image."""
     text = processor.apply_chat_template(conversation(image is not None), tokenize=False)
-    found = processor(text=[text], images=image and [image], return_tensors="pt", add_special_tokens=False)
-    return {key: value for key, value in found.items() if key != "attention_mask"}
+    actual = processor(text=[text], images=image and [image], return_tensors="pt", add_special_tokens=False)
+    return {key: value for key, value in actual.items() if key != "attention_mask"}
 
 
 def joined(samples, padding: int = PADDING):
@@ -100,8 +100,8 @@ def alone(model, samples):
 
 
 def same(found, wanted, logits=2e-6, grads=1e-6):
-    for ours, own in zip(found[0], wanted[0], strict=True):
-        assert float((ours - own).abs().max()) <= logits
+    for actual_value, own in zip(found[0], wanted[0], strict=True):
+        assert float((actual_value - own).abs().max()) <= logits
     assert found[1].keys() == wanted[1].keys()
     for name, grad in wanted[1].items():
         assert float((found[1][name] - grad).abs().max()) <= grads * max(1.0, float(grad.abs().max())), name

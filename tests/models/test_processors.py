@@ -212,14 +212,14 @@ def test_processor_equals_auto_processor_with_torchvision(checkpoint):
         if family == "smolvlm":  # its stock class also wants num2words
             continue
         stock = AutoProcessor.from_pretrained(checkpoint(family))
-        ours = models.load_processor(checkpoint(family))
-        assert type(stock) in type(ours).__mro__ or family == "mistral3"
-        assert type(stock.image_processor) is type(ours.image_processor)
-        assert models.image_backend(ours) == "torchvision"
+        octavo_model = models.load_processor(checkpoint(family))
+        assert type(stock) in type(octavo_model).__mro__ or family == "mistral3"
+        assert type(stock.image_processor) is type(octavo_model.image_processor)
+        assert models.image_backend(octavo_model) == "torchvision"
         assert family in ("mistral3", "gemma3") or stock.video_processor is not None
-        expected, found = batch(stock, image=True), batch(ours, image=True)
-        assert set(expected) == set(found)
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        expected, actual = batch(stock, image=True), batch(octavo_model, image=True)
+        assert set(expected) == set(actual)
+        assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
 def test_pillow_is_used_without_torchvision(checkpoint):
@@ -240,6 +240,8 @@ def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
 
     monkeypatch.setattr("transformers.utils.is_torchvision_available", broken)
     monkeypatch.setitem(sys.modules, "transformers.models.qwen2_audio.processing_qwen2_audio", None)
-    for family, said in (("qwen3_vl", r"\(RuntimeError: nms\)"), ("qwen2_audio", r"\(\w*Error: .*\)")):
-        with pytest.raises(models.ModelError, match=rf"cannot be imported {said}\. .*install the build for this torch"):
+    for family, message in (("qwen3_vl", r"\(RuntimeError: nms\)"), ("qwen2_audio", r"\(\w*Error: .*\)")):
+        with pytest.raises(
+            models.ModelError, match=rf"cannot be imported {message}\. .*install the build for this torch"
+        ):
             models.load_processor(checkpoint(family))

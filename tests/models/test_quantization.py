@@ -69,9 +69,9 @@ def test_format_libraries_read_written_folders(q):
     if q.method == "fp8":
         from transformers import FineGrainedFP8Config
 
-        theirs = FineGrainedFP8Config(**block)
-        assert tuple(theirs.weight_block_size) == q.block and tuple(theirs.modules_to_not_convert) == q.skipped
-        assert theirs.scale_fmt == q.scale_format
+        stock = FineGrainedFP8Config(**block)
+        assert tuple(stock.weight_block_size) == q.block and tuple(stock.modules_to_not_convert) == q.skipped
+        assert stock.scale_fmt == q.scale_format
         return
     config = pytest.importorskip("compressed_tensors.quantization").QuantizationConfig.model_validate(block)
     (scheme,) = config.config_groups.values()
@@ -202,13 +202,13 @@ def test_each_loader_rule():
 
 
 def test_patterns_agree_with_transformers():
-    theirs = pytest.importorskip("transformers.quantizers.quantizers_utils").should_convert_module
-    if not theirs("model.layers.11.mlp", ["model.layers.1"]):
+    stock = pytest.importorskip("transformers.quantizers.quantizers_utils").should_convert_module
+    if not stock("model.layers.11.mlp", ["model.layers.1"]):
         pytest.skip("this version of transformers does not end a pattern at a dot yet")
     listed = [["lm_head"], ["model.layers.1"], ["mlp.gate"], ["gate"], [r"model\.layers\.\d+"], ["visual", "up_proj"]]
     for patterns in listed:
         for name in NAMES:
-            assert matches_pattern(name, patterns) == (not theirs(name, patterns)), (name, patterns)
+            assert matches_pattern(name, patterns) == (not stock(name, patterns)), (name, patterns)
 
 
 def test_targets_agree_with_compressed_tensors():

@@ -14,14 +14,14 @@ from octavo.models.tiny import tiny
 def bare(tmp_path_factory):
     """`bare(family)`: a mini model folder without weights; and those that transformers' own initialisation of the whole
     model draws with seed 5."""
-    made = {}
+    created = {}
 
     def folder(family):
-        if family not in made:
+        if family not in created:
             path = tiny.write(family, tmp_path_factory.mktemp("bare") / family, size="mini")
-            made[family] = path, whole(path)
+            created[family] = path, whole(path)
             (path / "model.safetensors").unlink()
-        return made[family]
+        return created[family]
 
     return folder
 
@@ -53,8 +53,8 @@ def test_weights_equal_those_of_transformers_initialization(bare, family):
     state = torch.random.get_rng_state()
     model = models.init_model(folder, seed=5)
     assert torch.equal(torch.random.get_rng_state(), state) and not model.training
-    found = all_of(model)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual = all_of(model)
+    assert actual.keys() == wanted.keys() and all(torch.equal(actual[name], wanted[name]) for name in wanted)
     assert model.generation_config.eos_token_id == model.config.get_text_config().eos_token_id
     other = models.init_model(folder, seed=6).state_dict()
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)

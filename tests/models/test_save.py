@@ -46,8 +46,8 @@ def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
     inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
     with torch.no_grad():
-        expected, found = model(**inputs).logits, stock(out)(**inputs).logits
-    assert torch.equal(expected, found)
+        expected, actual = model(**inputs).logits, stock(out)(**inputs).logits
+    assert torch.equal(expected, actual)
     with safe_open(source / "model.safetensors", "pt") as a, safe_open(out / "model.safetensors", "pt") as b:
         assert set(a.keys()) == set(b.keys())  # names and layouts on disk are the source's
         assert all(a.get_slice(k).get_shape() == b.get_slice(k).get_shape() for k in a.keys())  # noqa: SIM118
@@ -74,10 +74,10 @@ def test_bf16_parameters_are_saved_unchanged(checkpoint, tmp_path, family):
     assert {v for k, v in walk(config) if k in ("dtype", "torch_dtype")} == {"bfloat16"}
     inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
     inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
-    found = stock(out, "auto")
-    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    actual = stock(out, "auto")
+    assert {p.dtype for p in actual.parameters()} == {torch.bfloat16}
     with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, found(**inputs).logits)
+        assert torch.equal(model(**inputs).logits, actual(**inputs).logits)
     again, none = models.load_split(out)
     assert none == {} and all(torch.equal(p, q) for p, q in zip(again.parameters(), model.parameters(), strict=True))
 
@@ -173,24 +173,24 @@ def test_leftovers_of_killed_export_are_removed(checkpoint, tmp_path, monkeypatc
 
 
 def test_concurrent_writers_do_not_mix_files(tmp_path):
-    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as made:
-        (made / "first").touch()
+    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as folder:
+        (folder / "first").touch()
         with (
             pytest.raises(models.ModelError, match="hf is being written by another process"),
             atomic_write.new_folder(tmp_path / "hf", models.ModelError),
         ):
             pass
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["first"]
-    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as made:
-        (made / "second").touch()
+    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as folder:
+        (folder / "second").touch()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["hf", "second"]
 
 
 def test_link_is_preserved(tmp_path):
     (tmp_path / "disk" / "hf").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
-    with atomic_write.new_folder(tmp_path / "link", models.ModelError) as made:
-        (made / "first").touch()
+    with atomic_write.new_folder(tmp_path / "link", models.ModelError) as folder:
+        (folder / "first").touch()
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "hf" / "first").exists()
 
 

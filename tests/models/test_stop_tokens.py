@@ -107,11 +107,11 @@ def test_template_that_ends_with_a_stop_token_needs_no_other(base: Callable[...,
 
 
 def test_exports_and_hf_have_both_end_tokens(base: Callable[..., Path], tmp_path: Path) -> None:
-    folder, said = base("qwen3"), []
+    folder, messages = base("qwen3"), []
     number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
-    done = export_model(folder, tmp_path / "served", "fp8-dynamic", log=said.append)
+    done = export_model(folder, tmp_path / "served", "fp8-dynamic", log=messages.append)
     assert ends(tmp_path / "served") == [7, number] and done.end == stop_tokens.EndToken(number, "<|im_end|>")
-    assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(said)
+    assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(messages)
     assert done.to_json()["end_token_added"] == {"id": number, "text": "<|im_end|>"}
     assert save_hf(models.load(folder), folder, tmp_path / "hf", World()) and ends(tmp_path / "hf") == [7, number]
     again = export_model(tmp_path / "hf", tmp_path / "again", "bf16")
@@ -125,8 +125,8 @@ def test_generation_settings_are_created_if_missing(base: Callable[..., Path], t
     edit(folder / "config.json", eos_token_id=7, pad_token_id=5)
     export_model(folder, tmp_path / "served", "bf16")
     number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
-    made = json.loads((tmp_path / "served" / SETTINGS).read_text())
-    assert made == {"pad_token_id": 5, "eos_token_id": [7, number]}
+    result = json.loads((tmp_path / "served" / SETTINGS).read_text())
+    assert result == {"pad_token_id": 5, "eos_token_id": [7, number]}
     assert models.load(tmp_path / "served").generation_config.eos_token_id == [7, number]
 
 
@@ -150,10 +150,10 @@ def test_answers_stop_at_both_end_tokens(base: Callable[..., Path], family: str)
         model.get_input_embeddings().weight[number] = 1
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([number]), 9.0))
-    asked = [{"role": "user", "content": "Which?"}]
-    assert models.generate(model, processor, asked, max_new_tokens=4) == ""
+    messages = [{"role": "user", "content": "Which?"}]
+    assert models.generate(model, processor, messages, max_new_tokens=4) == ""
     for whole in (processor, processor.tokenizer):
-        [done] = Engine(model, whole, slots=1).generate([prompt_of(processor, asked)], Sampling(4, temperature=0))
+        [done] = Engine(model, whole, slots=1).generate([prompt_of(processor, messages)], Sampling(4, temperature=0))
         assert done.reason == "stop" and done.tokens.tolist() == [number]
 
 

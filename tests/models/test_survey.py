@@ -39,26 +39,26 @@ def test_some_families():
 
 @pytest.mark.long
 def test_every_family_of_this_version():
-    found = list(survey.survey())
-    names = {one.model_type for one in found}
+    actual = list(survey.survey())
+    names = {one.model_type for one in actual}
     assert names >= {"qwen2_audio", "voxtral", *(c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)}
-    for one in found:
+    for one in actual:
         assert one.here in survey.SUPPORT_LEVELS
         described = one.here in (survey.TRAINS, survey.PLANNED)
         assert described == bool(one.decoder and one.blocks)
         assert one.why or one.here == survey.TRAINS, one.model_type
         assert len(one.why) < 200, one.why
     counts = {
-        "described": sum(one.here in (survey.TRAINS, survey.PLANNED) for one in found),
-        **{here: sum(one.here == here for one in found) for here in (survey.REFUSED, survey.UNBUILT)},
+        "described": sum(one.here in (survey.TRAINS, survey.PLANNED) for one in actual),
+        **{here: sum(one.here == here for one in actual) for here in (survey.REFUSED, survey.UNBUILT)},
     }
     print(f"\ntransformers {transformers.__version__}: {counts}")
     if (least := LEAST.get(transformers.__version__)) is not None:
         assert counts["described"] >= least["described"] and counts["not built"] <= least["not built"]
     written = re.search(r"The table is of transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
     if written[1] == transformers.__version__:
-        made = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](found)
-        assert PAGE.read_text(encoding="utf-8") == made, "python docs/site/families.py writes it again"
+        result = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](actual)
+        assert PAGE.read_text(encoding="utf-8") == result, "python docs/site/families.py writes it again"
 
 
 @pytest.mark.long

@@ -24,9 +24,9 @@ def test_cast_after_exchange_equals_cast_before_exchange(spec: CastSpec, dtype: 
     sent = coding.pack(rows)
     assert sent.shape[1] == coding.width * 256
     came = coding.unpack(sent, 256, dtype)
-    wanted, found = (dequantize(quantize(x, spec)) for x in (rows, came))
-    assert torch.equal(wanted.isnan(), found.isnan())
-    assert torch.equal(wanted.nan_to_num(), found.nan_to_num())
+    wanted, actual = (dequantize(quantize(x, spec)) for x in (rows, came))
+    assert torch.equal(wanted.isnan(), actual.isnan())
+    assert torch.equal(wanted.nan_to_num(), actual.nan_to_num())
     assert coding.unpack(coding.pack(rows[:0]), 256, dtype).shape == (0, 256)
 
 

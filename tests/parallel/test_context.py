@@ -45,12 +45,12 @@ def _attends(world: World, ulysses: int) -> dict:
             wanted = attention(segments.Segments.from_edges(edges), *whole)
             wanted.backward(dy)
             part = made.local_slice(512)
-            mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
-            found = attention(segments.Segments.from_edges(edges, share=made), *mine)
-            found.backward(dy[:, part])
+            local = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
+            actual = attention(segments.Segments.from_edges(edges, share=made), *local)
+            actual.backward(dy[:, part])
             pairs = [
-                (found, wanted[:, part]),
-                *((a.grad, b.grad[:, :, part]) for a, b in zip(mine, whole, strict=True)),
+                (actual, wanted[:, part]),
+                *((a.grad, b.grad[:, :, part]) for a, b in zip(local, whole, strict=True)),
             ]
             answer[f"{heads}/{few} {name}"] = [float((a - b).abs().max().detach()) for a, b in pairs]
     return answer
@@ -72,9 +72,9 @@ def _sends(world: World, ulysses: int) -> list[float]:
     context._all_gather = counted(context._all_gather, "got")
     context._reduce_scatter = counted(context._reduce_scatter, "sent")
     ranks, tokens, heads, few, dim, each = world.size, 512, 8, 2, 16, 2
-    made = make_context(world, ulysses, heads)
+    result = make_context(world, ulysses, heads)
     x = [torch.randn(1, n, tokens // ranks, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, few, few)]
-    attention(segments.Segments.from_edges((0, tokens), share=made), *x).float().sum().backward()
+    attention(segments.Segments.from_edges((0, tokens), share=result), *x).float().sum().backward()
     u, c, held = ulysses, ranks // ulysses, math.lcm(few, ulysses)
     exchange = 4 * (heads + held) * dim * each * tokens / ranks * (1 - 1 / u)
     return [sent[0], exchange + 2 * held / u * dim * tokens * (each + 4) * (1 - 1 / c)]
@@ -82,8 +82,8 @@ def _sends(world: World, ulysses: int) -> list[float]:
 
 @pytest.mark.parametrize(("size", "ulysses"), [(2, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_bytes_match_the_documentation(size: int, ulysses: int):
-    for sent, said in ranks.run(_sends, size, ulysses, context=size):
-        assert sent == said > 0
+    for sent, message in ranks.run(_sends, size, ulysses, context=size):
+        assert sent == message > 0
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_attention_of_shared_row_equals_one_process(size: int, ulysses: int):
 
 def test_ulysses_divides_the_context_and_the_heads():
     assert [ulysses_size(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
-    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 query heads. .*auto \(2 here\)")):
-        with pytest.raises(WorldError, match=rf"ulysses is {asked}, which does not divide .*{why}"):
-            ulysses_size(4, asked, heads)
+    for value, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 query heads. .*auto \(2 here\)")):
+        with pytest.raises(WorldError, match=rf"ulysses is {value}, which does not divide .*{why}"):
+            ulysses_size(4, value, heads)

@@ -88,10 +88,10 @@ def _compare(world: World, cases: dict[str, tuple[str, str | None, str]]) -> dic
         shard(dealt, Layers(), world)
         each = [_tokens(case, rank) for rank in range(world.size)]
         want = _run(whole, tuple(torch.cat(parts) for parts in zip(*each, strict=True)))
-        mine = _run(dealt, each[world.rank])
+        local = _run(dealt, each[world.rank])
         before = sum(len(x) for x, _, _ in each[: world.rank])
         own = slice(before, before + len(each[world.rank][0]))
-        tokens = [0.0 if torch.equal(a[own], b) else _gap(a[own], b) for a, b in zip(want, mine, strict=True)]
+        tokens = [0.0 if torch.equal(a[own], b) else _gap(a[own], b) for a, b in zip(want, local, strict=True)]
         norm, wanted = (float(gradient_norm(model.parameters())) for model in (dealt, whole))
         limited = float(_limited(list(dealt.parameters()), 0.5 * wanted))
         out[name] = [tokens, worst_difference(dealt, whole, factor=0.5), norm / wanted, limited / wanted]
@@ -111,8 +111,8 @@ CASES = {
 def test_rows_are_in_the_order_of_one_process():
     """Outputs and gradients of tokens are those of one process bit for bit, so its casts were; gradients of weights are
     sums of the same rows."""
-    for found in ranks.run(_compare, 2, CASES, expert=2):
-        for name, (tokens, gap, *norms) in found.items():
+    for actual in ranks.run(_compare, 2, CASES, expert=2):
+        for name, (tokens, gap, *norms) in actual.items():
             assert not any(tokens) and gap < 2e-6 and norms == pytest.approx([1, 1], rel=1e-6), (
                 name,
                 tokens,
@@ -126,8 +126,8 @@ def test_rows_are_in_the_order_of_one_process():
 def test_four_ranks_agree_for_all_layouts(axes: dict[str, int]):
     """Where two ranks have an expert, each has other rows than one process. Products in fp32 then round otherwise;
     casts for wgrad have blocks of 128 rows, so in FP8 gradients of weights are as close as sums of FP8 are."""
-    for found in ranks.run(_compare, 4, CASES, **axes):
-        for name, (tokens, gap, *norms) in found.items():
+    for actual in ranks.run(_compare, 4, CASES, **axes):
+        for name, (tokens, gap, *norms) in actual.items():
             close = 0.05 if CASES[name][1] is not None and axes["expert"] < 4 else 2e-6
             limit = 0 if axes["expert"] == 4 else 1e-6
             assert max(tokens) <= limit and gap < close, (name, tokens, gap)

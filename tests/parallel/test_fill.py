@@ -117,29 +117,29 @@ def _differences(world: World, folder: Path, case: Case) -> list[str]:
     assert all(p.is_meta for p in unread.model.parameters())
     shard(unread.model, models.describe(unread.model), world)
     halves, read = fill(unread.model, unread, world)
-    found = ["the very model", "buffers", "codes", "halves"]
-    mine, theirs = unread.model, dict(whole.named_buffers())
-    if all(torch.equal(b, theirs[name]) for name, b in mine.named_buffers()):
-        found.remove("buffers")
-    if fp8.fingerprint(mine) == fp8.fingerprint(whole):
-        found.remove("codes")
+    actual = ["the very model", "buffers", "codes", "halves"]
+    local, stock = unread.model, dict(whole.named_buffers())
+    if all(torch.equal(b, stock[name]) for name, b in local.named_buffers()):
+        actual.remove("buffers")
+    if fp8.fingerprint(local) == fp8.fingerprint(whole):
+        actual.remove("codes")
     if halves.keys() == lows.keys() and all(_here(halves[name], lows[name]) for name in lows):
-        found.remove("halves")
-    state, wanted = ranks.whole_state(mine, world), whole.state_dict()
+        actual.remove("halves")
+    state, wanted = ranks.whole_state(local, world), whole.state_dict()
     names = [(name, p.dtype, p.requires_grad) for name, p in whole.named_parameters()]
-    if names == [(name, p.dtype, p.requires_grad) for name, p in mine.named_parameters()]:
-        found.remove("the very model")
+    if names == [(name, p.dtype, p.requires_grad) for name, p in local.named_parameters()]:
+        actual.remove("the very model")
     for name, values in state.items():
         value = wanted[name].dequantize() if is_frozen(wanted[name]) else plain(wanted[name])
         if value.dtype != values.dtype or not torch.equal(value, values):
-            found.append(name)
-    return found + ([] if not state or state.keys() == wanted.keys() else ["names"])
+            actual.append(name)
+    return actual + ([] if not state or state.keys() == wanted.keys() else ["names"])
 
 
 def _here(low: Tensor, whole: Tensor) -> bool:
     """Return whether these are the lower halves of this rank's rows."""
-    mine = span(low)
-    return torch.equal(plain(low).flatten(), whole.flatten()[mine.start : mine.stop])
+    local = span(low)
+    return torch.equal(plain(low).flatten(), whole.flatten()[local.start : local.stop])
 
 
 def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[str]]:

@@ -77,8 +77,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_holds_its_shard_and_at_most_one_tensor(folders: tuple[str, str], kind: str):
-    for found in ranks.run(measure, 2, *folders, KINDS[kind]):
-        print(f"{kind}: " + ", ".join(f"{key} {value / 1e6:.1f}e6" for key, value in found.items()))
-        assert found["parameters"] > 0.99e9
-        assert found["peak"] <= 1.1 * found["shard"] + found["largest"]
-        assert found["read"] <= 1.01 * found["parameters"]  # BF16, halved; blocks of 128 rows end at borders here
+    for actual in ranks.run(measure, 2, *folders, KINDS[kind]):
+        print(f"{kind}: " + ", ".join(f"{key} {value / 1e6:.1f}e6" for key, value in actual.items()))
+        assert actual["parameters"] > 0.99e9
+        assert actual["peak"] <= 1.1 * actual["shard"] + actual["largest"]
+        assert actual["read"] <= 1.01 * actual["parameters"]  # BF16, halved; blocks of 128 rows end at borders here

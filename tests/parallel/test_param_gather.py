@@ -177,8 +177,8 @@ def _codes(world: World, recipes: tuple[str, ...]) -> dict:
             seen = Seen(model, {codes[0].data.shape for codes in want.values()})
             model(_batch(0, world)).square().mean().backward()
             assert seen.codes.keys() == want.keys()
-            for name, found in seen.codes.items():
-                for q, w in zip(found, want[name], strict=True):
+            for name, actual in seen.codes.items():
+                for q, w in zip(actual, want[name], strict=True):
                     same = torch.equal(q.data.view(torch.uint8), w.data.view(torch.uint8))
                     if not same or not torch.equal(q.scale.view(torch.uint8), w.scale.view(torch.uint8)):
                         answer["wrong"].append(f"{recipe} {name} {q.spec}")
@@ -355,7 +355,7 @@ def test_ranks(size: int, recipes: tuple[str, ...], steps: bool) -> None:
         assert codes["wrong"] == [] and codes["copies"] == [] and codes["decoded"] == 0
         # One byte a parameter and cast, and the scales: fp32 a row and a column (short ones here), a byte of 32.
         most = {"blockwise": 1.01, "tensorwise": 1.01, "delayed": 1.01, "rowwise": 2.4, "mxfp8": 2.1}
-        assert all(found < most[recipe] for recipe, found in codes["bytes"].items()), codes["bytes"]
+        assert all(actual < most[recipe] for recipe, actual in codes["bytes"].items()), codes["bytes"]
         assert all(answer["training"].values()), answer["training"]
         assert answer["casts"] == ({"same": True, "kept": 2, "again": 8, "bytes": 0, "share": True} if steps else {})
         states = answer["states"]

@@ -120,12 +120,12 @@ def test_ranks_agree_or_all_get_the_key_and_both_values() -> None:
     facts = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1", "b": "2", "c": "4"}}
     store = dist.HashStore()
     ends = _in_threads({rank: partial(compare_facts, store, rank, 3, own, 60) for rank, own in facts.items()})
-    words = {describe_differences(found) for found in ends.values()}
+    words = {describe_differences(actual) for actual in ends.values()}
     assert words == {"b is 2 on ranks 0, 2 and 3 on rank 1; c is absent on ranks 0, 1 and 4 on rank 2"}
     again = _in_threads(
         {rank: partial(compare_facts, dist.PrefixStore("b", store), rank, 3, facts[0], 60) for rank in facts}
     )
-    assert all(not found for found in again.values())
+    assert all(not actual for actual in again.values())
 
 
 def test_long_lists_of_differences_and_ranks_are_shortened() -> None:

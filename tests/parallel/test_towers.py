@@ -74,9 +74,9 @@ def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) 
     mask = torch.zeros(1, hearing.frames, dtype=torch.int64)
     mask[:, :7] = 1
     sound = torch.randn(1, hearing.bins, hearing.frames, generator=generator)
-    asked = {"attention_mask": torch.ones_like(ids[0])}
+    options = {"attention_mask": torch.ones_like(ids[0])}
     heard = {"input_ids": ids[0], "input_features": sound, "feature_attention_mask": mask}
-    return [{**heard, **asked}, {"input_ids": ids[1], **asked}]
+    return [{**heard, **options}, {"input_ids": ids[1], **options}]
 
 
 @pytest.mark.long

@@ -194,10 +194,10 @@ def test_missing_rank_is_named_by_waiting_rank(tmp_path):
         for (fails, _, seconds, words), pair, number in zip(FAILURES, pairs, itertools.count()):
             pair[1 - fails].join(60)
             assert pair[1 - fails].exitcode == 0
-            said = (tmp_path / str(number)).read_text()
+            text = (tmp_path / str(number)).read_text()
             where = f"rank {1 - fails} of 2 at step 7, forward and backward"
             start = rf"a collective failed on {where} \(run.timeout: {seconds:g} s"
-            assert re.match(rf"{start}\): {words}", said), said
+            assert re.match(rf"{start}\): {words}", text), text
     finally:
         for process in itertools.chain(*pairs):
             process.kill()
