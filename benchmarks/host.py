@@ -39,7 +39,7 @@ from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, gemm, launch, ti
 SIZE = 128
 CALLS = 100  # of one contender in one round
 # On an H200 cuBLAS has no product for scales that its tensor cores do not multiply by.
-LAYERS = {name: ("torch", "triton") if spec.everywhere else ("triton",) for name, spec in SPECS.items()}
+LAYERS = {name: ("torch", "triton") if spec.is_native_on_all else ("triton",) for name, spec in SPECS.items()}
 Step = Callable[[bool], object]
 
 
@@ -73,7 +73,7 @@ def without_kernels() -> Iterator[None]:
         mock.patch.object(gemm, "launch", _none),
         mock.patch.object(tiles, "gpu_of", lambda device: tiles.Gpu(90, 132)),
         mock.patch.object(triton_backend, "_why_not", _none),
-        mock.patch.object(triton_backend.TritonBackend, "auto_unsupported", _none),
+        mock.patch.object(triton_backend.TritonBackend, "why_not_auto", _none),
         mock.patch.object(torch_backend, "_why_not", _none),
         mock.patch.object(torch_backend, "multiply", _product),
     ):

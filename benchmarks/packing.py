@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from octavo.bench import record
-from octavo.data.batching.collate import MULTIPLE
-from octavo.data.batching.packing import pack, waste
+from octavo.data.batching.collate import PACK_MULTIPLE
+from octavo.data.batching.packing import pack, padding_share
 
 SETS = ("text", "images", "mixed")
 CAPACITIES, WINDOWS = (8192, 32768), (64, 200, 1000, 10000)
@@ -51,7 +51,7 @@ def planned(rows: Sequence[int], capacity: int, window: int) -> list[list[int]]:
 def share(rows: Sequence[int], capacity: int, window: int) -> float:
     """The share of places without a token, of packs filled up to their capacity."""
     packs = planned([length for length in rows if length <= capacity], capacity, window)
-    return waste(packs, list(chain(*packs)), capacity)
+    return padding_share(packs, list(chain(*packs)), capacity)
 
 
 def figures(rows: Sequence[int], capacity: int, window: int) -> dict[str, float]:
@@ -61,9 +61,11 @@ def figures(rows: Sequence[int], capacity: int, window: int) -> dict[str, float]
     packs = planned(fitting, capacity, window)
     seconds = time.process_time() - began
     tokens = sum(map(sum, packs))
-    places = sum(min(-(-sum(one) // MULTIPLE) * MULTIPLE, capacity) for one in packs)
+    places = sum(min(-(-sum(one) // PACK_MULTIPLE) * PACK_MULTIPLE, capacity) for one in packs)
     return {
-        "waste": waste(packs, list(chain(*packs)), capacity), "padding": 1 - tokens / places, "packs": len(packs),
+        "waste": padding_share(packs, list(chain(*packs)), capacity),
+        "padding": 1 - tokens / places,
+        "packs": len(packs),
         "seconds_1000_rows": 1000 * seconds / len(fitting),
     }  # fmt: skip
 
@@ -86,7 +88,7 @@ def main() -> None:
         for capacity in CAPACITIES:
             by_window = {str(window): figures(rows, capacity, window) for window in WINDOWS}
             sets[f"{of} {capacity}"] = {"padded": padded(rows, capacity), "windows": by_window}
-            by_window_text = ", ".join(f"{window}: {one['waste']:.2%}" for window, one in by_window.items())
+            by_window_text = ", ".join(f"{window}: {one['padding_share']:.2%}" for window, one in by_window.items())
             print(
                 f"{of:7} {capacity:6}  waste by window {by_window_text}; padded "
                 f"{sets[f'{of} {capacity}']['padded']:.1%}"

@@ -96,7 +96,7 @@ def test_a_run_that_fused_siblings_says_that_they_are_separate(copy: Path) -> No
     file.write_text(json.dumps({**earlier, "sisters": fused["sisters"]}))
     said = Console(file=io.StringIO(), width=400)
     train.run(load_config("runs/stopped/config.yaml", ["run.resume=auto"]), console=said)
-    assert said.file.getvalue().count("as one GEMM: each layer runs its own now") == 1
+    assert said.file.getvalue().count("as one GEMM; now each layer runs a separate GEMM") == 1
     now = json.loads(file.read_text())
     assert "sisters" not in now and any("as one GEMM" in note for note in now["notes"])
     siblings_run_as(fp8.load_plan(file, meta("model")), set())

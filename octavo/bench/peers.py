@@ -93,14 +93,14 @@ def able(bench: Bench, recipe: str) -> list[str]:
     only the reference. A recipe is included where tensor cores multiply by its scales (MXFP8 from Blackwell on):
     elsewhere it is emulated, cannot win, and would take a fifth of a suite's time."""
     native, capability = SPECS[recipe].native, accelerator.compute_capability(bench.device)
-    if not SPECS[recipe].everywhere and capability is not None and capability < native:
+    if not SPECS[recipe].is_native_on_all and capability is not None and capability < native:
         return []
     built = fp8.recipe(recipe)
     backends: list[str] = []
     for name in kernels.names():
         backend = kernels.get(name)
         whys = [backend.supports(op, built, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
-        if not any(whys) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and backends):
+        if not any(whys) and backend.why_not_auto(bench.device) is None and not (name == "reference" and backends):
             backends.append(name)
     return backends
 

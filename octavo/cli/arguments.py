@@ -17,11 +17,11 @@ from octavo.base.encryption.key import buffer_key_file
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
-from octavo.config.sections.names import Format, RecipeName, one_word
+from octavo.config.sections.names import Format, RecipeName, canonical_name
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import named
+from octavo.config.yaml.problems import describe_value
 
-#: command -> arguments that name what it writes
+#: command -> arguments that name its output
 TARGETS = {
     **dict.fromkeys(("export", "merge", "tiny", "digits", "text", "examples"), ("directory",)),
     **dict.fromkeys(("decrypt", "seal", "unseal"), ("target",)),
@@ -36,22 +36,26 @@ class UsageError(ValueError):
 
 
 def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> None:
-    """FILE.yaml, key=value overrides and the three FP8 flags; ``file`` "?" makes the file optional."""
+    """Add FILE.yaml, key=value overrides and the three FP8 flags; ``file="?"`` makes the file optional."""
     parser.add_argument(
-        "file", metavar="FILE.yaml", nargs=file, help="the configuration (octavo schema lists its keys)"
+        "file", metavar="FILE.yaml", nargs=file, help="configuration file (`octavo schema` lists its keys)"
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
-    # flags that users of other trainers know; each is another name of an override
-    group = parser.add_argument_group("FP8 of the whole model (as fp8.recipe=, fp8.format=, fp8.param=true)")
+    # Flags that users of other trainers know; each is equivalent to an override.
+    group = parser.add_argument_group("FP8 for the whole model (same as fp8.recipe=, fp8.format=, fp8.param=true)")
     names = _names(RecipeName)
-    group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
-    group.add_argument("--fp8-format", metavar="NAME", choices=_names(Format), help=", ".join(_names(Format)))
-    group.add_argument("--fp8-param-gather", action="store_true", help="keep FP8 weights and gather them in FP8")
+    group.add_argument(
+        "--fp8-recipe", metavar="NAME", type=canonical_name, choices=names, help=f"FP8 recipe: {', '.join(names)}"
+    )
+    group.add_argument(
+        "--fp8-format", metavar="NAME", choices=_names(Format), help=f"FP8 format: {', '.join(_names(Format))}"
+    )
+    group.add_argument("--fp8-param-gather", action="store_true", help="keep weights in FP8 and all-gather them in FP8")
 
 
 def check_paths(words: Sequence[str]) -> None:
-    """Refuse paths that no command can use, before the command begins. Raises UsageError for an existing name that is
-    not UTF-8, which no report, index or table could hold, and for symbolic links that form a loop."""
+    """Raise UsageError for paths that no command can use: an existing name that is not UTF-8, which no report, index or
+    table could contain, and symbolic links that form a loop."""
     for word in words:
         shown = printable(word)
         try:
@@ -59,25 +63,25 @@ def check_paths(words: Sequence[str]) -> None:
                 word.encode()
             os.stat(word)
         except UnicodeEncodeError:
-            if not os.path.lexists(word):  # half a character: not a path, and the command reports it
+            if not os.path.lexists(word):  # not an existing path: the command reports it
                 continue
             raise UsageError(f"{shown}: its name is not UTF-8; rename it, or use a link to it") from None
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise UsageError(f"{shown}: its links lead in a circle; name the file or folder itself") from None
-        except ValueError:  # a NUL: not a path, and the command reports it
+                raise UsageError(f"{shown}: its symbolic links form a loop; name the file or folder itself") from None
+        except ValueError:  # a NUL is not part of a path: the command reports it
             pass
 
 
 def check_targets(command: str, args: argparse.Namespace) -> None:
-    """Check the names of the files and folders that a command will write. Raises UsageError."""
+    """Check the output paths of a command. Raises UsageError."""
     for name in TARGETS.get(command, ()):
         if isinstance(target := getattr(args, name, None), str | Path) and "\0" not in str(target):
             target_folder.check_target(target, UsageError)
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
-    """``key=value`` arguments and flags as one list of overrides, flags last."""
+    """Return ``key=value`` arguments and flags as one list of overrides, flags last."""
     words = list(args.overrides)
     if args.fp8_recipe:
         words.append(f"fp8.recipe={args.fp8_recipe}")
@@ -89,28 +93,28 @@ def overrides(args: argparse.Namespace) -> list[str]:
 
 
 def config(args: argparse.Namespace) -> Config:
-    """The checked configuration of a command with :func:`add_config`. Raises ConfigError or UsageError."""
+    """Load the configuration of a command with :func:`add_config`. Raises ConfigError or UsageError."""
     if "=" in args.file and not Path(args.file).exists():
         raise UsageError(f"the first argument is the configuration file, found {args.file!r}; put FILE.yaml before it")
-    flags = args.fp8_recipe or args.fp8_format or args.fp8_param_gather  # each means the whole model
+    flags = args.fp8_recipe or args.fp8_format or args.fp8_param_gather  # each applies to the whole model
     return load_config(args.file, overrides(args), whole=bool(flags))
 
 
 def require_files(cfg: Config, file: str | None) -> Config:
-    """The configuration with local folders for names on the hub. Raises UsageError that lists every missing file and
-    every missing package of a tracker."""
-    cfg, lost = resolve_files(cfg, file)
+    """Replace names on the hub by local folders. Raises UsageError that lists every missing file and every missing
+    package of a tracker."""
+    cfg, missing = resolve_files(cfg, file)
     if (why := environment.why_no_trackers(cfg.run.trackers)) is not None:
-        lost.append(why)
-    if lost:
-        raise UsageError("\n".join(lost))
+        missing.append(why)
+    if missing:
+        raise UsageError("\n".join(missing))
     return cfg
 
 
 def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
-    """The configuration with local folders for names on the hub, and a sentence for each file that is missing."""
-    if lost := missing_files(cfg, file):
-        return cfg, lost
+    """Replace names on the hub by local folders. Returns the configuration and a message for each missing file."""
+    if missing := missing_files(cfg, file):
+        return cfg, missing
     try:
         return hub.resolve_names(cfg, note), []
     except hub.HubError as error:
@@ -118,26 +122,27 @@ def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
 
 
 def missing_files(cfg: Config, file: str | None) -> list[str]:
-    """A sentence for each path of a configuration that does not exist, except names on the hub and URLs. Needs no
-    torch."""
+    """Return a message for each path of a configuration that does not exist, except names on the hub and URLs. Does not
+    import torch."""
     model = cfg.model.path
     absent = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
     named_files = [
-        (f"data.{of}.{n}", entry) for of in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, of))
+        (f"data.{split}.{n}", entry) for split in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, split))
     ]
     for key, entry in named_files:
-        elsewhere = hub.is_name(entry.path) or is_url(entry.path)
-        absent += [] if Path(entry.path).exists() or elsewhere else [(f"{key}.path", entry.path, "file")]
+        is_remote = hub.is_name(entry.path) or is_url(entry.path)
+        absent += [] if Path(entry.path).exists() or is_remote else [(f"{key}.path", entry.path, "file")]
         if entry.images is not None and not Path(entry.images).is_dir():
             absent.append((f"{key}.images", entry.images, "folder"))
-    lost = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in absent]
+    missing = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in absent]
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
-        lost.insert(0, f"model.path: {model} is not a model folder: it has no config.json")
-    return lost
+        missing.insert(0, f"model.path: {model} is not a model folder: it has no config.json")
+    return missing
 
 
 def _from_here(path: str, file: str | None) -> str:
-    """A hint if the path exists relative to the working directory; paths in a file are relative to the file."""
+    """Return a hint if the path exists relative to the working directory; paths in a file are relative to its
+    folder."""
     if file is None:
         return ""
     folder = Path(file).absolute().parent
@@ -149,9 +154,9 @@ def _from_here(path: str, file: str | None) -> str:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context of imports of torch and transformers without garbage collection: imported objects stay, so collections
-    would find nothing and take a fifth of the time. If this is the first import of torch, the half million objects are
-    also frozen, so that later collections (one for each step that counts memory) do not visit them."""
+    """Disable garbage collection while torch and transformers are imported: their objects stay, so collections would
+    find nothing and take a fifth of the time. After the first import of torch its half million objects are frozen, so
+    that later collections do not visit them."""
     first = "torch" not in sys.modules
     gc.disable()
     try:
@@ -167,12 +172,12 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help=f"key of encrypted or sealed files (default: {encryption.FILE} or {encryption.VALUE})",
+        help=f"key of encrypted or sealed files (default: ${encryption.FILE} or ${encryption.VALUE})",
     )
 
 
 def use_key(args: argparse.Namespace) -> None:
-    """Set the key's file in the environment, which ranks and workers inherit; it overrides what is set there."""
+    """Store the path of the key in the environment, which ranks and workers inherit. It overrides an existing value."""
     if getattr(args, "key_file", None) is not None:
         os.environ.pop(encryption.VALUE, None)
         os.environ[encryption.FILE] = os.path.abspath(args.key_file)
@@ -181,35 +186,35 @@ def use_key(args: argparse.Namespace) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``: the same content for programs."""
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
+    """Add ``--json``, which prints the same result as JSON."""
+    parser.add_argument("--json", action="store_true", help="print only JSON on stdout")
 
 
 def positive(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
+    """Argparse type: an integer of at least 1."""
     return _whole(text, 1)
 
 
 def natural(text: str) -> int:
-    """An argparse type: a whole number of at least 0."""
+    """Argparse type: an integer of at least 0."""
     return _whole(text, 0)
 
 
 def share(text: str) -> float:
-    """An argparse type: a number above 0 and below 10."""
+    """Argparse type: a number above 0 and below 10."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < 10:
-        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {named(text)}")
+        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {describe_value(text)}")
     return value
 
 
 def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < least:
         bound = "below a billion" if text.isdecimal() and len(text) > 9 else f"of at least {least}"
-        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {named(text)}")
+        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {describe_value(text)}")
     return int(text)
 
 

@@ -1,10 +1,10 @@
-"""Evaluates a run, a model folder or an adapter on held-out data: loss, and exact match for each question.
+"""Evaluates a run, a model folder or an adapter on held-out data: loss, and exact match of each answer.
 
 octavo eval runs/first
 octavo eval runs/first --step 200 --recipe off         the same weights in high precision
-octavo eval ./served --config run.yaml                 a folder, plain or FP8, on data.eval of that file
+octavo eval ./served --config run.yaml                 a plain or FP8 folder, on data.eval of the file
 octavo eval runs/lora/adapter --base ./Qwen3-VL-8B --config run.yaml
-octavo eval runs/grpo --answers 200                    also generate answers, for their rewards and lengths
+octavo eval runs/grpo --answers 200                    also generate answers, and report their rewards and lengths
 octavo eval runs/lora --base both                      on the FP8 base and on its high-precision weights
 """
 
@@ -21,17 +21,19 @@ BOTH = "both"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
-    parser.add_argument("--config", metavar="FILE.yaml", help="file with data.eval; required unless TARGET is a run")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="configuration with data.eval; required unless TARGET is a run"
+    )
     parser.add_argument(
         "--answers", metavar="N", type=arguments.natural, default=None,
-        help="also generate greedy answers to the last question of the first N rows (0: all), and report the rewards "
-        "of the configuration for them (exact_match if it has none)",
+        help="also generate greedy answers to the last question of the first N rows (0: all rows), and report their "
+        "rewards (those of the configuration, or exact_match)",
     )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens",
         type=arguments.positive,
         metavar="N",
-        help="limit of --answers; default: rl.max_new_tokens, or 64",
+        help="length limit for --answers (default: rl.max_new_tokens, or 64)",
     )
     generate.add_target_options(parser, base="FOLDER|both")
     arguments.add_json(parser)
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     both = args.base == BOTH
     if both and args.answers is not None:
-        raise arguments.UsageError("--base both evaluates twice and generates nothing; remove --answers or both")
+        raise arguments.UsageError("--base both does not generate answers; remove --answers or --base both")
     if args.max_new_tokens is not None and args.answers is None:
         raise arguments.UsageError("--max-new-tokens applies to generated answers: add --answers N, or remove it")
     if both and args.load_in_fp8 == "off":
@@ -50,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         from octavo.config import load_config
 
         cfg = load_config(args.config)
-    # torch is imported from here on, after all checks of arguments, so that a wrong option is reported at once.
-    target = generate.look(args, None if both else args.base)
+    # This imports torch, which is slow, so all arguments are checked before.
+    target = generate.inspect_target(args, None if both else args.base)
 
     from octavo.train import artifacts
 
@@ -75,19 +77,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_rows(rows: list[dict[str, Any]]) -> None:
-    """Print a table of evaluations, one in each row."""
-    matches = "exact_match"
-    shown = [row | ({matches: f"{100 * row[matches]:.1f} %"} if matches in row else {}) for row in rows]
+    """Print a table with one evaluation per row."""
+    shown = [
+        row | ({"exact_match": f"{100 * row['exact_match']:.1f} %"} if "exact_match" in row else {}) for row in rows
+    ]
     names = [name.replace("_", " ") for name in shown[0]]
     right = [i for i, name in enumerate(names) if name != "base"]
     terminal.show_table(names, [[terminal.number(value) for value in row.values()] for row in shown], right=right)
 
 
 def show_bases(result: dict[str, Any]) -> None:
-    """Print the evaluations on both bases and the differences."""
+    """Print the evaluations on both bases and their differences."""
     show_rows(result["bases"])
     gap, weights = result["gap"], result["weights"]
-    sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB in the geometric mean"
+    sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB geometric mean"
     exact = f" and exact match {100 * gap['exact_match']:+.2f} points" if "exact_match" in gap else ""
     print(f"\nOn the FP8 base the loss is {gap['loss']:+.4g} nats{exact} compared with its high-precision weights.")
     print(

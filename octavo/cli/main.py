@@ -1,14 +1,14 @@
 """The entry point: imports the module of the command, and turns errors into a message and an exit code.
 
 Exit codes:
-0    done
-1    the work failed, or the verdict is fail
-2    wrong usage or configuration; for commands with a verdict also work that failed
+0    success
+1    failure, or the verdict is fail
+2    wrong usage or configuration; for commands with a verdict also other failures
 3    the verdict is undecided (compare, demo)
-4    done, but keys that affect training results have no translation (import)
+4    success, but keys that affect training results could not be translated (import)
 130  interrupted; 143 and 129: ended by SIGTERM and SIGHUP
 
-Octavo's own errors are written for users and printed without a traceback; any other error is a bug and keeps its
+Octavo's own errors are written for users and printed without a traceback. Any other error is a bug and keeps its
 traceback.
 """
 
@@ -30,41 +30,41 @@ from octavo.cli.stop_signals import Stopped, stop_signals
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
-#: commands whose exit code 1 means only the verdict fail; 3 means undecided (compare, demo)
+#: commands whose exit code 1 means the verdict fail; their other failures have exit code 2
 VERDICTS = ("compare", "demo", "verify")
 
-#: commands that handle SIGTERM and SIGHUP themselves: a rank that ended during a collective would leave the others
-#: waiting, so training ends between steps
+#: commands that handle SIGTERM and SIGHUP themselves: training must end between steps, because a rank that ended during
+#: a collective would leave the others waiting
 OWN_SIGNALS = ("train",)
 
 #: commands that read no encrypted files
 KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert", "import")
 
-#: command -> what it does, in the order in which new users need them; each is octavo/cli/<command>.py
+#: command -> description, in the order in which new users need them; each is implemented in octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
-    "demo": "train a tiny Qwen3-VL on real handwriting in FP8 and in high precision, and write the report",
+    "demo": "train a tiny Qwen3-VL on handwritten digits in FP8 and in high precision, and write a report",
     "train": "run a training job from a YAML file",
-    "plan": "show which recipe and kernel every layer would use, and why; reads no weights",
-    "compare": "train high precision and FP8 on the same data and seeds; the exit code is the verdict",
-    "bisect": "find the layer, GEMM or feature that breaks a run, by short runs; writes a configuration that works",
-    "report": "write the page of a run, or of several runs compared",
+    "plan": "show the recipe and kernel of every layer, and the reasons; reads no weights",
+    "compare": "train in high precision and in FP8 on the same data and seeds; the exit code is the verdict",
+    "bisect": "find the layer, GEMM or feature that breaks a run, and write a configuration that works",
+    "report": "write an HTML page about a run, or a comparison of several runs",
     "eval": "evaluate a run, a model folder or an adapter on held-out data",
-    "generate": "ask a trained model about an image",
-    "merge": "merge an adapter into a model folder, in BF16 or FP8; measures how much of it FP8 keeps",
-    "export": "write a run or a model folder in BF16 or FP8, for inference servers",
-    "verify": "verify a model or adapter folder; a verdict for transformers, vLLM and SGLang",
-    "encrypt": "encrypt a model, data or a run directory; with the key, every command reads it",
-    "decrypt": "decrypt files; modified files are refused",
-    "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
-    "seal": "write a sealed (permuted) copy of a model, a data set or an adapter, by a key that training never sees",
-    "unseal": "restore weights or an adapter that were trained sealed, for the plain model",
-    "bench": "time kernels, layers and steps, compared with high precision and other libraries",
+    "generate": "generate answers to prompts with text, images and videos",
+    "merge": "merge an adapter into a model folder, in BF16 or FP8; measures how much of it survives FP8",
+    "export": "export a run or a model folder in BF16 or FP8, for inference servers",
+    "verify": "check a model or adapter folder, with a verdict for transformers, vLLM and SGLang",
+    "encrypt": "encrypt a model, data or a run directory; all commands can read it with the key",
+    "decrypt": "decrypt files; modified files are rejected",
+    "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM) without loss",
+    "seal": "write a sealed (permuted) copy of a model, dataset or adapter; training does not need the key",
+    "unseal": "restore weights or an adapter from sealed training, for the plain model",
+    "bench": "benchmark kernels, layers and steps against high precision and other libraries",
     "doctor": "show what this machine can run, what it cannot, and how to fix it",
-    "tiny": "write a small checkpoint of a real architecture",
+    "tiny": "write a tiny checkpoint of a real architecture, with random weights",
     "digits": "write the built-in dataset of handwritten digits",
     "examples": "copy the example configurations into a folder",
-    "text": "write a dataset of plain text: source and documentation of the installed Python",
-    "import": "translate a configuration of another framework, and report what became of every key",
+    "text": "write a dataset of plain text from the source and documentation of the installed Python",
+    "import": "translate a configuration of another framework, with a report on every key",
     "schema": "print the JSON schema of the configuration, for editors",
 }
 
@@ -72,8 +72,8 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``octavo ARGV...`` and return the exit code. Never calls ``sys.exit`` itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Before torch is loaded: on a shared machine, threads that spin while they wait cost a small model ten times its
-    # work.
+    # Set before torch is loaded: on a shared machine, threads that spin while they wait make a small model ten times
+    # slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with nullcontext() if arguments and arguments[0] in OWN_SIGNALS else stop_signals():
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("octavo: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Stopped as stop:
-        with suppress(OSError):  # after SIGHUP the terminal is gone
+        with suppress(OSError):  # after SIGHUP the terminal may be closed
             print(f"octavo: ended by {stop.name}", file=sys.stderr, flush=True)
         return 128 + stop.number
     except BrokenPipeError:
@@ -94,11 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
-        sentence = _sentence(error)
-        if sentence is None:
+        message = _user_message(error)
+        if message is None:
             raise
-        shown = "\n".join(map(printable, sentence.split("\n")))  # names of files and fields are untrusted
-        print(f"octavo {arguments[0]}: {shown}", file=sys.stderr)
+        escaped = "\n".join(map(printable, message.split("\n")))  # names of files and fields are untrusted
+        print(f"octavo {arguments[0]}: {escaped}", file=sys.stderr)
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
 
@@ -111,7 +111,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"octavo {octavo.__version__}")
         return DONE
     if name not in COMMANDS:
-        return _unknown(name)
+        return _report_unknown_command(name)
     from octavo.cli import arguments
 
     command = importlib.import_module(f"{__package__}.{name}")
@@ -130,11 +130,12 @@ def _dispatch(words: list[str]) -> int:
     arguments.check_targets(name, args)
     arguments.use_key(args)
     code = int(command.run(args))
-    if old := pop_version_1_files():
-        others = f" and {len(old) - 1} more are" if len(old) > 1 else " is"
+    if old_files := pop_version_1_files():
+        others = f" and {len(old_files) - 1} more are" if len(old_files) > 1 else " is"
         print(
-            f"note: {printable(old[0])}{others} encrypted in version 1 of the format, which does not bind names: "
-            "exchanged files are not detected. Encrypt again: octavo encrypt SRC DST --old-key KEY --key-file KEY",
+            f"note: {printable(old_files[0])}{others} encrypted in version 1 of the format, which does not bind files "
+            "to their names, so swapped files are not detected. Encrypt again: octavo encrypt SRC DST --old-key KEY "
+            "--key-file KEY",
             file=sys.stderr,
         )
     return code
@@ -142,13 +143,13 @@ def _dispatch(words: list[str]) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
     head = f"octavo {octavo.__version__}: FP8 training of vision-language models that proves itself"
     usage = "usage: octavo COMMAND [arguments]     octavo COMMAND --help"
     return "\n".join([head, "", usage, "", *lines, "", "start with: octavo demo"])
 
 
-def _unknown(name: str) -> int:
+def _report_unknown_command(name: str) -> int:
     import difflib
 
     if name.startswith("-"):
@@ -158,28 +159,28 @@ def _unknown(name: str) -> int:
     if name.endswith((".yaml", ".yml")):
         hint = f"to run this file: octavo train {name}"
     else:
-        hint = f"did you mean `octavo {close[0]}`?" if close else "there are: " + ", ".join(COMMANDS)
+        hint = f"did you mean `octavo {close[0]}`?" if close else "commands are: " + ", ".join(COMMANDS)
     print(f"octavo: there is no command {name!r}; {hint}", file=sys.stderr)
     return WRONG
 
 
-#: errors of the machine and their fixes; any other OSError is a bug
-_REFUSALS = {
+#: errors of the operating system and their fixes; any other OSError is a bug
+_FIXES = {
     errno.EACCES: "choose a folder that you have access to",
     errno.EROFS: "choose a folder that is writable",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some of your quota, or choose another disk",
-    errno.ENOTDIR: "a part of the path is a file; choose a folder",
+    errno.ENOTDIR: "part of the path is a file; choose a folder",
     errno.EISDIR: "it is a folder; name a file",
     errno.EEXIST: "it already exists; choose another name",
-    errno.EIO: "the disk, or its server, fails; repair it, then continue with run.resume=auto",
-    errno.ESTALE: "the file system was lost; check its server, then continue with run.resume=auto",
+    errno.EIO: "the disk or its server has failed; repair it, then continue with run.resume=auto",
+    errno.ESTALE: "the file system is no longer available; check its server, then continue with run.resume=auto",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "its symbolic links form a loop; choose another path",
 }
 
-#: errors of gloo and NCCL for a lost peer, from any collective
-_LOST = (
+#: parts of the messages of gloo and NCCL for a lost peer
+_LOST_PEER = (
     ("gloo/transport", "Connection closed by peer"),
     ("gloo/transport", "Connection reset by peer"),
     ("gloo/transport", "Broken pipe"),
@@ -188,22 +189,22 @@ _LOST = (
 )
 
 
-def _sentence(error: Exception) -> str | None:
-    """The message for the user, or None for a bug, which keeps its traceback.
+def _user_message(error: Exception) -> str | None:
+    """Return the message for the user, or None for a bug, which keeps its traceback.
 
     Octavo's error classes have complete messages; errors of the machine (a full disk, a locked folder, a full GPU, a
     lost peer) get one here.
     """
     if type(error).__module__.split(".")[0] == "octavo":
         return str(error)
-    if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
-    if isinstance(error, RuntimeError | MemoryError):  # without torch little memory was used
-        from octavo.train.loop.out_of_memory import SMALLER, what_is_full
+    if isinstance(error, OSError) and error.errno in _FIXES:
+        return f"{error.strerror}: {error.filename or 'a file'}; {_FIXES[error.errno]}"
+    if isinstance(error, RuntimeError | MemoryError):  # imports torch
+        from octavo.train.loop.out_of_memory import SMALLER, describe_full_memory
 
-        if (full := what_is_full(error)) is not None:
+        if (full := describe_full_memory(error)) is not None:
             return f"{full}; {SMALLER}"
-    if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
+    if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST_PEER):
         return (
             "another process of this run died or no longer responds; its message, further up or in its log, has the "
             "cause. Restart all processes with the same torchrun command and run.resume=auto, which continues from "

@@ -12,36 +12,36 @@ from typing import Any
 
 from octavo.base.safe_read import printable, replace_nonfinite
 
-#: colours of a status; without colours the word has to suffice
+#: colors of a status on a terminal
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
 
 
 def show_json(data: Any) -> None:
-    """One JSON document on stdout; NaN and infinities, which JSON lacks, become null."""
+    """Print one JSON document on stdout. NaN and infinities, which JSON does not support, become null."""
     print(json.dumps(replace_nonfinite(data), indent=2, ensure_ascii=False, default=str))
 
 
 def show_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
 ) -> None:
-    """A table on stdout. ``right`` lists the columns of numbers. A status word as a cell is coloured on a terminal."""
+    """Print a table on stdout. ``right`` lists right-aligned columns. Cells with a status are colored on a terminal."""
     if sys.stdout.isatty():
         _rich_table(columns, rows, title, right)
     else:
         print(plain_table(columns, rows, title=title, right=right))
 
 
-WIDTH = 80  # columns of a table where the width of the terminal is unknown
-_NARROWEST = 12  # columns of text that a table leaves each cell
+WIDTH = 80  # characters of a table line if stdout is not a terminal
+_NARROWEST = 12  # characters that a wrapped column keeps at least
 
 
 def plain_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
 ) -> str:
-    """A table as aligned text of :data:`WIDTH` columns, two spaces between columns. Nothing is cut off: the widest
-    columns of text are wrapped at spaces, and a long word makes the table wider."""
+    """Format a table as aligned text of :data:`WIDTH` characters. Nothing is cut off: the widest text columns are
+    wrapped at spaces, and a long word makes the table wider."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    # Shrink the widest column that can be wrapped until the table fits, or nothing is left to shrink.
+    # Shrink the widest wrappable column until the table fits, or no column can shrink further.
     while (over := sum(widths) + 2 * (len(widths) - 1) - WIDTH) > 0:
         wrapped = [i for i in range(len(widths)) if i not in right and widths[i] > _NARROWEST]
         if not wrapped:
@@ -63,12 +63,12 @@ def plain_table(
 
 
 def note(text: str) -> None:
-    """Print a line to stderr, so that stdout holds only the result."""
+    """Print a line on stderr; stdout is reserved for results."""
     print(_escaped(text), file=sys.stderr)
 
 
 def say(text: str) -> None:
-    """Print a line of the result. File names in it are untrusted: control characters are escaped."""
+    """Print a line of the result. Control characters are escaped, because file names in it are untrusted."""
     print(_escaped(text))
 
 
@@ -77,8 +77,7 @@ def _escaped(text: str) -> str:
 
 
 def console(*, stderr: bool = True) -> Any:
-    """A rich console for progress; on stderr by default, so that stdout holds only results. Lines are wrapped on a
-    terminal, and whole in a file or a pipe."""
+    """Return a rich console for progress, by default on stderr. Lines are wrapped only on a terminal."""
     from rich.console import Console
 
     rich_console = Console(stderr=stderr)
@@ -88,13 +87,13 @@ def console(*, stderr: bool = True) -> Any:
 
 @contextmanager
 def progress(
-    label: str, *, bytes: bool = True, elsewhere: Callable[[int, int, str], None] = lambda done, total, name: None
+    label: str, *, bytes: bool = True, fallback: Callable[[int, int, str], None] = lambda done, total, name: None
 ) -> Iterator[Callable[..., None]]:
-    """A progress bar of bytes or pieces on a terminal: yields a function of (done, total, name of the current piece).
-    Without a terminal it calls ``elsewhere``, which does nothing by default."""
+    """Show a progress bar of bytes or items on a terminal. Yields a function of (done, total, name of the current
+    item). Without a terminal that function calls ``fallback``."""
     shown = console()
     if not shown.is_terminal:
-        yield lambda done, total, name="": elsewhere(done, total, name)
+        yield lambda done, total, name="": fallback(done, total, name)
         return
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -106,7 +105,7 @@ def progress(
 
 
 def number(value: Any) -> str:
-    """A figure for a table: four significant digits, whole numbers unchanged, a dash for None."""
+    """Format a number for a table: four significant digits, integers unchanged, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Writes a data set of plain text for pretraining: source and documentation of the installed Python, split by file.
+"""Writes a plain-text dataset for pretraining from the source and documentation of the installed Python, split by file.
 
 octavo text ./text
 """
@@ -9,7 +9,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder to write: train.jsonl and test.jsonl")
+    parser.add_argument("directory", metavar="DIR", help="output folder, for train.jsonl and test.jsonl")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
 
     dataset = text.write(args.directory)
     print(
-        f"wrote {dataset.rows['train']} documents to train on and {dataset.rows['test']} held out to {args.directory}"
+        f"wrote {dataset.rows['train']} training documents and {dataset.rows['test']} held-out documents to "
+        f"{args.directory}"
     )
     return 0

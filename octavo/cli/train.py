@@ -1,10 +1,10 @@
-"""Runs one training job.
+"""Runs a training job.
 
 octavo train run.yaml
 octavo train run.yaml train.lr=3e-4 --fp8-recipe rowwise
-octavo train run.yaml run.resume=auto                          resume the run
-octavo train run.yaml --nproc 8                                on 8 GPUs of this machine (auto: all)
-torchrun --nnodes 2 ... -m octavo train run.yaml               on several machines
+octavo train run.yaml run.resume=auto                          resume from the newest checkpoint
+octavo train run.yaml --nproc 8                                use 8 GPUs of this machine (auto: all)
+torchrun --nnodes 2 ... -m octavo train run.yaml               use several machines
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from octavo.config import Config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
-    parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
+    parser.add_argument("--verbose", action="store_true", help="print the plan layer by layer, with all notes")
     parser.add_argument(
         "--nproc",
         metavar="N",
         type=launch_ranks.processes,
         default=1,
-        help="processes on this machine, or auto: one for each GPU",
+        help="number of processes on this machine, or auto for one per GPU (default 1)",
     )
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the configuration and train: :mod:`octavo.train.loop.loop`, in its phase (:mod:`octavo.rl.run`)."""
-    cfg = arguments.config(args)  # before torch is imported, so that errors in the file are reported at once
+    """Load the configuration and train in its phase (:mod:`octavo.rl.run`)."""
+    cfg = arguments.config(args)  # before the slow import of torch
     cfg = arguments.require_files(cfg, args.file)
 
-    if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
+    if args.nproc != 1 and (count := launch_ranks.resolve_process_count(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
-        Layout.from_section(count, cfg.parallel)  # refuse a wrong mesh once, not on each rank
-        return launch_ranks.launch(_words(args), count)
+        Layout.from_section(count, cfg.parallel)  # report a wrong mesh once instead of on each rank
+        return launch_ranks.launch(_rank_arguments(args), count)
     with arguments.importing():
         from octavo import rl
         from octavo.report.run.live_page import Page
 
     page, console = Page(), terminal.console(stderr=args.json)
     result = rl.run(cfg, console=console, describe_plan=plan_printer(args.verbose, page.expect), watchers=[page])
-    if os.environ.get("RANK", "0") == "0":  # torchrun starts this for each rank; only rank 0 prints
+    if os.environ.get("RANK", "0") == "0":  # under torchrun only rank 0 prints
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
         else:
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     return int(result.exit_code)
 
 
-def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of each of several processes."""
+def _rank_arguments(args: argparse.Namespace) -> list[str]:
+    """Return the command line of each rank."""
     flags = [f"--{name.replace('_', '-')}" for name in ("fp8_param_gather", "verbose", "json") if getattr(args, name)]
     valued = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in ("fp8_recipe", "fp8_format")]
     return ["train", args.file, *args.overrides, *flags, *(word for pair in valued if pair[1] for word in pair)]
@@ -69,25 +69,25 @@ def _words(args: argparse.Namespace) -> list[str]:
 def plan_printer(
     verbose: bool, predicted: Callable[[Any], None] = lambda footprint: None
 ) -> Callable[[Any], list[str]]:
-    """A function that returns the lines about a plan: in short, or layer by layer. `predicted` receives the memory
-    prediction that they print."""
+    """Return a function that describes a plan, in short or layer by layer. `predicted` is called with the memory
+    prediction."""
     from octavo import rl
     from octavo.cli.plan import layers
-    from octavo.train.loop.summary import in_full, summary
+    from octavo.train.loop.summary import describe_in_full, summary
 
     def describe_plan(planned: Any) -> list[str]:
         cfg = planned.cfg
         with_phase = dataclasses.replace(
             planned, reference=rl.reference_kind(cfg), steps=rl.describe_step(cfg, planned.ranks)
         )
-        return in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
+        return describe_in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
 
     return describe_plan
 
 
 def print_result(result: Any) -> None:
-    """Print how the run ended, in a few lines."""
-    # A loss of reinforcement learning says nothing about what was learned, so the reward takes its place.
+    """Print the status and the final metrics of a run."""
+    # In reinforcement learning the loss does not measure progress; the reward does.
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
     shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
     pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
@@ -119,7 +119,7 @@ def print_result(result: Any) -> None:
 
 
 def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None:
-    """Print what was written where, and the next command."""
+    """Print the written files and the next command."""
     names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
     written = [name for name in names if (result.dir / name).exists()]
     print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
@@ -127,16 +127,16 @@ def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None
 
 
 def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
-    """The command to run next."""
+    """Return the command to run next."""
     if result.status == "stopped":
         ranks = os.environ.get("WORLD_SIZE", "1")
-        several = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
-        goes_on = ["run.resume=auto"]
+        nproc = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
+        resume = ["run.resume=auto"]
         if not cfg.run.save_states:  # a run cannot resume without optimizer states
-            goes_on = [f"run.start_from={result.dir}", f"run.dir={result.dir}-2"]
-        replaced = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *goes_on))
+            resume = [f"run.start_from={result.dir}", f"run.dir={result.dir}-2"]
+        replaced = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *resume))
         words = [word for word in arguments.overrides(args) if not word.startswith(replaced)]
-        return shlex.join(["octavo", "train", args.file, *words, *goes_on, *several])
+        return shlex.join(["octavo", "train", args.file, *words, *resume, *nproc])
     run = shlex.quote(str(result.dir))
     if cfg.data.eval and not result.eval:
         return f"octavo eval {run}"

@@ -1,4 +1,5 @@
-"""Tree -> Config, or every problem with its line and message (:mod:`octavo.config.error_texts`)."""
+"""Converts a tree to a Config, or reports every problem with its line and message
+(:mod:`octavo.config.error_texts`)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from octavo.config.config import Config
-from octavo.config.error_texts import sentence
+from octavo.config.error_texts import describe_error
 from octavo.config.merge import Tree
 from octavo.config.rules import general
 from octavo.config.yaml.document import Path
-from octavo.config.yaml.problems import MOST_SHOWN, ConfigError, Place, Problem, dotted
+from octavo.config.yaml.problems import MAX_SHOWN, ConfigError, Place, Problem, dotted
 
 #: placeholders for required keys, so that rules over the other keys can be checked
 _REQUIRED: tuple[tuple[str, str, Any], ...] = (
@@ -25,7 +26,7 @@ _REQUIRED: tuple[tuple[str, str, Any], ...] = (
 def to_config(tree: Tree) -> Config:
     """Validate; raises :class:`ConfigError` with all problems of files, overrides, types and rules together.
 
-    Beyond :data:`MOST_SHOWN` problems of types, messages and rules are skipped: searching names to suggest is
+    Beyond :data:`MAX_SHOWN` problems of types, messages and rules are skipped: searching names to suggest is
     expensive.
     """
     if tree.broken:
@@ -38,26 +39,26 @@ def to_config(tree: Tree) -> Config:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
     except ValidationError as error:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
-        details = _without_consequences(_once(details), tree)
+        details = _without_consequences(_drop_duplicates(details), tree)
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
-        untold = len(details[MOST_SHOWN:])
-        problems += [_problem(detail, tree) for detail in details[:MOST_SHOWN]]
+        untold = len(details[MAX_SHOWN:])
+        problems += [_problem(detail, tree) for detail in details[:MAX_SHOWN]]
         bad = [tuple(detail["loc"]) for detail in details]
-        config = None if untold else _repaired(tree.value, bad)
+        config = None if untold else _without_wrong_values(tree.value, bad)
     if config is not None:
         lost = any(problem.key == "extends" for problem in problems)
         for finding in general.check(config):
             # A key that is absent because `extends` failed is not a second problem.
             if lost and finding.reason == general.ABSENT:
                 continue
-            if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
+            if not any(_overlaps(path, b) for path in (finding.path, *finding.needs) for b in bad):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.reason, finding.fix))
     if problems or config is None:
         raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), untold)
     return config
 
 
-def _once(details: list[ErrorDetails]) -> list[ErrorDetails]:
+def _drop_duplicates(details: list[ErrorDetails]) -> list[ErrorDetails]:
     """For a key that takes a word or a whole number, pydantic reports why a value is neither; keep only the number's
     error, under the name of the key."""
     kept_details: list[ErrorDetails] = []
@@ -86,19 +87,20 @@ def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[Error
 
 
 def _order(tree: Tree) -> Callable[[Place], tuple[int, int, int]]:
-    """By file in order of appearance, then by line and column; overrides last, as they were given."""
+    """Return a sort key: by file in order of appearance, then by line and column; overrides come last, in their
+    order."""
     overrides = dict.fromkeys(tree.overrides)
     files = dict.fromkeys(p.source for p in tree.places.values() if p.line is not None and p.source not in overrides)
     position = {source: number for number, source in enumerate([*files, *overrides])}
     return lambda place: (position.get(place.source, -1), place.line or 0, place.column or 0)
 
 
-def _touches(path: Path, bad: Path) -> bool:
+def _overlaps(path: Path, bad: Path) -> bool:
     return path[: len(bad)] == bad or bad[: len(path)] == path
 
 
-def _repaired(value: dict[str, Any], bad: list[Path]) -> Config | None:
-    """The configuration without its wrong values, so that the rules over the other keys can be checked too."""
+def _without_wrong_values(value: dict[str, Any], bad: list[Path]) -> Config | None:
+    """Validate the configuration without its wrong values, so that the rules over the other keys can be checked too."""
     for whole_lists in (False, True):  # a list entry may be invalid without the key that was removed from it
         repaired = copy.deepcopy(value)
         for path in bad:
@@ -134,5 +136,5 @@ def _problem(detail: ErrorDetails, tree: Tree) -> Problem:
     path: Path = tuple(detail["loc"])
     if detail["type"] == "missing" and isinstance(path[-1], int):
         path = path[:-1]  # a list of fixed length is reported as a whole
-    reason, fix = sentence(detail, path)
+    reason, fix = describe_error(detail, path)
     return Problem(tree.place(path), dotted(path), reason, fix)

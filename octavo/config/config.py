@@ -19,12 +19,12 @@ class Config(Sections):
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_the_kind(cls, data: Any) -> Any:
+    def _fill_recipes(cls, data: Any) -> Any:
         return with_recipes(data)
 
     @model_validator(mode="after")
-    def _obeys_the_rules(self, info: ValidationInfo) -> Config:
-        # The loader checks the rules itself, to report lines; for a Config built in Python they are checked here.
+    def _check_rules(self, info: ValidationInfo) -> Config:
+        # The loader checks the rules itself, to report lines. For a Config built in Python they are checked here.
         if not (info.context and info.context.get("rules") == "later"):
             findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
             if findings:
@@ -33,7 +33,7 @@ class Config(Sections):
 
 
 def with_recipes(data: Any) -> Any:
-    """The raw configuration with the recipes that follow from its other settings.
+    """Return the raw configuration with the recipes that follow from its other settings.
 
     A component that `model.load_in_fp8` names takes the recipe that multiplies by such codes, unless it has a recipe.
     If `fp8.recipe` is absent, only the components that are named (other than `off`) run in FP8; if none is named, the
@@ -45,12 +45,12 @@ def with_recipes(data: Any) -> Any:
         return data
     sections = {name: _raw(fp8.get(name)) for name in COMPONENTS}
     parts: dict[str, dict] = {name: part or {} for name, part in sections.items() if isinstance(part, dict | None)}
-    named = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
-    wanted = {name: recipe for name, recipe in _implied(data).items() if name in parts}
+    configured = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
+    wanted = {name: recipe for name, recipe in _implied_recipes(data).items() if name in parts}
     added = dict(fp8)
-    if "recipe" not in fp8 and named:
+    if "recipe" not in fp8 and configured:
         added["recipe"] = "off"
-        wanted = {**dict.fromkeys(named, DEFAULT_RECIPE), **wanted}
+        wanted = {**dict.fromkeys(configured, DEFAULT_RECIPE), **wanted}
     elif "foundation" in wanted and parts["foundation"].get("recipe") is None:
         added.setdefault("recipe", wanted.pop("foundation"))
     for name, recipe in wanted.items():
@@ -59,12 +59,12 @@ def with_recipes(data: Any) -> Any:
     return {**data, "fp8": added} if added != fp8 else data
 
 
-def of_whole_model(data: dict[str, Any]) -> Any:
-    """The recipe of the whole model if FP8 is requested without a recipe."""
-    return _implied(data).get("foundation", DEFAULT_RECIPE)
+def whole_model_recipe(data: dict[str, Any]) -> Any:
+    """Return the recipe of the whole model if FP8 is requested without a recipe."""
+    return _implied_recipes(data).get("foundation", DEFAULT_RECIPE)
 
 
-def _implied(data: dict[str, Any]) -> dict[str, str]:
+def _implied_recipes(data: dict[str, Any]) -> dict[str, str]:
     """Component -> the recipe that multiplies by the codes that it is loaded as."""
     model = _raw(data.get("model"))
     kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
@@ -73,5 +73,5 @@ def _implied(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _raw(value: Any) -> Any:
-    """A section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
+    """Return a section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

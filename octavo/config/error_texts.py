@@ -1,4 +1,4 @@
-"""Messages for errors in keys and values: what was found, the nearest name, the fix.
+"""Messages for errors in keys and values: the value found, the nearest name, the fix.
 
 Messages for errors in YAML are in :mod:`octavo.config.yaml.document`, for combinations of settings in the rules.
 """
@@ -17,10 +17,10 @@ from octavo.config.config import Config
 from octavo.config.sections.model import AttentionSection, Kernel
 from octavo.config.sections.names import FROZEN, RECIPES
 from octavo.config.yaml.document import Path, scalar
-from octavo.config.yaml.problems import dotted, named, nearest
+from octavo.config.yaml.problems import describe_value, dotted, nearest
 
-#: settings of other trainers -> their keys here
-ELSEWHERE = {
+#: settings of other trainers -> keys of Octavo
+OTHER_TRAINERS = {
     "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
     "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",
     "batch_size": "train.global_batch", "per_device_train_batch_size": "train.micro_batch",
@@ -37,21 +37,23 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
-    """(what was found, the fix) for one of pydantic's errors at ``path``."""
+def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
+    """Return (reason, fix) for one of pydantic's errors at ``path``."""
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown key", _where_instead(path)
+        return "unknown key", _unknown_key_fix(path)
     if kind == "missing" and not isinstance(value, (list, tuple)):
         return _missing(path)
     if kind == "literal_error":
         options = [str(o) for o in _options(path)]
         if value is False and "off" in options:
-            return f"found {named(value)}", "write `off`"
+            return f"found {describe_value(value)}", "write `off`"
         close = nearest(str(value), options)
-        return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
+        return f"found {describe_value(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(
+            options
+        )
     if kind in ("half_character", "string_unicode"):
-        return "holds half a character (a lone surrogate, U+D800 to U+DFFF)", "write the whole one"
+        return "contains a lone surrogate (U+D800 to U+DFFF)", "replace it by a complete character"
     words = path in (("train", "recompute"), ("model", "load_in_fp8"), ("model", "attention"))
     mapping = "a word or a mapping" if words else "a mapping"
     expected = {
@@ -62,18 +64,21 @@ def sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
     if expected == "a whole number" and (instead := _options(path)):
         expected = f"{', '.join(map(str, instead))} or {expected}"
     if expected:
-        return f"expected {expected}, found {named(value)}", _type_fix(kind, value, path)
+        return f"expected {expected}, found {describe_value(value)}", _type_fix(kind, value, path)
     limits = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
               "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}  # fmt: skip
     if kind in limits:
         name, word = limits[kind]
-        return f"must be {word} {_limit(context[name])}, found {named(value)}", ""
+        return f"must be {word} {_limit(context[name])}, found {describe_value(value)}", ""
     if kind in ("too_short", "string_too_short") and isinstance(path[-1], int):  # an item of a list of texts
         return "must not be empty", "write a text, or remove the entry"
     if kind in ("too_short", "string_too_short"):
         return "must not be empty", f"set {path[-1]} ({_field_help(path).rstrip('.')})"
     if kind in ("too_long", "missing"):
-        return f"expected {len(_default(path))} values, found {named(value)}", f"e.g. {_in_yaml(_default(path))}"
+        return (
+            f"expected {len(_default(path))} values, found {describe_value(value)}",
+            f"e.g. {_to_yaml_list(_default(path))}",
+        )
     return str(detail["msg"]), ""
 
 
@@ -112,14 +117,14 @@ def _type_fix(kind: str, value: Any, path: Path) -> str:
         return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
     if kind == "tuple_type":
         fixed = _default(path)
-        return "write `- ` before it" if isinstance(value, dict) else f"write {_in_yaml(fixed or [value])}"
+        return "write `- ` before it" if isinstance(value, dict) else f"write {_to_yaml_list(fixed or [value])}"
     if kind == "model_type" and isinstance(value, (str, int)):
         return _short_form(path, "off" if value is False else str(value))
     return ""
 
 
 def _short_form(path: Path, value: str) -> str:
-    """The fix for a single word where a section is expected, e.g. `foundation: rowwise`."""
+    """Return the fix for a single word where a section is expected, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
     if section is AttentionSection:
@@ -139,8 +144,8 @@ def _short_form(path: Path, value: str) -> str:
     }.get(first, "write `key: value` pairs under it")
 
 
-def _where_instead(path: Path) -> str:
-    """The fix for an unknown key: the name that was probably meant."""
+def _unknown_key_fix(path: Path) -> str:
+    """Return the fix for an unknown key: the name that was probably meant."""
     section, name = _section(path[:-1]), str(path[-1])
     if section is None:
         return ""
@@ -151,9 +156,9 @@ def _where_instead(path: Path) -> str:
     homes = [f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]]
     if homes:
         return f"that is `{homes[0]}`"
-    other = nearest(name, ELSEWHERE, 0.8)
+    other = nearest(name, OTHER_TRAINERS, 0.8)
     if other:
-        return f"that is `{ELSEWHERE[other]}`"
+        return f"that is `{OTHER_TRAINERS[other]}`"
     return "valid here: " + ", ".join(valid)
 
 
@@ -163,7 +168,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _section(path: Path) -> type[BaseModel] | None:
-    """The type of the section at ``path``; None if there is no section."""
+    """Return the type of the section at ``path``, or None if there is none."""
     here: Any = Config
     for part in path:
         if isinstance(part, int):
@@ -191,13 +196,13 @@ def _options(path: Path) -> tuple[Any, ...]:
 
 
 def _default(path: Path) -> list[Any]:
-    """The default of a list field; empty if it has none."""
+    """Return the default of a list field; empty if it has none."""
     field = _fields(path[:-1]).get(str(path[-1]))
     return list(field.default) if field and isinstance(field.default, tuple) else []
 
 
-def _in_yaml(values: list[Any]) -> str:
-    """A list in YAML's flow style."""
+def _to_yaml_list(values: list[Any]) -> str:
+    """Format a list in YAML's flow style."""
     return f"[{', '.join(str(value) for value in values)}]"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.config.check import to_config
-from octavo.config.config import Config, of_whole_model
+from octavo.config.config import Config, whole_model_recipe
 from octavo.config.merge import Tree, apply_override, read_file, read_string
-from octavo.config.sections.names import RecipeName, one_word
+from octavo.config.sections.names import RecipeName, canonical_name
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
@@ -24,7 +24,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, whole
     tree = Tree(str(path) if path is not None else "the command line")
     if path is not None:
         read_file(tree, Path(path))
-    return _finish(tree, overrides, whole)
+    return _load_tree(tree, overrides, whole)
 
 
 def load_config_text(
@@ -33,48 +33,52 @@ def load_config_text(
     """Like :func:`load_config`, from YAML text; ``base`` is the folder of its relative paths."""
     tree = Tree(source)
     read_string(tree, text, Path(base))
-    return _finish(tree, overrides)
+    return _load_tree(tree, overrides)
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
-    """A copy of ``config`` with overrides applied; everything is checked again."""
-    return _finish(Tree("the configuration", value=plain(config)), overrides)
+    """Return a copy of ``config`` with overrides applied; everything is checked again."""
+    return _load_tree(Tree("the configuration", value=plain(config)), overrides)
 
 
 def plain(config: Config) -> dict:
-    """The configuration as mappings, lists and scalars. With a plan file the default recipe is omitted: an explicit
-    recipe with a plan is refused."""
+    """Return the configuration as mappings, lists and scalars. With a plan file the default recipe is omitted: an
+    explicit recipe with a plan is refused."""
     values = config.model_dump(mode="json")
     if config.fp8.plan is not None and config.fp8.recipe == type(config.fp8).model_fields["recipe"].default:
         del values["fp8"]["recipe"]
     return values
 
 
-def _finish(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config:
+def _load_tree(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config:
     for text in overrides:
         apply_override(tree, text)
-    _let_a_plan_win(tree)
-    _let_a_length_win(tree)
+    _resolve_plan_override(tree)
+    _resolve_length_override(tree)
     fp8 = tree.value.get("fp8")
     if whole and isinstance(fp8, dict) and fp8.get("plan") is None:
-        fp8.setdefault("recipe", of_whole_model(tree.value))
+        fp8.setdefault("recipe", whole_model_recipe(tree.value))
     return to_config(tree)
 
 
-def _let_a_plan_win(tree: Tree) -> None:
-    """An override `fp8.plan=FILE` replaces a recipe in the file, because later settings win. A recipe on the command
-    line, or in the file that names the plan, conflicts with the plan and is refused."""
+def _resolve_plan_override(tree: Tree) -> None:
+    """Let an override `fp8.plan=FILE` replace a recipe in the file, because later settings win. A recipe on the
+    command line, or in the file that names the plan, conflicts with the plan and is refused."""
     fp8 = tree.value.get("fp8")
-    if not isinstance(fp8, dict) or not isinstance(fp8.get("plan"), str) or one_word(fp8.get("recipe")) not in _FP8:
+    if (
+        not isinstance(fp8, dict)
+        or not isinstance(fp8.get("plan"), str)
+        or canonical_name(fp8.get("recipe")) not in _FP8
+    ):
         return
     later, earlier = tree.place(("fp8", "plan")).source, tree.place(("fp8", "recipe")).source
     if later in tree.overrides and earlier not in tree.overrides:
         del fp8["recipe"]
 
 
-def _let_a_length_win(tree: Tree) -> None:
-    """An override `train.steps=N` replaces epochs in the file, because later settings win, and vice versa; both in one
-    place are refused."""
+def _resolve_length_override(tree: Tree) -> None:
+    """Let an override `train.steps=N` replace epochs in the file, because later settings win, and vice versa; both
+    in one place are refused."""
     train = tree.value.get("train")
     if not isinstance(train, dict) or train.get("steps") is None or train.get("epochs") is None:
         return

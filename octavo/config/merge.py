@@ -1,7 +1,7 @@
-"""Files and overrides -> one tree of plain values that records where each of its keys was written.
+"""Merges files and overrides into one tree of plain values that records where each of its keys was written.
 
-Later settings win: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings merge,
-everything else (also lists) is replaced. Paths are made absolute here, relative to the file that contains them.
+Later settings win: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings are
+merged, everything else (including lists) is replaced. Paths are made absolute, relative to the file that contains them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from octavo.base.hub import is_name
 from octavo.base.safe_read import Unreadable, decode, read_bytes
-from octavo.config.sections.text_types import is_reward_path, is_url, not_a_path
-from octavo.config.yaml.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
-from octavo.config.yaml.problems import Place, Problem, dotted, named, nearest
+from octavo.config.sections.text_types import is_reward_path, is_url, path_problem
+from octavo.config.yaml.document import MAX_CHARACTERS, MAX_LEVELS, Document, Path, read_text, read_value
+from octavo.config.yaml.problems import Place, Problem, describe_value, dotted, nearest
 
-#: most files of one configuration; files that extend each other in pairs are read 2, 4, 8 ... times
-MOST_FILES = 100
+#: limit of files per configuration; files that extend each other in pairs are read 2, 4, 8 ... times
+MAX_FILES = 100
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Tree:
         self.problems.append(Problem(place, key, reason, fix))
 
     def place(self, path: Path) -> Place:
-        """Where ``path`` was written, else the place of the closest enclosing key."""
+        """Return the place where ``path`` was written, else that of the closest enclosing key."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -49,18 +49,18 @@ class Tree:
 def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), origin: Place | None = None) -> None:
     """Merge a file, its ``extends`` first, into ``tree``. ``chain``: the files being read, to detect a cycle."""
     tree.files += 1
-    why = not_a_path(str(path))
-    if tree.files > MOST_FILES:
-        why = f"is one file more than the limit of {MOST_FILES}"
+    why = path_problem(str(path))
+    if tree.files > MAX_FILES:
+        why = f"is one file more than the limit of {MAX_FILES}"
     if why is not None:
-        reason = f"{named(str(path))} {why}"
+        reason = f"{describe_value(str(path))} {why}"
         tree.problem(origin or Place(str(path)), "extends" if origin else "", reason, "name a YAML file")
         tree.broken = True
         return
-    shown = _shown(path)
+    shown = _display_path(path)
     real = FilePath(os.path.realpath(path))  # Path.resolve raises if symbolic links form a loop
     if real in chain:
-        names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
+        names = " -> ".join(_display_path(p) for p in (*chain[chain.index(real) :], real))
         reason = f"the files extend each other ({names})"
         tree.problem(origin or Place(shown), "extends", reason, "remove one of the `extends`")
         tree.broken = True
@@ -87,7 +87,7 @@ def apply_override(tree: Tree, text: str) -> None:
             fix = "name one FILE.yaml; use `extends:` in the file to merge another one"
         tree.problem(place, "", "not of the form key=value", fix)
         return
-    if len(parts) > MOST_LEVELS:
+    if len(parts) > MAX_LEVELS:
         tree.problem(place, "", f"the key has {len(parts):,} parts", "octavo schema lists the keys")
         return
     if parts[0] == "extends":
@@ -133,7 +133,8 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
 
 
 def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | int | None:
-    """The key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no meaning."""
+    """Return the key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no
+    meaning."""
     where = dotted(path)
     fix = f"set the whole list: {where}=[...]"
     if isinstance(node, list):
@@ -147,7 +148,9 @@ def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | i
             tree.problem(place, dotted((*path, part)), f"there is no list at `{where}`", fix)
             return None
         return part
-    tree.problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and has no keys", f"set `{where}` itself")
+    tree.problem(
+        place, dotted((*path, part)), f"`{where}` is {describe_value(node)} and has no keys", f"set `{where}` itself"
+    )
     return None
 
 
@@ -158,7 +161,7 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
         extends = [extends]
     names = isinstance(extends, list) and bool(extends) and all(isinstance(e, str) and e for e in extends)
     if extends is not None and not names:
-        reason = f"expected a file name or a list of them, found {named(extends)}"
+        reason = f"expected a file name or a list of them, found {describe_value(extends)}"
         tree.problem(place, "extends", reason, "write `extends: base.yaml`")
         extends = None
     for target in extends or ():
@@ -205,7 +208,7 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         return value  # of the Hugging Face hub
     if path[:1] == ("data",) and path[-1:] == ("path",) and isinstance(value, str) and is_url(value):
         return value
-    if is_path and isinstance(value, str) and value and not not_a_path(value):
+    if is_path and isinstance(value, str) and value and not path_problem(value):
         return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))
     return value
 
@@ -213,28 +216,28 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
 def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str | None:
     place, key = (origin, "extends") if origin else (Place(shown), "")
     try:
-        return decode(read_bytes(path, limit=4 * MOST_CHARACTERS), shown, encoding="utf-8-sig")
+        return decode(read_bytes(path, limit=4 * MAX_CHARACTERS), shown, encoding="utf-8-sig")
     except Unreadable as error:
         reason, fix = str(error).removesuffix("."), ""
         if isinstance(error.__cause__, FileNotFoundError):
-            reason, fix = f"there is no file {shown}", _neighbour(path)
+            reason, fix = f"there is no file {shown}", _suggest_file(path)
     tree.problem(place, key, reason, fix)
     tree.broken = True
     return None
 
 
-def _neighbour(path: FilePath) -> str:
+def _suggest_file(path: FilePath) -> str:
     if not path.parent.is_dir():
-        return f"there is no folder {_shown(path.parent)} either"
+        return f"there is no folder {_display_path(path.parent)} either"
     names = sorted(p.name for p in islice(path.parent.iterdir(), 1000) if p.suffix in (".yaml", ".yml"))
     close = nearest(path.name, names)
     if close:
-        return f"did you mean {_shown(path.parent / close)}?"
+        return f"did you mean {_display_path(path.parent / close)}?"
     return f"the folder has {', '.join(names[:8])}" if names else "its folder has no YAML file"
 
 
-def _shown(path: FilePath) -> str:
-    """A file's name for a message: relative to the working directory if it is inside."""
+def _display_path(path: FilePath) -> str:
+    """Return the name of a file for a message: relative to the working directory if it is inside."""
     absolute = FilePath(os.path.normpath(path.absolute()))
     here = FilePath.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

@@ -19,7 +19,7 @@ from octavo.data.loaders.rows_from_config import (
     count_epoch_rows,
     decode_videos,
     preference_rows,
-    prepare,
+    prepare_datasets,
     training_rows,
 )
 from octavo.data.order import Mixture
@@ -35,6 +35,6 @@ __all__ = [
     "IGNORE", "AudioRef", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
     "EvalSet", "ImageRef", "LabelledEncoder", "Loader", "LongSample", "Mixture", "PackLoader", "Pair", "PairEncoder",
     "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "collate_pack",
-    "count_epoch_rows", "decode_videos", "eval_set", "pair_loader", "pair_set", "parse", "preference_rows", "prepare",
-    "prompt_loader", "read", "train_loader", "training_rows",
+    "count_epoch_rows", "decode_videos", "eval_set", "pair_loader", "pair_set", "parse", "preference_rows",
+    "prepare_datasets", "prompt_loader", "read", "train_loader", "training_rows",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Errors of data: of a whole file (`DataError`), of one row (`BadSample`), or of a worker process (`WorkerDied`)."""
+"""Errors of a data file (`DataError`), of one row (`BadSample`) and of a worker process (`WorkerDied`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from octavo.base.safe_read import printable
 
-MOST = 1000  # characters of a quoted reason, a tenth of it for an id: values in rows may have megabytes
+MAX_QUOTED_CHARS = 1000  # limit of a quoted reason; an id gets a tenth of it. Values in rows may have megabytes.
 
 
 _REPR = reprlib.Repr()  # abbreviates without formatting the whole value, however large it is
@@ -18,7 +18,7 @@ _REPR.maxstring = _REPR.maxother = 80
 class DataError(ValueError):
     """A data set that cannot be used as configured. The message names the file, the problem and the fix.
 
-    quotes  whether the message may quote a row; a run that encrypts its files does not print such messages
+    quotes  True if the message may quote a row; a run that encrypts its files does not print such messages
     """
 
     quotes = False
@@ -34,45 +34,45 @@ class BadSample(DataError):
     """One row that cannot be trained on.
 
     Attributes: `file` (the data file), `row` (counted from 0, in file order), `reason` (one sentence) and
-    `id` (of the row, if it has one). With `on_bad_sample: skip` such a row is left out and listed.
+    `id` (the row's id, or None). With `on_bad_sample: skip` such a row is skipped and listed.
     """
 
     action = "skipped"
     quotes = True
 
     def __init__(self, file: str | Path, row: int, reason: str, id: str | None = None) -> None:
-        self.file, self.row, self.reason = str(file), row, printable(_cut(reason, MOST))
-        self.id = None if id is None else printable(_cut(id, MOST // 10))
-        named = f" (id {self.id})" if id is not None else ""
-        super().__init__(f"{printable(file)}, row {row}{named}: {self.reason}")
+        self.file, self.row, self.reason = str(file), row, printable(_shorten(reason, MAX_QUOTED_CHARS))
+        self.id = None if id is None else printable(_shorten(id, MAX_QUOTED_CHARS // 10))
+        id_text = f" (id {self.id})" if id is not None else ""
+        super().__init__(f"{printable(file)}, row {row}{id_text}: {self.reason}")
 
     # Exceptions pickle their args, which here are the four fields and not the finished message.
     def __reduce__(self) -> tuple[type, tuple[str, int, str, str | None]]:
         return type(self), (self.file, self.row, self.reason, self.id)
 
     def record(self) -> dict[str, str | int | None]:
-        """The line written to `skipped.jsonl`."""
+        """Return the line written to `skipped.jsonl`."""
         return {"file": self.file, "row": self.row, "id": self.id, "action": self.action, "reason": self.reason}
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _shorten(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 class RowProblem(ValueError):
-    """A row with a wrong structure; becomes a `BadSample` where the file and the row number are known."""
+    """A row with a wrong structure. Converted to a `BadSample` where the file and the row number are known."""
 
 
-class ImageProblem(ValueError):
-    """An image, sound or video that cannot be used; the message is the reason of a `BadSample`."""
+class MediaProblem(ValueError):
+    """An image, audio or video file that cannot be used. The message becomes the reason of a `BadSample`."""
 
 
 class Mismatch(ValueError):
-    """A conversation that the processor or the model cannot take; becomes a `BadSample`."""
+    """A conversation that the processor or the model does not accept. Converted to a `BadSample`."""
 
 
-def shown(value: object) -> str:
-    """The beginning of a value, for an error message."""
+def quote_value(value: object) -> str:
+    """Return the first 80 characters of a value's repr, for an error message."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN, a missing value" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     text = _REPR.repr(value)
@@ -80,10 +80,10 @@ def shown(value: object) -> str:
 
 
 class LongSample(BadSample):
-    """A row longer than `seq_length` with `on_long: drop`. It is always left out, never an error."""
+    """A row longer than `seq_length` with `on_long: drop`. It is always dropped, never an error."""
 
     action = "dropped"
 
 
 class WorkerDied(RuntimeError):
-    """A process that prepares rows (`data.workers`) died or hangs. The message names the process, rows and fix."""
+    """A data worker process (`data.workers`) died or hangs. The message names the process, its rows and the fix."""

@@ -5,7 +5,7 @@ outcome of every key. No torch is imported here.
 from octavo.importers.common.key_outcomes import HEADINGS, Row
 from octavo.importers.detect import FRAMEWORKS
 from octavo.importers.errors import TranslateError
-from octavo.importers.report import lost_line, markdown, plain
+from octavo.importers.report import lost_line, markdown, to_json
 from octavo.importers.translation import Translation, translate
 
 __all__ = [
@@ -16,6 +16,6 @@ __all__ = [
     "Translation",
     "lost_line",
     "markdown",
-    "plain",
+    "to_json",
     "translate",
 ]

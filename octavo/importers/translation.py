@@ -24,8 +24,8 @@ class Translation:
 
     content  the text of the file ``out``
     extra    files for a model folder next to it: path -> text
-    refused  the problems for which Octavo refuses the file
-    lost     keys that another value overrides: (key, why)
+    problems  the problems for which Octavo refuses the file
+    overridden     keys that another value overrides: (key, why)
     unread   lines of scripts that were not read: (place, text, why)
     """
 
@@ -36,8 +36,8 @@ class Translation:
     extra: dict[Path, str]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    refused: tuple[Problem, ...]
-    lost: tuple[tuple[SourceKey, str], ...]
+    problems: tuple[Problem, ...]
+    overridden: tuple[tuple[SourceKey, str], ...]
     unread: tuple[tuple[Place, str, str], ...]
 
     @property
@@ -83,38 +83,47 @@ def translate(
         Folder(Path(root).absolute(), [Path(path).absolute().parent for path in paths]),
     )
     # Which of two values wins depends on the framework, so a file is merged once to recognize it, and then again.
-    module = detect.named(framework) if framework else None
-    parts = files.read(_yaml_first(files_given), variables or {}, folder)
+    module = detect.framework_by_name(framework) if framework else None
+    parts = files.read_files(_sort_yaml_first(files_given), variables or {}, folder)
     if module is None:
-        module = detect.framework_of(files.merged(parts, first_wins=False))
-    foreign = files.merged(parts, first_wins=module.FIRST_WINS)
+        module = detect.detect_framework(files.merge_parts(parts, first_wins=False))
+    source_config = files.merge_parts(parts, first_wins=module.FIRST_WINS)
     target = Path(out).absolute()
-    draft = Draft(foreign, folder, target, world=world, sizes=rows)
+    draft = Draft(source_config, folder, target, num_processes=world, num_rows=rows)
     module.translate(draft)
     draft.finish()
     if fp8 is not None:
-        _with_fp8(draft, fp8)
+        _set_fp8_recipe(draft, fp8)
     sources = " and ".join(printable(path.name) for path in files_given)
-    head = [f"Translated from {sources} ({module.NAME}) by octavo import; {printable(target.stem)}.report.md says what",
-            "became of every key. Comments: theirs, then why."]  # fmt: skip
-    content = output_file.text(draft.settings, head)
+    head = [
+        f"Translated from {sources} ({module.NAME}) by octavo import.",
+        f"{printable(target.stem)}.report.md lists the outcome of every key. Comments: source key, then reason.",
+    ]
+    content = output_file.render_yaml(draft.settings, head)
     model_folder = target.with_name(f"{target.stem}_model")
     return Translation(
-        module.NAME, sources, target, content, {model_folder / name: text for name, text in draft.files.items()},
-        tuple(draft.rows[key] for key in draft.source_keys), tuple(draft.notes), output_file.refused(content, target),
-        foreign.lost, foreign.unread,
-    )  # fmt: skip
+        framework=module.NAME,
+        sources=sources,
+        out=target,
+        content=content,
+        extra={model_folder / name: text for name, text in draft.files.items()},
+        rows=tuple(draft.rows[key] for key in draft.source_keys),
+        notes=tuple(draft.notes),
+        problems=output_file.find_problems(content, target),
+        overridden=source_config.overridden,
+        unread=source_config.unread,
+    )
 
 
-def _yaml_first(paths: list[Path]) -> list[Path]:
+def _sort_yaml_first(paths: list[Path]) -> list[Path]:
     """Return the configuration before the flags, in whatever order the user named them."""
     return sorted(paths, key=lambda path: path.suffix not in (".yaml", ".yml", ".json"))
 
 
-def _with_fp8(draft: Draft, recipe: str) -> None:
+def _set_fp8_recipe(draft: Draft, recipe: str) -> None:
     """Replace the FP8 settings by the recipe that the user asked for."""
     for target in [target for target in draft.settings if target.startswith("fp8.")]:
         del draft.settings[target]
-    draft.put("fp8.recipe", recipe, why="set with --fp8-recipe, instead of the settings in the files")
-    draft.notes[:] = [note for note in draft.notes if not note.startswith("there was no FP8")]
-    draft.note(f"fp8.recipe: {recipe} was set with --fp8-recipe; the report describes the FP8 keys of the files")
+    draft.set("fp8.recipe", recipe, why="set with --fp8-recipe, instead of the settings in the files")
+    draft.notes[:] = [note for note in draft.notes if not note.startswith("the source did not use FP8")]
+    draft.add_note(f"fp8.recipe: {recipe} was set with --fp8-recipe; the report describes the FP8 keys of the files")

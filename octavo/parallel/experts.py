@@ -97,7 +97,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh | None) -> None:
         if parameter is not None:
             setattr(module, name, nn.Parameter(_local_part(parameter, axis), requires_grad=parameter.requires_grad))
     if not isinstance(module, moe.Experts):
-        moe.by_rows(module)
+        moe.enable_row_forward(module)
     module.__dict__[moe.EXCHANGE] = moe.Exchange(axis.get_group(), axis.size())
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8.optim import like
-from octavo.fp8.weights import filled, rows_here
+from octavo.fp8.optim import shard_like
+from octavo.fp8.weights import fill_parameter, local_rows
 from octavo.parallel.world import World, WorldError
 
 
@@ -40,13 +40,13 @@ def fill(model: nn.Module, source: WeightSource, world: World) -> tuple[dict[str
     lower_halves: dict[str, Tensor] = {}
 
     def window(module: nn.Module, leaf: str) -> tuple[int, int]:
-        return rows_here(_parameter(module, leaf))
+        return local_rows(_parameter(module, leaf))
 
     def place(name: str, module: nn.Module, leaf: str, values: Tensor, half: Tensor | None) -> None:
         empty = _parameter(module, leaf)
-        filled_by_id[id(empty)] = filled(empty, values)
+        filled_by_id[id(empty)] = fill_parameter(empty, values)
         if half is not None:
-            lower_halves[name] = like(filled_by_id[id(empty)], half)
+            lower_halves[name] = shard_like(filled_by_id[id(empty)], half)
 
     def reduce_max(amax: Tensor) -> Tensor:
         # As bit patterns: they sort like non-negative floats with NaN last, so a NaN on one rank reaches all.

@@ -155,11 +155,11 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
     outputs = experts = 0
     for module in model.modules():
         if moe.EXCHANGE in module.__dict__ and isinstance(module, moe.Experts):
-            exchange = module.__dict__[moe.EXCHANGE].coded(module)
+            exchange = module.__dict__[moe.EXCHANGE].with_codes(module)
             module.__dict__[moe.EXCHANGE] = exchange
             experts += exchange.rows is not None or exchange.gradients is not None
         elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
-            coding = WireFormat.of_x(output.recipe, head_dim)
+            coding = WireFormat.for_inputs(output.recipe, head_dim)
             if coding is not None and {name for name, _ in module.named_children()} <= _ATTENTION_CHILDREN:
                 module.__dict__[WIRE_FORMAT_KEY] = coding
                 outputs += 1

@@ -197,7 +197,7 @@ def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
 def test_mxfp8_takes_part_where_it_can_win(capability, takes_part, monkeypatch: pytest.MonkeyPatch) -> None:
     class Able:
         supports = staticmethod(lambda *a: None)
-        auto_unsupported = staticmethod(lambda device: None)
+        why_not_auto = staticmethod(lambda device: None)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(peers.kernels, "get", lambda name: Able)
@@ -277,7 +277,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gem"], "there is no suite 'gem'; there are: all, cast, gemm"),
+        (["gem"], "there is no suite 'gem'; suites are: all, cast, gemm"),
         ([], "required: SUITE"),
         (["gemm", "--tokens", "0"], "expected a whole number of at least 1, found '0'"),
         (["gemm", "--tokens", "x"], "expected a whole number of at least 1, found 'x'"),

@@ -1,4 +1,4 @@
-"""The table of formats: a kind of files that is planted in it is read, listed, kept and fetched by that alone."""
+"""The table of formats: an added entry is enough for files to be read, listed, cached and fetched."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _where_they_are(path: Path) -> Lines:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path) -> Path:
-    """A folder of two files of a format that only the table knows, and a picture."""
-    words = registry.of_texts((".words",), _texts, _where_they_are, cells=True)
+    """Add a format to the table, and write a folder with two files of it and an image."""
+    words = registry.text_format((".words",), _texts, _where_they_are, cells=True)
     monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, words))
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -49,15 +49,15 @@ def planted(monkeypatch, tmp_path) -> Path:
     return folder
 
 
-def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, monkeypatch):
+def test_new_format_is_read_listed_cached_and_fetched(planted, tmp_path, monkeypatch):
     def rows(of) -> list:
         return [of[n] for n in range(len(of))]
 
     assert rows(open_rows(planted / "a.words")) == ROWS[:2]
     assert rows(open_rows(planted / "a.words", stream=True)) == ROWS[:2]
-    assert [file.name for file in cache.files_of(planted)] == ["a.words", "b.WORDS"]
+    assert [file.name for file in cache.list_row_files(planted)] == ["a.words", "b.WORDS"]
     assert rows(open_rows(planted)) == ROWS
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     assert rows(open_rows(planted, tmp_path / "kept")) == ROWS and len([*(tmp_path / "kept").glob("*.arrow")]) == 2
     remote.list_files.cache_clear()
     assert rows(open_fetched(f"file://{planted}", tmp_path / "fetched")) == ROWS
@@ -65,9 +65,9 @@ def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, mon
     assert source._cells and source[0].text == "cat"
 
 
-def test_every_format_has_endings_of_its_own_and_no_repository_is_called_so():
-    endings = registry.endings()
-    assert len({*endings}) == len(endings) and {*endings} == {*suffixes.ROWS}
-    assert registry.endings(stays=True) == suffixes.TAR
+def test_every_format_has_unique_suffixes():
+    row_suffixes = registry.row_suffixes()
+    assert len({*row_suffixes}) == len(row_suffixes) and {*row_suffixes} == {*suffixes.ROWS}
+    assert registry.row_suffixes(indexed_only=True) == suffixes.TAR
     assert not any(is_name(f"folder/rows{end}") for end in suffixes.ALL_FILES) and is_name("folder/rows.en")
     assert registry.format_of("x").suffixes == registry.format_of("x.JSON").suffixes

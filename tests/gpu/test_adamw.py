@@ -227,7 +227,7 @@ def test_many_small_batches_on_streams_never_cross() -> None:
         for p in one
     ]
     for step in range(1, 6):
-        engine.engine(torch.device("cuda"))(with_gradients(one, step), settings("fp8", "bf16+16"), None, None)
+        engine.select_engine(torch.device("cuda"))(with_gradients(one, step), settings("fp8", "bf16+16"), None, None)
         offload.step(with_gradients(other, step), settings("fp8", "bf16+16"), None, None, adamw.step)
     offload.settle()
     assert_same(one, [q._replace(state={k: v.cuda() for k, v in q.state.items()}) for q in other])

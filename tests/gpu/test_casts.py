@@ -181,7 +181,7 @@ def test_back_again_and_laid_out_for_the_other_contraction(block):
             for dtype in (torch.float32, torch.bfloat16):
                 assert torch.equal(cast.dequantize(q, dtype), reference.dequantize(want, dtype))
             for other in (1, 0):
-                got, want = cast.relaid(q, other), layout.k_major(q, other)
+                got, want = cast.convert_to_k_major(q, other), layout.k_major(q, other)
                 assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
 
 
@@ -218,7 +218,7 @@ def test_more_elements_than_an_int32_counts():
     first, second = cast.quantize_both(x, row, col)
     assert_same(Quantized(first.data[-128:], first.scale[-128:], row), reference.quantize(tail, row))
     assert_same(Quantized(second.data[-128:], second.scale[-1:], col), reference.quantize(tail, col))
-    again = cast.relaid(first, 0).codes.view(torch.uint8)
+    again = cast.convert_to_k_major(first, 0).codes.view(torch.uint8)
     assert torch.equal(again[:, -128:].cpu(), first.data[-128:].view(torch.uint8).t().cpu())
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from octavo import fp8, models
 from octavo.fp8.arithmetic.recipe import recipe
-from octavo.fp8.invariance import Rows, row_linear
+from octavo.fp8.invariance import BatchInvariantMode, row_linear
 from octavo.fp8.invariance.attention import attention
 from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import get
@@ -74,7 +74,7 @@ def test_attention(heads: int, kv: int, d: int, dtype: torch.dtype) -> None:
 def test_rows_of_norms_and_softmax() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = random(513, 4096, dtype=dtype)
-        with Rows():
+        with BatchInvariantMode():
             for call in (
                 lambda x: F.rms_norm(x, (4096,)),
                 lambda x: F.layer_norm(x, (4096,)),

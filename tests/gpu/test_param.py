@@ -96,9 +96,11 @@ def test_shards_have_the_codes_of_the_whole(recipe: str, monkeypatch: pytest.Mon
         sent = []
         for rank, rows in enumerate(values.split(446)):
             shards = Shards(1336, 3, rank)
-            sent.append(fp8_rows.wire(fp8_rows.cast(rows, needs, shards, Mesh()), shards))
+            sent.append(fp8_rows.pack_for_gather(fp8_rows.cast(rows, needs, shards, Mesh()), shards))
     whole = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
-    for q, need in zip(fp8_rows.gathered(whole, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True):
+    for q, need in zip(
+        fp8_rows.unpack_gathered(whole, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True
+    ):
         want = need.cast(values)
         assert torch.equal(q.data.contiguous().view(torch.uint8), want.data.contiguous().view(torch.uint8))
         assert torch.equal(q.scale, want.scale)

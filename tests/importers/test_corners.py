@@ -137,7 +137,7 @@ CASES = {
     "tower and projector are trained beside adapters": (
         swift("--tuner_type lora_llm --lora_rank 4 --vit_lr 1e-5 --freeze_vit false"),
         "lora.rank=4 lora.targets=('foundation',) model.freeze=()", "tuner_type:none freeze_vit:dead"),
-    "a tuner that is not built": (swift("--train_type adalora"), "lora.rank=8", "train_type:none"),
+    "a tuner that is not implemented": (swift("--train_type adalora"), "lora.rank=8", "train_type:none"),
     "modules by name, whatever is frozen": (
         swift("--target_modules down_proj --freeze_vit true"), "lora.targets=('**.down_proj',) lora.exclude=()",
         "freeze_vit:dead"),
@@ -217,10 +217,10 @@ def test_a_corner_becomes_what_it_was(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (AXOLOTL + "reward_model: true\n", "reward_model: true.* is not translated"),
-        (AXOLOTL + "diffusion: {eps: 1}\n", "diffusion.eps.* is not translated"),
-        (swift("--task_type embedding"), "task_type: 'embedding' is not translated"),
-        (FOUNDRY.format(more="").replace("hf_causal_lm", "hf_t5"), "'hf_t5' is not translated"),
+        (AXOLOTL + "reward_model: true\n", "reward_model: true.* cannot be translated"),
+        (AXOLOTL + "diffusion: {eps: 1}\n", "diffusion.eps.* cannot be translated"),
+        (swift("--task_type embedding"), "task_type: 'embedding' cannot be translated"),
+        (FOUNDRY.format(more="").replace("hf_causal_lm", "hf_t5"), "'hf_t5' cannot be translated"),
     ],
 )
 def test_a_run_of_another_kind_is_refused(content: str, said: str, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_run_of_another_kind_is_refused(content: str, said: str, tmp_path: Pat
     + [swift("--sequence_parallel_size 0"), mind(parallel=", ulysses_parallel_size: 0")],
 )
 def test_a_parallel_size_of_0_is_not_one_of_1(content: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a whole number from 1 belongs"):
+    with pytest.raises(ConfigError, match="expected a whole number of at least 1"):
         made_of(content, tmp_path)
 
 

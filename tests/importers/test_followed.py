@@ -192,14 +192,14 @@ def test_a_composed_model_is_refused_by_name(tmp_path: Path, capsys) -> None:
         (tmp_path / "custom" / "own.yaml").write_text(
             LOONG.format(tower=tower, folder=folder, language=language, kind="own_vlm")
         )
-        said = f"own_vlm is composed of {tower} and {language}, which is not translated"
+        said = f"own_vlm is composed of {tower} and {language}, which cannot be translated"
         for words in (["custom/own.yaml"], ["custom/own.yaml", "a.sh"], ["a.sh"]):  # the script names it
             script.write_text(SCRIPT.format(config="custom/own.yaml") + "\n")
             with pytest.raises(TranslateError, match=said):
                 translate([tmp_path / word for word in words], tmp_path / "o.yaml", root=tmp_path)
     script.write_text(SCRIPT.format(config="/elsewhere/configs/models/custom/x.yaml") + "\n")
     assert main(["import", str(script), "-o", str(tmp_path / "o.yaml"), "--root", str(tmp_path)]) == 2
-    assert "x.yaml is composed of parts of its own" in capsys.readouterr().err
+    assert "x.yaml is composed of custom components" in capsys.readouterr().err
     script.write_text(SCRIPT.format(config="/elsewhere/qwen2_5_vl_3b.yaml") + "\n")
     assert "config_file" in translate([script], tmp_path / "o.yaml", root=tmp_path).lost_keys
 
@@ -233,7 +233,9 @@ def test_dropout_that_their_trainer_switches_off_is_not_written(name: str, tmp_p
     content, file = PAIRS[name]
     made = made_of(tmp_path, content, file)
     assert "dropout" not in made.content.replace("lora_dropout", "") and cfg_of(made).lora.dropout == 0
-    assert row(made, "lora_dropout").kind == "dead" and "switched off by their trainer" in row(made, "lora_dropout").why
+    assert (
+        row(made, "lora_dropout").kind == "dead" and "framework's trainer disables it" in row(made, "lora_dropout").why
+    )
     off = made_of(tmp_path, content.replace("0.1", "0.0"), file)
     assert row(off, "lora_dropout").kind == "default"
     plain = content.replace("stage: dpo", "stage: sft").replace("stage: kto", "stage: sft").replace("rl: orpo\n", "")

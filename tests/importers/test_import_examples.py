@@ -55,7 +55,7 @@ def test_a_file_of_another_framework_trains_here(path: Path, home: Path, monkeyp
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
     assert [row["step"] for row in rows] == [1, 2] and all(row["loss"] > 0 for row in rows)
     report = (home / typed[3][1]).with_suffix("").with_suffix(".report.md").read_text()
-    assert "## Translated" in report and "## Not known there" not in report
+    assert "## Translated" in report and "## Unknown keys" not in report
     if any(getattr(cfg.fp8, part) for part in ("foundation", "rules")) or cfg.fp8.recipe != "off":
         assert json.loads((run / "proof.json").read_text())["share"] > 0
 
@@ -63,6 +63,6 @@ def test_a_file_of_another_framework_trains_here(path: Path, home: Path, monkeyp
 def test_the_examples_are_of_every_framework_and_mpt_becomes_a_folder(tmp_path: Path) -> None:
     more = {"loongforge.yaml": [IMPORT / "loongforge.sh"]}
     made = [translate([path, *more.get(path.name, [])], tmp_path / "out.yaml", root=tmp_path) for path in FILES]
-    assert {one.framework for one in made} == set(FRAMEWORKS) and not any(one.refused for one in made)
+    assert {one.framework for one in made} == set(FRAMEWORKS) and not any(one.problems for one in made)
     mpt = next(one for path, one in zip(FILES, made, strict=True) if path.name == MPT)
     assert [file.name for file in mpt.extra] == ["config.json"] and "recipe: delayed" in mpt.content

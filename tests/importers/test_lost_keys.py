@@ -30,12 +30,18 @@ def test_exit_code_4_and_the_last_line_count_the_lost(tmp_path: Path, monkeypatc
         (tmp_path / "a.yaml").write_text(PLAIN + more)
         assert main(asks) == (4 if names else 0)
         last = capsys.readouterr().out.rstrip().split("\n")[-1]
-        line = {0: "", 1: "1 key of yours is lost", 3: "3 keys of yours are lost"}[len(names)]
+        line = {
+            0: "",
+            1: "1 key that affects training was not translated",
+            3: "3 keys that affect training were not translated",
+        }[len(names)]
         assert last == f"{line}: {', '.join(names)}" if names else "lost" not in last
         assert main([*asks, "--json", "--allow-lost"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["lost"], report["lost_line"]) == (names, line)
-        assert ("keys of yours are lost" in (page := (tmp_path / "o.report.md").read_text())) == (len(names) > 1)
+        assert (
+            "keys that affect training were not translated" in (page := (tmp_path / "o.report.md").read_text())
+        ) == (len(names) > 1)
         assert all(f"- `{name}`" in page for name in names)
 
 
@@ -43,7 +49,7 @@ def test_a_file_that_octavo_refuses_ends_with_1_whatever_is_lost(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(PLAIN + "learning_rate: -1\nval_size: 0.1\n")
     assert main(["import", "a.yaml", "-o", "o.yaml", "--allow-lost"]) == 1
-    assert capsys.readouterr().out.rstrip().endswith("1 key of yours is lost: val_size")
+    assert capsys.readouterr().out.rstrip().endswith("1 key that affects training was not translated: val_size")
 
 
 def test_what_a_script_leaves_open_is_lost_where_it_decides_numbers(tmp_path: Path) -> None:
@@ -62,7 +68,7 @@ def test_what_a_line_that_is_not_followed_may_change_counts_as_open(tmp_path: Pa
     (tmp_path / "a.sh").write_text(f"LR=1e-5\nOUT=small\n{line}{run}")
     made = translate([tmp_path / "a.sh"], tmp_path / "o.yaml", root=tmp_path, world=1)
     assert made.lost_keys == ("learning_rate",)
-    assert made.notes and any("a.sh:3 is not followed and may change learning_rate" in note for note in made.notes)
+    assert made.notes and any("a.sh:3 is not evaluated and may change learning_rate" in note for note in made.notes)
     (tmp_path / "a.sh").write_text(f"LR=1e-5\nOUT=small\nBIG=0\n{line}{run}")
     assert translate([tmp_path / "a.sh"], tmp_path / "o.yaml", root=tmp_path, world=1).lost_keys == ()
 
@@ -74,7 +80,7 @@ chat_template_jinja eot_tokens special_tokens.eos_token additional_target module
 mm_projector_lr vision_tower_lr vit_lr mtp_num_layers fp8_margin decoupled_lr val_size split_dataset_ratio
 train_loader.dataset.streams.a.proportion config_file resume_from_checkpoint freeze_parameters_regex
 """
-APART = """
+NO_EFFECT_ON_TRAINING = """
 logging_steps wandb_project report_to save_steps output_dir overwrite_cache dataloader_num_workers ddp_timeout
 deepspeed_autotp_size tensor_model_parallel_size eval_steps gradient_checkpointing_kwargs gpt_args.recompute_method
 model.text_decoder.num_layers tokenizer_type trust_remote_code template gpt_args.log_tps use_liger_kernel
@@ -91,7 +97,7 @@ def test_a_key_that_decides_numbers_counts(key: str) -> None:
     assert lost_keys.is_lost(Row(SourceKey(key, "$X", Place("a", 1), ("X",)), "none"))
 
 
-@pytest.mark.parametrize("key", APART.split())
+@pytest.mark.parametrize("key", NO_EFFECT_ON_TRAINING.split())
 def test_a_key_that_decides_no_number_does_not(key: str) -> None:
     assert not lost_keys.is_lost(Row(SourceKey(key, 7, Place("a", 1)), "none"))
 

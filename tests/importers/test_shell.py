@@ -108,7 +108,7 @@ def test_what_only_a_run_decides_is_listed_and_not_taken(line: str, tmp_path: Pa
     swift = "swift sft --model org/m --dataset org/d --max_length 64 --max_steps 4 --learning_rate $LR\n"
     made = import_of(tmp_path, f"LR=1\n{line}\n{swift}")
     assert load_config_text(made.content, base=tmp_path).train.lr == 1
-    assert "a.sh:2 is not followed and may change learning_rate: the values ignore that line" in made.notes
+    assert "a.sh:2 is not evaluated and may change learning_rate; the translated values ignore that line" in made.notes
 
 
 def test_lines_that_are_passed_over_are_named() -> None:

@@ -166,5 +166,5 @@ def test_thousands_of_unknown_keys_are_not_all_compared_with_the_known_ones(tmp_
     with pytest.raises(ConfigError, match="at most 10,000 words"):
         made_of(tmp_path, f"--model a/b --train_type lora --dataset {more}", "a.txt")
     sets = " ".join(f"--datasets.{n}9999999999.path a{n}" for n in range(1001))
-    with pytest.raises(TranslateError, match="over 1,000 data sets"):
+    with pytest.raises(TranslateError, match="more than 1,000 data sets"):
         made_of(tmp_path, f"--base_model a --sequence_len 8 {sets}", "a.txt")

@@ -22,7 +22,7 @@ def test_cast_after_exchange_equals_cast_before_exchange(spec: CastSpec, dtype: 
     rows[3], rows[4, 5], rows[5], rows[6], rows[7, 200] = 0, float("nan"), 1e-35, 1e30, float("inf")
     coding = WireFormat(spec)
     sent = coding.pack(rows)
-    assert sent.shape[1] == coding.width * 256
+    assert sent.shape[1] == coding.bytes_per_value * 256
     came = coding.unpack(sent, 256, dtype)
     wanted, actual = (dequantize(quantize(x, spec)) for x in (rows, came))
     assert torch.equal(wanted.isnan(), actual.isnan())
@@ -32,8 +32,8 @@ def test_cast_after_exchange_equals_cast_before_exchange(spec: CastSpec, dtype: 
 
 def test_codes_are_exchanged_only_where_exact():
     block = fp8.recipe("blockwise")
-    assert WireFormat.of_x(block, 128) == WireFormat.of_dy(block, 256) == WireFormat(CastSpec())
+    assert WireFormat.for_inputs(block, 128) == WireFormat.for_gradients(block, 256) == WireFormat(CastSpec())
     refused = [(block, 96), (fp8.recipe("rowwise"), 128), (fp8.recipe("blockwise", wgrad="bf16"), 128), (None, 128)]
-    assert [WireFormat.of_x(recipe, piece) for recipe, piece in refused] == [None] * 4
+    assert [WireFormat.for_inputs(recipe, piece) for recipe, piece in refused] == [None] * 4
     with pytest.raises(WorldError, match="no layer casts exchanged values"):
         send_codes(torch.nn.Linear(2, 2), World(size=2, layout=Layout(context=2)), 128)

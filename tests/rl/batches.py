@@ -1,4 +1,4 @@
-"""Micro-batches of made-up completions, as objectives take them."""
+"""Random micro-batches of completions, as objectives take them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ def masks(b: int, t: int, seed: int = 0) -> Tensor:
     return torch.arange(t) < lengths[:, None]
 
 
-def batch(b: int = 6, t: int = 7, seed: int = 0, spread: float = 0.3, mask: Tensor | None = None, **more) -> Batch:
-    """Log-probabilities that differ by about `spread` nats between policy, rollout and reference."""
+def batch(b: int = 6, t: int = 7, seed: int = 0, spread: float = 0.3, mask: Tensor | None = None, **fields) -> Batch:
+    """Return completions whose log-probabilities differ by about `spread` nats between policy, rollout and
+    reference."""
     g = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
         return spread * torch.randn(b, t, generator=g)
 
     old = -torch.rand(b, t, generator=g) * 3 - 0.1
-    given = {
+    defaults = {
         "logps": old + noise(),
         "old_logps": old,
         "mask": masks(b, t, seed) if mask is None else mask,
@@ -30,12 +31,12 @@ def batch(b: int = 6, t: int = 7, seed: int = 0, spread: float = 0.3, mask: Tens
         "ref_logps": old + noise(),
         "entropy": torch.rand(b, t, generator=g) * 2,
     }
-    return Batch(**(given | more))
+    return Batch(**(defaults | fields))
 
 
-def close(ours: Tensor, theirs: Tensor | float) -> None:
-    """Within 1e-6, absolute or of the value."""
-    torch.testing.assert_close(ours.double(), torch.as_tensor(theirs).double(), rtol=1e-6, atol=1e-6)
+def close(actual: Tensor, expected: Tensor | float) -> None:
+    """Assert equality within an absolute or relative error of 1e-6."""
+    torch.testing.assert_close(actual.double(), torch.as_tensor(expected).double(), rtol=1e-6, atol=1e-6)
 
 
 def leaf(tensor: Tensor) -> Tensor:

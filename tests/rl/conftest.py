@@ -1,4 +1,4 @@
-"""Pairs and prompts over the handwriting of `tests/train`, and configurations of short runs in these phases."""
+"""Preference pairs over the handwriting of `tests/train`, and configurations of short runs of rl and preference."""
 
 from __future__ import annotations
 
@@ -14,60 +14,64 @@ from tests.train.conftest import bare_forward, make, place, seen, uncounted, uns
 
 __all__ = ["bare_forward", "make", "place", "seen", "uncounted", "unseen"]
 ROLE = {"human": "user", "gpt": "assistant"}
-DIGIT = "[0-9a-e]"  # often enough in what a model says that has learnt nothing
+DIGIT = "[0-9a-e]"  # an untrained model generates these often enough
 
 
-def asked(row: dict) -> tuple[dict, str]:
-    """A digits row up to its last answer, and that answer."""
+def split_answer(row: dict) -> tuple[dict, str]:
+    """Return a digits row without its last answer, and that answer."""
     *turns, last = row["conversations"]
     return {**row, "conversations": turns}, last["value"]
 
 
 @pytest.fixture(scope="session")
 def pairs(place: Path) -> Path:
-    """Digits: the right answer is chosen, another digit rejected; beside `talk/` a file of the same name."""
+    """Write digits with the right answer as chosen and another digit as rejected, and a file of the same name in
+    `talk/`."""
     for folder in ("talk", "digits"):
         rows = json.loads((place / folder / "train.json").read_text())
-        made = [{**row, "chosen": answer, "rejected": str((int(answer) + 3) % 10)} for row, answer in map(asked, rows)]
+        pair_rows = [
+            {**row, "chosen": answer, "rejected": str((int(answer) + 3) % 10)}
+            for row, answer in map(split_answer, rows)
+        ]
         file = place / folder / "pairs.json"
-        file.write_text(json.dumps(made))
+        file.write_text(json.dumps(pair_rows))
     return file
 
 
 @pytest.fixture(scope="session")
 def labelled(pairs: Path) -> Path:
-    """The same for KTO: every second answer is right and called good."""
-    made = [
+    """Write labelled answers for KTO: every second answer is right and labelled good."""
+    rows = [
         {"image": row["image"], "prompt": turns, "completion": row[side], "label": side == "chosen"}
         for row, side in zip(json.loads(pairs.read_text()), itertools.cycle(("chosen", "rejected")))
         for turns in [[{"role": ROLE[t["from"]], "content": t["value"]} for t in row["conversations"]]]
     ]
     file = pairs.parent / "labelled.json"
-    file.write_text(json.dumps(made))
+    file.write_text(json.dumps(rows))
     return file
 
 
 @pytest.fixture
-def preferring(
+def preference_config(
     make: Callable[..., Config], place: Path, pairs: Path, request: pytest.FixtureRequest
 ) -> Callable[..., Config]:
-    """preferring("preference={loss: orpo}", ..., dir="a") -> three steps of preferences."""
+    """preference_config("preference={loss: orpo}", ..., dir="a") -> three steps of preferences."""
     file = place / "talk" / "pairs.json" if without_images(request) else pairs
 
     def build(*overrides: str, dir: str = "run") -> Config:
-        of = (f"data.train=[{{path: {file}}}]", "train.phase=preference", "train.steps=3", "data.eval=[]")
-        return make(*of, *overrides, dir=dir)
+        base = (f"data.train=[{{path: {file}}}]", "train.phase=preference", "train.steps=3", "data.eval=[]")
+        return make(*base, *overrides, dir=dir)
 
     return build
 
 
 @pytest.fixture
-def reinforcing(make: Callable[..., Config]) -> Callable[..., Config]:
-    """reinforcing("rl.algorithm=dapo", ..., dir="a") -> three steps that reward answers with a digit in them."""
+def rl_config(make: Callable[..., Config]) -> Callable[..., Config]:
+    """rl_config("rl.algorithm=dapo", ..., dir="a") -> three steps that reward answers with a digit in them."""
 
     def build(*overrides: str, dir: str = "run") -> Config:
         rl = f"rl={{prompts: 4, group: 4, max_new_tokens: 4, rewards: [{{reward: regex, pattern: '{DIGIT}'}}]}}"
-        of = ("train.phase=rl", "train.steps=3", "train.micro_batch=8", "train.global_batch=8", "data.eval=[]", rl)
-        return make(*of, *overrides, dir=dir)
+        base = ("train.phase=rl", "train.steps=3", "train.micro_batch=8", "train.global_batch=8", "data.eval=[]", rl)
+        return make(*base, *overrides, dir=dir)
 
     return build

@@ -1,4 +1,5 @@
-"""Ranks that run a phase, as forks: torchrun's would import torch anew, which takes longer than the run."""
+"""Runs the ranks of a phase as forks: with torchrun each rank would import torch again, which takes longer than the
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from octavo.config import Config
 from tests import ranks
 
 
-def _nothing(rank: int) -> None:
+def _no_fault(rank: int) -> None:
     pass
 
 
@@ -23,7 +24,7 @@ def _rank(rank: int, size: int, port: int, cfg: Config, plant: Callable[[int], N
     os.environ.update(WORLD_SIZE=str(size), CUDA_VISIBLE_DEVICES="")
     with Path(f"{cfg.run.dir}.rank_{rank}").open("w") as log:
         os.dup2(log.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest's is a file of its own
+    sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest has replaced sys.stderr
     code = 1
     try:
         plant(rank)
@@ -34,15 +35,15 @@ def _rank(rank: int, size: int, port: int, cfg: Config, plant: Callable[[int], N
     os._exit(code)
 
 
-def both(cfg: Config, plant: Callable[[int], None] = _nothing, size: int = 2) -> list[tuple[int | None, str]]:
-    """Exit code and what was said on each of two ranks (or `size`), which end within two minutes or are killed.
-    `plant(rank)` runs before the run, in the rank's process."""
+def both(cfg: Config, plant: Callable[[int], None] = _no_fault, size: int = 2) -> list[tuple[int | None, str]]:
+    """Run two ranks (or `size`) and return the exit code and stderr of each. Ranks are killed after two minutes.
+    `plant(rank)` is called in the rank's process before the run."""
     context, port = multiprocessing.get_context("fork"), ranks.free_port()
-    made = [context.Process(target=_rank, args=(rank, size, port, cfg, plant)) for rank in range(size)]
-    for process in made:
+    processes = [context.Process(target=_rank, args=(rank, size, port, cfg, plant)) for rank in range(size)]
+    for process in processes:
         process.start()
-    for process in made:
+    for process in processes:
         process.join(120)
         process.kill()
         process.join()
-    return [(process.exitcode, Path(f"{cfg.run.dir}.rank_{n}").read_text()) for n, process in enumerate(made)]
+    return [(process.exitcode, Path(f"{cfg.run.dir}.rank_{n}").read_text()) for n, process in enumerate(processes)]

@@ -1,6 +1,6 @@
-"""TRL's own code, called on stand-ins for its trainers: log-probabilities are given instead of computed by a model.
+"""TRL's methods, called on stand-ins for its trainers: log-probabilities are passed in instead of computed by a model.
 
-Each function runs a method of the installed trl and returns what it returns, with the metrics that it logged.
+Each function calls a method of the installed trl and returns its result, with the metrics that it logged.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ with warnings.catch_warnings():
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
-SELF = SimpleNamespace  # one process, without a model
+SELF = SimpleNamespace
 
 
-def _alone(**more) -> SimpleNamespace:
-    """accelerate's Accelerator of one process."""
+def _accelerator(**extra) -> SimpleNamespace:
+    """Return a stand-in for accelerate's Accelerator with one process."""
 
-    def same(value, **_):
+    def identity(value, **_):
         return value
 
     return SELF(
-        device=torch.device("cpu"), num_processes=1, process_index=0, reduce=same, gather=same,
-        gather_for_metrics=same, sync_gradients=True, **more,
+        device=torch.device("cpu"), num_processes=1, process_index=0, reduce=identity, gather=identity,
+        gather_for_metrics=identity, sync_gradients=True, **extra,
     )  # fmt: skip
 
 
-def _trainer(**more) -> SimpleNamespace:
+def _trainer(**extra) -> SimpleNamespace:
     model = SELF(training=True, is_gradient_checkpointing=False)
     return SELF(
-        accelerator=_alone(), model=model, _metrics={"train": defaultdict(list)},
-        aux_loss_enabled=False, **more,
+        accelerator=_accelerator(), model=model, _metrics={"train": defaultdict(list)},
+        aux_loss_enabled=False, **extra,
     )  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def grpo_loss(
     beta: float = 0.0, kl_weighted: bool = True, entropy_bonus: float = 0.0, level: str = "token", longest: int = 1,
     tokens: float | None = None, parts: int = 1,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-    """GRPOTrainer._compute_loss of one micro-batch of `parts`; `tokens`: of all of them (dapo, cispo)."""
+    """Call GRPOTrainer._compute_loss for one of `parts` micro-batches; `tokens` is the count over all of them (dapo,
+    cispo)."""
     entropy = torch.zeros_like(logps) if entropy is None else entropy
     trainer = _trainer(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logps, entropy, None),
@@ -93,29 +94,29 @@ def rloo_loss(
     return RLOOTrainer._compute_loss(trainer, None, inputs), _logged(trainer)
 
 
-def scored(
+def score_completions(
     trainer_class: type, rewards: Tensor, lengths: list[int], old: Tensor | None = None, sampled: Tensor | None = None,
     ref: Tensor | None = None, *, scale: str = "group", normalise: bool = False, beta: float = 0.0,
     mode: str = "token_truncate", low: float | None = None, high: float | None = None, truncated: list[bool] = (),
 ) -> tuple[dict[str, Tensor], dict[str, float]]:  # fmt: skip
-    """_generate_and_score_completions of GRPOTrainer or RLOOTrainer: rewards [P, G] of completions of these lengths.
+    """Call _generate_and_score_completions of GRPOTrainer or RLOOTrainer for rewards [P, G] and completion lengths.
 
-    Gives its outputs (`advantages`, `importance_sampling_ratio`, `completion_mask`) and what it logged."""
-    group, of_grpo = rewards.shape[1], trainer_class is GRPOTrainer
+    Returns its outputs (`advantages`, `importance_sampling_ratio`, `completion_mask`) and the logged metrics."""
+    group, is_grpo = rewards.shape[1], trainer_class is GRPOTrainer
     end, ids = 1, [[2] * (n - 1) + [1] for n in lengths]
     for row, cut in zip(ids, truncated, strict=False):
         row[-1] = 2 if cut else end
     n = len(ids)
     if sampled is None:
-        given = None
+        sampled_lists = None
     else:
-        given = [row[:length].tolist() for row, length in zip(sampled, lengths, strict=True)]
+        sampled_lists = [row[:length].tolist() for row, length in zip(sampled, lengths, strict=True)]
     texts = ["x"] * n
-    made = [[[0]] * n, ids, None, texts, given, {}, None, None] if of_grpo else [[[0]] * n, ids, texts]
-    asked = iter([old, ref] if old is not None else [ref])  # the log-probabilities in the order they are computed
+    outputs = [[[0]] * n, ids, None, texts, sampled_lists, {}, None, None] if is_grpo else [[[0]] * n, ids, texts]
+    logps = iter([old, ref] if old is not None else [ref])  # the log-probabilities in the order they are computed
     trainer = _trainer(
         environment_factories=None, tools=None, environments=None, pad_to_multiple_of=None, chat_template_kwargs={},
-        _generate=lambda prompts: tuple(made), _tokenizer=SELF(pad_token_id=0), eos_token_ids=[end],
+        _generate=lambda prompts: tuple(outputs), _tokenizer=SELF(pad_token_id=0), eos_token_ids=[end],
         mask_truncated_completions=any(truncated), num_generations=group, num_generations_eval=group,
         args=SELF(
             per_device_train_batch_size=n, gradient_accumulation_steps=1, steps_per_generation=1,
@@ -124,7 +125,7 @@ def scored(
         num_iterations=1, use_vllm=sampled is not None, vllm_importance_sampling_correction=True,
         vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low,
         vllm_importance_sampling_clip_max=high, beta=beta, ref_model=object(), off_policy_mask_threshold=None,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (next(asked), None, None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (next(logps), None, None),
         _calculate_rewards=lambda *_: rewards.reshape(-1, 1), reward_weights=torch.ones(1), reward_func_names=["r"],
         reward_funcs=[None], multi_objective_aggregation="sum_then_normalize", scale_rewards=scale,
         normalize_advantages=normalise, reward_clip_range=None, _logs=defaultdict(lambda: defaultdict(list)),
@@ -138,7 +139,7 @@ def scored(
 def dpo_loss(
     logps: Tensor, mask: Tensor, ref: Tensor, losses: dict[str, float], beta: float, label_smoothing: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
-    """DPOTrainer._compute_loss: log-probabilities [2B, T], chosen ones first, sums of the reference [2B]."""
+    """Call DPOTrainer._compute_loss for log-probabilities [2B, T], chosen first, and sums of the reference [2B]."""
     trainer = _trainer(
         ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=list(losses),
         loss_weights=list(losses.values()), beta=beta, label_smoothing=label_smoothing, use_weighting=False,
@@ -164,10 +165,11 @@ def kto_loss(
     return KTOTrainer._compute_loss(trainer, lambda **_: _outputs(logps, mask), inputs, False), _logged(trainer)
 
 
-def without_reference(
+def reference_free_loss(
     trainer_class: type, chosen: Tensor, rejected: Tensor, nll: Tensor, **settings
 ) -> tuple[Tensor, dict[str, float]]:
-    """get_batch_loss_metrics of ORPOTrainer or CPOTrainer: mean log-probabilities [B] and the chosen answers' nll."""
+    """Call get_batch_loss_metrics of ORPOTrainer or CPOTrainer for mean log-probabilities [B] and the nll of chosen
+    answers."""
     logits = torch.zeros(1)
     trainer = _trainer(
         concatenated_forward=lambda model, batch: (chosen, rejected, logits, logits, nll), alpha=0.0, **settings
@@ -179,24 +181,24 @@ def without_reference(
 
 
 def cpo_pairs(chosen: Tensor, rejected: Tensor, **settings) -> Tensor:
-    """CPOTrainer.cpo_loss [B], the one with label smoothing."""
+    """Call CPOTrainer.cpo_loss, which has label smoothing; returns [B]."""
     return CPOTrainer.cpo_loss(_trainer(alpha=0.0, loss_type="sigmoid", **settings), chosen, rejected)[0]
 
 
 def _completions(mask: Tensor) -> dict[str, Tensor]:
-    """A prompt of one token and completions."""
+    """Return the inputs of a one-token prompt with completions."""
     completion = torch.cat([torch.zeros(len(mask), 1, dtype=torch.long), mask.long()], dim=1)
     ids = torch.zeros_like(completion)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion}
 
 
 def _outputs(logps: Tensor, mask: Tensor) -> SimpleNamespace:
-    """What a model with TRL's fused head gives: log-probabilities are 0 where there is no label."""
-    nothing = torch.zeros_like(logps)
-    return SELF(log_probs=logps * mask, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    """Return the outputs of a model with TRL's fused head: log-probabilities are 0 at positions without a label."""
+    zeros = torch.zeros_like(logps)
+    return SELF(log_probs=logps * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
 
 
 __all__ = [
     "CPOTrainer", "GRPOTrainer", "ORPOTrainer", "RLOOTrainer", "cpo_pairs", "dpo_loss", "grpo_loss", "kto_loss",
-    "rloo_loss", "scored", "without_reference",
+    "rloo_loss", "score_completions", "reference_free_loss",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Advantages by their definitions; penalties on rewards and the KL's estimators against exact sums."""
+"""Advantages against loops, and penalties and KL estimators against exact sums."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from octavo.rl.objectives.penalties import kl, overlong_penalty
 from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, grpo, policy_loss
 from tests.rl.batches import close, leaf
 
-EVERY = pytest.mark.parametrize("name", list(ADVANTAGES))
+ALL_ADVANTAGES = pytest.mark.parametrize("name", list(ADVANTAGES))
 GROUPS = st.lists(
     st.lists(st.floats(-1e3, 1e3, width=32), min_size=3, max_size=3), min_size=1, max_size=4
 )  # completions of some prompts
 
 
-@EVERY
+@ALL_ADVANTAGES
 @settings(max_examples=30, deadline=None)
 @given(groups=GROUPS)
-def test_advantages_are_what_loops_say(name: str, groups: list[list[float]]) -> None:
-    found = ADVANTAGES[name](torch.tensor(groups))
+def test_advantages_match_loops(name: str, groups: list[list[float]]) -> None:
+    computed = ADVANTAGES[name](torch.tensor(groups))
     flat = [r for group in groups for r in group]
-    for group, row in zip(groups, found.tolist(), strict=True):
+    for group, row in zip(groups, computed.tolist(), strict=True):
         scale = {"group": stdev(group), "batch": stdev(flat)}.get(name)
         for i, r in enumerate(group):
             if len(set(group)) == 1:
@@ -41,7 +41,7 @@ def test_advantages_are_what_loops_say(name: str, groups: list[list[float]]) -> 
     assert informative(torch.tensor(groups)).tolist() == [len(set(group)) > 1 for group in groups]
 
 
-@EVERY
+@ALL_ADVANTAGES
 def test_order_of_prompts_and_completions_does_not_matter(name: str) -> None:
     rewards = torch.rand(5, 4, generator=torch.Generator().manual_seed(0))
     plain = ADVANTAGES[name](rewards)
@@ -49,24 +49,24 @@ def test_order_of_prompts_and_completions_does_not_matter(name: str) -> None:
     assert plain.dtype == torch.float32 and plain.sum(dim=1).abs().max() < 1e-5
 
 
-@EVERY
-def test_equal_rewards_that_no_binary_fraction_is_are_exactly_zero(name: str) -> None:
+@ALL_ADVANTAGES
+def test_equal_rewards_give_exactly_zero_despite_rounding(name: str) -> None:
     for group in range(2, 40):
         for dtype in (torch.float32, torch.float64):
             assert not ADVANTAGES[name](torch.full((2, group), 0.1, dtype=dtype)).any()
         assert not ADVANTAGES[name](torch.full((2, group), 1e9)).any()
 
 
-def test_one_completion_of_a_prompt() -> None:
+def test_single_completion_per_prompt() -> None:
     one = torch.tensor([[3.0], [5.0]])
     for name in ADVANTAGES.keys() - {"leave_one_out"}:
         assert not ADVANTAGES[name](one).any()
-    with pytest.raises(ValueError, match=r"\[2, 1\] have 1 a prompt; set rl.group to 2"):
+    with pytest.raises(ValueError, match=r"\[2, 1\] have 1 per prompt; set rl.group to 2"):
         leave_one_out(one)
 
 
-@EVERY
-def test_bad_rewards_are_refused(name: str) -> None:
+@ALL_ADVANTAGES
+def test_bad_rewards_are_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=r"\(1, 0\).*nan"):
         ADVANTAGES[name](torch.tensor([[0.0, 1.0], [math.nan, 1.0]]))
     for empty in (torch.zeros(0, 4), torch.zeros(4), torch.zeros(2, 0)):
@@ -74,13 +74,13 @@ def test_bad_rewards_are_refused(name: str) -> None:
             ADVANTAGES[name](empty)
 
 
-def test_the_buffer_of_the_punishment_lies_within_the_length() -> None:
+def test_overlong_buffer_must_not_exceed_the_length() -> None:
     for buffer in (-1, 21):
         with pytest.raises(ValueError, match=f"0 to 20 tokens.*{buffer}"):
             overlong_penalty(torch.tensor([3]), 20, buffer)
 
 
-# --- The KL, over all tokens of a small vocabulary, each as often as the policy draws it ------------------------------
+# --- KL estimators, over all tokens of a small vocabulary, weighted by their probability -----------------------------
 
 
 def distributions() -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def divergence(logps: Tensor, ref: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
-def test_estimators_have_the_mean_that_is_said(estimator: str, unbiased: bool) -> None:
+def test_estimators_have_the_documented_mean(estimator: str, unbiased: bool) -> None:
     logits, ref = distributions()
     logps = logits.log_softmax(0).detach()
     each = kl(logps[None], ref[None], torch.ones(1, 6), estimator)[0]
@@ -108,7 +108,7 @@ def test_estimators_have_the_mean_that_is_said(estimator: str, unbiased: bool) -
     ("estimator", "weighted", "gradient"),
     [("k1", True, "kl"), ("k3", True, "kl"), ("k2", False, "kl"), ("k3", False, "reverse"), ("k1", False, "none")],
 )
-def test_estimators_in_the_loss_have_the_gradient_that_is_said(estimator: str, weighted: bool, gradient: str) -> None:
+def test_estimators_in_the_loss_have_the_documented_gradient(estimator: str, weighted: bool, gradient: str) -> None:
     logits, ref = distributions()
     exact = {
         "kl": lambda p: divergence(p, ref),
@@ -120,13 +120,13 @@ def test_estimators_in_the_loss_have_the_gradient_that_is_said(estimator: str, w
     rows = logps[:, None]
     each = kl(rows, ref[:, None], torch.ones(6, 1), estimator)
     each = each * (rows - rows.detach()).exp() if weighted else each
-    (found,) = torch.autograd.grad((logps.exp().detach() * each[:, 0]).sum(), logits)
-    close(found, expected)
+    (computed,) = torch.autograd.grad((logps.exp().detach() * each[:, 0]).sum(), logits)
+    close(computed, expected)
 
 
-def test_a_policy_under_the_penalty_alone_goes_to_the_reference() -> None:
-    """All tokens of the vocabulary as completions of one token, weighed by how often they are drawn: the loss's own
-    ratio, so that 200 steps on the KL end at the reference."""
+def test_policy_converges_to_the_reference_under_the_penalty_only() -> None:
+    """All tokens of the vocabulary are one-token completions, weighted by their probability; 200 steps on the KL must
+    reach the reference."""
     logits, ref = distributions()
     logits = leaf(logits)
     optimizer = torch.optim.Adam([logits], lr=0.05)
@@ -135,8 +135,8 @@ def test_a_policy_under_the_penalty_alone_goes_to_the_reference() -> None:
         b = Batch(logps, logps.detach(), torch.ones(6, 1), torch.zeros(6), ref[:, None])
         n = Counts(1.0, 1.0, 1.0, 1.0)
         terms = grpo(b, Clip(0.2, 0.2), n)
-        drawn = terms._replace(share=logps.detach().exp())
+        weighted = terms._replace(share=logps.detach().exp())
         optimizer.zero_grad()
-        policy_loss(b, drawn, n, beta=1.0)[0].backward()
+        policy_loss(b, weighted, n, beta=1.0)[0].backward()
         optimizer.step()
     assert (logits.log_softmax(0).exp() - ref.exp()).abs().max() < 1e-3

@@ -23,14 +23,14 @@ Make = Callable[..., Config]
 
 
 @pytest.fixture
-def dropping(preferring: Make, place: Path, tmp_path: Path) -> Make:
-    """dropping("train.steps=1"): preferences of a text model whose attention drops half of its weights."""
-    folder = tmp_path / "dropping"
+def dropout_config(preference_config: Make, place: Path, tmp_path: Path) -> Make:
+    """dropout_config("train.steps=1"): preferences of a text model with an attention dropout of 0.5."""
+    folder = tmp_path / "dropout"
     shutil.copytree(place / "text", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
-    return lambda *over, dir="run": preferring(
-        f"model.path={folder}", "fp8.recipe=off", "train.warmup=0", *over, dir=dir
+    return lambda *overrides, dir="run": preference_config(
+        f"model.path={folder}", "fp8.recipe=off", "train.warmup=0", *overrides, dir=dir
     )
 
 
@@ -39,51 +39,53 @@ def first_row(cfg: Config) -> dict:
 
 
 def notes_of(cfg: Config) -> str:
-    """The notes about dropout among those that the run wrote with its plan."""
+    """Return the notes about dropout that the run wrote with its plan."""
     notes = json.loads((Path(cfg.run.dir) / "plan.json").read_text())["notes"]
     return " ".join(note for note in notes if "dropout" in note)
 
 
 @pytest.mark.parametrize(
-    ("over", "named"),
+    ("overrides", "named"),
     [
         pytest.param((), ["attention_dropout 0.5 ("], id="config.json"),
         pytest.param(("lora={rank: 4, dropout: 0.25}",), ["attention_dropout 0.5", "lora.dropout 0.25"], id="adapters"),
     ],
 )
-def test_dpo_with_dropout_begins_at_no_margin_and_names_what_is_off(dropping: Make, over: tuple, named: list[str]):
-    cfg = dropping("train.steps=1", *over)
+def test_dpo_with_dropout_starts_with_margin_zero_and_notes_disabled_dropout(
+    dropout_config: Make, overrides: tuple, named: list[str]
+):
+    cfg = dropout_config("train.steps=1", *overrides)
     rl.run(cfg)
     row = first_row(cfg)
     assert row["rewards/chosen"] == row["rewards/rejected"] == 0 and row["loss"] == pytest.approx(math.log(2))
     assert all(word in notes_of(cfg) for word in [*named, "train.phase: preference"])
-    left = json.loads((Path(cfg.model.path) / "config.json").read_text())
-    assert left["attention_dropout"] == 0.5, "the model folder is the user's"
+    stored = json.loads((Path(cfg.model.path) / "config.json").read_text())
+    assert stored["attention_dropout"] == 0.5, "the model folder must not change"
 
 
-def test_kto_with_dropout_begins_at_no_margin(dropping: Make, labelled: Path, tmp_path: Path):
+def test_kto_with_dropout_starts_with_margin_zero(dropout_config: Make, labelled: Path, tmp_path: Path):
     rows = [{name: row[name] for name in ("completion", "label")} for row in json.loads(labelled.read_text())]
     file = tmp_path / "labelled.json"
     file.write_text(json.dumps([{**row, "prompt": "Which digit?"} for row in rows]))
-    cfg = dropping("preference={loss: kto}", f"data.train=[{{path: {file}}}]", "train.steps=1")
+    cfg = dropout_config("preference={loss: kto}", f"data.train=[{{path: {file}}}]", "train.steps=1")
     rl.run(cfg)
     assert first_row(cfg)["kl"] == 0 == first_row(cfg)["rewards/margins"]
 
 
-def test_the_trainer_of_rl_draws_no_more_than_its_rollout(reinforcing: Make, dropping: Make, tmp_path: Path):
-    """The gap between rollout and trainer is rounding, with a critic of a second adapter too."""
+def test_trainer_and_rollout_agree_with_dropout(rl_config: Make, dropout_config: Make, tmp_path: Path):
+    """The gap between rollout and trainer is rounding, also with a critic on a second adapter."""
     rows = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(48)]
     (tmp_path / "talk.json").write_text(json.dumps(rows))
-    folder = dropping().model.path
-    over = (f"model.path={folder}", f"data.train=[{{path: {tmp_path / 'talk.json'}}}]", "fp8.recipe=off")
-    cfg = reinforcing(*over, "train.steps=1", "train.warmup=0", "rl.algorithm=ppo", "lora={rank: 4, dropout: 0.25}",
+    folder = dropout_config().model.path
+    overrides = (f"model.path={folder}", f"data.train=[{{path: {tmp_path / 'talk.json'}}}]", "fp8.recipe=off")
+    cfg = rl_config(*overrides, "train.steps=1", "train.warmup=0", "rl.algorithm=ppo", "lora={rank: 4, dropout: 0.25}",
                       "train.precision=fp32")  # fmt: skip
     rl.run(cfg)
     assert first_row(cfg)["logp_gap_max"] < 1e-4 and "lora.dropout 0.25" in notes_of(cfg)
 
 
-def test_sft_keeps_the_dropout_that_was_asked_for(make: Make, dropping: Make, place: Path):
-    cfg = make(f"model.path={dropping().model.path}", f"data.train=[{{path: {place / 'talk' / 'train.json'}}}]",
+def test_sft_keeps_dropout(make: Make, dropout_config: Make, place: Path):
+    cfg = make(f"model.path={dropout_config().model.path}", f"data.train=[{{path: {place / 'talk' / 'train.json'}}}]",
                "lora={rank: 4, dropout: 0.25}", "fp8.recipe=off")  # fmt: skip
     plan, family, notes = planning.plan_for(cfg)
     model, _, _ = assemble_model(cfg, torch.device("cpu"), plan, family)
@@ -112,11 +114,11 @@ GPT2 = {"vocab_size": 32, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions"
         ),
     ],
 )
-def test_two_forwards_of_a_model_in_training_are_equal_once_all_is_off(config, named: set[str]):
+def test_forwards_are_equal_after_dropout_is_switched_off(config, named: set[str]):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     ids = torch.arange(12)[None]
-    assert not torch.equal(model(ids).logits, model(ids).logits), "there is something to switch off"
+    assert not torch.equal(model(ids).logits, model(ids).logits), "dropout must have an effect"
     words = models.disable_dropout(model)
     assert named <= {*words}, words
     assert torch.equal(model(ids).logits, model(ids).logits) and torch.equal(
@@ -125,7 +127,7 @@ def test_two_forwards_of_a_model_in_training_are_equal_once_all_is_off(config, n
     assert models.disable_dropout(model) == words == models.disabled_dropout(model), "a second call keeps the record"
 
 
-def test_towers_and_adapters_are_switched_off_too(place: Path):
+def test_dropout_of_towers_and_adapters_is_switched_off(place: Path):
     model = models.load(place / "tiny", dtype=torch.float32)
     tower = model.model.visual.blocks[0].attn
     tower.attention_dropout = 0.3
@@ -137,7 +139,7 @@ def test_towers_and_adapters_are_switched_off_too(place: Path):
     assert tower.attention_dropout == 0 == model.config.text_config.layerdrop
 
 
-def test_routers_that_draw_experts_at_random_are_refused():
+def test_random_routing_is_rejected():
     config = PhimoeConfig(**MOE, router_jitter_noise=0.01)
     with pytest.raises(models.ModelError, match="Phimoe.*at random.*sft"):
         models.disable_dropout(AutoModelForCausalLM.from_config(config))

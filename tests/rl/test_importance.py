@@ -1,4 +1,4 @@
-"""Weights that correct for the gap between rollout and trainer, and the gap's figures, by their definitions."""
+"""Importance weights for the gap between rollout and trainer, and the figures of the gap, against their definitions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from octavo.rl.objectives.importance import LIMITS, Correction, gap, weights
 from octavo.rl.objectives.metrics import combine_figures, whole
 from tests.rl.batches import batch, close
-from tests.rl.test_metrics import Alone
+from tests.rl.test_metrics import SingleRank
 
-EVERY = pytest.mark.parametrize(("level", "action"), list(LIMITS))
+ALL_CORRECTIONS = pytest.mark.parametrize(("level", "action"), list(LIMITS))
 NAME = "sampling/importance_sampling_ratio"
 
 
@@ -20,11 +20,11 @@ def counts(mask: torch.Tensor) -> tuple[float, float]:
     return float(mask.sum()), float(len(mask))
 
 
-@EVERY
-def test_weights_are_what_loops_say(level: str, action: str) -> None:
+@ALL_CORRECTIONS
+def test_weights_match_loops(level: str, action: str) -> None:
     b = batch(8, 6, 5, spread=0.4)
     how = Correction(level, action, low=0.85, high=1.1)
-    found, figures = weights(b.old_logps, b.ref_logps, b.mask, how, *counts(b.mask))
+    computed, figures = weights(b.old_logps, b.ref_logps, b.mask, how, *counts(b.mask))
     expected, cut = [], 0
     for i in range(8):
         d = [(b.old_logps[i, t] - b.ref_logps[i, t]).item() for t in range(6) if b.mask[i, t]]
@@ -38,15 +38,15 @@ def test_weights_are_what_loops_say(level: str, action: str) -> None:
         expected += [
             min(max(w, 0.85), 1.1) if action == "truncate" else w * ok for w, ok in zip(raw, inside, strict=True)
         ]
-    assert found.shape == ((8, 6) if level == "token" else (8, 1))
-    close(found[b.mask] if level == "token" else found[:, 0], torch.tensor(expected))
+    assert computed.shape == ((8, 6) if level == "token" else (8, 1))
+    close(computed[b.mask] if level == "token" else computed[:, 0], torch.tensor(expected))
     assert 0 < cut < len(expected)
     close(figures["sampling/limited"], cut / len(expected))
     for name, value in (("min", min(expected)), ("mean", sum(expected) / len(expected)), ("max", max(expected))):
         close(figures[f"{NAME}/{name}"], value)
 
 
-def test_the_gap_is_what_loops_say() -> None:
+def test_gap_matches_loops() -> None:
     b = batch(5, 6, 3)
     d = [x.item() for x in (b.old_logps - b.ref_logps)[b.mask]]
     figures = gap(b.old_logps, b.ref_logps, b.mask, float(b.mask.sum()))
@@ -56,8 +56,8 @@ def test_the_gap_is_what_loops_say() -> None:
     close(figures["logp_gap_k3"], sum(math.exp(x) - x - 1 for x in d) / len(d))
 
 
-def test_k1_and_k3_of_the_gap_are_the_divergence_of_the_rollout_from_the_trainer() -> None:
-    """Over all tokens of a small vocabulary, each as often as the rollout draws it: 1,000 times its probability."""
+def test_k1_and_k3_of_the_gap_equal_the_kl_divergence() -> None:
+    """Over all tokens of a small vocabulary, repeated in proportion to their probability in the rollout."""
     rollout, trainer = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.tensor([0.25, 0.25, 0.25, 0.25]).double()
     drawn = torch.arange(4).repeat_interleave((rollout * 1000).round().long())
     args = trainer.log()[drawn][None], rollout.log()[drawn][None], torch.ones(1, 1000), 1000.0
@@ -69,28 +69,28 @@ def test_k1_and_k3_of_the_gap_are_the_divergence_of_the_rollout_from_the_trainer
     close(mean, 1.0)
 
 
-@EVERY
-def test_no_gap_is_weight_one_and_figures_of_zero(level: str, action: str) -> None:
+@ALL_CORRECTIONS
+def test_zero_gap_gives_weight_one(level: str, action: str) -> None:
     b = batch(4, 5, 1)
-    found, figures = weights(b.old_logps, b.old_logps, b.mask, Correction(level, action), *counts(b.mask))
-    assert (found == 1).all() and figures["sampling/limited"] == 0
+    computed, figures = weights(b.old_logps, b.old_logps, b.mask, Correction(level, action), *counts(b.mask))
+    assert (computed == 1).all() and figures["sampling/limited"] == 0
     assert figures[f"{NAME}/min"] == figures[f"{NAME}/max"] == 1
     assert not any(gap(b.old_logps, b.old_logps, b.mask, 9.0).values())
 
 
-@EVERY
-def test_all_masked_and_rubbish(level: str, action: str) -> None:
-    rubbish, mask = torch.full((3, 4), math.nan), torch.zeros(3, 4)
-    found, figures = weights(rubbish, -rubbish, mask, Correction(level, action), 0.0, 0.0)
-    figures |= gap(rubbish, rubbish, mask, 0.0)
-    assert (found == 1).all() and not any(whole(figures, Alone()).values())
+@ALL_CORRECTIONS
+def test_masked_garbage_is_ignored(level: str, action: str) -> None:
+    garbage, mask = torch.full((3, 4), math.nan), torch.zeros(3, 4)
+    computed, figures = weights(garbage, -garbage, mask, Correction(level, action), 0.0, 0.0)
+    figures |= gap(garbage, garbage, mask, 0.0)
+    assert (computed == 1).all() and not any(whole(figures, SingleRank()).values())
 
 
-@EVERY
-def test_one_token_has_the_same_weight_at_every_level_and_extremes_are_finite(level: str, action: str) -> None:
+@ALL_CORRECTIONS
+def test_single_token_has_one_weight_at_all_levels_and_extremes_are_finite(level: str, action: str) -> None:
     one = torch.ones(1, 1)
-    found, _ = weights(one * -1.0, one * -1.05, one, Correction(level, action, 0.5, 1.5), 1.0, 1.0)
-    close(found, torch.tensor([[math.exp(0.05)]]))
+    computed, _ = weights(one * -1.0, one * -1.05, one, Correction(level, action, 0.5, 1.5), 1.0, 1.0)
+    close(computed, torch.tensor([[math.exp(0.05)]]))
     for far in (-1e4, 1e4):
         extreme, figures = weights(one * far, one, one, Correction(level, action), 1.0, 1.0)
         assert extreme.isfinite().all() and figures["sampling/limited"] == (
@@ -99,13 +99,13 @@ def test_one_token_has_the_same_weight_at_every_level_and_extremes_are_finite(le
         assert gap(one * far, one, one, 1.0)["logp_gap_k3"].isfinite()
 
 
-@EVERY
-def test_parts_add_up_in_any_order(level: str, action: str) -> None:
+@ALL_CORRECTIONS
+def test_parts_sum_to_the_batch_in_any_order(level: str, action: str) -> None:
     b, how = batch(7, 5, 2), Correction(level, action, 0.9, 1.1)
-    found, figures = weights(b.old_logps, b.ref_logps, b.mask, how, *counts(b.mask))
+    computed, figures = weights(b.old_logps, b.ref_logps, b.mask, how, *counts(b.mask))
     parts = [[3, 0], [6, 1, 2], [5, 4]]
     each = [weights(b.old_logps[p], b.ref_logps[p], b.mask[p], how, *counts(b.mask)) for p in parts]
-    close(torch.cat([part[0] for part in each]), found[sum(parts, [])])
+    close(torch.cat([part[0] for part in each]), computed[sum(parts, [])])
     figures |= gap(b.old_logps, b.ref_logps, b.mask, counts(b.mask)[0])
     gaps = [gap(b.old_logps[p], b.ref_logps[p], b.mask[p], counts(b.mask)[0]) for p in parts]
     summed = combine_figures([part[1] for part in each] + gaps)
@@ -114,8 +114,8 @@ def test_parts_add_up_in_any_order(level: str, action: str) -> None:
         close(summed[name], value)
 
 
-def test_the_sum_of_small_gaps_is_a_large_one() -> None:
-    """Why tokens are the default: 0.012 a token, 100 tokens (TRL's issue 4772)."""
+def test_sequence_weights_amplify_small_gaps() -> None:
+    """Reason for the default level: 0.012 nats per token over 100 tokens (TRL issue 4772)."""
     old = torch.zeros(1, 100)
     args = old, old - 0.012, torch.ones(1, 100)
     assert weights(*args, Correction("sequence", "mask", high=3.0), 100.0, 1.0)[0] == 0
@@ -123,7 +123,7 @@ def test_the_sum_of_small_gaps_is_a_large_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"level": "batch"}, "token, sequence, geometric.*'batch'"),
         ({"action": "drop"}, "truncate, mask.*'drop'"),
@@ -132,6 +132,6 @@ def test_the_sum_of_small_gaps_is_a_large_one() -> None:
         ({"low": -1.0}, "low -1.0"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_corrections_are_rejected(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Correction(**arguments)

@@ -1,4 +1,4 @@
-"""kill -9 in the midst of a step: what follows is what an unbroken run writes, and nothing is left running."""
+"""SIGKILL during a step: the resumed run writes the same results, and no process stays alive."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.train.step.update import AfterBackward
 from tests import ranks
 from tests.rl.forks import both
-from tests.rl.test_rl_phase import LORA, rows_of
+from tests.rl.test_rl_phase import LORA, read_metrics
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(ranks.START != "fork", reason="what is killed is a fork"),
+    pytest.mark.skipif(ranks.START != "fork", reason="killed processes are forks"),
     pytest.mark.usefixtures("uncounted"),
 ]
 Make = Callable[..., Config]
@@ -40,8 +40,8 @@ TIMES = (
     "time",
     "memory",
     "base",
-)  # and what is measured in the first step of a start
-STEP = 2  # which is killed; 1 was saved
+)  # the last two are measured in the first step after a start
+STEP = 2  # the killed step; step 1 was saved
 
 REWARD = """
 import os, pathlib, random, time
@@ -60,63 +60,63 @@ def die() -> None:
 
 
 def in_rollout(folder: Path) -> None:
-    """In the midst of completions, of which some are written."""
+    """Kill while completions are generated."""
     step, run, state = Batch._step, RlStepper.run, {}
 
-    def running(stepper, *given):
+    def patched_run(stepper, *args):
         state["step"] = stepper.number
-        return run(stepper, *given)
+        return run(stepper, *args)
 
-    def stepping(batch, active):
+    def patched_step(batch, active):
         step(batch, active)
         if state["step"] == STEP and int(batch.slots.generated.max()) >= 3:
             die()
 
-    RlStepper.run, Batch._step = running, stepping
+    RlStepper.run, Batch._step = patched_run, patched_step
 
 
 def in_reward(folder: Path) -> None:
-    """While a worker judges; the parent kills."""
+    """Kill while a reward worker runs; the parent process sends the signal."""
     run = RlStepper.run
 
-    def running(stepper, *given):
+    def patched_run(stepper, *args):
         if stepper.number == STEP:
             (folder / "hang").touch()
-        return run(stepper, *given)
+        return run(stepper, *args)
 
-    RlStepper.run = running
+    RlStepper.run = patched_run
 
 
 def in_update(folder: Path, kind: type = RlStepper) -> None:
-    """Between the two updates of a step, or just behind its last one: weights have moved, nothing is written."""
+    """Kill between two updates, or after the last one: weights have changed, nothing is written."""
     step, run, state = AfterBackward.step, kind.run, {}
 
-    def running(stepper, *given):
+    def patched_run(stepper, *args):
         state["step"] = stepper.number
-        return run(stepper, *given)
+        return run(stepper, *args)
 
-    def stepping(update):
-        done = step(update)
+    def patched_step(update):
+        result = step(update)
         if state["step"] == STEP:
             die()
-        return done
+        return result
 
-    kind.run, AfterBackward.step = running, stepping
+    kind.run, AfterBackward.step = patched_run, patched_step
 
 
 def before_metrics(folder: Path) -> None:
-    """Behind completions.jsonl, before the step's row and checkpoint."""
+    """Kill after completions.jsonl is written, before the metrics and the checkpoint."""
     run = RlStepper.run
 
-    def running(stepper, *given):
-        found = run(stepper, *given)
+    def patched_run(stepper, *args):
+        result = run(stepper, *args)
         if stepper.number == STEP:
             with (Path(stepper.cfg.run.dir) / COMPLETIONS).open("a") as file:
-                file.write(f'{{"step": {STEP}, "comp')  # as a write that was cut off
+                file.write(f'{{"step": {STEP}, "comp')  # an incomplete write
             die()
-        return found
+        return result
 
-    RlStepper.run = running
+    RlStepper.run = patched_run
 
 
 def _run(plant: Callable[[Path], None], folder: Path, cfg: Config) -> None:
@@ -126,8 +126,8 @@ def _run(plant: Callable[[Path], None], folder: Path, cfg: Config) -> None:
     os._exit(0)
 
 
-def killed(plant: Callable[[Path], None], folder: Path, cfg: Config) -> None:
-    """Run until the kill in step 2."""
+def run_until_killed(plant: Callable[[Path], None], folder: Path, cfg: Config) -> None:
+    """Run until the process is killed in step 2."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(plant, folder, cfg))
     process.start()
     while plant is in_reward and not (folder / "hanging").exists() and process.is_alive():
@@ -150,87 +150,93 @@ def without_times(rows: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("plant", "over"),
+    ("plant", "overrides"),
     [
         (in_rollout, LORA),
         (in_reward, ("rl.algorithm=dapo",)),
         (in_update, ("rl.mini_batches=2", "rl.epochs=2", "rl.kl=0.1")),
-        # what it learnt from lay in the checkpoint
+        # its completions were stored in the checkpoint
         (in_update, ("rl.stale=1", "rl.mini_batches=2", "rl.kl=0.1", "run.save=async")),
         (in_update, (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "rl.critic_lr=1e-3")),
-        (before_metrics, ("rl.algorithm=dapo", "data.workers=1", "run.save_every=0")),  # from the beginning, then
+        (before_metrics, ("rl.algorithm=dapo", "data.workers=1", "run.save_every=0")),  # restarts from the beginning
     ],
 )
-def test_a_run_of_rl_that_was_killed_goes_on_as_if_nothing_had_been(
-    reinforcing: Make, tmp_path: Path, plant: Callable[[Path], None], over: tuple[str, ...]
+def test_killed_rl_run_resumes_with_the_same_results(
+    rl_config: Make, tmp_path: Path, plant: Callable[[Path], None], overrides: tuple[str, ...]
 ):
     (tmp_path / "own.py").write_text(REWARD)
-    over = ("run.save_every=1", *over, f"rl.rewards=['{tmp_path}/own.py:score']", "rl.show=16", "train.steps=3")
-    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
-    rl.run(whole)
-    killed(plant, tmp_path, cfg)
+    overrides = (
+        "run.save_every=1",
+        *overrides,
+        f"rl.rewards=['{tmp_path}/own.py:score']",
+        "rl.show=16",
+        "train.steps=3",
+    )
+    uninterrupted, cfg = rl_config(*overrides, dir="uninterrupted"), rl_config(*overrides)
+    rl.run(uninterrupted)
+    run_until_killed(plant, tmp_path, cfg)
     workers = [int(pid) for pid in (tmp_path / "workers").read_text().split()]
-    patience = time.monotonic() + 10
-    while any(map(alive, workers)) and time.monotonic() < patience:
+    deadline = time.monotonic() + 10
+    while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, workers)), "the reward's processes end with a trainer that was killed"
-    assert [row["step"] for row in rows_of(cfg)] == [1]
+    assert not any(map(alive, workers)), "the reward's processes end with a trainer that was run_until_killed"
+    assert [row["step"] for row in read_metrics(cfg)] == [1]
     (tmp_path / "hang").unlink(missing_ok=True)
     result = rl.run(override(cfg, ["run.resume=auto"]))
     assert result.status == "finished"
-    there, expected = ((Path(c.run.dir) / COMPLETIONS).read_text() for c in (cfg, whole))
-    assert there == expected and len(there.splitlines()) == 48
-    assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
+    actual, expected = ((Path(c.run.dir) / COMPLETIONS).read_text() for c in (cfg, uninterrupted))
+    assert actual == expected and len(actual.splitlines()) == 48
+    assert without_times(read_metrics(cfg)) == without_times(read_metrics(uninterrupted))
 
 
 def before_metrics_of_encrypted(folder: Path) -> None:
-    """The same, of a line that was encrypted."""
+    """Like `before_metrics`, with an encrypted line."""
     run = RlStepper.run
 
-    def running(stepper, *given):
-        found = run(stepper, *given)
+    def patched_run(stepper, *args):
+        result = run(stepper, *args)
         if stepper.number == STEP:
             with (Path(stepper.cfg.run.dir) / f"{COMPLETIONS}.aes").open("ab") as file:
                 file.write(encryption.encrypt_line(b'{"step": 3, "comp')[:60])
             die()
-        return found
+        return result
 
-    RlStepper.run = running
+    RlStepper.run = patched_run
 
 
-def test_an_encrypted_run_that_was_killed_goes_on_as_if_nothing_had_been(reinforcing: Make, tmp_path, monkeypatch):
+def test_killed_encrypted_run_resumes_with_the_same_results(rl_config: Make, tmp_path, monkeypatch):
     monkeypatch.setenv(encryption.VALUE, bytes(range(32)).hex())
-    over = ("run.encrypt=true", "run.save=async", "run.save_every=1", "rl.show=16", "train.steps=4")
-    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
-    rl.run(whole)
-    killed(before_metrics_of_encrypted, tmp_path, cfg)
+    overrides = ("run.encrypt=true", "run.save=async", "run.save_every=1", "rl.show=16", "train.steps=4")
+    uninterrupted, cfg = rl_config(*overrides, dir="uninterrupted"), rl_config(*overrides)
+    rl.run(uninterrupted)
+    run_until_killed(before_metrics_of_encrypted, tmp_path, cfg)
     assert rl.run(override(cfg, ["run.resume=auto"])).status == "finished"
     lines = [
         [
             encryption.decrypt_line(line, "")
             for line in (Path(c.run.dir) / f"{COMPLETIONS}.aes").read_bytes().splitlines()
         ]
-        for c in (cfg, whole)
+        for c in (cfg, uninterrupted)
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 64
-    assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
+    assert without_times(read_metrics(cfg)) == without_times(read_metrics(uninterrupted))
 
 
 def in_update_of_pairs(folder: Path) -> None:
     in_update(folder, PreferenceStepper)
 
 
-@pytest.mark.parametrize("over", [("run.save=async",), LORA], ids=["copy", "base"])
-def test_a_run_of_preferences_that_was_killed_goes_on_as_if_nothing_had_been(
-    preferring: Make, tmp_path: Path, over: tuple[str, ...]
+@pytest.mark.parametrize("overrides", [("run.save=async",), LORA], ids=["copy", "base"])
+def test_killed_preference_run_resumes_with_the_same_results(
+    preference_config: Make, tmp_path: Path, overrides: tuple[str, ...]
 ):
-    over = (*over, "train.steps=3", "run.save_every=1")
-    whole, cfg = preferring(*over, dir="whole"), preferring(*over)
-    rl.run(whole)
-    killed(in_update_of_pairs, tmp_path, cfg)
-    assert [row["step"] for row in rows_of(cfg)] == [1]
+    overrides = (*overrides, "train.steps=3", "run.save_every=1")
+    uninterrupted, cfg = preference_config(*overrides, dir="uninterrupted"), preference_config(*overrides)
+    rl.run(uninterrupted)
+    run_until_killed(in_update_of_pairs, tmp_path, cfg)
+    assert [row["step"] for row in read_metrics(cfg)] == [1]
     rl.run(override(cfg, ["run.resume=auto"]))
-    assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
+    assert without_times(read_metrics(cfg)) == without_times(read_metrics(uninterrupted))
     assert json.loads((Path(cfg.run.dir) / "result.json").read_text())["status"] == "finished"
 
 
@@ -239,13 +245,13 @@ def in_rollout_of_one(rank: int) -> None:
         in_rollout(Path())
 
 
-def test_two_ranks_of_which_one_was_killed_go_on_bit_for_bit(reinforcing: Make):
-    over = ("rl.mini_batches=2", "train.steps=3", "run.save_every=1", "rl.show=16", "run.timeout=30")
-    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over, "run.save=async")
-    assert [code for code, _ in both(whole)] == [0, 0]
-    (code, first), (killed, _) = both(cfg, in_rollout_of_one)
-    assert (code, killed) == (1, -signal.SIGKILL) and f"step {STEP}, rollout" in first
+def test_two_ranks_resume_bit_for_bit_after_one_was_killed(rl_config: Make):
+    overrides = ("rl.mini_batches=2", "train.steps=3", "run.save_every=1", "rl.show=16", "run.timeout=30")
+    uninterrupted, cfg = rl_config(*overrides, dir="uninterrupted"), rl_config(*overrides, "run.save=async")
+    assert [code for code, _ in both(uninterrupted)] == [0, 0]
+    (code, first), (killed_code, _) = both(cfg, in_rollout_of_one)
+    assert (code, killed_code) == (1, -signal.SIGKILL) and f"step {STEP}, rollout" in first
     assert [code for code, _ in both(override(cfg, ["run.resume=auto"]))] == [0, 0]
-    assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
-    there, expected = ((Path(c.run.dir) / COMPLETIONS).read_text() for c in (cfg, whole))
-    assert there == expected
+    assert without_times(read_metrics(cfg)) == without_times(read_metrics(uninterrupted))
+    actual, expected = ((Path(c.run.dir) / COMPLETIONS).read_text() for c in (cfg, uninterrupted))
+    assert actual == expected

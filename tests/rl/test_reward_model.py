@@ -1,4 +1,4 @@
-"""A reward model out of a folder, in high precision and in FP8, against transformers' own."""
+"""Reward models in high precision and in FP8, compared with transformers."""
 
 import json
 import shutil
@@ -16,9 +16,9 @@ from octavo import fp8, rl
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
 from octavo.rl.rewards import RewardError, Rewards, changed
-from tests.rl.test_rl_phase import rows_of
+from tests.rl.test_rl_phase import read_metrics
 
-ASKED = [[{"role": "user", "content": "What is this?"}], [{"role": "user", "content": "And now, at some length?"}]]
+QUESTIONS = [[{"role": "user", "content": "What is this?"}], [{"role": "user", "content": "And now, at some length?"}]]
 
 
 def write(language_model, folder, labels=1):
@@ -27,7 +27,7 @@ def write(language_model, folder, labels=1):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
-        model.score.weight.mul_(50)  # what a random head says differs by thousandths
+        model.score.weight.mul_(50)  # scores of a random head differ by thousandths
     model.save_pretrained(folder)
     for file in language_model.glob("*"):
         if file.name.startswith("tokenizer") or file.suffix == ".jinja":
@@ -36,7 +36,7 @@ def write(language_model, folder, labels=1):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """reward_model: one number a text; two: two of them; words: a model that writes; pictures: one that sees."""
+    """Write three models: reward_model (one label), two (two labels), and words (a language model)."""
     path = tmp_path_factory.mktemp("models")
     tiny.write("qwen3", path / "words", size="mini")
     write(path / "words", path / "reward_model")
@@ -44,9 +44,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_scores_are_transformers_own(folder):
+def test_scores_match_transformers(folder):
     completions = ["A digit.", "7", "nothing of the kind at all"]
-    columns = {"messages": [ASKED[0], ASKED[1], ASKED[0]], "prompt": ["?"] * 3}
+    columns = {"messages": [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]], "prompt": ["?"] * 3}
     with Rewards([{"reward": "reward_model", "weight": 2.0, "batch": 2}], folder) as rewards:
         table = rewards.score(completions, columns)
         tokenizer = rewards._ask["reward_model"].processor.tokenizer
@@ -55,17 +55,17 @@ def test_scores_are_transformers_own(folder):
         turns = [*columns["messages"][row], {"role": "assistant", "content": completion}]
         ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
         with torch.no_grad():
-            wanted = model(input_ids=ids).logits.item()
-        assert table.each["reward_model"][row] == pytest.approx(wanted, rel=1e-5)
-        assert table.totals[row] == pytest.approx(2 * wanted, rel=1e-5)
-    with Rewards(["reward_model"], folder) as rewards:  # a prompt that is a text is the user's
-        said = rewards.score(["7"], {"prompt": [ASKED[0][0]["content"]]}).totals
-        assert said == pytest.approx(rewards.score(["7"], {"messages": [ASKED[0]]}).totals)
+            expected = model(input_ids=ids).logits.item()
+        assert table.each["reward_model"][row] == pytest.approx(expected, rel=1e-5)
+        assert table.totals[row] == pytest.approx(2 * expected, rel=1e-5)
+    with Rewards(["reward_model"], folder) as rewards:  # a text prompt is a user turn
+        totals = rewards.score(["7"], {"prompt": [QUESTIONS[0][0]["content"]]}).totals
+        assert totals == pytest.approx(rewards.score(["7"], {"messages": [QUESTIONS[0]]}).totals)
 
 
-def test_in_fp8(folder):
-    """Its linear layers are codes and multiply as such: near the scores in high precision, and not they."""
-    completions, columns = ["A digit.", "7"], {"messages": ASKED}
+def test_fp8_scores_are_close_to_high_precision(folder):
+    """Linear layers hold and multiply FP8 codes; the scores are close to those in high precision but not equal."""
+    completions, columns = ["A digit.", "7"], {"messages": QUESTIONS}
     with Rewards(
         ["reward_model", {"reward": "reward_model", "load_in_fp8": "rowwise", "name": "codes"}], folder
     ) as rewards:
@@ -82,16 +82,16 @@ def test_in_fp8(folder):
     assert 0 < abs(high - low).max() < 0.25 * abs(high).max()
 
 
-SEES = [
+IMAGE_QUESTIONS = [
     [{"role": "user", "content": "<image>What is this?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>And <image> are alike?"}],
-    ASKED[1],
+    QUESTIONS[1],
 ]
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Three files of 32 to 64 pixels."""
+    """Write three images of 32 to 64 pixels."""
     path = tmp_path_factory.mktemp("pictures")
     for n in range(3):
         noise = np.random.default_rng(n).integers(0, 256, (32, 32 + 16 * n, 3), dtype=np.uint8)
@@ -99,8 +99,8 @@ def pictures(tmp_path_factory):
     return [str(path / f"{n}.png") for n in range(3)]
 
 
-def write_seeing(family, folder):
-    """A model that sees, with `score` in place of its output projection."""
+def write_vision_model(family, folder):
+    """Write a vision-language model with a `score` head instead of its output projection."""
     tiny.write(family, folder, size="mini")
     raw, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     raw["architectures"] = [raw["architectures"][0].replace("ForConditionalGeneration", "ForSequenceClassification")]
@@ -113,11 +113,11 @@ def write_seeing(family, folder):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl"])
-def test_a_model_that_sees_scores_what_it_is_shown(family, pictures, tmp_path):
-    """As transformers' own model does, row by row: the last hidden state of the last token times `score`."""
-    score = write_seeing(family, tmp_path / "sees")
+def test_vision_reward_model_matches_transformers(family, pictures, tmp_path):
+    """Each score is the last hidden state of the last token times `score`."""
+    score = write_vision_model(family, tmp_path / "sees")
     completions = ["A digit.", "<image> is a word here", ""]
-    columns = {"messages": SEES, "images": [pictures[:1], pictures[1:], []]}
+    columns = {"messages": IMAGE_QUESTIONS, "images": [pictures[:1], pictures[1:], []]}
     entries = ["sees", {"reward": "sees", "name": "codes", "load_in_fp8": "rowwise", "batch": 2}]
     with Rewards(entries, tmp_path) as rewards:
         table = rewards.score(completions, columns)
@@ -129,7 +129,7 @@ def test_a_model_that_sees_scores_what_it_is_shown(family, pictures, tmp_path):
         assert codes and codes <= {layer for layer, _, _ in counts}
     stock = AutoModel.from_pretrained(tmp_path / "sees").eval()
     for row, completion in enumerate(completions):
-        turns = [*SEES[row], {"role": "assistant", "content": completion}]
+        turns = [*IMAGE_QUESTIONS[row], {"role": "assistant", "content": completion}]
         parts = [
             {"role": turn["role"], "content": [p for n, text in enumerate(texts) for p in (
                 {"type": "image"}, {"type": "text", "text": text})[not n :]]}
@@ -138,61 +138,65 @@ def test_a_model_that_sees_scores_what_it_is_shown(family, pictures, tmp_path):
         ]  # fmt: skip
         text = processor.apply_chat_template(parts, tokenize=False)
         shown = [Image.open(file) for file in columns["images"][row]]
-        given = processor(text=[text], images=shown or None, return_tensors="pt", add_special_tokens=False)
+        inputs = processor(text=[text], images=shown or None, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
-            wanted = (stock(**given).last_hidden_state[0, -1] @ score[0]).item()
-        assert table.each["sees"][row] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+            expected = (stock(**inputs).last_hidden_state[0, -1] @ score[0]).item()
+        assert table.each["sees"][row] == pytest.approx(expected, rel=1e-4, abs=1e-5)
     high, low = table.each["sees"], table.each["codes"]
     assert 0 < abs(high - low).max() < 0.25 * abs(high).max()
     assert other.each["sees"][0] != high[0] and other.each["sees"][1:] == pytest.approx(high[1:], rel=1e-5)
 
 
-def test_a_run_is_rewarded_by_a_model_that_sees(reinforcing, place, tmp_path):
-    """Whether images are files or stand in the rows of a table."""
-    write_seeing("qwen3_vl", tmp_path / "sees")
-    rows, found = json.loads((place / "digits" / "train.json").read_text())[:4], []
+def test_run_uses_a_vision_reward_model(rl_config, place, tmp_path):
+    """Images may be files, or bytes in the rows of a table."""
+    write_vision_model("qwen3_vl", tmp_path / "sees")
+    rows, metrics = json.loads((place / "digits" / "train.json").read_text())[:4], []
     for row in rows:
         row["image"] = {"bytes": (place / "digits" / row["image"]).read_bytes(), "path": "a.png"}
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for file in (f"{place / 'digits' / 'train.json'}, max_samples: 4", tmp_path / "rows.parquet"):
         train = (f"rl.rewards=['{tmp_path / 'sees'}']", f"data.train=[{{path: {file}}}]", "train.steps=1")
-        rl.run(cfg := reinforcing(*train, "train.warmup=0", "fp8.recipe=off", dir=str(len(found))))
-        found += rows_of(cfg)
-    assert found[0]["rewards/sees/mean"] == found[0]["reward"] == found[1]["reward"] != 0 < found[0]["reward_std"]
+        rl.run(cfg := rl_config(*train, "train.warmup=0", "fp8.recipe=off", dir=str(len(metrics))))
+        metrics += read_metrics(cfg)
+    assert (
+        metrics[0]["rewards/sees/mean"] == metrics[0]["reward"] == metrics[1]["reward"] != 0 < metrics[0]["reward_std"]
+    )
 
 
-def test_pictures_that_cannot_be_shown_are_named(folder, pictures, tmp_path):
-    write_seeing("qwen3_vl", tmp_path / "sees")
-    gone = str(tmp_path / "gone.png")
-    columns = {"messages": [SEES[0]] * 4, "images": [pictures[:1], pictures[:2], [gone], []]}
+def test_unusable_images_are_named(folder, pictures, tmp_path):
+    write_vision_model("qwen3_vl", tmp_path / "sees")
+    missing = str(tmp_path / "missing.png")
+    columns = {"messages": [IMAGE_QUESTIONS[0]] * 4, "images": [pictures[:1], pictures[:2], [missing], []]}
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         bad = {row: reason for row, _, reason in rewards.score(["a"] * 4, columns).bad}
-    assert bad.keys() == {1, 2} and "gone.png" in bad[2]
+    assert bad.keys() == {1, 2} and "missing.png" in bad[2]
     assert "have 1 image parts, but 2 images were passed" in bad[1]
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
-        columns = {"messages": [SEES[0]] * 2, "images": [pictures[:1]] * 2, "videos": [["a.mp4"], []]}
+        columns = {"messages": [IMAGE_QUESTIONS[0]] * 2, "images": [pictures[:1]] * 2, "videos": [["a.mp4"], []]}
         [(row, _, reason)] = rewards.score(["a"] * 2, columns).bad
     assert row == 0 and reason.startswith("has videos, which reward models do not support")
 
 
-def test_rows_that_it_cannot_judge(folder):
-    columns = {"messages": [ASKED[0], None, ASKED[1], ASKED[0]], "images": [["a.png"], [], [], []]}
+def test_unusable_rows_are_named(folder):
+    columns = {"messages": [QUESTIONS[0], None, QUESTIONS[1], QUESTIONS[0]], "images": [["a.png"], [], [], []]}
     with Rewards(["reward_model"], folder, on_bad="zero") as rewards:
         table = rewards.score(["a", "b", "c", "long " * 5000], columns)
         assert [(row, reason.split(",")[0]) for row, _, reason in table.bad[:2]] == [
             (0, "has images"), (1, "has neither a column 'messages' nor a column 'prompt'")
         ]  # fmt: skip
-        assert [row for row, *_ in table.bad] == [0, 1, 3] and "and the reward model takes" in table.bad[2][2]
+        assert [row for row, *_ in table.bad] == [0, 1, 3] and "but the reward model takes" in table.bad[2][2]
         assert table.totals[2] != 0 and (table.totals[[0, 1, 3]] == 0).all()
         with torch.no_grad():
             rewards._ask["reward_model"].model.score.weight.fill_(float("nan"))
-        assert rewards.score(["c"], {"messages": ASKED[:1]}).bad == [(0, "reward_model", "returned nan")]
+        assert rewards.score(["c"], {"messages": QUESTIONS[:1]}).bad == [(0, "reward_model", "returned nan")]
 
 
-def test_folders_that_are_no_reward_models(folder):
-    with pytest.raises(RewardError, match="words holds Qwen3ForCausalLM with num_labels 2, and a reward model is a"):
+def test_other_folders_are_rejected(folder):
+    with pytest.raises(RewardError, match="words contains Qwen3ForCausalLM with num_labels 2, but a reward model is a"):
         Rewards(["words"], folder)
-    with pytest.raises(RewardError, match="two holds Qwen3ForSequenceClassification with num_labels 2, and a reward"):
+    with pytest.raises(
+        RewardError, match="two contains Qwen3ForSequenceClassification with num_labels 2, but a reward"
+    ):
         Rewards(["two"], folder)
     with pytest.raises(RewardError, match="has the batch 0; expected a whole number of at least 1"):
         Rewards([{"reward": "reward_model", "batch": 0}], folder)
@@ -211,7 +215,7 @@ def test_folders_that_are_no_reward_models(folder):
         Rewards(["hollow"], folder)
 
 
-def test_another_training_is_another_reward(folder, tmp_path):
+def test_changed_weights_change_the_digest(folder, tmp_path):
     shutil.copytree(folder / "reward_model", tmp_path / "reward_model")
     with Rewards(["reward_model"], tmp_path) as rewards:
         before = rewards.digest()

@@ -1,4 +1,4 @@
-"""Reward functions that change their arguments, write where they should not, or raise what cannot be printed."""
+"""Reward functions that change their arguments, write to the socket, or raise exceptions that cannot be printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUNCTIONS = '''
 import json, os, socket, sys, threading
 
 def to_trainer():
-    """The socket that the process answers through, as a function could come by it."""
+    """Return the socket of the process, which a function can find."""
     here = [int(name) for name in os.listdir("/proc/self/fd")]
     return next(fd for fd in here if os.path.exists(f"/proc/self/fd/{fd}")
                 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") and fd > 2)
@@ -130,7 +130,7 @@ def raises(completions, kind, **columns):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
-    (folder / "mine.py").write_text(FUNCTIONS)
+    (folder / "custom.py").write_text(FUNCTIONS)
     return folder
 
 
@@ -142,27 +142,27 @@ COLUMNS = {"answer": ["b", "a", ""], "prompt": [["say it"], ["say it"], ["say it
     [
         pytest.param("drops", "returned 2 values for 3 completions", id="drops"),
         pytest.param("appends", "returned 4 values for 3 completions", id="appends"),
-        pytest.param("endless", "returned more than 3 values for 3 completions", id="a generator without an end"),
+        pytest.param("endless", "returned more than 3 values for 3 completions", id="endless generator"),
     ],
 )
-def test_values_are_counted_against_what_was_asked(folder: Path, function: str, counts: str):
-    with Rewards([f"mine.py:{function}"], folder) as rewards:
-        with pytest.raises(RewardError, match=rf"mine\.py:{function}.*{counts}"):
+def test_wrong_number_of_values_is_an_error(folder: Path, function: str, counts: str):
+    with Rewards([f"custom.py:{function}"], folder) as rewards:
+        with pytest.raises(RewardError, match=rf"custom\.py:{function}.*{counts}"):
             rewards.score(["b", "c", ""], COLUMNS)
 
 
-def test_what_a_function_does_to_its_arguments_is_seen_by_no_other(folder: Path):
-    """Those after it, in its own process, and the next step."""
-    with Rewards(["mine.py:empties", "mine.py:sorts", "mine.py:judge"], folder) as rewards:
+def test_changes_of_arguments_do_not_affect_other_functions(folder: Path):
+    """Neither later functions in the same process nor the next step see the changes."""
+    with Rewards(["custom.py:empties", "custom.py:sorts", "custom.py:judge"], folder) as rewards:
         for _ in range(2):
             table = rewards.score(["b", "c", ""], COLUMNS)
             assert [values.tolist() for values in table.each.values()] == [[1.0, 0.0, 1.0]] * 3
     assert COLUMNS["prompt"] == [["say it"]] * 3
 
 
-def test_rows_that_are_asked_one_by_one_see_the_original_arguments(folder: Path):
-    """A list of `arguments` that each call takes one from."""
-    entry = {"reward": "mine.py:pops", "arguments": {"weights": [1.0, 2.0]}}
+def test_calls_for_single_rows_receive_the_original_arguments(folder: Path):
+    """Each call removes an element from a list in `arguments`."""
+    entry = {"reward": "custom.py:pops", "arguments": {"weights": [1.0, 2.0]}}
     shared = ["say it"]
     with Rewards([entry], folder) as rewards:
         with pytest.raises(RewardError, match="for the batch but for none of its rows"):
@@ -174,19 +174,19 @@ def test_rows_that_are_asked_one_by_one_see_the_original_arguments(folder: Path)
     [
         pytest.param("floods", "wrote [0-9]+ bytes without an end to the socket of its process", id="at full speed"),
         pytest.param("drips", "gave no answer within 1 s, and was ended|bytes without an end", id="byte by byte"),
-        pytest.param("answers_itself", r"wrote '\{\"values\": \[9.0", id="an answer of its own"),
-        pytest.param("answers_ahead", 'wrote \'.*"turn": 0', id="answers to other questions"),
+        pytest.param("answers_itself", r"wrote '\{\"values\": \[9.0", id="forged answer"),
+        pytest.param("answers_ahead", 'wrote \'.*"turn": 0', id="answers to other requests"),
         pytest.param("scribbles", "wrote '.*not JSON' to the socket of its process, and was", id="no JSON"),
     ],
 )
-def test_a_function_that_writes_to_the_trainer_is_ended(folder: Path, function: str, message: str):
-    with Rewards([f"mine.py:{function}"], folder, timeout=1 if function == "drips" else 60, on_bad="zero") as rewards:
+def test_function_that_writes_to_the_socket_is_ended(folder: Path, function: str, message: str):
+    with Rewards([f"custom.py:{function}"], folder, timeout=1 if function == "drips" else 60, on_bad="zero") as rewards:
         table = rewards.score(["a"], {})
         (reason,) = {reason for _, _, reason in table.bad}
         assert table.totals.tolist() == [0.0]
         assert re.search(message, reason), reason
         (worker,) = rewards._workers.values()
-        assert worker._process is None, "the process ended with its deadline"
+        assert worker._process is None, "the process must have ended"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_function_that_writes_to_the_trainer_is_ended(folder: Path, function: 
         ("group", r"raised ExceptionGroup: some \(2 sub-exceptions\)"),
     ],
 )
-def test_an_error_reaches_the_trainer_whatever_its_exception_does(shared: Rewards, kind: str, message: str):
+def test_errors_of_misbehaving_exceptions_reach_the_trainer(shared: Rewards, kind: str, message: str):
     shared.entries[0].arguments["kind"] = kind
     with pytest.raises(RewardError, match=message) as error:
         shared.score(["a"], {})
@@ -215,23 +215,23 @@ def test_an_error_reaches_the_trainer_whatever_its_exception_does(shared: Reward
 
 @pytest.fixture(scope="module")
 def shared(folder: Path):
-    with Rewards([{"reward": "mine.py:raises", "arguments": {"kind": "mute"}}], folder) as rewards:
+    with Rewards([{"reward": "custom.py:raises", "arguments": {"kind": "mute"}}], folder) as rewards:
         yield rewards
 
 
-def test_a_users_code_is_never_run_next_to_a_key_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_user_code_is_rejected_with_a_key_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(encryption.VALUE, "ab" * 32)
     with pytest.raises(RewardError, match="drops .*OCTAVO_KEY is set.*--key-file FILE") as error:
-        Rewards(["exact_match", "mine.py:drops"], folder)
+        Rewards(["exact_match", "custom.py:drops"], folder)
     assert "abab" not in str(error.value)
-    with Rewards(["exact_match"], folder) as rewards:  # of Octavo's own
+    with Rewards(["exact_match"], folder) as rewards:  # a built-in reward
         assert rewards.score(["a"], {"answer": ["a"]}).totals.tolist() == [1.0]
 
 
-def test_a_worker_is_started_without_any_variable_of_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_worker_environment_has_no_key_variables(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("OCTAVO_KEY_FILE", "OCTAVO_KEY_ID", "OCTAVO_KEYS", "octavo_key_file"):
         monkeypatch.setenv(name, "/nowhere")
-    worker = worker_client.Worker(folder / "mine.py", FUNCTIONS, ["drops"])
+    worker = worker_client.Worker(folder / "custom.py", FUNCTIONS, ["drops"])
     worker.start()
     try:
         raw = Path(f"/proc/{worker._process.pid}/environ").read_bytes()

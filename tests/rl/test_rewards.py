@@ -1,4 +1,4 @@
-"""Functions and models that judge completions: what they give, and every way in which they fail, by name and row."""
+"""Reward functions: their values, and errors that name the function and the row."""
 
 import contextlib
 import json
@@ -99,41 +99,41 @@ def folder(tmp_path):
 
 @pytest.fixture
 def make(folder):
-    made = []
+    created = []
 
-    def rewards(*given, **options):
-        made.append(Rewards(given, folder, **options))
-        return made[-1]
+    def make_rewards(*entries, **options):
+        created.append(Rewards(entries, folder, **options))
+        return created[-1]
 
-    yield rewards
-    for one in made:
-        one.close()
+    yield make_rewards
+    for rewards in created:
+        rewards.close()
 
 
-def test_a_function_of_a_file(make, capfd):
-    """It lives on over steps, imports what lies beside it, and is given the columns that it names."""
+def test_functions_of_a_file_are_called_with_their_columns(make, capfd):
+    """The process persists over steps, imports files of the folder, and receives the columns that a function names."""
     rewards = make("rewards.py:score", {"reward": "rewards.py:by_level", "weight": -0.5, "arguments": {"factor": 3}})
     first = rewards.score(["a", "bb"], {"level": [1, 2], "answer": [None, "x"]})
     assert first.each["score"].tolist() == [1.0, 2.0] and first.each["by_level"].tolist() == [3.0, 6.0]
     assert first.totals.tolist() == [1 - 1.5, 2 - 3.0] and first.totals.dtype == np.float64 and first.bad == []
     assert rewards.score(["é\n\u2028"], {"level": [0]}).each["score"].tolist() == [103.0]
     assert rewards.score([], {}).totals.shape == (0,) and set(rewards.score([], {}).each) == {"score", "by_level"}
-    said = capfd.readouterr()
-    assert said.out == "" and "a function may print" in said.err  # never among what the trainer writes
+    output = capfd.readouterr()
+    assert output.out == "" and "a function may print" in output.err  # not on the stdout of the trainer
 
 
-def test_a_column_that_rows_may_lack_is_always_there(make):
-    rewards = make({"reward": "rewards.py:needs", "name": "mine"}, "rewards.py:by_level")
+def test_optional_columns_are_always_passed(make):
+    rewards = make({"reward": "rewards.py:needs", "name": "custom"}, "rewards.py:by_level")
     for columns in (["answer"], ["answer", "level"]):
-        with pytest.raises(RewardError, match=r"mine \(rewards.py:needs\) takes tests, and the columns of the rows are "
-                           rf"{', '.join(columns)}\. Add it"):  # fmt: skip
+        with pytest.raises(RewardError, match=r"custom \(rewards.py:needs\) takes tests, but the columns of the rows "
+                           rf"are {', '.join(columns)}\. Add it"):  # fmt: skip
             rewards.expect(columns)
     rewards.expect(["tests", "level"])
     table = rewards.score(["a", "b"], {"level": [1, 2]})
-    assert table.each["mine"].tolist() == [0.0, 0.0] and table.each["by_level"].tolist() == [1.0, 2.0]
+    assert table.each["custom"].tolist() == [0.0, 0.0] and table.each["by_level"].tolist() == [1.0, 2.0]
 
 
-def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
+def test_rewards_above_the_limit_are_rejected(tmp_path):
     (tmp_path / "large.py").write_text("def f(completions):\n    return [1e12, -2e12][: len(completions)]\n")
     for on_bad in ("error", "zero"):
         with Rewards([{"reward": "large.py:f", "weight": 100}], tmp_path, on_bad=on_bad) as rewards:
@@ -158,7 +158,7 @@ def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
         ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Fix", [0, 1]),
         ("few", ["a", "b", "c"], "Rows 0 to 2 .*: returned 1 values for 3 completions", [0, 1, 2]),
         ("one", ["a"], "returned float 0.5 instead of a list of 1 numbers", [0]),
-        ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
+        ("needs", ["a"], "takes tests, but the columns of the rows are answer", [0]),
         ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
         ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
         ("leaves_a_child", ["a"], r"ended its process \(exit code 3\)", [0]),
@@ -167,36 +167,36 @@ def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
         ("hangs", ["a", "hang"], r"gave no answer within 1\.5 s, and was ended", [0, 1]),
     ],
 )  # fmt: skip
-def test_faults_are_named_with_their_rows(make, function, completions, reason, rows):
-    entry = {"reward": f"rewards.py:{function}", "name": "mine"}
+def test_errors_name_their_rows(make, function, completions, reason, rows):
+    entry = {"reward": f"rewards.py:{function}", "name": "custom"}
     columns, where = {"answer": completions}, [f"train, row {n}" for n in range(len(completions))]
     limit = 1.5 if function in ("hangs", "sulks", "leaves_a_child") else 60.0
     strict = make(entry, timeout=limit)
-    with pytest.raises(RewardError, match=rf"reward mine \(rewards.py:{function}\) gave no number for {len(rows)} of "
-                       rf"{len(completions)} completions\. .*{reason}") as seen:  # fmt: skip
+    message = rf"reward custom \(rewards.py:{function}\) returned no number for {len(rows)} of {len(completions)} "
+    with pytest.raises(RewardError, match=message + rf"completions\. .*{reason}") as error:
         strict.score(completions, columns, where)
-    assert [row for row, _, _ in seen.value.bad] == rows and "on_bad_reward: zero" in str(seen.value)
+    assert [row for row, _, _ in error.value.bad] == rows and "on_bad_reward: zero" in str(error.value)
     lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
     table = lenient.score(completions, columns, where)
-    assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["mine"][rows]).all()
+    assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["custom"][rows]).all()
     (sentence,), counts = lenient.take_reports()
-    assert sentence.startswith(str(seen.value).partition(". Fix")[0] + ". They count 0;")
-    assert counts == {"mine": len(rows)} and lenient.take_reports() == ([], {})
+    assert sentence.startswith(str(error.value).partition(". Fix")[0] + ". They count as 0;")
+    assert counts == {"custom": len(rows)} and lenient.take_reports() == ([], {})
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
     if function == "mixed":
-        assert table.each["mine"][:3].tolist() == [1.0, 1.0, 0.5]
+        assert table.each["custom"][:3].tolist() == [1.0, 1.0, 0.5]
         assert [reason for row, _, reason in table.bad if row in (5, 6)] == ["returned nan", "returned inf"]
-    if function == "hangs":  # and the next step has a new process
+    if function == "hangs":  # the next step has a new process
         assert lenient.score(["a"], {"answer": ["a"]}).totals.tolist() == [3.0]
 
 
-def test_a_function_that_forks_answers_once(make):
-    """The second answer would be taken for that of the next step."""
+def test_forking_function_answers_once(make):
+    """A second answer would be taken for that of the next step."""
     rewards = make("rewards.py:splits")
     assert [rewards.score([text, ""], {}).totals.tolist() for text in ("a", "bb", "ccc")] == [[1, 0], [2, 0], [3, 0]]
 
 
-def test_what_is_run_is_what_was_read(make, folder):
+def test_worker_runs_the_source_that_was_read_first(make, folder):
     rewards = make({"reward": "rewards.py:hangs", "weight": 1}, on_bad="zero", timeout=1.5)
     (folder / "rewards.py").write_text("raise SystemExit")
     rewards.score(["hang"], {})
@@ -204,8 +204,8 @@ def test_what_is_run_is_what_was_read(make, folder):
     (folder / "helper.py").write_text("def length(text):\n    return 0\n")
     rewards.score(["hang"], {})
     for _ in range(2):
-        found = rewards.score(["a"], {}).bad
-        assert found == [(0, "hangs", "imports files that changed since the run began: helper.py")]
+        bad = rewards.score(["a"], {}).bad
+        assert bad == [(0, "hangs", "imports files that changed since the run began: helper.py")]
     assert not (folder / "__pycache__" / "rewards.cpython-311.pyc").exists()
 
 
@@ -234,7 +234,7 @@ def test_what_is_run_is_what_was_read(make, folder):
         (None, "has the entry None; expected a name"),
     ],
 )  # fmt: skip
-def test_entries_that_cannot_be_used(folder, entry, message):
+def test_unusable_entries_are_rejected(folder, entry, message):
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
     (folder / "early.py").write_text("import nowhere\n")
     os.mkfifo(folder / "pipe.py")
@@ -242,7 +242,7 @@ def test_entries_that_cannot_be_used(folder, entry, message):
         Rewards([entry], folder)
 
 
-def test_a_file_that_hangs_is_named(folder, monkeypatch):
+def test_file_that_hangs_while_loading_is_named(folder, monkeypatch):
     monkeypatch.setattr("octavo.rl.rewards.worker_client.STARTING", 0.5)
     (folder / "slow.py").write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(
@@ -251,20 +251,20 @@ def test_a_file_that_hangs_is_named(folder, monkeypatch):
         Rewards(["slow.py:f"], folder)
 
 
-def test_texts_larger_than_any_buffer_pass(make):
+def test_texts_larger_than_the_socket_buffer(make):
     texts = ["a" * 300_000 + "é" * n for n in range(20)]
     assert make("rewards.py:score").score(texts, {"answer": texts}).totals.tolist() == [300_000 + n for n in range(20)]
 
 
-def test_what_cannot_be_asked_for(folder):
-    for given, options, message in (
+def test_invalid_settings_are_rejected(folder):
+    for entries, options, message in (
         ([], {}, "rl.rewards is empty; name at least one of exact_match"),
         (["number", "number"], {}, "has two named 'number'; give one of them another: .*name: number_2"),
         (["number"], {"on_bad": "skip"}, "on_bad_reward is 'skip'; it must be error or zero"),
         (["number"], {"timeout": 0}, "the time limit of rewards is 0; expected a number of seconds above 0"),
     ):
         with pytest.raises(RewardError, match=message):
-            Rewards(given, folder, **options)
+            Rewards(entries, folder, **options)
     with (
         Rewards(["number"], folder) as rewards,
         pytest.raises(ValueError, match="column 'answer' has 1 values for 2 completions"),
@@ -272,7 +272,7 @@ def test_what_cannot_be_asked_for(folder):
         rewards.score(["a", "b"], {"answer": ["a"]})
 
 
-def test_math_without_its_library(folder, monkeypatch):
+def test_math_needs_math_verify(folder, monkeypatch):
     monkeypatch.setattr("octavo.rl.rewards.entry.find_spec", lambda name: None)
     with pytest.raises(
         RewardError, match=r"math needs math-verify, which is not installed: pip install 'octavo\[math\]'"
@@ -292,7 +292,7 @@ def test_built_in_rewards():
                ("1/3 = .3333333", "0.33333333"), ("x2", "2"), ("7.", "7"), ("12,34", "34"), ("", "0")]  # fmt: skip
     assert values("number", numbers) == [1, 1, 1, 0, 1, 1, 0, 1, 1, 0]
     assert values("number", [("99", "100"), ("98", "100")], tolerance=0.01) == [1, 0]
-    with Rewards(["number"], ".") as rewards:  # a row may call a column as it likes
+    with Rewards(["number"], ".") as rewards:  # a column may have the name of an argument
         assert rewards.score(["1"], {"answer": ["1"], "tolerance": ["fine"]}).totals.tolist() == [1]
     letters = [("B", "B"), ("(b)", "B"), ("B) two", "(B) two"), ("The answer is **B**.", "B"), ("\\boxed{B}", "B"),
                ("A cat sits here", "A"), ("Answer: C\nNo, answer: B", "B"), ("maybe (A), rather (B)", "B"), ("", "B"),
@@ -316,11 +316,11 @@ def test_built_in_rewards():
 
 @pytest.mark.parametrize(("name", "good", "bad", "reason"), [
     ("exact_match", "a", None, "the row has no answer to compare with"),
-    ("number", "1", "seven", "the reference 'seven' holds no number"),
-    ("number", "1", "9" * 400, "the reference '9+' holds no number below 1e308"),
-    ("choice", "A", "the second", "the reference 'the second' names no letter"),
+    ("number", "1", "seven", "the reference 'seven' has no number"),
+    ("number", "1", "9" * 400, "the reference '9+' has no number below 1e308"),
+    ("choice", "A", "the second", "the reference 'the second' has no letter"),
 ])  # fmt: skip
-def test_references_that_cannot_be_compared(name, good, bad, reason):
+def test_unusable_references_are_named(name, good, bad, reason):
     with (
         Rewards([name], ".") as rewards,
         pytest.raises(RewardError, match=rf"for 1 of 3 completions\. Row 1 \('2'\): {reason}\. Fix"),
@@ -328,39 +328,41 @@ def test_references_that_cannot_be_compared(name, good, bad, reason):
         rewards.score(["1", "2", "A"], {"answer": [good, bad, good]})
 
 
-def test_a_pattern_that_searches_for_ever_is_ended():
+def test_endless_pattern_search_is_ended():
     with Rewards([{"reward": "regex", "pattern": "(a|aa)+$"}], ".", "zero", timeout=1.0) as rewards:
-        begun = time.monotonic()
+        start = time.monotonic()
         table = rewards.score(["a" * 60 + "b"], {"answer": ["a"]})
         assert table.bad == [(0, "regex", "gave no answer within 1 s, and was ended")]
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - start < 30
 
 
-def test_math():
+def test_math_compares_mathematically():
     pytest.importorskip("math_verify")
     pairs = [("So \\boxed{\\frac{1}{2}}.", "0.5"), ("The answer is $2\\sqrt{2}$", "\\sqrt{8}"), ("3", "$x^2+1$"),
              ("$x^2 + 1$", "1+x^2"), ("no idea", "7"), ("12", ["13", "12"]), ("{2, 1}", "{1,2}"), ("x", "x"),
              ("$\\{2,1\\}$", "\\{1,2\\}"), ("(2,1)", "(1,2)"), ("[1, 2)", "$[1,2)$"), ("5", "5 apples")]  # fmt: skip
     assert values("math", pairs) == [1, 1, 0, 1, 0, 1, 1, 1, 1, 0, 1, 1]
     for words in ("two", "no solution", "\\text{two}"):
-        with pytest.raises(RewardError, match=f"reference {re.escape(repr(words))} is no mathematics that math-verify"):
+        with pytest.raises(
+            RewardError, match=f"reference {re.escape(repr(words))} is not an expression that math-verify"
+        ):
             values("math", [("2", words)])
     assert values("math", [("$\\sin x$", "\\sin x"), ("$\\log y$", "$\\log y$")]) == [1, 1]
 
 
-def _score_for_ever(told) -> None:
+def _score_endlessly(sender) -> None:
     rewards = Rewards([{"reward": "regex", "pattern": "(a|aa)+$"}], ".", timeout=600.0)
-    told.send(rewards._workers.popitem()[1]._process.pid)
+    sender.send(rewards._workers.popitem()[1]._process.pid)
     rewards.score(["a" * 80 + "b"], {"answer": ["a"]})
 
 
-@pytest.mark.skipif(ranks.START != "fork", reason="the trainer is a fork")
-def test_a_hanging_worker_ends_with_a_trainer_that_was_killed():
-    """Though its interpreter is held by a search, and nothing in it can look at anything."""
-    told, tell = multiprocessing.Pipe(duplex=False)
-    trainer = multiprocessing.get_context("fork").Process(target=_score_for_ever, args=(tell,))
+@pytest.mark.skipif(ranks.START != "fork", reason="the trainer is forked")
+def test_hanging_worker_ends_when_the_trainer_is_killed():
+    """Even though a regular expression search holds the GIL."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    trainer = multiprocessing.get_context("fork").Process(target=_score_endlessly, args=(sender,))
     trainer.start()
-    group = told.recv()
+    group = receiver.recv()
     time.sleep(0.3)
     trainer.kill()
     trainer.join()
@@ -372,10 +374,10 @@ def test_a_hanging_worker_ends_with_a_trainer_that_was_killed():
         break
     else:
         os.killpg(group, signal.SIGKILL)
-        pytest.fail("the worker outlives the trainer")
+        pytest.fail("the worker is still running")
 
 
-def test_closing_ends_what_a_function_started(make, folder):
+def test_close_ends_child_processes_of_a_function(make, folder):
     (folder / "starts.py").write_text(
         "import subprocess, sys\n"
         "def f(completions):\n"
@@ -395,30 +397,30 @@ def test_closing_ends_what_a_function_started(make, folder):
             break
         time.sleep(0.1)
     else:
-        pytest.fail("a process that a reward started outlives it")
+        pytest.fail("the child process is still running")
 
 
-def test_the_digest_tells_rewards_apart(make, folder):
-    given = ["exact_match", {"reward": "rewards.py:score", "weight": 0.5, "name": "mine"}]
-    before = json.loads(json.dumps(make(*given).digest()))
-    assert changed(before, make(*given).digest()) is None
-    assert changed(before, make(given[0]).digest()) == "the reward 'mine' was removed"
-    assert changed(before, make(*given, "number").digest()) == "the reward 'number' was added"
-    heavier = make(given[0], {**given[1], "weight": 0.25}).digest()
-    assert changed(before, heavier) == "the reward 'mine' has changed: its weight is 0.25 and was 0.5"
-    other = make(given[0], {**given[1], "arguments": {"factor": 2}}).digest()
-    assert changed(before, other) == "the reward 'mine' has changed: its arguments is {'factor': 2} and was {}"
-    content = "the reward 'mine' has changed: its file, a file that it imports, or its folder has changed"
+def test_digest_identifies_rewards(make, folder):
+    entries = ["exact_match", {"reward": "rewards.py:score", "weight": 0.5, "name": "custom"}]
+    before = json.loads(json.dumps(make(*entries).digest()))
+    assert changed(before, make(*entries).digest()) is None
+    assert changed(before, make(entries[0]).digest()) == "the reward 'custom' was removed"
+    assert changed(before, make(*entries, "number").digest()) == "the reward 'number' was added"
+    heavier = make(entries[0], {**entries[1], "weight": 0.25}).digest()
+    assert changed(before, heavier) == "the reward 'custom' has changed: its weight is 0.25 and was 0.5"
+    other = make(entries[0], {**entries[1], "arguments": {"factor": 2}}).digest()
+    assert changed(before, other) == "the reward 'custom' has changed: its arguments is {'factor': 2} and was {}"
+    content = "the reward 'custom' has changed: its file, a file that it imports, or its folder has changed"
     (folder / "unused.py").write_text("")
     (folder / "helper.py").write_text("def length(text):\n    return 2 * len(text)\n")
-    helped = make(*given).digest()
-    assert changed(before, helped) == content
+    changed_helper = make(*entries).digest()
+    assert changed(before, changed_helper) == content
     (folder / "rewards.py").write_text(SCORES + "\n")
-    assert changed(helped, make(*given).digest()) == content
+    assert changed(changed_helper, make(*entries).digest()) == content
 
 
-def test_what_is_installed_below_the_folder_is_not_of_it():
-    """Of a virtual environment beside the file, say."""
+def test_installed_packages_are_not_in_the_digest():
+    """For example a virtual environment in the folder."""
     packages = Path(sysconfig.get_paths()["purelib"])
     assert "__init__.py" in worker._imported_files(str(packages / "numpy"))
     assert not [name for name in worker._imported_files(str(packages.parent)) if "site-packages" in name]

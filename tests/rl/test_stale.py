@@ -1,4 +1,4 @@
-"""`rl.stale: 1`: completions that wait a step, what is learnt from them, and that they outlive a kill."""
+"""`rl.stale: 1`: what a step trains on, and that pending completions survive an interruption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import Rollout
 from octavo.rl.rollout.stale_queue import VersionedRollout, restore_pending
 from octavo.train import TrainError
-from tests.rl.test_rl_phase import LORA, rows_of
+from tests.rl.test_rl_phase import LORA, read_metrics
 from tests.rl.test_same_weights import LAYER, unseen
 from tests.train.conftest import at
 
@@ -38,16 +38,20 @@ def completions(cfg: Config) -> dict[int, list[str]]:
     return {n: [line["completion"] for line in lines(cfg) if line["step"] == n] for n in range(1, 5)}
 
 
-def test_a_step_learns_from_what_the_weights_before_the_last_update_wrote(reinforcing: Make):
-    """What they write is what those weights write at that step; ratios are against them."""
-    cfg, own = reinforcing(*STALE), reinforcing(*STALE, "rl.stale=0", "train.lr=1e-30", "train.steps=3", dir="own")
+def test_step_trains_on_completions_of_previous_weights(rl_config: Make):
+    """Completions equal those of the older weights, and ratios are relative to these weights."""
+    cfg, frozen_cfg = (
+        rl_config(*STALE),
+        rl_config(*STALE, "rl.stale=0", "train.lr=1e-30", "train.steps=3", dir="frozen"),
+    )
     result = rl.run(cfg)
-    rl.run(own)
-    rows, said, first = rows_of(cfg), completions(cfg), completions(own)
+    rl.run(frozen_cfg)
+    rows, by_step, initial = read_metrics(cfg), completions(cfg), completions(frozen_cfg)
     assert [row["weights"] for row in rows] == [0, 0, 1, 2]
     assert [line["weights"] for line in lines(cfg)] == [row["weights"] for row in rows for _ in range(16)]
-    assert said[1] == first[1] and said[2] == first[2] and said[3] != first[3], "the first weights wrote those of two"
-    assert max(row["logp_gap_max"] for row in rows) < 1e-4, "rollout and trainer by the same weights"
+    assert by_step[1] == initial[1] and by_step[2] == initial[2], "the initial weights generate two steps"
+    assert by_step[3] != initial[3]
+    assert max(row["logp_gap_max"] for row in rows) < 1e-4, "rollout and trainer use the same weights"
     assert rows[0]["clip_ratio/region_mean"] == 0 < rows[3]["clip_ratio/region_mean"]
     proof = json.loads((result.dir / "proof.json").read_text())["rollouts"]
     assert (proof["first"], proof["last"], proof["stale"]) == (1, 4, 1)
@@ -55,53 +59,53 @@ def test_a_step_learns_from_what_the_weights_before_the_last_update_wrote(reinfo
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "over",
+    "overrides",
     [(), (*LORA, "rl.algorithm=dapo", "rl.mini_batches=2", "rl.kl=0.1"), ("rl.algorithm=ppo", "rl.mini_batches=2")],
 )
-def test_what_waits_is_there_again_after_a_stop(reinforcing: Make, over: tuple[str, ...]):
-    whole, cfg = reinforcing(*STALE[:-1], *over, dir="whole"), reinforcing(*STALE[:-1], *over)
-    rl.run(whole)
+def test_pending_completions_are_restored_after_a_stop(rl_config: Make, overrides: tuple[str, ...]):
+    uninterrupted, cfg = rl_config(*STALE[:-1], *overrides, dir="uninterrupted"), rl_config(*STALE[:-1], *overrides)
+    rl.run(uninterrupted)
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
-    assert len(rows_of(cfg)) < 3
+    assert len(read_metrics(cfg)) < 3
     rl.run(override(cfg, ["run.resume=auto"]))
-    assert lines(cfg) == lines(whole)
-    for one, two in zip(rows_of(cfg), rows_of(whole), strict=True):
-        assert [one[name] for name in ("loss", "grad_norm", "reward", "logp_gap_mean", "weights", "kl")] == [
-            two[name] for name in ("loss", "grad_norm", "reward", "logp_gap_mean", "weights", "kl")
+    assert lines(cfg) == lines(uninterrupted)
+    for actual, expected in zip(read_metrics(cfg), read_metrics(uninterrupted), strict=True):
+        assert [actual[name] for name in ("loss", "grad_norm", "reward", "logp_gap_mean", "weights", "kl")] == [
+            expected[name] for name in ("loss", "grad_norm", "reward", "logp_gap_mean", "weights", "kl")
         ]
 
 
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("where", "found"),
+    ("where", "expected"),
     [
         ("_make_micro_batches", "between its (first rollout and a later one|rollout and its update)"),
         ("next_rollout", "the update before it"),
     ],
 )
-def test_weights_that_somebody_else_writes_to_are_seen(
-    reinforcing: Make, monkeypatch: pytest.MonkeyPatch, where: str, found: str
+def test_external_weight_writes_are_detected(
+    rl_config: Make, monkeypatch: pytest.MonkeyPatch, where: str, expected: str
 ):
-    """Between a rollout and the update beside it, and between an update and the next rollout."""
-    own = getattr(RlStepper, where)
+    """Writes between a rollout and the update that follows it, and between an update and the next rollout."""
+    method = getattr(RlStepper, where)
 
-    def writing(stepper: RlStepper, given):
+    def write_weight(stepper: RlStepper, argument):
         if stepper.number == 2:
             unseen(stepper.model.get_submodule(LAYER))
-        return own(stepper, given)
+        return method(stepper, argument)
 
-    monkeypatch.setattr(RlStepper, where, writing)
-    with pytest.raises(fp8.ProofError, match=rf"step 2: weights changed .*{found}.*{LAYER}"):
-        rl.run(reinforcing(*STALE))
+    monkeypatch.setattr(RlStepper, where, write_weight)
+    with pytest.raises(fp8.ProofError, match=rf"step 2: weights changed .*{expected}.*{LAYER}"):
+        rl.run(rl_config(*STALE))
 
 
-def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
-    """Each prompt once, in their order, with all that is known of its completions."""
+def test_pending_completions_are_redistributed_over_ranks():
+    """Each prompt appears once, in order, with all data of its completions."""
 
-    def written(numbers: list[int]) -> VersionedRollout:
+    def make_pending(numbers: list[int]) -> VersionedRollout:
         prompts = [prompt(number) for number in numbers]
-        said = [
+        completions = [
             Completion(
                 p,
                 g,
@@ -114,9 +118,11 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
             for g in (0, 1)
         ]
         rewards = np.array([n + g / 10 for n in numbers for g in (0, 1)])
-        old = [np.full(len(c.tokens), -c.tokens[0] / 3, np.float32) for c in said]
+        old = [np.full(len(c.tokens), -c.tokens[0] / 3, np.float32) for c in completions]
         return VersionedRollout(
-            Rollout(prompts, said, [text(c.tokens) for c in said], rewards, {"a": rewards}, old=old), {"x": 1.5}, 4
+            Rollout(prompts, completions, [text(c.tokens) for c in completions], rewards, {"a": rewards}, old=old),
+            {"x": 1.5},
+            4,
         )
 
     def prompt(number: int) -> PromptSample:
@@ -126,15 +132,15 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
         return " ".join(map(str, tokens))
 
     extra = {
-        **written([8, 2, 5]).tensors(0),
-        **written([]).tensors(1),
-        **written([1]).tensors(2),
+        **make_pending([8, 2, 5]).tensors(0),
+        **make_pending([]).tensors(1),
+        **make_pending([1]).tensors(2),
     }
-    again = restore_pending(extra, prompt, text, World(rank=0, size=3))
-    assert again is not None and [p.number for p in again.rollout.prompts] == [8, 2, 5] and again.weights == 4
-    dealt = [restore_pending(extra, prompt, text, World(rank=rank, size=2)) for rank in (0, 1)]
-    assert [[p.number for p in part.rollout.prompts] for part in dealt] == [[1, 2], [5, 8]]
-    for number, part, row in ((2, dealt[0], 3), (5, dealt[1], 1), (8, again, 1)):
+    restored = restore_pending(extra, prompt, text, World(rank=0, size=3))
+    assert restored is not None and [p.number for p in restored.rollout.prompts] == [8, 2, 5] and restored.weights == 4
+    parts = [restore_pending(extra, prompt, text, World(rank=rank, size=2)) for rank in (0, 1)]
+    assert [[p.number for p in part.rollout.prompts] for part in parts] == [[1, 2], [5, 8]]
+    for number, part, row in ((2, parts[0], 3), (5, parts[1], 1), (8, restored, 1)):
         rollout = part.rollout
         assert (
             rollout.texts[row] == f"{number} 1 7" and rollout.rewards[row] == rollout.scores["a"][row] == number + 0.1
@@ -147,6 +153,6 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
         restore_pending(extra, prompt, text, World(rank=0, size=3))
 
 
-def test_beside_invariant_it_is_refused(reinforcing: Make):
+def test_stale_with_invariant_is_rejected(rl_config: Make):
     with pytest.raises(ConfigError, match="have other weights, so their log-probabilities are not the same bits"):
-        reinforcing("rl.stale=1", "rl.invariant=true")
+        rl_config("rl.stale=1", "rl.invariant=true")

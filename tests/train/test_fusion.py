@@ -36,15 +36,15 @@ def fused(model):
 def calls(monkeypatch):
     """The gated MLPs that ran as one."""
     seen = []
-    real = GatedMlp.other
+    real = GatedMlp.replacement_forward
 
-    def other(self, x):
+    def replacement_forward(self, x):
         y = real(self, x)
         if y is not None:
             seen.append(self)
         return y
 
-    monkeypatch.setattr(GatedMlp, "other", other)
+    monkeypatch.setattr(GatedMlp, "replacement_forward", replacement_forward)
     return seen
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from octavo import checkpoint, train
 from octavo.config import Config
 from octavo.data import Encoder
-from octavo.data.loaders.loader import _Chunks, run_workers
+from octavo.data.loaders.loader import _RowChunks, run_workers
 from octavo.train.callbacks.signals import StopRequest
 from octavo.train.step.step import Stepper
 from tests import ranks
@@ -179,7 +179,7 @@ def _signal_a_worker() -> None:
             return places
 
     with StopRequest(0.2):
-        stream = run_workers(Rows(), _Chunks(range(99), 1), 1)
+        stream = run_workers(Rows(), _RowChunks(range(99), 1), 1)
         next(stream)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGHUP)
         time.sleep(0.5)

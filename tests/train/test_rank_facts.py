@@ -19,7 +19,7 @@ import octavo
 from octavo.base import encryption, environment
 from octavo.config import Config, override, to_yaml
 from octavo.config.sections.text_types import FilePath
-from octavo.train.run_dir.rank_facts import LOCAL, PLACES, rank_facts
+from octavo.train.run_dir.rank_facts import LOCAL_KEYS, PATH_KEYS, rank_facts
 from tests import ranks
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
@@ -118,7 +118,7 @@ def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():
         names = []
         for name, field in model.model_fields.items():
             text, below = str(field.annotation) + str(field.metadata), f"{key}.{name}" if key else name
-            if "_a_path" in text or field.annotation is FilePath:
+            if "_check_path" in text or field.annotation is FilePath:
                 names.append(below)
             for inner in sections(field.annotation):
                 listed = ".0" if "tuple" in str(field.annotation) else ""
@@ -132,7 +132,7 @@ def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():
 
     found = places(Config)
     assert {"model.path", "run.resume", "data.train.0.images", "rl.rewards.0.reward", "fp8.plan"} <= {*found}
-    assert [key for key in found if not any(fnmatch.fnmatchcase(key, glob) for glob in (*LOCAL, *PLACES))] == []
+    assert [key for key in found if not any(fnmatch.fnmatchcase(key, glob) for glob in (*LOCAL_KEYS, *PATH_KEYS))] == []
 
 
 def started(own: Sequence[tuple[int, Config, Sequence[str]]], port: int) -> list[tuple[int | None, str]]:

@@ -65,7 +65,7 @@ run: {{dir: {here / "run"}, save_every: 2, eval_every: 2, threads: 1, encrypt: t
 def key(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, str(place.parent / "outside.key"))
-    monkeypatch.setattr(cache, "SMALL", 0)  # as of large files: what is made of them would lie in the cache
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)  # as of large files: what is made of them would lie in the cache
 
 
 def searched(*places: Path | str) -> int:
@@ -199,7 +199,7 @@ run: {{threads: 1, encrypt: true, tensorboard: false}}
     assert encryption.is_encrypted(preference / "reference.safetensors") and (rl / "completions.jsonl.aes").is_file()
     assert main([*both, *of, f"run.dir={tmp_path / 'failed'}", f"rl.rewards=['{tmp_path}/own.py:fail']"]) == 1
     told = "".join(capfd.readouterr())
-    assert "reward fail gave no number for 4 completions: the reason may quote" in told
+    assert "reward fail returned no number for 4 completions: the reason may quote" in told
     assert searched(told, tmp_path, place / "cache") > 30
     assert main(["decrypt", str(rl / "completions.jsonl.aes"), str(place.parent / "completions.jsonl")]) == 0
     assert SENTENCE in (place.parent / "completions.jsonl").read_text()

@@ -13,27 +13,27 @@ from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.data import DataSection, Dataset
 from octavo.config.sections.fp8 import PARTS, Component, Fp8Section, Head, Rule
-from octavo.config.sections.names import COMPONENTS, lacks
+from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import named, nearest
+from octavo.config.yaml.problems import describe_value, nearest
 
 ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
-_NOT_OF_HUB = "has no effect on a local path"
+_NOT_ON_HUB = "has no effect on a local path"
 _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
-#: keys of `data`, and of a data set, that control how rows become numbers; sealed rows are numbers already
-_OF_ENCODING = (
+#: keys of `data`, and of a data set, that control the encoding of rows; sealed rows are encoded already
+_ENCODING_KEYS = (
     *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),
     *("system", "template_args", "mask_empty_think", "mask_reasoning", "split_turns"),
 )
-_OF_DATA_FILES = ("revision", "split", "subset", "images", "stream", "fetch_gb", "shuffle_buffer", "columns", "format")
+_DATA_FILE_KEYS = ("revision", "split", "subset", "images", "stream", "fetch_gb", "shuffle_buffer", "columns", "format")
 
 
 def check(config: Sections) -> list[Finding]:
-    """The findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys is
-    set."""
+    """Return the findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys
+    is set."""
     of_sections = (_model, _attention, _fp8, _data, _phase, _sealed, _train, _memory, _parallel, _run,
                    _corruption_checks)  # fmt: skip
     phase, frozen_codes = config.train.phase, config.model.load_in_fp8.kinds
@@ -51,16 +51,16 @@ def check(config: Sections) -> list[Finding]:
 def _model(config: Sections) -> Iterator[Finding]:
     yield from _init(config)
     if config.model.revision is not None and not is_name(config.model.path):
-        yield finding("model.revision", _NOT_OF_HUB, "remove it, or name a model of the hub (org/name)", "model.path")
+        yield finding("model.revision", _NOT_ON_HUB, "remove it, or name a model of the hub (org/name)", "model.path")
     for index, pattern in enumerate(config.model.freeze):
         key = f"model.freeze.{index}"
         if pattern in FREEZABLE:
             continue
         if why := glob_problem(pattern):
-            reason = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
+            reason = f"{describe_value(pattern)} is neither a component nor a glob over module names: {why}"
             yield finding(key, reason, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
         elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
-            yield finding(key, f"unknown component {named(pattern)}", f"did you mean {close}?")
+            yield finding(key, f"unknown component {describe_value(pattern)}", f"did you mean {close}?")
 
 
 def _init(config: Sections) -> Iterator[Finding]:
@@ -99,9 +99,9 @@ def _attention(config: Sections) -> Iterator[Finding]:
 
 def _fp8(config: Sections) -> Iterator[Finding]:
     fp8 = config.fp8
-    if lacks(fp8.recipe, fp8.format):
+    if is_unsupported(fp8.recipe, fp8.format):
         reason = f"{fp8.recipe} has no {fp8.format} format"
-        yield finding("fp8.format", reason, f"use {_format_of(fp8.recipe)}, or remove `format`", "fp8.recipe")
+        yield finding("fp8.format", reason, f"use {_default_format(fp8.recipe)}, or remove `format`", "fp8.recipe")
     if fp8.recipe != "off" and _all_bf16(fp8):
         fix = "use `recipe: off`, or set one of them to fp8"
         yield finding("fp8.wgrad", _NOTHING_LEFT, fix, "fp8.fwd", "fp8.dgrad")
@@ -115,7 +115,7 @@ def _fp8(config: Sections) -> Iterator[Finding]:
     for index, rule in enumerate(fp8.rules):
         key = f"fp8.rules.{index}"
         if why := glob_problem(rule.match):
-            reason = f"{named(rule.match)} is not a glob over module names: {why}"
+            reason = f"{describe_value(rule.match)} is not a glob over module names: {why}"
             yield finding(f"{key}.match", reason, 'write e.g. "**.layers.0.**"')
         if all(getattr(rule, setting) is None for setting in ("recipe", "format", *GEMMS)):
             yield finding(key, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
@@ -123,7 +123,7 @@ def _fp8(config: Sections) -> Iterator[Finding]:
 
 
 def _plan(fp8: Fp8Section) -> Iterator[Finding]:
-    """A plan file decides everything; other settings would be ignored silently."""
+    """Yield findings on settings that a plan file overrides: ignoring them silently would mislead the user."""
     if fp8.plan is None:
         return
     ignored = "has no effect with fp8.plan, which decides for every layer"
@@ -147,19 +147,19 @@ def _part(key: str, part: Component | Head | Rule, fp8: Fp8Section) -> Iterator[
                 fix = f"remove `{name}` or set a recipe"
                 yield finding(f"{key}.{name}", "has no effect where the recipe is off", fix, recipe)
         return
-    if lacks(part.recipe, part.format):
-        yield finding(form, f"{part.recipe} has no {part.format} format", f"use {_format_of(part.recipe)}", recipe)
-    elif part.format is None and lacks(part.recipe, fp8.format):
+    if is_unsupported(part.recipe, part.format):
+        yield finding(form, f"{part.recipe} has no {part.format} format", f"use {_default_format(part.recipe)}", recipe)
+    elif part.format is None and is_unsupported(part.recipe, fp8.format):
         reason = f"{part.recipe} has no {fp8.format} format, which is inherited from fp8.format"
-        yield finding(recipe, reason, f"add `format: {_format_of(part.recipe)}` here", "fp8.format", form)
-    elif part.recipe is None and lacks(fp8.recipe, part.format):
+        yield finding(recipe, reason, f"add `format: {_default_format(part.recipe)}` here", "fp8.format", form)
+    elif part.recipe is None and is_unsupported(fp8.recipe, part.format):
         reason = f"{fp8.recipe}, inherited from fp8.recipe, has no {part.format} format"
-        yield finding(form, reason, f"use {_format_of(fp8.recipe)}", "fp8.recipe", recipe)
+        yield finding(form, reason, f"use {_default_format(fp8.recipe)}", "fp8.recipe", recipe)
     if part.recipe is not None and _all_bf16(part):
         yield finding(f"{key}.wgrad", _NOTHING_LEFT, "use `recipe: off`", *(f"{key}.{gemm}" for gemm in GEMMS))
 
 
-def _format_of(recipe: str | None) -> str:
+def _default_format(recipe: str | None) -> str:
     return SPECS[recipe].formats[0] if recipe is not None and recipe in SPECS else ""
 
 
@@ -174,7 +174,7 @@ def _data(config: Sections) -> Iterator[Finding]:
             where, local = f"data.{of}.{number}", not is_name(entry.path)
             for key in ("revision", "split", "subset"):
                 if local and getattr(entry, key) is not None:
-                    yield finding(f"{where}.{key}", _NOT_OF_HUB, "remove it", f"{where}.path")
+                    yield finding(f"{where}.{key}", _NOT_ON_HUB, "remove it", f"{where}.path")
             if entry.fetch_gb is not None and not is_url(entry.path):
                 yield finding(f"{where}.fetch_gb", "applies only to data sets at a URL", "remove it", f"{where}.path")
             if entry.stream and is_url(entry.path):
@@ -229,13 +229,13 @@ def _sealed(config: Sections) -> Iterator[Finding]:
     if config.preference is not None and config.preference.loss == "kto":
         reason = "only pairs of preferences can be sealed, and kto learns from labelled answers"
         yield finding("data.sealed", reason, "use a loss of pairs", "preference.loss")
-    for key in _OF_ENCODING:
+    for key in _ENCODING_KEYS:
         if getattr(data, key) != DataSection.model_fields[key].get_default():
             yield finding(f"data.{key}", "has no effect on sealed rows, which are numbers already",
                           f"remove it, and set it for `octavo seal data` (data.{key}=...)", "data.sealed")  # fmt: skip
     for name, sets in (("train", data.train), ("eval", data.eval)):
         for number, dataset in enumerate(sets):
-            for key in _OF_DATA_FILES:
+            for key in _DATA_FILE_KEYS:
                 if getattr(dataset, key) != Dataset.model_fields[key].get_default():
                     reason = "has no effect on a sealed data set, whose format is fixed"
                     yield finding(f"data.{name}.{number}.{key}", reason, "remove it", "data.sealed")
@@ -289,9 +289,9 @@ def _memory(config: Sections) -> Iterator[Finding]:
         reason = "has almost nothing to move where every block is recomputed in full"
         fix = "remove it, or use `recompute: selective` or `none`"
         yield finding("train.offload_activations", reason, fix, "train.recompute")
-    yield from _codes(fp8)
+    yield from _weight_codes(fp8)
 
-    # A component can set activations itself, so all of them are asked, not only the whole model.
+    # A component can set activations itself, so all components are checked, not only the whole model.
     fp8_kept = ["fp8.activations"] if fp8.activations == "fp8" else []
     parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
     fp8_kept += [f"fp8.{name}.activations" for name, part in parts if part and part.activations == "fp8"]
@@ -338,7 +338,7 @@ def _graphs(config: Sections) -> Iterator[Finding]:
             yield finding("train.cuda_graphs", reason, fix, key)
 
 
-def _codes(fp8: Fp8Section) -> Iterator[Finding]:
+def _weight_codes(fp8: Fp8Section) -> Iterator[Finding]:
     """Settings of weight codes that no FP8 layer uses, and settings that contradict each other."""
     if fp8.plan is not None:  # `_plan` refuses other settings already
         return
@@ -390,7 +390,7 @@ def _parallel(config: Sections) -> Iterator[Finding]:
 
 
 def _run(config: Sections) -> Iterator[Finding]:
-    yield from _beginnings(config)
+    yield from _starting_point(config)
     twice = [name for name, count in Counter(config.run.trackers).items() if count > 1]
     if twice:
         yield finding("run.trackers", f"{twice[0]} is named more than once", "name each tracker once")
@@ -402,11 +402,11 @@ def _run(config: Sections) -> Iterator[Finding]:
     elif "/" not in resume and "\\" not in resume and not resume.startswith((".", "~")):
         close = nearest(resume, ("never", "auto"))
         fix = (f"did you mean {close}? " if close else "") + f"a path has a slash: ./{resume}"
-        yield finding("run.resume", f"{named(resume)} is neither never, auto nor a path", fix)
+        yield finding("run.resume", f"{describe_value(resume)} is neither never, auto nor a path", fix)
 
 
-def _beginnings(config: Sections) -> Iterator[Finding]:
-    """A run has only one starting point."""
+def _starting_point(config: Sections) -> Iterator[Finding]:
+    """Yield findings on starting points that exclude each other."""
     run, adapter = config.run, config.lora is not None and config.lora.adapter is not None
     conflicts = (
         ("run.resume", run.resume not in ("never", "auto"), "which continues a run with its full state"),

@@ -9,11 +9,11 @@ from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.fp8 import PARTS
 from octavo.config.sections.names import COMPONENTS
-from octavo.config.yaml.problems import named, nearest
+from octavo.config.yaml.problems import describe_value, nearest
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings on `lora` and on `model.load_in_fp8`."""
+    """Yield the findings on `lora` and on `model.load_in_fp8`."""
     yield from _loaded(config)
     if config.lora is not None:
         yield from _targets(config)
@@ -42,13 +42,13 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             )
             fix = f"use {' or '.join(fitting)}, off (high precision, from the codes' values)"
             fix += f", or load_in_fp8: {other}" if other else ""
-            named = f"fp8.{name}.recipe" if part and part.recipe is not None else "fp8.recipe"
-            yield finding(named, f"{reason} ({name})", fix, where, f"fp8.{name}")
+            key = f"fp8.{name}.recipe" if part and part.recipe is not None else "fp8.recipe"
+            yield finding(key, f"{reason} ({name})", fix, where, f"fp8.{name}")
         param = fp8.param if part is None or part.param is None else part.param
         if param and config.lora is None:
-            named = f"fp8.{name}.param" if part and part.param is not None else "fp8.param"
+            key = f"fp8.{name}.param" if part and part.param is not None else "fp8.param"
             reason = f"param keeps trained weights and their codes, and {name} has only codes (load_in_fp8)"
-            yield finding(named, reason, f"use fp8.{name}.param: false", where, f"fp8.{name}")
+            yield finding(key, reason, f"use fp8.{name}.param: false", where, f"fp8.{name}")
     on = [name for name in COMPONENTS if fp8.recipe_of(name) != "off"]
     if fp8.plan is None and fp8.weight_codes == "recast" and kinds and on and set(on) <= set(kinds):
         reason = "has no effect on weights that are codes (model.load_in_fp8)"
@@ -71,10 +71,10 @@ def _targets(config: Sections) -> Iterator[Finding]:
             if pattern in COMPONENTS:
                 continue
             if why := glob_problem(pattern):
-                reason = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
+                reason = f"{describe_value(pattern)} is neither a component nor a glob over module names: {why}"
                 yield finding(where, reason, f'use {", ".join(COMPONENTS)} or e.g. "**.q_proj"')
             elif close := nearest(pattern, COMPONENTS, 0.8):
-                yield finding(where, f"unknown component {named(pattern)}", f"did you mean {close}?")
+                yield finding(where, f"unknown component {describe_value(pattern)}", f"did you mean {close}?")
 
 
 def _lora(config: Sections) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from octavo.base.recipe_specs import PER_TOKEN, SPECS, join_words
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.names import Section
-from octavo.config.sections.rl import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
+from octavo.config.sections.rl import BEYOND_SFT, CRITIC_KEYS, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
 from octavo.config.sections.run import RunSection
 from octavo.config.sections.text_types import is_reward_path
 from octavo.config.sections.train import OptimizerSection, TrainSection
@@ -16,7 +16,7 @@ from octavo.config.sections.train import OptimizerSection, TrainSection
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
 _WITH_PATTERN = ("regex", "format")
 #: option of a reward -> the kinds that have it
-_ONLY_OF = {
+_OPTION_KINDS = {
     "pattern": _WITH_PATTERN,
     "tolerance": ("number",),
     "arguments": ("function",),
@@ -26,7 +26,7 @@ _ONLY_OF = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings on phases rl and preference, and on their sections."""
+    """Yield the findings on phases rl and preference, and on their sections."""
     phase = config.train.phase
     if phase == "rl" and config.rl is None:
         yield finding("rl", "train.phase is rl, and there are no rewards", "add e.g. `rl: {rewards: [exact_match]}`")
@@ -50,18 +50,18 @@ def _conflicts(config: Sections) -> Iterator[Finding]:
     why = f"is not for phase {phase}"
     details = {"global_batch": ": a step is rl.prompts x rl.group completions, in rl.mini_batches updates"}
     for key in keys:
-        if _given(config.train, key, TrainSection):
+        if _is_set(config.train, key, TrainSection):
             yield finding(f"train.{key}", why + details.get(key, ""), "remove it", "train.phase")
     if config.data.train_on_prompt:
         yield finding("data.train_on_prompt", f"{why}, which learns from answers", "remove it", "train.phase")
-    if phase == "rl" and _given(config.optimizer, "update", OptimizerSection):
+    if phase == "rl" and _is_set(config.optimizer, "update", OptimizerSection):
         reason = "backward updates weights while the other micro-batches of a rollout still need them"
         yield finding("optimizer.update", reason, "use `update: step`", "train.phase")
-    if phase == "rl" and _given(config.run, "gain_steps", RunSection):
+    if phase == "rl" and _is_set(config.run, "gain_steps", RunSection):
         yield finding("run.gain_steps", f"{why}, whose steps are mostly rollouts", "remove it", "train.phase")
 
 
-def _given(section: Section, key: str, kind: type[Section]) -> bool:
+def _is_set(section: Section, key: str, kind: type[Section]) -> bool:
     return bool(getattr(section, key) != kind.model_fields[key].get_default(call_default_factory=True))
 
 
@@ -88,7 +88,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     no_kl = rl.kl == 0 or (rl.kl is None and rl.algorithm not in WITH_KL)
     idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if no_kl else {}
     for by, names in idle.items():
-        for name in (name for name in names if _given(rl, name, RlSection)):
+        for name in (name for name in names if _is_set(rl, name, RlSection)):
             reason = f"has no effect, because rl.{by} is {getattr(rl, by)}"
             if getattr(rl, by) is None:
                 reason = f"has no effect, because rl.{by} is absent and {rl.algorithm} has none by default"
@@ -98,7 +98,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
         kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"
         if kind in _WITH_PATTERN and entry.pattern is None:
             yield finding(where, f"{kind} needs a pattern", f"write {{reward: {kind}, pattern: ...}}")
-        for name, kinds in _ONLY_OF.items():
+        for name, kinds in _OPTION_KINDS.items():
             if getattr(entry, name) is not None and kind not in kinds:
                 fix = f"remove it; it is for {' and '.join(kinds)}"
                 yield finding(f"{where}.{name}", f"has no effect on {entry.reward}", fix)
@@ -113,7 +113,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.invariant and rl.stale:
         reason = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
         yield finding("rl.stale", reason, "use `stale: 0`, or remove invariant", "rl.invariant")
-    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
+    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].couples_rows:
         reason = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
         yield finding("fp8.recipe", reason, f"use {join_words(PER_TOKEN, 'or')}, or remove invariant", "rl.invariant")
     if rl.reference == "disk":
@@ -123,7 +123,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
 
 
 def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
-    """Whether the kind of reference fits the training."""
+    """Yield findings on a kind of reference that does not fit the training."""
     if kind == "base" and not lora:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding(where, "base is the model without its adapters, and there are no adapters", fix, "lora")
@@ -135,7 +135,7 @@ def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
 def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
     """Settings of critics, and of algorithms that compare groups."""
     if rl.algorithm not in WITH_CRITIC:
-        for name in OF_CRITIC:
+        for name in CRITIC_KEYS:
             if getattr(rl, name) is not None:
                 reason = f"has no effect on {rl.algorithm}, which has no critic"
                 yield finding(f"rl.{name}", reason, f"remove it, or use {' or '.join(WITH_CRITIC)}", "rl.algorithm")

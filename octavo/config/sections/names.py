@@ -13,18 +13,19 @@ from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, NAME_OF_KIND, NAM
 
 
 def one_of(*words: str) -> Any:
-    """The type of a setting that is one of these words."""
+    """Return the type of a setting that is one of these words."""
     return Literal[words]
 
 
-def one_word(value: Any) -> Any:
-    """The recipe's name for a kind of frozen weights: ``block`` becomes ``blockwise``. Other values are unchanged."""
+def canonical_name(value: Any) -> Any:
+    """Return the recipe's name for a kind of frozen weights: ``block`` becomes ``blockwise``. Other values are
+    unchanged."""
     return NAME_OF_KIND.get(value, value) if isinstance(value, str) else value
 
 
 def frozen_word(value: Any) -> Any:
-    """The kind of frozen weights by name: `true` is the default, one scale a row, and `false` is None."""
-    return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else one_word(value)
+    """Return the kind of frozen weights by name: `true` is the default, one scale per row, and `false` is None."""
+    return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else canonical_name(value)
 
 
 #: the recipes this version can run, `off` (plain high precision) first
@@ -48,20 +49,22 @@ else:
 Gemm = Literal["fp8", "bf16"]
 
 Recipe = Annotated[
-    RecipeName, BeforeValidator(one_word, json_schema_input_type=one_of(*RECIPES, "auto", *NAME_OF_KIND))
+    RecipeName, BeforeValidator(canonical_name, json_schema_input_type=one_of(*RECIPES, "auto", *NAME_OF_KIND))
 ]
-Candidate = Annotated[CandidateName, BeforeValidator(one_word, json_schema_input_type=one_of(*NAMES, *NAME_OF_KIND))]
+Candidate = Annotated[
+    CandidateName, BeforeValidator(canonical_name, json_schema_input_type=one_of(*NAMES, *NAME_OF_KIND))
+]
 FROZEN_INPUT = one_of(*FROZEN, *NAME_OF_KIND) | bool
 Frozen = Annotated[FrozenName | None, BeforeValidator(frozen_word, json_schema_input_type=FROZEN_INPUT | None)]
 
 
-def lacks(recipe: str | None, form: str | None) -> bool:
-    """Whether both a recipe and a format are set, and the recipe does not have the format."""
+def is_unsupported(recipe: str | None, form: str | None) -> bool:
+    """Return True if both a recipe and a format are set, and the recipe does not have the format."""
     return recipe is not None and recipe in SPECS and form is not None and form not in SPECS[recipe].formats
 
 
 def is_delayed(recipe: str | None) -> bool:
-    """Whether a recipe is set whose scales come from amax histories."""
+    """Return True if a recipe is set whose scales come from amax histories."""
     return recipe is not None and recipe in SPECS and SPECS[recipe].delayed
 
 

@@ -8,17 +8,17 @@ from pydantic import Field
 
 from octavo.config.sections.names import Section
 
-MOST_FPS = 1000
-FRAMES_A_SECOND = f"frames a second, a number above 0, at most {MOST_FPS}"
+MAX_FPS = 1000
+FPS_RANGE = f"frames per second, a number above 0 and at most {MAX_FPS}"
 
 
-def frames_a_second(value: Any) -> float | None:
-    """A rate in frames a second, from a number or its text; None for any other value."""
+def parse_fps(value: Any) -> float | None:
+    """Parse a rate in frames per second from a number or its text; return None for any other value."""
     try:
         rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
     except (ValueError, OverflowError):
         return None
-    return rate if 0 < rate <= MOST_FPS else None
+    return rate if 0 < rate <= MAX_FPS else None
 
 
 class VideoSection(Section):
@@ -26,12 +26,14 @@ class VideoSection(Section):
     folder, else the default of its authors' processor. The run's config.yaml records them."""
 
     fps: float | None = Field(
-        default=None, gt=0, le=MOST_FPS, description="Frames sampled per second, evenly over the whole video."
+        default=None, gt=0, le=MAX_FPS, description="Frames sampled per second, evenly over the whole video."
     )
     min_frames: int | None = Field(
-        default=None, ge=1, le=2**16, description="Fewest frames of a short video, if it has as many."
+        default=None, ge=1, le=2**16, description="Minimum number of frames of a short video, if it has as many."
     )
-    max_frames: int | None = Field(default=None, ge=1, le=2**16, description="Most frames of a long video.")
+    max_frames: int | None = Field(
+        default=None, ge=1, le=2**16, description="Maximum number of frames of a long video."
+    )
     min_pixels: int | None = Field(
         default=None,
         ge=1,
@@ -53,7 +55,7 @@ class VideoSection(Section):
     folder_fps: float | None = Field(
         default=None,
         gt=0,
-        le=MOST_FPS,
+        le=MAX_FPS,
         description="Frames per second of folders of frames whose rows have no `fps`.",
     )
     max_seconds: float = Field(

@@ -1,4 +1,4 @@
-"""YAML 1.2 text -> plain values, with the line of every key.
+"""Reads YAML 1.2 text as plain values, with the line of every key.
 
 ruamel.yaml parses the structure; scalars are read here by the YAML 1.2 core schema, so that ``3e-4`` is a number,
 ``off`` and ``no`` are words, and a ``%YAML 1.1`` header cannot change that. Only mappings, lists and scalars are built:
@@ -28,13 +28,13 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 
 #: a longer scalar is text: Python refuses to parse such integers, and no field takes them
-_LONGEST = 1000
+_MAX_SCALAR = 1000
 
 #: limits far above real configurations: characters of a text, values in it (an alias counts each time, because aliases
 #: let a small file describe a huge one), levels of nesting
-MOST_CHARACTERS = 1_000_000
-MOST_VALUES = 10_000
-MOST_LEVELS = 32
+MAX_CHARACTERS = 1_000_000
+MAX_VALUES = 10_000
+MAX_LEVELS = 32
 
 
 @dataclass
@@ -51,12 +51,12 @@ class Document:
 
 
 def scalar(text: str) -> Any:
-    """A plain (unquoted) YAML 1.2 scalar: null, bool, int, float or the text itself."""
+    """Parse a plain (unquoted) YAML 1.2 scalar: null, bool, int, float or the text itself."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
         return text[0] in "tT"
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_SCALAR:
         return text
     if _INT.fullmatch(text):
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
@@ -72,32 +72,33 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
     the file is not a mapping; None: that of a run's configuration."""
     reader = _Reader(source)
     document = reader.document
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         reason = f"the text is too long for a configuration ({len(text):,} characters)"
-        return _broken(document, source, None, reason, f"name a YAML file of at most {MOST_CHARACTERS:,}")
+        return _mark_broken(document, source, None, reason, f"name a YAML file of at most {MAX_CHARACTERS:,}")
     try:
         node = reader.yaml.compose(text)
         value = {} if node is None else reader.build(node, ())
     except MarkedYAMLError as error:
-        return _broken(document, source, *_syntax(error, text))
+        return _mark_broken(document, source, *_describe_syntax_error(error, text))
     except ReaderError as error:
         line, reason = text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!r}"
-        return _broken(document, source, line, f"{reason} is not allowed in YAML", "remove it")
+        return _mark_broken(document, source, line, f"{reason} is not allowed in YAML", "remove it")
     except (YAMLError, RecursionError, ValueError) as error:  # ValueError: what ruamel's own reading of numbers raises
-        return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
+        return _mark_broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
         instead = fix or "write at least `model`, `data` and `train`, or `extends: other.yaml`"
-        return _broken(document, source, None, "the file is empty", instead)
+        return _mark_broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
-        reason = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
+        reason = f"the top level of the file is {'a list' if isinstance(value, list) else 'a single value'}"
         instead = fix or "write a mapping: `model:`, `data:`, `train:` at the left margin"
-        return _broken(document, source, node.start_mark.line + 1, reason, instead)
+        return _mark_broken(document, source, node.start_mark.line + 1, reason, instead)
     document.value = value
     return document
 
 
 def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
-    """The value of an override, and its problems. Quotes, ``[`` and ``{`` begin YAML; anything else is a plain scalar.
+    """Return the value of an override, and its problems. Quotes, ``[`` and ``{`` begin YAML; anything else is a plain
+    scalar.
 
     So ``fp8.rules.0.match=**.layers.0.**`` and ``data.system=Answer: briefly`` need no second layer of quotes.
     """
@@ -108,19 +109,19 @@ def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
     try:
         value = reader.build(reader.yaml.compose(text), ())
     except MarkedYAMLError as error:
-        _, reason, fix = _syntax(error, text)
+        _, reason, fix = _describe_syntax_error(error, text)
         return None, [Problem(Place(source), "", f"the value is not YAML: {reason}", fix)]
     except (YAMLError, RecursionError, ValueError) as error:
         return None, [Problem(Place(source), "", f"the value is not YAML ({error})")]
     return value, [Problem(Place(source), p.key, p.reason, p.fix) for p in reader.document.problems]
 
 
-class _TooMuchError(ValueError):
+class _TooLargeError(ValueError):
     pass
 
 
 class _Composer(Composer):
-    """Stops at :data:`MOST_VALUES`: composing takes 30 microseconds a value, before any value can be checked."""
+    """Stops at :data:`MAX_VALUES`: composing takes 30 microseconds a value, before any value can be checked."""
 
     nodes = 0
 
@@ -130,8 +131,8 @@ class _Composer(Composer):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
-        if self.nodes > 2 * MOST_VALUES:  # keys are nodes too
-            raise _TooMuchError(f"it holds more than {MOST_VALUES:,} values")
+        if self.nodes > 2 * MAX_VALUES:  # keys are nodes too
+            raise _TooLargeError(f"it holds more than {MAX_VALUES:,} values")
         return super().compose_node(parent, index)
 
 
@@ -146,10 +147,10 @@ class _Reader:
 
     def build(self, node: Node, path: Path) -> Any:
         self.count += 1
-        if self.count > MOST_VALUES:
-            raise _TooMuchError(f"it describes more than {MOST_VALUES:,} values")
-        if len(path) > MOST_LEVELS:
-            raise _TooMuchError(f"it is nested in more than {MOST_LEVELS} levels")
+        if self.count > MAX_VALUES:
+            raise _TooLargeError(f"it describes more than {MAX_VALUES:,} values")
+        if len(path) > MAX_LEVELS:
+            raise _TooLargeError(f"it is nested in more than {MAX_LEVELS} levels")
         self.document.places.setdefault(path, self.place(node))
         if isinstance(node, ScalarNode):
             return self.leaf(node, path)
@@ -231,14 +232,14 @@ class _Reader:
         self.document.problems.append(Problem(self.place(node), dotted(path), reason, fix))
 
 
-def _broken(document: Document, source: str, line: int | None, reason: str, fix: str) -> Document:
+def _mark_broken(document: Document, source: str, line: int | None, reason: str, fix: str) -> Document:
     document.problems.append(Problem(Place(source, line), "", reason, fix))
     document.broken = True
     return document
 
 
-def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
-    """(line, what was found, the fix) for an error of the YAML parser."""
+def _describe_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
+    """Return (line, reason, fix) for an error of the YAML parser."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else None
     problem = str(error.problem or error.context or "cannot be read as YAML")
@@ -249,7 +250,7 @@ def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
     if "undefined alias" in problem:
         return line, f"{problem} (an unquoted * begins an alias)", 'put a glob in quotes: "**.layers.0.**"'
     if "another document" in problem:
-        return line, "a second document begins (---)", "keep one document a file"
+        return line, "a second document begins (---)", "keep one document per file"
     if "mapping values are not allowed" in problem:
         return (
             line,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from octavo.base.safe_read import printable
 
-#: the most problems that are printed; the others are counted
-MOST_SHOWN = 20
+#: limit of printed problems; the others are only counted
+MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. ``problems`` holds the first :data:`MOST_SHOWN` problems, in the order of
+    """A configuration that cannot be used. ``problems`` holds the first :data:`MAX_SHOWN` problems, in the order of
     the files; ``more`` counts the others."""
 
     def __init__(self, problems: Sequence[Problem], unlisted: int = 0):
-        self.problems: tuple[Problem, ...] = tuple(problems[:MOST_SHOWN])
+        self.problems: tuple[Problem, ...] = tuple(problems[:MAX_SHOWN])
         self.more = unlisted + len(problems) - len(self.problems)
         lines = [str(problem) for problem in self.problems]
         if len(lines) == 1 and not self.more:
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar valid name, or None if none is similar. Case and ``-`` versus ``_`` do not matter."""
+    """Return the most similar valid name, or None if none is similar. Case and ``-`` versus ``_`` do not matter."""
     if len(name) > 100:  # not a typing error, and the comparison takes quadratic time
         return None
     by_form = {v.lower().replace("-", "_"): v for v in valid}
@@ -69,8 +69,8 @@ def dotted(path: Sequence[str | int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def named(value: object) -> str:
-    """A value for a message: short, text in quotes, with its YAML kind for null, booleans and collections."""
+def describe_value(value: object) -> str:
+    """Describe a value for a message: short, text in quotes, with its YAML kind for null, booleans and collections."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

@@ -14,11 +14,11 @@ import torch
 from octavo.data.encoding.sample import IGNORE, Sample, concatenate, concatenate_inputs
 
 Place = tuple[int, int]  # (source, row)
-Numbered = Sequence[tuple[int, Any]]  # (number in the stream, encoded row, or None for a row that is left out)
+NumberedRows = Sequence[tuple[int, Any]]  # (number in the stream, encoded row, or None for a row that is left out)
 Gather = Callable[..., list[Any]]  # (numbered rows, size, padding token) -> the micro-batches of a step
 # Length of the row of a micro-batch without samples: two tokens, so that one position has a prediction.
 EMPTY_LENGTH = 2
-MULTIPLE = 128  # packs are padded to a multiple of it, because GEMMs and FP8 blocks have tiles of this size
+PACK_MULTIPLE = 128  # packs are padded to a multiple of it, because GEMMs and FP8 blocks have tiles of this size
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Meta:
 
     @property
     def has_video(self) -> bool:
-        """Whether a video has separate tensors here; frames that are passed as images count as images."""
+        """True if a video has separate tensors here; frames that are passed as images count as images."""
         return any(per == "video" for per in self.inputs.values())
 
     @property
     def sees(self) -> bool:
-        """Whether the vision tower has any input."""
+        """True if the vision tower has any input."""
         return self.has_image or self.has_video
 
     @property
@@ -97,7 +97,7 @@ class Boundaries:
 
 
 def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
-    """A batch of B rows, T = the longest row.
+    """Collate samples to a batch of B rows of length T, that of the longest.
 
     `input_ids`, `attention_mask`, `labels` [B, T] int64; if any row has an image also `pixel_values` (joined on the
     first dimension), `image_grid_thw`, `mm_token_type_ids` and further tensors that the processor returns; `meta`.
@@ -109,17 +109,17 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
                 "meta": Meta()}  # fmt: skip
     longest = max(len(sample.input_ids) for sample in samples)
     batch: dict[str, Any] = {
-        "input_ids": _padded([s.input_ids for s in samples], longest, pad_id),
-        "attention_mask": _padded([np.ones_like(s.input_ids) for s in samples], longest, 0),
-        "labels": _padded([s.labels for s in samples], longest, IGNORE),
+        "input_ids": _pad([s.input_ids for s in samples], longest, pad_id),
+        "attention_mask": _pad([np.ones_like(s.input_ids) for s in samples], longest, 0),
+        "labels": _pad([s.labels for s in samples], longest, IGNORE),
     }
-    batch |= _images(samples)
-    batch |= {name: _padded(kinds, longest, 0) for name, kinds in _kinds(samples).items()}
-    return {**batch, "meta": _meta(samples)}
+    batch |= _media_tensors(samples)
+    batch |= {name: _pad(kinds, longest, 0) for name, kinds in _token_types(samples).items()}
+    return {**batch, "meta": _make_meta(samples)}
 
 
-def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
-    """The rows of a step as batches of up to `size`; a row that is left out makes its batch smaller."""
+def make_micro_batches(rows: NumberedRows, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
+    """Collate the rows of a step to batches of up to `size` rows; a row that is left out makes its batch smaller."""
     pieces = (rows[first : first + size] for first in range(0, len(rows), size))
     return [collate([sample for _, sample in piece if sample is not None], pad_id) for piece in pieces]
 
@@ -127,8 +127,9 @@ def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[...,
 def collate_pack(
     samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
-    """A batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not beyond `capacity`; a
-    pack that several `ranks` share is padded to a multiple of 128 for each, whatever its capacity.
+    """Collate samples to a batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not
+    beyond
+    `capacity`; a pack that several `ranks` share is padded to a multiple of 128 for each, whatever its capacity.
 
     As `collate` with shapes [1, T], and with `boundaries` in place of the mask. Padding and the first token of each
     sample have no label, because no token of the same sample precedes it. Without samples the row is only padding.
@@ -138,22 +139,22 @@ def collate_pack(
     total = sum(lengths)
     if total > capacity:
         raise ValueError(f"samples of {lengths} tokens do not fit into a pack of {capacity}")
-    whole = MULTIPLE * ranks
-    longest = -(-total // whole) * whole if samples else EMPTY_LENGTH * ranks
+    multiple = PACK_MULTIPLE * ranks
+    longest = -(-total // multiple) * multiple if samples else EMPTY_LENGTH * ranks
     longest = min(longest, capacity) if ranks == 1 and samples else longest
     ends = [0, *accumulate(lengths)] + [longest] * (longest > total)
 
     def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
-        return _padded([np.concatenate(arrays)] if arrays else [np.empty(0)], longest, fill)
+        return _pad([np.concatenate(arrays)] if arrays else [np.empty(0)], longest, fill)
 
     labels = row([s.labels for s in samples], IGNORE)
     labels[0, ends[:-1]] = IGNORE
-    batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_images(samples)}
-    batch |= {name: row(kinds, 0) for name, kinds in _kinds(samples).items()}
-    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _meta(samples)}
+    batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_media_tensors(samples)}
+    batch |= {name: row(kinds, 0) for name, kinds in _token_types(samples).items()}
+    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _make_meta(samples)}
 
 
-def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+def _media_tensors(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     arrays: dict[str, np.ndarray] = {}
     if any(sample.images for sample in samples):
         arrays["pixel_values"] = concatenate(s.pixel_values for s in samples if s.pixel_values is not None)
@@ -163,22 +164,24 @@ def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def _kinds(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
+def _token_types(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
     """Name -> token types of each sample, as the model takes them: if there are images or videos and the processor
     returns token types; 0 in samples without."""
     if not any(s.images or s.videos for s in samples):
         return {}
     by_sample = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
-    for types, sample in zip(by_sample, samples, strict=True):
-        types |= {name: one.values for name, one in sample.extra.items() if one.per == "token"}
-    names = dict.fromkeys(name for types in by_sample for name in types)
+    for token_types, sample in zip(by_sample, samples, strict=True):
+        token_types |= {name: tensor.values for name, tensor in sample.extra.items() if tensor.per == "token"}
+    names = dict.fromkeys(name for token_types in by_sample for name in token_types)
     return {
-        name: [types.get(name, np.zeros_like(s.input_ids)) for types, s in zip(by_sample, samples, strict=True)]
+        name: [
+            token_types.get(name, np.zeros_like(s.input_ids)) for token_types, s in zip(by_sample, samples, strict=True)
+        ]
         for name in names
     }
 
 
-def _meta(samples: Sequence[Sample]) -> Meta:
+def _make_meta(samples: Sequence[Sample]) -> Meta:
     return Meta(
         files=tuple(s.file for s in samples),
         rows=tuple(s.row for s in samples),
@@ -188,13 +191,13 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
-        inputs={name: one.per for s in samples for name, one in s.extra.items()},
+        inputs={name: tensor.per for s in samples for name, tensor in s.extra.items()},
         sounds=tuple(s.sounds for s in samples),
         videos=tuple(s.videos for s in samples),
     )
 
 
-def _padded(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:
+def _pad(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:
     out = np.full((len(rows), length), fill, dtype=np.int64)
     for number, row in enumerate(rows):
         out[number, : len(row)] = row

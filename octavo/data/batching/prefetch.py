@@ -12,32 +12,33 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from octavo.data.errors import DataError
-from octavo.data.order import Mixture, Whole, Windows
-from octavo.data.storage.fetched import Fetched
+from octavo.data.order import FullShuffle, Mixture, WindowShuffle
+from octavo.data.storage.fetched import FetchedRows
 
 
 def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
-    """A prefetcher of the files of a mixture; None if no data set of it is remote. Raises `DataError` as `Prefetcher`
-    does."""
+    """Make a prefetcher for the files of a mixture, or return None if no data set is remote. Raises `DataError` as
+    `Prefetcher` does."""
     sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched_rows(source)) is not None}
     return Prefetcher(mixture, sets) if sets else None
 
 
 class Prefetcher:
-    """`at(n)`: rows from the n-th on will be read next. `sets`: number in the mixture -> rows of a remote data set.
+    """`prefetch_from(n)`: rows from the n-th on will be read next. `sets`: number in the mixture -> rows of a remote
+    data set.
 
     Raises `DataError` where the files of a window exceed the disk limit of a data set: nearly every row would download
     a file again."""
 
-    def __init__(self, mixture: Mixture, sets: Mapping[int, Fetched]) -> None:
+    def __init__(self, mixture: Mixture, sets: Mapping[int, FetchedRows]) -> None:
         self.mixture, self._sets = mixture, sets
         for number, rows in self._sets.items():
-            _check(rows, mixture.sources[number].shards, mixture.orders[number])
+            _check_disk_limit(rows, mixture.sources[number].shards, mixture.orders[number])
         self._wanted: list[tuple[int, int]] = []
         self._changed, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    def at(self, n: int) -> None:
+    def prefetch_from(self, n: int) -> None:
         """Download in the background what the rows from the n-th on need."""
         if self._closed:
             return
@@ -59,34 +60,34 @@ class Prefetcher:
         while not self._closed:
             self._changed.wait()
             self._changed.clear()
-            left = {source: rows.store.limit for source, rows in self._sets.items()}
-            most = dict.fromkeys(left, 0)
+            budget = {source: rows.store.limit for source, rows in self._sets.items()}
+            largest = dict.fromkeys(budget, 0)
             for source, shard in self._wanted:
                 if self._closed or self._changed.is_set():
                     break
-                if left[source] < most[source]:  # another file could evict the ones downloaded before it
+                if budget[source] < largest[source]:  # another file could evict the ones downloaded before it
                     continue
                 with contextlib.suppress(DataError):  # the reader of the file tries again, and raises
                     size = self._sets[source].fetch(shard)
-                    left[source], most[source] = left[source] - size, max(most[source], size)
+                    budget[source], largest[source] = budget[source] - size, max(largest[source], size)
 
 
-def _fetched_rows(source: object) -> Fetched | None:
+def _fetched_rows(source: object) -> FetchedRows | None:
     rows = getattr(source, "rows", None)
-    while rows is not None and not isinstance(rows, Fetched):
+    while rows is not None and not isinstance(rows, FetchedRows):
         rows = getattr(rows, "rows", None)  # unwrap rows with renamed columns
     return rows
 
 
-def _check(rows: Fetched, taken: Sequence[int], order: Whole | Windows) -> None:
-    """`taken`: the number of rows used of each file."""
-    total = sum(shard.size for shard, count in zip(rows.files, taken, strict=True) if count)
-    need = total
-    if isinstance(order, Windows):  # a window begins and ends within a file: two more files
-        need = min(total, total * order.window // max(1, order.size) + 2 * max(shard.size for shard in rows.files))
-    if need > rows.store.limit:
-        which = f"{order.window} rows" if isinstance(order, Windows) else "all rows"
+def _check_disk_limit(rows: FetchedRows, used_rows: Sequence[int], order: FullShuffle | WindowShuffle) -> None:
+    """`used_rows`: the number of rows used of each file."""
+    total = sum(shard.size for shard, count in zip(rows.files, used_rows, strict=True) if count)
+    needed = total
+    if isinstance(order, WindowShuffle):  # a window begins and ends within a file: two more files
+        needed = min(total, total * order.window // max(1, order.size) + 2 * max(shard.size for shard in rows.files))
+    if needed > rows.store.limit:
+        rows_text = f"{order.window} rows" if isinstance(order, WindowShuffle) else "all rows"
         raise DataError(
-            f"{rows.path}: {which} are shuffled together, which are in files of up to {need / 1e9:.3g} GB, and "
+            f"{rows.path}: {rows_text} are shuffled together, which are in files of up to {needed / 1e9:.3g} GB, and "
             f"fetch_gb of this set allows {rows.store.limit / 1e9:.3g} of them here; raise it, or lower shuffle_buffer"
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.base import atomic_write, target_folder
-from octavo.data.builtin.digits import SIDE, Digits, check_existing, handwriting, rows_as_json
+from octavo.data.builtin.digits import SIDE, Digits, check_existing, load_handwriting, rows_as_json
 from octavo.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 QUESTION = "Which digits appear, in order?"
 RATE = 8  # frames a second
 SCALE = 2  # each pixel of the handwriting is SCALE x SCALE pixels of the clip
-MOST = 64  # digits in a clip
+MAX_DIGITS = 64  # digits in a clip
 LAYOUT = 1  # incremented when the same settings give other files
 
 CARD = """# Octavo digits, as videos
@@ -69,8 +69,8 @@ def write(
     sizes = {"train": train, "test": test, "digits": digits, "hold": hold}
     if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
         raise DataError(f"{wrong[0]}: it must be at least 1")
-    if digits > MOST or hold > RATE * 60:
-        raise DataError(f"digits={digits}, hold={hold}: {MOST} digits of {RATE * 60} frames are the most")
+    if digits > MAX_DIGITS or hold > RATE * 60:
+        raise DataError(f"digits={digits}, hold={hold}: {MAX_DIGITS} digits of {RATE * 60} frames are the limit")
     if seed < 0:
         raise DataError(f"seed={seed}: it must not be negative")
     directory = Path(directory)
@@ -88,7 +88,7 @@ def write(
 def _write(directory: Path, settings: dict[str, int], console: Console | None) -> None:
     from rich.progress import Progress
 
-    greys, labels, pools = handwriting()
+    greys, labels, pools = load_handwriting()
     digits, hold = settings["digits"], settings["hold"]
     rows: list[dict[str, object]] = []
     with Progress(console=console, transient=True) as progress:
@@ -98,10 +98,10 @@ def _write(directory: Path, settings: dict[str, int], console: Console | None) -
             words = draws.random_raw(settings[part] * digits)
             picks = pool[(words % len(pool)).astype(np.int64)].reshape(-1, digits)
             rows = []
-            for index, several in enumerate(progress.track(picks, description=f"clips, {part}")):
+            for index, chosen in enumerate(progress.track(picks, description=f"clips, {part}")):
                 name = f"videos/{part}/{index:05d}.mp4"
-                encode(directory / name, np.repeat(greys[several], hold, axis=0))
-                rows.append(_row(f"{part}-{index:05d}", name, labels[several], several))
+                encode(directory / name, np.repeat(greys[chosen], hold, axis=0))
+                rows.append(_row(f"{part}-{index:05d}", name, labels[chosen], chosen))
             (directory / f"{part}.json").write_text(rows_as_json(rows))
     facts = {"example": json.dumps(rows[0], indent=1), "taken": RATE / hold * 2, "seen": 2}
     (directory / "README.md").write_text(CARD.format(**settings, **facts))
@@ -109,7 +109,7 @@ def _write(directory: Path, settings: dict[str, int], console: Console | None) -
 
 
 def _row(identity: str, video: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, object]:
-    """A LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
+    """Return a LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
     turns = [
         {"from": "human", "value": f"<video>{QUESTION}"},
         {"from": "gpt", "value": " ".join(map(str, digits))},

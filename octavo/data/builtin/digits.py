@@ -117,17 +117,17 @@ def check_existing(directory: Path, settings: dict[str, int], folder: str, endin
     if existing != settings:
         differ = [key for key in settings if existing.get(key) != settings[key]]
         changed = "; ".join(f"{key}: {existing.get(key)} there, {settings[key]} asked" for key in differ)
-        raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
+        raise DataError(f"{directory} contains a digits set with different settings ({changed}); {fix}")
     for part in ("train", "test"):
         files = len(list((directory / folder / part).glob(f"*.{ending}")))
         expected = [kind for kind in kinds if part == "train" or kind != "_prompts"]
-        whole = all((directory / f"{part}{kind}.json").is_file() for kind in expected)
-        if files != settings[part] or not whole:
+        has_all_files = all((directory / f"{part}{kind}.json").is_file() for kind in expected)
+        if files != settings[part] or not has_all_files:
             raise DataError(f"{directory} is not complete ({files} of {settings[part]} {part} {folder}); remove it")
 
 
-def handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """(all samples [1797, 8, 8] uint8, their digits [1797] int64, train and test -> indices of samples). Raises
+def load_handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Return (all samples [1797, 8, 8] uint8, their digits [1797] int64, train and test -> indices of samples). Raises
     DataError if the file, which is part of Octavo, is missing or damaged."""
     levels, labels = samples()
     greys = np.rint(levels * (255 / WHITE)).astype(np.uint8)
@@ -136,7 +136,7 @@ def handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
 
 
 def samples() -> tuple[np.ndarray, np.ndarray]:
-    """(levels [1797, 8, 8] uint8, 0 to 16; labels [1797] uint8), in scikit-learn's order. Raises DataError."""
+    """Return (levels [1797, 8, 8] uint8, 0 to 16; labels [1797] uint8), in scikit-learn's order. Raises DataError."""
     try:
         with np.load(HANDWRITING, allow_pickle=False) as file:
             return file["levels"], file["labels"]
@@ -147,7 +147,7 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
 def _write(directory: Path, settings: dict[str, int], console: Console | None) -> None:
     from rich.progress import Progress
 
-    greys, labels, pools = handwriting()
+    greys, labels, pools = load_handwriting()
     # Picks come from raw PCG64 words, whose stream NumPy keeps stable: the same seed gives the same files everywhere.
     with Progress(console=console, transient=True) as progress:
         for number, (part, pool) in enumerate(pools.items()):
@@ -155,31 +155,31 @@ def _write(directory: Path, settings: dict[str, int], console: Console | None) -
             words = np.random.PCG64(np.random.SeedSequence([settings["seed"], number])).random_raw(settings[part] * 4)
             picks = pool[(words % len(pool)).astype(np.int64)].reshape(-1, 4)
             rows = []
-            for index, four in enumerate(progress.track(picks, description=f"digits, {part}")):
+            for index, chosen in enumerate(progress.track(picks, description=f"digits, {part}")):
                 name = f"images/{part}/{index:05d}.png"
-                Image.fromarray(_grid(greys[four])).save(directory / name)
-                rows.append(_row(f"{part}-{index:05d}", name, labels[four], four))
+                Image.fromarray(_grid(greys[chosen])).save(directory / name)
+                rows.append(_row(f"{part}-{index:05d}", name, labels[chosen], chosen))
             (directory / f"{part}.json").write_text(rows_as_json(rows))
             captions = [{"id": row["id"], "image": row["image"], "text": _caption(row)} for row in rows]
             (directory / f"{part}_captions.json").write_text(rows_as_json(captions))
             if part == "train":
                 prompts = [prompt for row in rows for prompt in _prompts(row)]
                 (directory / "train_prompts.json").write_text(rows_as_json(prompts))
-            drawn = [_text_row(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
-            (directory / f"{part}_text.json").write_text(rows_as_json(drawn))
+            text_rows = [_text_row(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
+            (directory / f"{part}_text.json").write_text(rows_as_json(text_rows))
     sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
     card = CARD.format(**settings, **sizes, example=json.dumps(rows[0], indent=1))
     (directory / "README.md").write_text(card)
     (directory / "settings.json").write_text(json.dumps(settings) + "\n")
 
 
-def _grid(four: np.ndarray) -> np.ndarray:
+def _grid(digits: np.ndarray) -> np.ndarray:
     """Four digits [4, 8, 8] as one image [16, 16], in reading order."""
-    return four.reshape(2, 2, SIDE, SIDE).swapaxes(1, 2).reshape(2 * SIDE, 2 * SIDE)
+    return digits.reshape(2, 2, SIDE, SIDE).swapaxes(1, 2).reshape(2 * SIDE, 2 * SIDE)
 
 
 def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
-    """A LLaVA row; ``samples``: the sample number of each answer, by which trials group dependent answers."""
+    """Return a LLaVA row; ``samples``: the sample number of each answer, by which trials group dependent answers."""
     turns: list[dict[str, str]] = []
     for place, digit in zip(PLACES, digits, strict=True):
         question = place if turns else "<image>" + place
@@ -188,12 +188,12 @@ def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> 
 
 
 def _caption(row: dict[str, Any]) -> str:
-    """The answers of a row as one caption."""
+    """Return the answers of a row as one caption."""
     return " ".join(turn["value"] for turn in row["conversations"] if turn["from"] == "gpt")
 
 
 def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A prompt row for each question of a row."""
+    """Return a prompt row for each question of a row."""
     turns = [
         {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
         for turn in row["conversations"]
@@ -214,5 +214,5 @@ def _text_row(identity: str, grey: np.ndarray, digit: int) -> dict[str, object]:
 
 
 def rows_as_json(rows: Sequence[Mapping[str, object]]) -> str:
-    """A JSON list with one row a line."""
+    """Format rows as a JSON list with one row per line."""
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

@@ -27,8 +27,8 @@ LAYOUT = 1  # incremented when the same Python gives other files
 HELD_OUT = 10  # every tenth file
 PARTS = ("train", "test")
 TOPICS = "pydoc_data/topics.py"
-APART = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
-MACHINE = ("config-", "_sysconfigdata", "_sysconfig_vars")
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
 
 CARD = """# Octavo text
 
@@ -76,7 +76,7 @@ def write(directory: str | Path) -> TextSet:
 
 
 def _check_existing(directory: Path, settings: dict[str, object]) -> dict[str, int]:
-    """The number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
+    """Return the number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
     fix = "choose another directory, or remove this one"
     try:
         existing = read_json(directory / "settings.json")
@@ -87,7 +87,7 @@ def _check_existing(directory: Path, settings: dict[str, object]) -> dict[str, i
         for key, value in settings.items()
         if existing.get(key) != value
     ]:
-        raise DataError(f"{directory} holds another text set ({'; '.join(changed)}); {fix}")
+        raise DataError(f"{directory} contains a different text set ({'; '.join(changed)}); {fix}")
     for part in PARTS:
         file = directory / f"{part}.jsonl"
         lines = file.read_bytes().count(b"\n") if file.is_file() else 0
@@ -118,7 +118,7 @@ def _documents() -> Iterator[tuple[str, str]]:
     files = 0
     for file in library.rglob("*.py"):
         name = file.relative_to(library)
-        if APART & set(name.parts[:-1]) or any(part.startswith(MACHINE) for part in name.parts):
+        if EXCLUDED_FOLDERS & set(name.parts[:-1]) or any(part.startswith(EXCLUDED_PREFIXES) for part in name.parts):
             continue
         if name.as_posix() == TOPICS or not file.is_file():
             continue

@@ -1,17 +1,18 @@
 """Locates the assistant's answers in a rendered conversation, as character spans, for the loss mask.
 
-A chat template is a program, and its output does not mark what is prompt and what is answer. So the conversation is
-rendered in growing prefixes: the messages before an answer with the generation prompt end where the answer begins
-(exactly the input of a model that generates it), and the messages up to the answer end where it ends. Both must be
-prefixes of the whole rendering; for other templates a `TemplateProblem` is raised.
+A chat template is a program, and its output does not mark prompts and answers. So the conversation is rendered in
+growing
+prefixes: the messages before an answer, with the generation prompt, end where the answer begins (exactly the input of a
+model that generates it), and the messages up to the answer end where the answer ends. Both must be prefixes of the
+whole rendering; for other templates a `TemplateProblem` is raised.
 
-Prefixes take two renderings for each answer, and fail if a template writes an earlier turn differently from the last:
-Qwen3.5 opens a prompt with "<think>", writes the last answer after a thinking block, and earlier ones without. So a
-conversation is also rendered with a mark in place of each text, each reasoning, and the name of the tool if an answer
-is only a call. The text between the marks, the glue, comes from the template. If glue and texts of a row reproduce its
-rendering character by character, its answers are at the positions of the marks; if not, the row is refused. Splitting
-it at its questions (`splitting.py`) needs none of this, but repeats the earlier turns for each question.
-The glue is cached for each sequence of roles, so that most rows are rendered once.
+Prefixes take two renderings per answer, and fail if a template writes an earlier turn differently from the last one:
+Qwen3.5 opens a prompt with "<think>" and writes a thinking block before the last answer, but not before earlier ones.
+So a conversation is also rendered with a mark in place of each text, each reasoning, and the name of the tool if an
+answer is only a call. The text between the marks, the glue, comes from the template. If glue and texts of a row
+reproduce its rendering character by character, its answers are at the positions of the marks; otherwise the row is
+rejected. Splitting a row at its questions (`splitting.py`) needs none of this, but repeats the earlier turns for each
+question. The glue is cached for each sequence of roles, so that most rows are rendered once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from octavo.data.rows.video_refs import VideoRef
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-#: the names of a turn's reasoning in templates; it is passed under both
-READ_AS = ("reasoning_content", "thinking")
+#: the names under which templates read the reasoning of a turn; it is passed under both
+REASONING_FIELDS = ("reasoning_content", "thinking")
 Spans = list[tuple[int, int]]
-SHAPES = 1024  # cached sequences of roles
-_KEYS = {"role", "content", *READ_AS}
+MAX_SHAPES = 1024  # limit of cached sequences of roles
+_KEYS = {"role", "content", *REASONING_FIELDS}
 
 
 class TemplateProblem(ValueError):
@@ -39,7 +40,8 @@ class TemplateProblem(ValueError):
 
 
 def messages(conversation: Conversation, *, parts: bool, system: str | None = None) -> list[Message]:
-    """The conversation as input of a chat template: content as a list of parts (multimodal processors) or as text.
+    """Convert a conversation to the input of a chat template: contents are lists of parts (multimodal processors) or
+    text.
 
     `system` is prepended if the conversation has no system turn.
     """
@@ -51,7 +53,7 @@ def messages(conversation: Conversation, *, parts: bool, system: str | None = No
 
 
 #: parts for images, sounds and videos; templates test the type, older ones of Qwen2-Audio the presence of a key
-_PLACE: dict[type, dict[str, Any]] = {
+_MEDIA_PARTS: dict[type, dict[str, Any]] = {
     ImageRef: {"type": "image"},
     AudioRef: {"type": "audio", "audio_url": ""},
     VideoRef: {"type": "video"},
@@ -60,7 +62,8 @@ _PLACE: dict[type, dict[str, Any]] = {
 
 def _message(turn: Turn, parts: bool) -> Message:
     content = [
-        {"type": "text", "text": part.text} if isinstance(part, Text) else _PLACE[type(part)] for part in turn.parts
+        {"type": "text", "text": part.text} if isinstance(part, Text) else _MEDIA_PARTS[type(part)]
+        for part in turn.parts
     ]
     message: Message = {"role": turn.role, "content": content if parts else turn.text}
     if turn.calls:
@@ -70,32 +73,32 @@ def _message(turn: Turn, parts: bool) -> Message:
     if turn.call is not None:
         message["tool_call_id"] = turn.call
     if turn.reasoning is not None:
-        message |= dict.fromkeys(READ_AS, turn.reasoning)
+        message |= dict.fromkeys(REASONING_FIELDS, turn.reasoning)
     return message
 
 
-def texts_of(message: Message) -> list[str]:
-    """The texts of a message, without its images."""
+def message_texts(message: Message) -> list[str]:
+    """Return the texts of a message, without its images."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def words_of(message: Message) -> str:
-    """All text of a message as one string, without its images."""
-    return "".join(texts_of(message))
+def message_text(message: Message) -> str:
+    """Return all text of a message as one string, without its images."""
+    return "".join(message_texts(message))
 
 
 def check_system(whole: str, messages: Sequence[Message], render: Render, prompt: bool = False) -> None:
     """Check that a conversation rendered as `whole` contains all its system turns: templates silently leave some out,
     Qwen3-VL's all except the first. Raises `TemplateProblem`."""
     for number, message in enumerate(messages):
-        if message["role"] != "system" or words_of(message).strip() in whole:
+        if message["role"] != "system" or message_text(message).strip() in whole:
             continue
         others = [*messages[:number], *messages[number + 1 :]]
-        if _rendered(render, others, prompt) == whole:  # else the template wrote its words in another form
+        if _render(render, others, prompt) == whole:  # else the template wrote its words in another form
             raise TemplateProblem(
-                f"the chat template has no place for message {number + 1}, of the system, and would leave it out; put "
-                "its words into the first turn of the system, or into the question"
+                f"the chat template would drop message {number + 1}, a system message; put its text into the first "
+                "system turn, or into the question"
             )
 
 
@@ -103,16 +106,16 @@ def check_tools(conversation: Conversation, whole: str, without: str) -> None:
     """Check that a conversation rendered as `whole`, and `without` its tools, contains its tools and calls: a template
     may silently leave out both. Raises `TemplateProblem`."""
     if conversation.tools and whole == without:
-        raise TemplateProblem("the chat template has no place for tools, and the row offers some")
+        raise TemplateProblem("the chat template does not support tools, but the row has some")
     for name in (call["function"]["name"] for turn in conversation.turns for call in turn.calls):
         if name not in whole:
-            raise TemplateProblem(f"the chat template has no place for calls of tools, and an assistant calls {name!r}")
+            raise TemplateProblem(f"the chat template does not support tool calls, but an assistant calls {name!r}")
 
 
-def rendered(messages: Sequence[Message], render: Render, prompt: bool = False) -> str:
-    """The rendered conversation, as a `prompt` with the generation prompt; `render(messages, add_generation_prompt)`
+def render_messages(messages: Sequence[Message], render: Render, prompt: bool = False) -> str:
+    """Render a conversation, with the generation prompt if `prompt` is true. `render(messages, add_generation_prompt)`
     returns text. Raises `TemplateProblem`."""
-    return _rendered(render, messages, prompt)
+    return _render(render, messages, prompt)
 
 
 def answer_spans(
@@ -123,60 +126,64 @@ def answer_spans(
     reach: int | None = None,
     context: int = 0,
 ) -> list[tuple[int, int]]:
-    """The answers in a conversation that was rendered as `whole`.
+    """Locate the answers in a conversation that was rendered as `whole`.
 
-    `ends` are the tokenizer's special tokens. Returns, for each assistant turn, (start, end) in characters: the answer
+    `ends` are the tokenizer's special tokens. Returns (start, end) in characters for each assistant turn: the answer
     with its end-of-turn token and without the line break that a template appends. Answers that begin after the first
-    `reach` characters are not located, because each costs two renderings, nor are the first `context` answers, which
+    `reach` characters are not located, because each takes two renderings, nor are the first `context` answers, which
     belong to a prompt. Raises `TemplateProblem`.
     """
     spans: list[tuple[int, int]] = []
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     for number in answers[context:]:
         message = messages[number]
-        prompt = _rendered(render, messages[:number], True)
+        prompt = _render(render, messages[:number], True)
         if not whole.startswith(prompt):
             raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, whole))
         if reach is not None and len(prompt) >= reach:
             break
-        until = whole if number == len(messages) - 1 else _rendered(render, messages[: number + 1], False)
-        if not until.startswith(prompt):
-            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, until))
-        end = _end(whole, until, len(prompt), message)
+        up_to_answer = whole if number == len(messages) - 1 else _render(render, messages[: number + 1], False)
+        if not up_to_answer.startswith(prompt):
+            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, up_to_answer))
+        end = _find_answer_end(whole, up_to_answer, len(prompt), message)
         if end is None:
-            raise TemplateProblem(_prefix_problem(number, "the conversation up to its end", until, whole))
+            raise TemplateProblem(_prefix_problem(number, "the conversation up to its end", up_to_answer, whole))
         spans.append((len(prompt), trim_glue(whole, len(prompt), end, ends)))
     return spans
 
 
-def _end(whole: str, until: str, start: int, message: Message) -> int | None:
-    """The end in `whole` of the answer that begins at `start`; None if it cannot be located.
+def _find_answer_end(whole: str, up_to_answer: str, start: int, message: Message) -> int | None:
+    """Return the end in `whole` of the answer that begins at `start`, or None if it cannot be located.
 
     Some templates (Qwen3's) write an empty thinking block only before the last answer, so that an earlier answer
-    rendered as the last one differs from its final form. Then its words and what follows them must still be the same.
+    rendered as the last one differs from its final form. Then its text and the text after it must still be equal.
     """
-    if whole.startswith(until):
-        return len(until)
-    if message.get("tool_calls"):  # the template writes them: find the end of `until` that also follows in `whole`
-        same = (at for at in range(start, len(until)) if whole.startswith(until[at:], start))
-        at = next(same, len(until))
-        return start + len(until) - at if at < len(until) else None
-    words = words_of(message)
+    if whole.startswith(up_to_answer):
+        return len(up_to_answer)
+    if message.get(
+        "tool_calls"
+    ):  # the template writes them: find the end of `up_to_answer` that also follows in `whole`
+        matches = (
+            position for position in range(start, len(up_to_answer)) if whole.startswith(up_to_answer[position:], start)
+        )
+        position = next(matches, len(up_to_answer))
+        return start + len(up_to_answer) - position if position < len(up_to_answer) else None
+    words = message_text(message)
     for answer in (words, words.strip()):  # templates write it unchanged or stripped
-        at = until.rfind(answer)
-        if at >= start and whole.startswith(until[at:], start):
-            return start + len(until) - at
+        position = up_to_answer.rfind(answer)
+        if position >= start and whole.startswith(up_to_answer[position:], start):
+            return start + len(up_to_answer) - position
     return None
 
 
 def trim_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
-    """The end of an answer without white space after the end-of-turn token. Without such a token the white space is the
-    only end signal and is kept."""
+    """Return the end of an answer, without white space after the end-of-turn token. If there is no such token, the
+    white space is the only end signal and is kept."""
     bare = text[start:end].rstrip()
     return start + len(bare) if any(bare.endswith(token) for token in ends) else end
 
 
-def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
+def _render(render: Render, messages: Sequence[Message], prompt: bool) -> str:
     try:
         return render(messages, prompt)
     # Templates are third-party programs: jinja's TemplateError (raise_exception), and any Python error within jinja.
@@ -185,7 +192,7 @@ def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
             raise TemplateProblem(str(cause)) from cause
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateProblem(
-            f"the chat template refuses the roles {roles} ({type(cause).__name__}: {cause})"
+            f"the chat template rejects the roles {roles} ({type(cause).__name__}: {cause})"
         ) from cause
 
 
@@ -211,8 +218,8 @@ class Answers:
     def spans(
         self, whole: str, messages: Sequence[Message], render: Render, reach: int | None = None, context: int = 0
     ) -> Spans:
-        """The result of `answer_spans`, also where prefixes are not enough; raises `TemplateProblem` as it does."""
-        shape, texts = self._shape(messages, render), _texts(messages)
+        """Return the result of `answer_spans`, also for templates for which prefixes fail. Raises `TemplateProblem`."""
+        shape, texts = self._shape(messages, render), _text_pieces(messages)
         spans = None if shape is None else shape.spans(whole, texts)
         if spans is None:
             try:
@@ -224,12 +231,13 @@ class Answers:
         return [(start, end) for start, end in spans[context:] if reach is None or start < reach]
 
     def _shape(self, messages: Sequence[Message], render: Render) -> _Shape | None:
-        """The shape for messages with these roles, computed when they occur a second time; None before."""
+        """Return the shape for messages with these roles, which is computed when they occur a second time, else
+        None."""
         if any(not message.keys() <= _KEYS for message in messages):
             return None
-        kinds = tuple(map(_kind, messages))
+        kinds = tuple(map(_shape_key, messages))
         if kinds not in self._shapes:
-            if len(self._shapes) < SHAPES:
+            if len(self._shapes) < MAX_SHAPES:
                 self._shapes[kinds] = None
             return None
         shape = self._shapes[kinds]
@@ -239,29 +247,29 @@ class Answers:
 
 
 class _Piece(NamedTuple):
-    """A text of a message that a mark can replace; a `spare` one, reasoning, may be missing in a rendering."""
+    """A text of a message that a mark can replace. An optional piece (reasoning) may be missing in a rendering."""
 
     text: str
-    spare: bool = False
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
 class _Shape:
     """The text that a template writes around the texts of messages: `glue` before each text that is `written`, and
-    after the last. The edges of answers are (index of the glue, characters into it)."""
+    after the last one. The edges of answers are (index of the glue, characters into it)."""
 
     glue: tuple[str, ...] = ()
     written: tuple[bool, ...] = ()
     answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
 
     def spans(self, whole: str, texts: Sequence[_Piece]) -> Spans | None:
-        """The answers in a rendering of `texts`; None if the shape does not reproduce it."""
+        """Return the answers in a rendering of `texts`, or None if the shape does not reproduce the rendering."""
         if len(texts) != len(self.written) or not self.glue or not whole.startswith(self.glue[0]):
             return None
         starts, at = [0], len(self.glue[0])  # of each glue
         written = [piece.text for piece, is_written in zip(texts, self.written, strict=True) if is_written]
         for text, following in zip(written, self.glue[1:], strict=True):
-            form = next((form for form in _forms(text) if whole.startswith(form + following, at)), None)
+            form = next((form for form in _written_forms(text) if whole.startswith(form + following, at)), None)
             if form is None:
                 return None
             starts.append(at + len(form))
@@ -271,27 +279,27 @@ class _Shape:
         return [(starts[first] + into, starts[last] + upto) for (first, into), (last, upto) in self.answers]
 
 
-def _forms(text: str) -> Iterator[str]:
-    """The forms in which templates write a text: unchanged, or stripped."""
+def _written_forms(text: str) -> Iterator[str]:
+    """Yield the forms in which templates write a text: unchanged, or stripped."""
     return iter(dict.fromkeys((text, text.lstrip("\n"), text.rstrip(), text.strip("\n"), text.strip())))
 
 
 def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
-    """The shape of messages. It is empty and matches no rendering if the template changes texts, or if some answer has
-    no end-of-turn token; if no answer has one, it is empty only if `ended`."""
+    """Compute the shape of messages. It is empty, and matches no rendering, if the template changes texts or if some
+    answer has no end-of-turn token; if no answer has one, it is empty only if `ended`."""
     marks = (f"text{number:06}" for number in itertools.count())
     marked = [_with_marks(message, marks) for message in messages]
-    pieces = _texts(marked)
+    pieces = _text_pieces(marked)
     try:
-        whole = rendered(marked, render)
+        whole = render_messages(marked, render)
         answers = _find_answers(whole, marked, render, ends)
     except TemplateProblem:
         return _Shape()
     in_whole = tuple(piece.text in whole for piece in pieces)
     texts = [piece.text for piece, written in zip(pieces, in_whole, strict=True) if written]
     places = [whole.find(text) for text in texts]
-    lost = any(not piece.spare for piece, written in zip(pieces, in_whole, strict=True) if not written)
-    # Without an end-of-turn token the end of an answer depends on the last words of a row, not on the shape.
+    lost = any(not piece.is_optional for piece, written in zip(pieces, in_whole, strict=True) if not written)
+    # Without an end-of-turn token, the end of an answer depends on the last words of a row, not on the shape.
     closed = [whole[start:end].endswith(tuple(ends)) for start, end in answers]
     if not all(closed) and (ended or any(closed)):
         return _Shape()
@@ -311,7 +319,8 @@ def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str
 
 
 def _find_answers(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
-    """The answers in messages whose texts are marks: by prefixes, else by the marks. Raises `TemplateProblem`."""
+    """Locate the answers in messages whose texts are marks: by prefixes, else by the marks. Raises
+    `TemplateProblem`."""
     try:
         return answer_spans(whole, messages, render, ends)
     except TemplateProblem:
@@ -319,15 +328,15 @@ def _find_answers(whole: str, messages: Sequence[Message], render: Render, ends:
 
 
 def _find_by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
-    """The answers by their marks: each begins after the generation prompt, or after the part of it that the template
-    writes there, and ends as it does as the last message. Raises `TemplateProblem`."""
+    """Locate the answers by their marks. An answer begins after the generation prompt, or after the part of it that the
+    template writes there, and ends as it does when it is the last message. Raises `TemplateProblem`."""
     spans: Spans = []
     at = 0
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     opening = _generation_prompt(messages[: answers[-1]], render) if answers else ""
     for number in answers:
-        texts = [piece.text for piece in _texts([messages[number]]) if piece.text in whole]
-        as_last = rendered(messages[: number + 1], render)
+        texts = [piece.text for piece in _text_pieces([messages[number]]) if piece.text in whole]
+        as_last = render_messages(messages[: number + 1], render)
         if not texts or texts[-1] not in as_last:
             raise TemplateProblem(f"the chat template does not write message {number + 1}")
         first, last = whole.find(texts[0]), whole.find(texts[-1]) + len(texts[-1])
@@ -341,13 +350,14 @@ def _find_by_marks(whole: str, messages: Sequence[Message], render: Render, ends
 
 
 def _generation_prompt(messages: Sequence[Message], render: Render) -> str:
-    """The text that the generation prompt adds after messages."""
-    before, prompt = (rendered(messages, render, generate) for generate in (False, True))
+    """Return the text that the generation prompt adds after messages."""
+    before, prompt = (render_messages(messages, render, generate) for generate in (False, True))
     return prompt[len(before) :] if prompt.startswith(before) else ""
 
 
 def _end_of_opening(opening: str, text: str) -> int:
-    """The end, in `text`, of the longest prefix of `opening` that it contains; len(text) if it contains none."""
+    """Return the end in `text` of the longest prefix of `opening` that it contains, or len(text) if it contains
+    none."""
     for length in range(len(opening), 0, -1):
         place = text.rfind(opening[:length])
         if place >= 0:
@@ -355,26 +365,26 @@ def _end_of_opening(opening: str, text: str) -> int:
     return len(text)
 
 
-def _texts(messages: Sequence[Message]) -> list[_Piece]:
-    """The texts that marks can replace, in the order in which templates write them, without blank ones."""
+def _text_pieces(messages: Sequence[Message]) -> list[_Piece]:
+    """Return the nonblank texts that marks can replace, in the order in which templates write them."""
     pieces: list[_Piece] = []
     for message in messages:
         content = message["content"]
-        said = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-        said = [text for text in said if text.strip()]
-        if not said and message.get("tool_calls"):
-            said = [message["tool_calls"][0]["function"]["name"]]
-        reasoning = message.get(READ_AS[0]) or ""
-        pieces += [_Piece(reasoning, spare=True)] if reasoning.strip() else []
-        pieces += map(_Piece, said)
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        texts = [text for text in texts if text.strip()]
+        if not texts and message.get("tool_calls"):
+            texts = [message["tool_calls"][0]["function"]["name"]]
+        reasoning = message.get(REASONING_FIELDS[0]) or ""
+        pieces += [_Piece(reasoning, is_optional=True)] if reasoning.strip() else []
+        pieces += map(_Piece, texts)
     return pieces
 
 
 def _with_marks(message: Message, marks: Iterator[str]) -> Message:
-    """A message with its texts replaced by the next marks, in the order of `_texts`."""
+    """Return a message with its texts replaced by the next marks, in the order of `_text_pieces`."""
     marked = dict(message)
-    if (message.get(READ_AS[0]) or "").strip():
-        marked |= dict.fromkeys(READ_AS, next(marks))
+    if (message.get(REASONING_FIELDS[0]) or "").strip():
+        marked |= dict.fromkeys(REASONING_FIELDS, next(marks))
     content = message["content"]
     if isinstance(content, str):
         marked["content"] = next(marks) if content.strip() else content
@@ -388,10 +398,10 @@ def _with_marks(message: Message, marks: Iterator[str]) -> Message:
     return marked
 
 
-def _kind(message: Message) -> Hashable:
-    """Everything in a message, except its texts, that may change what the template writes around them."""
+def _shape_key(message: Message) -> Hashable:
+    """Return everything in a message, except its texts, that may change what the template writes around them."""
     content = message["content"]
-    said = [content] if isinstance(content, str) else [part.get("text") for part in content]
-    texts = tuple(text is None or (text if not text.strip() else False) for text in said)
-    reasoning = message.get(READ_AS[0])
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
+    texts = tuple(text is None or (text if not text.strip() else False) for text in parts)
+    reasoning = message.get(REASONING_FIELDS[0])
     return message["role"], isinstance(content, str), texts, reasoning if not (reasoning or "").strip() else False

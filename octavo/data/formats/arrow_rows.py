@@ -44,7 +44,7 @@ class Rows(Protocol):
     def __getitem__(self, row: int) -> Any: ...
 
     def keys(self) -> set[str]:
-        """All keys that any row has."""
+        """Return all keys that any row has."""
         ...
 
 
@@ -56,7 +56,7 @@ class Text(NamedTuple):
     problem: str | None = None
 
 
-class Mapped:
+class MappedTable:
     """An Arrow table in memory, or in a memory-mapped file; for a file only its path is pickled."""
 
     schema: pa.Schema | None = None
@@ -85,20 +85,22 @@ class Mapped:
     def _validate(self, file: Path) -> None:
         """Read the whole file and check it, once for each version of a file."""
         fetched = isinstance(self.path, str)  # in CACHE/fetched/SET, where reading sets the time of use of a file
-        home = file.parents[1] if fetched else self._notes_in(file)
+        notes_folder = file.parents[1] if fetched else self._notes_in(file)
         try:
-            file_digests.check_once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+            file_digests.check_once(
+                file, notes_folder, lambda: columnar.check_file(file, self._damaged), ctime_varies=fetched
+            )
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):  # another process removed it
                 raise
             raise self._damaged(cause) from cause
 
     def _notes_in(self, file: Path) -> Path:
-        """The folder of the cache with the notes which files are valid."""
+        """Return the folder of the cache with the notes on valid files."""
         return file.parent
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.error_line(cause)}); delete it")
+        return DataError(f"{self.kept} is not a valid Arrow file ({columnar.error_line(cause)}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
         """One row, as a batch of length 1. Raises `DataError`."""
@@ -117,7 +119,7 @@ class Mapped:
 
     @property
     def gone(self) -> bool:
-        """Whether the file that rows are read from was deleted: another process evicted it."""
+        """True if the file that rows are read from was deleted: another process evicted it."""
         return not self._on_disk().exists()
 
     def _on_disk(self) -> Path:
@@ -132,13 +134,13 @@ class Mapped:
         self._open()
 
 
-class TextRows(Mapped):
+class TextRows(MappedTable):
     """Rows stored as JSON texts of any structure, so that a fault in one row does not affect others."""
 
     schema = TEXTS
 
     def line(self, row: int) -> int:
-        """The line number (from 1) of a row, in a file of lines."""
+        """Return the line number (from 1) of a row, in a file of lines."""
         return int(self._table.column("line")[row].as_py())
 
     def __getitem__(self, row: int) -> Any:
@@ -150,11 +152,12 @@ class TextRows(Mapped):
         return parse_row(self.path, row, *values)
 
     def keys(self) -> set[str]:
-        """All keys of the rows that can be read: a pass over all rows, whose result is stored next to a cached file."""
+        """Return all keys of the rows that can be read: a pass over all rows, whose result is stored next to a cached
+        file."""
         stored = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
         if stored is not None and (names := _names_in(stored)) is not None:
             return names
-        names = keys_of(self)
+        names = collect_keys(self)
         if stored is not None:
             with contextlib.suppress(OSError):  # a folder without write access: the next run computes them again
                 write_bytes(stored, json.dumps(sorted(names)).encode())
@@ -162,7 +165,7 @@ class TextRows(Mapped):
 
 
 def _names_in(file: Path) -> set[str] | None:
-    """The texts of a JSON list in a file; None if the file is missing or damaged."""
+    """Return the texts of a JSON list in a file, or None if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         names = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -171,7 +174,7 @@ def _names_in(file: Path) -> set[str] | None:
 
 
 def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
-    """The value of a row from the fields of a :class:`Text`; `where` the text is, if not in a line. Raises
+    """Return the value of a row from the fields of a :class:`Text`; `where` the text is, if not in a line. Raises
     `BadSample`."""
     where = f"line {line}" if line else where
     if problem is not None:
@@ -184,11 +187,11 @@ def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | 
             "`iconv -f ENCODING -t UTF-8`"
         ) from cause  # fmt: skip
     except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend or remove the row.") from cause
+        raise BadSample(path, row, f"{cause} Fix or remove the row.") from cause
 
 
-def keys_of(rows: Rows) -> set[str]:
-    """All keys of the rows that can be read, by a pass over all rows."""
+def collect_keys(rows: Rows) -> set[str]:
+    """Return all keys of the rows that can be read, by a pass over all rows."""
     keys: set[str] = set()
     for number in range(len(rows)):
         with contextlib.suppress(BadSample):  # reported when the row is used
@@ -197,7 +200,7 @@ def keys_of(rows: Rows) -> set[str]:
     return keys
 
 
-class ColumnRows(Mapped):
+class ColumnRows(MappedTable):
     """Rows of typed columns. Columns, and fields in them, that are null in a row are missing keys of that row. A last
     column `PROBLEM` holds the reason for a row that could not be stored."""
 
@@ -214,13 +217,13 @@ class ColumnRows(Mapped):
             if problem is not None:
                 raise BadSample(self.path, row, problem)
             batch = batch.select(range(batch.num_columns - 1))
-        return row_of(self.path, row, batch)
+        return decode_row(self.path, row, batch)
 
 
-def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
-    """The row of a table of one row, as `json_values`. A time that Python cannot hold (in the year 10,000, or with an
-    unknown time zone) becomes the text that Arrow prints for it. Raises `BadSample`, which names the column, for other
-    values that cannot be read, such as text that is not UTF-8, or JSON columns whose text is not JSON."""
+def decode_row(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
+    """Return the row of a table of one row, as `json_values`. A time that Python cannot hold (in the year 10,000, or
+    with an unknown time zone) becomes the text that Arrow prints for it. Raises `BadSample`, which names the column,
+    for other values that cannot be read, such as text that is not UTF-8, or JSON columns whose text is not JSON."""
     try:
         values = json_values(table.to_pylist()[0])
     except UNREADABLE:  # convert column by column, to find the one at fault
@@ -231,11 +234,11 @@ def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
     return values
 
 
-def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.Places) -> Any:
+def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.ChunkSampler) -> Any:
     try:
-        return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
+        return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.octavo_name(name))
     except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
+        raise BadSample(path, row, f"{cause} Fix the value, or remove the row or the column.") from cause
 
 
 def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedArray) -> Any:
@@ -243,17 +246,17 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
         return column[0].as_py()
     except UNREADABLE as cause:
         if pa.types.is_temporal(column.type):
-            plainly = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
-            return column.cast(plainly).cast(pa.string())[0].as_py()
+            without_zone = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
+            return column.cast(without_zone).cast(pa.string())[0].as_py()
         raise BadSample(
-            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); mend the "
-            "value, or leave out the row or the column"
+            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); fix the "
+            "value, or remove the row or the column"
         ) from cause  # fmt: skip
 
 
 def json_values(value: Any) -> Any:
-    """A value from Arrow as JSON would have it: null entries of objects are left out, times and decimals are text.
-    Bytes stay bytes, because media files are stored so."""
+    """Return a value from Arrow as JSON would have it: null entries of objects are left out, times and decimals are
+    text. Bytes stay bytes, because media files are stored so."""
     if isinstance(value, dict):
         return {str(key): json_values(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
@@ -264,7 +267,7 @@ def json_values(value: Any) -> Any:
 
 
 @contextmanager
-def writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
+def open_writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
     """A writer of record batches to a path or a stream."""
     with pa.OSFile(str(sink), "wb") if isinstance(sink, Path) else sink as out, pa.ipc.new_file(out, schema) as into:
         yield into
@@ -272,7 +275,7 @@ def writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
 
 def write_texts(sink: Sink, rows: Iterator[Text], done: Callable[[int], None] = lambda size: None) -> None:
     """Write rows as `TextRows` reads them; `done` is called with the bytes of text written so far."""
-    with writer(sink, TEXTS) as out:
+    with open_writer(sink, TEXTS) as out:
         batch: list[Text] = []
         size = written = 0
         for row in rows:

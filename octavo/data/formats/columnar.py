@@ -26,7 +26,7 @@ COMPRESSED = 1 << 30
 
 
 def error_line(cause: BaseException) -> str:
-    """The first line of an error of the Arrow library, printable, at most 160 characters."""
+    """Return the first line of an error of the Arrow library, printable, at most 160 characters."""
     return printable(first_line(cause))[:160]
 
 
@@ -42,13 +42,13 @@ def check_file(path: Path, refused: Callable[[Exception], DataError]) -> None:
             file.seek(8 if is_file else 0)
             check_compressed(file)
             file.seek(0)
-            for batch in _of_file(file) if is_file else pa.ipc.open_stream(file):
+            for batch in _read_batches(file) if is_file else pa.ipc.open_stream(file):
                 check_batch(batch)
     except Exception as cause:  # Arrow raises errors of many classes for a damaged file
         raise refused(cause) from cause
 
 
-def _of_file(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+def _read_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
     reader = pa.ipc.open_file(file)
     return (reader.get_batch(number) for number in range(reader.num_record_batches))
 
@@ -67,7 +67,7 @@ def check_batch(batch: pa.RecordBatch | pa.Table) -> None:
 
 
 def _as_bytes(array: pa.Array) -> pa.Array:
-    """The same array with texts as bytes, whose content validation does not check. No value is read."""
+    """Reinterpret texts of an array as bytes, whose content validation does not check. No value is read."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _as_bytes(array.storage)
@@ -96,17 +96,17 @@ def check_compressed(file: pa.NativeFile) -> None:
     before them: nothing is decompressed. Raises ValueError."""
     total, stored = 0, file.size()
     with contextlib.suppress(EOFError, StopIteration):
-        while (message := _message(file)) is not None:
-            total += sum(_sizes(message))
+        while (message := _next_message(file)) is not None:
+            total += sum(_decompressed_sizes(message))
             if total > COMPRESSED:
                 raise ValueError(
                     f"its compressed buffers take {total} bytes or more decoded, of {stored} in the file, and "
-                    f"{COMPRESSED} are the most; save it without compression, or as parquet"
+                    f"the limit is {COMPRESSED}; save it without compression, or as parquet"
                 )
 
 
-def _message(file: pa.NativeFile) -> pa.Message | None:
-    """The next message; None after the last, where the file format has a footer."""
+def _next_message(file: pa.NativeFile) -> pa.Message | None:
+    """Read the next message; return None after the last one, where the file format has a footer."""
     at = file.tell()
     head = file.read(8)
     if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff" or head[4:] == b"\0\0\0\0":
@@ -115,21 +115,21 @@ def _message(file: pa.NativeFile) -> pa.Message | None:
     return pa.ipc.read_message(file)
 
 
-def _sizes(message: pa.Message) -> Iterator[int]:
-    """The decompressed size of each compressed buffer of a message, from its FlatBuffers metadata."""
+def _decompressed_sizes(message: pa.Message) -> Iterator[int]:
+    """Yield the decompressed size of each compressed buffer of a message, from its FlatBuffers metadata."""
     if message.type not in ("record batch", "dictionary"):
         return
     flat, body = message.metadata.to_pybytes(), message.body
     header = _table_at(flat, struct.unpack_from("<I", flat)[0])(2)
     if header is not None and message.type == "dictionary":  # its second field is a record batch
-        header = _table_at(flat, _follow(flat, header))(1)
+        header = _table_at(flat, _follow_offset(flat, header))(1)
     if header is None or body is None:
         return
-    batch = _table_at(flat, _follow(flat, header))
+    batch = _table_at(flat, _follow_offset(flat, header))
     buffers = batch(2)
     if batch(3) is None or buffers is None:  # no compression, no buffers
         return
-    start = _follow(flat, buffers)
+    start = _follow_offset(flat, buffers)
     for number in range(struct.unpack_from("<I", flat, start)[0]):
         offset, length = struct.unpack_from("<qq", flat, start + 4 + 16 * number)
         if length >= 8:
@@ -137,7 +137,8 @@ def _sizes(message: pa.Message) -> Iterator[int]:
 
 
 def _table_at(flat: bytes, at: int) -> Callable[[int], int | None]:
-    """A lookup for a FlatBuffers table: field number -> offset of its value; None for a field that is not set."""
+    """Return a lookup for a FlatBuffers table: field number -> offset of its value; None for a field that is not
+    set."""
     vtable = at - struct.unpack_from("<i", flat, at)[0]
     size = struct.unpack_from("<H", flat, vtable)[0]
 
@@ -149,25 +150,25 @@ def _table_at(flat: bytes, at: int) -> Callable[[int], int | None]:
     return field
 
 
-def _follow(flat: bytes, at: int) -> int:
+def _follow_offset(flat: bytes, at: int) -> int:
     return at + int(struct.unpack_from("<I", flat, at)[0])
 
 
 # Sizes -----------------------------------------------------------------------------------------------------------
 
 
-def repeats(kind: pa.DataType) -> bool:
-    """Whether values of a type may share bytes, so that they may be larger than their buffers once decoded."""
+def may_share_bytes(kind: pa.DataType) -> bool:
+    """Return True if values of a type may share bytes, so that they may be larger than their buffers once decoded."""
     if isinstance(kind, pa.BaseExtensionType):
-        return repeats(kind.storage_type)
+        return may_share_bytes(kind.storage_type)
     if str(kind).startswith(("dictionary", "run_end_encoded", "dense_union", "sparse_union")) or "view" in str(kind):
         return True
-    return any(repeats(kind.field(n).type) for n in range(kind.num_fields))
+    return any(may_share_bytes(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type with the same values, each stored separately: dictionaries and views are replaced by their value types.
-    (Parquet returns no other types that share bytes.)"""
+    """Return the type with the same values, each stored separately: dictionaries and views are replaced by their value
+    types. (Parquet returns no other types that share bytes.)"""
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if str(kind) in ("string_view", "binary_view"):
@@ -190,7 +191,7 @@ def plain_field(field: pa.Field) -> pa.Field:
 
 
 def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarray:
-    """[rows] int64: decoded bytes of each row; with `texts` only bytes of text."""
+    """Return [rows] int64: decoded bytes of each row; with `texts` only bytes of text."""
     total = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
@@ -199,25 +200,26 @@ def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarr
     return total
 
 
-def too_large(batch: pa.RecordBatch | pa.Table, every: np.ndarray | None = None) -> dict[int, str]:
-    """Row -> why it is too large to decode. `every`: the result of `row_bytes`, if known."""
-    every = row_bytes(batch) if every is None else every
-    if not len(every) or every.max() <= min(TEXT_BYTES, ROW_BYTES):
+def find_large_rows(batch: pa.RecordBatch | pa.Table, sizes: np.ndarray | None = None) -> dict[int, str]:
+    """Row -> why it is too large to decode. `sizes`: the result of `row_bytes`, if known."""
+    sizes = row_bytes(batch) if sizes is None else sizes
+    if not len(sizes) or sizes.max() <= min(TEXT_BYTES, ROW_BYTES):
         return {}
     texts = row_bytes(batch, texts=True)
-    rows = np.flatnonzero((every > ROW_BYTES) | (texts > TEXT_BYTES))
-    return {int(row): large(int(every[row]), int(texts[row])) for row in rows}
+    rows = np.flatnonzero((sizes > ROW_BYTES) | (texts > TEXT_BYTES))
+    return {int(row): describe_large_row(int(sizes[row]), int(texts[row])) for row in rows}
 
 
-def large(size: int, texts: int) -> str:
-    """The reason for a row of `size` bytes, `texts` of them text, that is too large."""
+def describe_large_row(size: int, texts: int) -> str:
+    """Return the reason for a row of `size` bytes, `texts` of them text, that is too large."""
     if texts > TEXT_BYTES:
-        return f"has {texts} bytes of text, and {TEXT_BYTES} are the most; split or remove it"
-    return f"takes {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+        return f"has {texts} bytes of text, over the limit of {TEXT_BYTES}; split or remove it"
+    return f"takes {size} bytes, over the limit of {ROW_BYTES}; split or remove it"
 
 
 def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
-    """[len(array)] int64: decoded bytes of each value; with `texts` only bytes of text. The array must be valid."""
+    """Return [len(array)] int64: decoded bytes of each value; with `texts` only bytes of text. The array must be
+    valid."""
     # Sizes follow from offsets and indices; no value is decoded, since that is what may exhaust the memory.
     kind, count = array.type, len(array)
     if isinstance(kind, pa.BaseExtensionType):
@@ -229,14 +231,14 @@ def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
         return np.where(used, each[indices], 0) if len(each) else np.zeros(count, np.int64)
     if pa.types.is_run_end_encoded(kind):
         ends = array.run_ends.to_numpy(zero_copy_only=False)
-        of = np.searchsorted(ends, np.arange(array.offset, array.offset + count), side="right")
-        return value_bytes(array.values, texts)[of]
+        run_index = np.searchsorted(ends, np.arange(array.offset, array.offset + count), side="right")
+        return value_bytes(array.values, texts)[run_index]
     if pa.types.is_struct(kind):
         return sum((value_bytes(array.field(n), texts) for n in range(kind.num_fields)), np.zeros(count, np.int64))
     if pa.types.is_union(kind):
-        return _of_union(array, texts)
+        return _union_bytes(array, texts)
     if pa.types.is_nested(kind):
-        return _of_lists(array, texts)
+        return _list_bytes(array, texts)
     if str(kind) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
         return _lengths(array) if "string" in str(kind) or not texts else np.zeros(count, np.int64)
     if texts or pa.types.is_null(kind):
@@ -252,8 +254,8 @@ def _lengths(array: pa.Array) -> np.ndarray:
     return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _of_lists(array: pa.Array, texts: bool) -> np.ndarray:
-    """The bytes of a list: its entries, and 8 bytes for each, because many empty entries take memory too."""
+def _list_bytes(array: pa.Array, texts: bool) -> np.ndarray:
+    """Return the bytes of a list: its entries, and 8 bytes for each, because many empty entries take memory too."""
     kind, count = array.type, len(array)
     if pa.types.is_fixed_size_list(kind):
         starts = (array.offset + np.arange(count, dtype=np.int64)) * kind.list_size
@@ -272,12 +274,12 @@ def _of_lists(array: pa.Array, texts: bool) -> np.ndarray:
     return until[ends - first] - until[starts - first]
 
 
-def _of_union(array: pa.Array, texts: bool) -> np.ndarray:
+def _union_bytes(array: pa.Array, texts: bool) -> np.ndarray:
     codes, result = array.type_codes.to_numpy(zero_copy_only=False), np.zeros(len(array), np.int64)
     dense = array.type.mode == "dense"
     places = array.offsets.to_numpy(zero_copy_only=False) if dense else np.arange(len(array))
     for number, code in enumerate(array.type.type_codes):
-        mine = codes == code
-        if mine.any():
-            result[mine] = value_bytes(array.field(number), texts)[places[mine]]
+        selected = codes == code
+        if selected.any():
+            result[selected] = value_bytes(array.field(number), texts)[places[selected]]
     return result

@@ -25,65 +25,70 @@ import pyarrow as pa
 
 from octavo.base.safe_read import Unreadable, parse_json
 
-Places = Mapping[str, Any] | list[Any] | bool
+ChunkSampler = Mapping[str, Any] | list[Any] | bool
 """Where JSON texts are: True for the value itself, a mapping for the fields of a struct, [places of an entry]."""
 
 _EXTENSION = "arrow.json"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 #: numbers that are not valid JSON, which `datasets` still takes for JSON: 007, 5.
 _ODD_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]*)?")
-_OURS: ContextVar[Mapping[str, str]] = ContextVar("ours", default=MappingProxyType({}))
+_NAMES: ContextVar[Mapping[str, str]] = ContextVar("ours", default=MappingProxyType({}))
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})
 
 
-def _parts(value: object, text: str) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "type" in one for one in value)
+def _is_parts(value: object, text: str) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(entry, dict) and "type" in entry for entry in value)
+    )
 
 
-def _turns(value: object, text: str) -> bool:
+def _is_turns(value: object, text: str) -> bool:
     turns = value if isinstance(value, list) else [value]
-    return bool(turns) and all(isinstance(one, dict) and any(keys <= one.keys() for keys in _TURN_KEYS)
-                               for one in turns)  # fmt: skip
+    return bool(turns) and all(isinstance(entry, dict) and any(keys <= entry.keys() for keys in _TURN_KEYS)
+                               for entry in turns)  # fmt: skip
 
 
-def _answers(value: object, text: str) -> bool:
-    """Whether it is a list of answers; a list with spaces between its entries was a text: `datasets` writes none."""
-    several = isinstance(value, list) and bool(value) and all(type(one) in (str, int, float) for one in value)
-    return several and not any(map(str.isspace, _STRING.sub("", text)))
+def _is_answers(value: object, text: str) -> bool:
+    """Return True for a list of answers. A list with spaces between its entries was a text: `datasets` writes
+    none."""
+    is_answer_list = (
+        isinstance(value, list) and bool(value) and all(type(entry) in (str, int, float) for entry in value)
+    )
+    return is_answer_list and not any(map(str.isspace, _STRING.sub("", text)))
 
 
-def _never(value: object, text: str) -> bool:
+def _no_value(value: object, text: str) -> bool:
     return False
 
 
 _ALLOWED: dict[str, Callable[[object, str], bool]] = {
-    "content": _parts,
-    **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _turns),
-    "answer": _answers,
+    "content": _is_parts,
+    **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _is_turns),
+    "answer": _is_answers,
     **dict.fromkeys(
         ("value", "text", "texts", "instruction", "input", "output", "system", "reasoning_content", "reasoning",
          "thinking"),
-        _never,
+        _no_value,
     ),
 }  # fmt: skip
 """Keys that hold a text -> predicate whether a stored JSON value is another value that the key allows."""
 
 
 @contextmanager
-def renaming(ours: Mapping[str, str]) -> Iterator[None]:
+def use_column_names(ours: Mapping[str, str]) -> Iterator[None]:
     """In the block, columns with these names (file's name -> Octavo's name) are read by the rules of the new name."""
-    before = _OURS.set(ours)
+    before = _NAMES.set(ours)
     try:
         yield
     finally:
-        _OURS.reset(before)
+        _NAMES.reset(before)
 
 
-def our_name(column: str) -> str:
-    return _OURS.get().get(column, column)
+def octavo_name(column: str) -> str:
+    return _NAMES.get().get(column, column)
 
 
-def places_in(schema: pa.Schema) -> dict[str, Places]:
+def places_in(schema: pa.Schema) -> dict[str, ChunkSampler]:
     """Column -> places of its JSON texts, for columns that have any."""
     try:
         hash(schema)
@@ -93,18 +98,19 @@ def places_in(schema: pa.Schema) -> dict[str, Places]:
 
 
 @lru_cache(maxsize=256)
-def _known_places(schema: pa.Schema) -> dict[str, Places]:
+def _known_places(schema: pa.Schema) -> dict[str, ChunkSampler]:
     return _places_in(schema)
 
 
-def _places_in(schema: pa.Schema) -> dict[str, Places]:
-    features = _features(schema)
-    places = {field.name: _of_field(field, features.get(field.name)) for field in schema}
+def _places_in(schema: pa.Schema) -> dict[str, ChunkSampler]:
+    features = _read_features(schema)
+    places = {field.name: _field_places(field, features.get(field.name)) for field in schema}
     return {name: place for name, place in places.items() if place}
 
 
-def _features(schema: pa.Schema) -> dict[str, Any]:
-    """The features that `datasets` stored; {} if they are missing or damaged, because the types imply the same."""
+def _read_features(schema: pa.Schema) -> dict[str, Any]:
+    """Return the features that `datasets` stored; {} if they are missing or damaged, because the types imply the
+    same."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -112,34 +118,34 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
     return features if isinstance(features, dict) else {}
 
 
-def _of_field(field: pa.Field, feature: object) -> Places:
+def _field_places(field: pa.Field, feature: object) -> ChunkSampler:
     if (field.metadata or {}).get(b"ARROW:extension:name") == _EXTENSION.encode():
         return True  # versions of pyarrow without this type only keep its name in the metadata
-    return _of_type(field.type, feature)
+    return _type_places(field.type, feature)
 
 
-def _of_type(kind: pa.DataType, feature: object) -> Places:
+def _type_places(kind: pa.DataType, feature: object) -> ChunkSampler:
     if isinstance(kind, pa.BaseExtensionType):
         return kind.extension_name == _EXTENSION
     if pa.types.is_dictionary(kind):
-        return _of_type(kind.value_type, feature)
+        return _type_places(kind.value_type, feature)
     if pa.types.is_struct(kind):
         inner = feature if isinstance(feature, dict) else {}
-        places = {field.name: _of_field(field, inner.get(field.name)) for field in kind}
+        places = {field.name: _field_places(field, inner.get(field.name)) for field in kind}
         return {name: place for name, place in places.items() if place}
     if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         if isinstance(feature, dict):  # List(...) or Sequence(...); older versions wrote a list of one
             feature = feature.get("feature")
         elif isinstance(feature, list):
             feature = feature[0] if feature else None
-        place = _of_field(kind.value_field, feature)
+        place = _field_places(kind.value_field, feature)
         return [place] if place else False
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return text and isinstance(feature, dict) and feature.get("_type") == "Json"
 
 
-def parse_values(value: Any, places: Places, where: str, key: str) -> Any:
-    """A value with its JSON texts parsed; `key`: its key in the row. Raises `Unreadable`."""
+def parse_values(value: Any, places: ChunkSampler, where: str, key: str) -> Any:
+    """Parse the JSON texts in a value; `key` is its key in the row. Raises `Unreadable`."""
     if places is True:
         return _value(value, where, key) if isinstance(value, str) else value
     if isinstance(places, list) and isinstance(value, list):

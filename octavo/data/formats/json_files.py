@@ -1,4 +1,4 @@
-"""Rows of JSON files as texts: a list, or one object a line.
+"""Rows of JSON files as texts: a list, or one object per line.
 
 Any fault within a row affects only that row; a file is refused only if the structure of its list is broken.
 """
@@ -25,12 +25,12 @@ _MARK = re.compile(r'["\[\]{},]')
 _SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds the end of a value; parse_int=len accepts long numbers
 
 
-def texts_of(path: Path) -> Iterator[Text]:
-    """The rows of a JSON or JSONL file as texts. Raises `DataError` if its structure is broken."""
+def read_texts(path: Path) -> Iterator[Text]:
+    """Return the rows of a JSON or JSONL file as texts. Raises `DataError` if its structure is broken."""
     if not _is_jsonl(path):
-        return _of_list(path)
+        return _read_list(path)
     return (
-        Text(b"", number, _too_long(end - start))
+        Text(b"", number, _describe_long_line(end - start))
         if end - start > ROW_BYTES else Text(line, number)
         for number, start, end, line in _numbered_lines(path)
         if line.strip()
@@ -38,26 +38,27 @@ def texts_of(path: Path) -> Iterator[Text]:
 
 
 def stream(path: Path) -> Lines:
-    """The rows of a JSONL file, read without conversion. Raises `DataError` for a JSON list, which has no lines."""
+    """Open the rows of a JSONL file without conversion. Raises `DataError` for a JSON list, which has no
+    lines."""
     if not _is_jsonl(path):
         raise DataError(
             f"{path}: `stream` needs rows that can be read one by one, and this is one JSON list. Save it as JSONL (an "
-            "object a line), CSV or parquet, or leave `stream` out"
+            "object a line), CSV or parquet, or remove `stream`"
         )
     places = (
-        Place(number, start, end, None if end - start <= ROW_BYTES else _too_long(end - start))
+        Place(number, start, end, None if end - start <= ROW_BYTES else _describe_long_line(end - start))
         for number, start, end, line in _numbered_lines(path)
         if line.strip()
     )
     return Lines(path, places)
 
 
-def _too_long(size: int) -> str:
-    return f"has {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+def _describe_long_line(size: int) -> str:
+    return f"has {size} bytes, over the limit of {ROW_BYTES}; split or remove it"
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
-    """(line number from 1, first byte, end byte, its first ROW_BYTES bytes) of each line."""
+    """Yield (line number from 1, first byte, end byte, its first ROW_BYTES bytes) of each line."""
     number, start = 1, 0
     with open_file(path, DataError) as file:
         while head := file.readline(ROW_BYTES):
@@ -70,7 +71,8 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a file is JSONL: by its suffix; else if the first of several nonblank lines is a complete JSON object."""
+    """Return True if a file is JSONL: by its suffix; else if the first of several nonblank lines is a complete JSON
+    object."""
     lines = (line.decode("utf-8-sig", "ignore").strip() for *_, line in _numbered_lines(path))
     first, *others = list(islice(filter(None, lines), 2)) or [""]
     if path.suffix.lower() in suffixes.JSON_LINES:
@@ -83,69 +85,69 @@ def _is_jsonl(path: Path) -> bool:
         return True
 
 
-def _of_list(path: Path) -> Iterator[Text]:
+def _read_list(path: Path) -> Iterator[Text]:
     text = decode(read_bytes(path, DataError, _NO_LIMIT), path, DataError, "utf-8-sig")
     try:
-        for start, end in _elements(text):
+        for start, end in _find_elements(text):
             yield Text(text[start:end].encode("utf-8", "surrogatepass"))
     except json.JSONDecodeError as cause:
         raise DataError(
             f"{path} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
-            f"mend it there, or if it is one JSON object a line, name it .jsonl"
+            f"fix it there, or if it is one JSON object per line, name it .jsonl"
         ) from cause
-    except _NoList as cause:
+    except _NotAList as cause:
         raise DataError(
-            f"{path}: the top level is {cause}; it must be a list of rows (or one object a line, as .jsonl)"
+            f"{path}: the top level is {cause}; it must be a list of rows (or one object per line, as .jsonl)"
         ) from cause
 
 
-class _NoList(Exception):
+class _NotAList(Exception):
     """The top level of a JSON file is not a list; the argument says what it is."""
 
 
-def _elements(text: str) -> Iterator[tuple[int, int]]:
+def _find_elements(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each element of a JSON list. Raises JSONDecodeError if its structure is broken, and _NoList."""
     # Elements are scanned one by one, so that a fault within one is found when that row is parsed, not here.
-    at = _after_space(text, 0)
+    at = _skip_space(text, 0)
     if text[at : at + 1] != "[":
         try:
             value = json.loads(text, parse_int=len)
         except RecursionError as cause:
-            raise _NoList("nested too deeply") from cause
+            raise _NotAList("nested too deeply") from cause
         keys = (
             f"an object with the keys {', '.join(map(reprlib.repr, list(value)[:5]))}"
             if isinstance(value, dict)
             else ""
         )
-        raise _NoList(keys or f"a {type(value).__name__}")
-    start = _after_space(text, at + 1)
+        raise _NotAList(keys or f"a {type(value).__name__}")
+    start = _skip_space(text, at + 1)
     has_next = text[start : start + 1] != "]"
     at = start
     while has_next:
         try:
             end = _SCAN(text, start)[1]
         except RecursionError:  # nested deeper than Python's recursion limit
-            end = _end_of(text, start)
+            end = _find_element_end(text, start)
         yield start, end
-        at = _after_space(text, end)
+        at = _skip_space(text, end)
         has_next = text[at : at + 1] == ","
         if has_next:
-            start = _after_space(text, at + 1)
+            start = _skip_space(text, at + 1)
     if text[at : at + 1] != "]":
         raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if (at := _after_space(text, at + 1)) < len(text):
+    if (at := _skip_space(text, at + 1)) < len(text):
         raise json.JSONDecodeError("Extra data", text, at)
 
 
-def _after_space(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     assert match is not None  # the pattern matches the empty string
     return match.end()
 
 
-def _end_of(text: str, at: int) -> int:
-    """The end of the list element that begins at `at`, found by counting brackets. Raises JSONDecodeError if it does
-    not end."""
+def _find_element_end(text: str, at: int) -> int:
+    """Return the end of the list element that begins at `at`, found by counting brackets. Raises JSONDecodeError if it
+    does not end."""
     begin, depth = at, 0
     while match := _MARK.search(text, at):
         at, mark = match.end(), match.group()

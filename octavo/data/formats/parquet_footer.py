@@ -12,8 +12,8 @@ import os
 import struct
 from typing import Any, BinaryIO, NamedTuple
 
-MOST = 64 << 20  # bytes of a footer: 100,000 column chunks take about 20 MB
-DEPTH = 16  # nested structures; the format has 6 levels
+MAX_FOOTER_BYTES = 64 << 20  # bytes of a footer: 100,000 column chunks take about 20 MB
+MAX_DEPTH = 16  # nested structures; the format has 6 levels
 DICTIONARY, PREFIXES = (2, 8), (7,)  # Encoding.PLAIN_DICTIONARY and RLE_DICTIONARY; DELTA_BYTE_ARRAY
 
 
@@ -35,30 +35,30 @@ class Group(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-def groups_of(file: BinaryIO) -> list[Group]:
-    """The row groups of a parquet file. Raises ValueError for an invalid footer."""
+def read_row_groups(file: BinaryIO) -> list[Group]:
+    """Return the row groups of a parquet file. Raises ValueError for an invalid footer."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     tail = file.read(8)
     if tail[4:] != b"PAR1":
-        raise ValueError("it does not end as a parquet file does (PAR1): it is cut off, or another kind of file")
+        raise ValueError("it does not end as a parquet file does (PAR1): it is truncated, or not a parquet file")
     length = int.from_bytes(tail[:4], "little")
-    if length > min(MOST, size - 8):
+    if length > min(MAX_FOOTER_BYTES, size - 8):
         raise ValueError(f"its footer claims {length} bytes, of {size} of the file")
     file.seek(size - 8 - length)
     try:
         footer = _Reader(file.read(length)).struct()
-        return [_group(one) for one in footer.get(4, [])]
+        return [_read_group(group) for group in footer.get(4, [])]
     except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, struct.error) as cause:
         raise ValueError(f"its footer is damaged ({type(cause).__name__})") from cause
 
 
-def _group(group: dict[int, Any]) -> Group:
+def _read_group(group: dict[int, Any]) -> Group:
     chunks = []
     for column in group[1]:
-        about = column[3]
-        path = b".".join(about[3]).decode()
-        chunks.append(Chunk(path, int(about[5]), int(about[7]), int(about[6]), tuple(map(int, about[2]))))
+        metadata = column[3]
+        path = b".".join(metadata[3]).decode()
+        chunks.append(Chunk(path, int(metadata[5]), int(metadata[7]), int(metadata[6]), tuple(map(int, metadata[2]))))
     return Group(int(group[3]), int(group[2]), tuple(chunks))
 
 
@@ -70,8 +70,8 @@ class _Reader:
 
     def struct(self) -> dict[int, Any]:
         self.depth += 1
-        if self.depth > DEPTH:
-            raise ValueError(f"its footer nests deeper than {DEPTH}")
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"its footer nests deeper than {MAX_DEPTH}")
         fields: dict[int, Any] = {}
         number = 0
         while head := self.byte():
@@ -103,17 +103,17 @@ class _Reader:
     def list(self) -> list[Any]:
         head = self.byte()
         count = self.varint() if head >> 4 == 15 else head >> 4
-        self.fits(count)
+        self.check_count(count)
         return [self.value(head & 15) for _ in range(count)]
 
     def map(self) -> dict[Any, Any]:
         if (count := self.varint()) == 0:
             return {}
-        self.fits(count)
+        self.check_count(count)
         kinds = self.byte()
         return {str(self.value(kinds >> 4)): self.value(kinds & 15) for _ in range(count)}
 
-    def fits(self, count: int) -> None:
+    def check_count(self, count: int) -> None:
         if count > len(self.raw) - self.at:  # each entry has at least one byte
             raise ValueError(f"its footer claims a list of {count} entries")
 
@@ -122,7 +122,7 @@ class _Reader:
         return self.raw[self.at - 1]
 
     def bytes(self, count: int) -> bytes:
-        self.fits(count)
+        self.check_count(count)
         self.at += count
         return self.raw[self.at - count : self.at]
 

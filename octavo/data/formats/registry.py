@@ -2,7 +2,7 @@
 
 A format is one entry of :data:`FORMATS`; listing folders and URLs, the cache, downloads and streaming are derived from
 it. The suffixes are defined in `octavo.base.suffixes`, because names of the hub are checked without importing any
-library. :func:`of_texts` builds the entry of a format whose rows are JSON texts.
+library. :func:`text_format` builds the entry of a format whose rows are JSON texts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Format(NamedTuple):
     stream, and calls `progress` with the share that is done. `open(name, written)`: the rows of a converted file;
     `name` is the original file or its URL. `stream(path)`: the rows read from the file without conversion (None: the
     format is never converted). `count_rows(name, file)`: the number of rows by the footer of an open file (None: the
-    format has none). `cells`: every value is a text, and a missing one a word. `stays`: only an index is written, and
-    the file itself is read: `open(name, index, file)`.
+    format has none). `cells`: every value is a text, and a missing one a word. `indexed_only`: only an index is
+    written, and the file itself is read: `open(name, index, file)`.
     """
 
     suffixes: tuple[str, ...]
@@ -35,16 +35,16 @@ class Format(NamedTuple):
     stream: Callable[[Path], Rows] | None
     count_rows: Callable[[Path | str, BinaryIO], int] | None = None
     cells: bool = False
-    stays: bool = False
+    indexed_only: bool = False
 
 
-def of_texts(
+def text_format(
     suffixes: tuple[str, ...],
     texts: Callable[[Path], Iterator[Text]],
     stream: Callable[[Path], Rows],
     cells: bool = False,
 ) -> Format:
-    """The format of files whose rows `texts` yields as JSON texts."""
+    """Return the format of files whose rows `texts` yields as JSON texts."""
     return Format(suffixes, partial(_write_texts, texts), TextRows, stream, cells=cells)
 
 
@@ -58,22 +58,24 @@ def _write_texts(
     write_texts(target, texts(path), lambda done: progress(done / size))
 
 
-_JSON = of_texts((*suffixes.JSON_LINES, *suffixes.JSON), json_files.texts_of, json_files.stream)
+_JSON = text_format((*suffixes.JSON_LINES, *suffixes.JSON), json_files.read_texts, json_files.stream)
 FORMATS: tuple[Format, ...] = (
     Format(suffixes.PARQUET, parquet.write_rows, ColumnRows, Groups, parquet.count_rows),
     _JSON,
-    of_texts(suffixes.CSV, csv_files.texts_of, csv_files.stream, cells=True),
-    Format(suffixes.TAR, tar.write_index, tar.TarRows, None, stays=True),
+    text_format(suffixes.CSV, csv_files.read_texts, csv_files.stream, cells=True),
+    Format(suffixes.TAR, tar.write_index, tar.TarRows, None, indexed_only=True),
 )
 
 
 def format_of(name: Path | str) -> Format:
-    """The format of a file by its suffix; JSON for an unknown one, whose first characters decide between a list and
-    lines."""
+    """Return the format of a file by its suffix; JSON for an unknown one, whose first characters decide between a list
+    and lines."""
     lower = str(name).lower()
     return next((entry for entry in FORMATS if lower.endswith(entry.suffixes)), _JSON)
 
 
-def endings(stays: bool | None = None) -> tuple[str, ...]:
-    """The suffixes of row files; `stays`: only of formats with this value (None: of all)."""
-    return tuple(end for entry in FORMATS if stays is None or entry.stays == stays for end in entry.suffixes)
+def row_suffixes(indexed_only: bool | None = None) -> tuple[str, ...]:
+    """Return the suffixes of row files, of all formats or only of those with this value of `indexed_only`."""
+    return tuple(
+        end for entry in FORMATS if indexed_only is None or entry.indexed_only == indexed_only for end in entry.suffixes
+    )

@@ -21,12 +21,12 @@ import pyarrow as pa
 
 from octavo.base.encryption import Reader, has_magic
 from octavo.data.errors import BadSample, DataError
-from octavo.data.file_digests import stat_of
-from octavo.data.formats.arrow_rows import Text, keys_of, parse_row, row_of
-from octavo.data.formats.columnar import too_large
+from octavo.data.file_digests import stat_key
+from octavo.data.formats.arrow_rows import Text, collect_keys, decode_row, parse_row
+from octavo.data.formats.columnar import find_large_rows
 from octavo.data.formats.parquet import Parquet, parquet_file, read_group
 
-KEPT = 64 << 20  # bytes of row groups that stay in memory; the newest always does
+CACHE_BYTES = 64 << 20  # bytes of row groups that stay in memory; the newest always does
 
 
 class Place(NamedTuple):
@@ -38,23 +38,23 @@ class Place(NamedTuple):
     problem: str | None = None
 
 
-class Pieces:
-    """Reads bytes of a file by position: `pieces.read(start, size)`. The file is opened at the first read. `used`: it
-    is in a store that sets its access time, which changes its ctime."""
+class ByteReader:
+    """Reads bytes of a file by position: `pieces.read(start, size)`. The file is opened at the first read. `in_store`:
+    it is in a store that sets its access time, which changes its ctime."""
 
-    def __init__(self, path: Path, used: bool = False) -> None:
-        self.path, self._used = path, used
+    def __init__(self, path: Path, in_store: bool = False) -> None:
+        self.path, self._used = path, in_store
         self._file: int | None = None
         self._plain: Reader | None = None  # of an encrypted file
-        self._at = self._identity(os.stat(path))
+        self._at = self._file_key(os.stat(path))
 
-    def _identity(self, stat: os.stat_result) -> tuple[int, ...]:
+    def _file_key(self, stat: os.stat_result) -> tuple[int, ...]:
         """Values that change with the content, even if a program sets the mtime. The ctime of a file in a store changes
         whenever it is used (`fetched.Store`). Not the inode: some network file systems change it for an open file."""
-        return (stat.st_size, stat.st_mtime_ns) if self._used else stat_of(stat)[:3]
+        return (stat.st_size, stat.st_mtime_ns) if self._used else stat_key(stat)[:3]
 
     def open(self) -> int:
-        """The file descriptor, which stays valid if the file is renamed or removed."""
+        """Return the file descriptor, which stays valid if the file is renamed or removed."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             if has_magic(os.pread(self._file, 8, 0)):
@@ -65,8 +65,8 @@ class Pieces:
         """Bytes of plain text. Raises `DataError` if the file changed since this object was created, and VaultError for
         an encrypted file that is damaged."""
         file = self.open()
-        if self._identity(os.fstat(file)) != self._at:
-            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+        if self._file_key(os.fstat(file)) != self._at:
+            raise DataError(f"{self.path} changed while it was read; start again when it is complete")
         return os.pread(file, size, start) if self._plain is None else self._plain.read_at(start, size)
 
     def __getstate__(self) -> dict[str, object]:
@@ -82,7 +82,7 @@ class Lines:
 
     def __init__(self, path: Path, places: Iterable[Place], read: Callable[[bytes, int], Text] = Text) -> None:
         self.path, self._read = path, read
-        self._pieces = Pieces(path)
+        self._pieces = ByteReader(path)
         self._lines, self._starts, self._ends = array("q"), array("q"), array("q")
         self._problems: dict[int, str] = {}
         for row, place in enumerate(places):
@@ -96,12 +96,12 @@ class Lines:
         return len(self._starts)
 
     def line(self, row: int) -> int:
-        """The line number (from 1) at which a row begins."""
+        """Return the line number (from 1) at which a row begins."""
         return self._lines[row]
 
     def keys(self) -> set[str]:
-        """All keys of the rows; reads the whole file again."""
-        return keys_of(self)
+        """Return all keys of the rows; reads the whole file again."""
+        return collect_keys(self)
 
     def __getitem__(self, row: int) -> Any:
         line, start, problem = self._lines[row], self._starts[row], self._problems.get(row)
@@ -116,9 +116,9 @@ class _Group(NamedTuple):
     problems: dict[int, str]
 
 
-class _Tables:
-    """A cache of row groups of all files that this process reads: up to `KEPT` bytes, the least recently used goes
-    first."""
+class _GroupCache:
+    """A cache of row groups of all files that this process reads: up to `CACHE_BYTES` bytes, the least recently used
+    goes first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[int, int], _Group] = OrderedDict()
@@ -128,17 +128,17 @@ class _Tables:
         return len(self._kept)
 
     def get(self, key: tuple[int, int], read: Callable[[], _Group]) -> _Group:
-        """The row group with this key; `read` is called if it is not cached."""
+        """Return the row group with this key; `read` is called if it is not cached."""
         if (group := self._kept.get(key)) is None:
             group = self._kept[key] = read()
             self._bytes += group.table.nbytes
-            while len(self._kept) > 1 and self._bytes > KEPT:
+            while len(self._kept) > 1 and self._bytes > CACHE_BYTES:
                 self._bytes -= self._kept.popitem(last=False)[1].table.nbytes
         self._kept.move_to_end(key)
         return group
 
 
-TABLES = _Tables()
+TABLES = _GroupCache()
 _NUMBERS = count()  # keys in TABLES of the files of this process
 
 
@@ -148,7 +148,7 @@ class Groups:
     def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
         self.path, self._open, self._number = path, open_file, next(_NUMBERS)
         self._parquet: Parquet | None = None
-        self._stat = stat_of(os.stat(path))[:3] if open_file is None else None
+        self._stat = stat_key(os.stat(path))[:3] if open_file is None else None
         self._ends = list(accumulate(group.rows for group in self._file().groups))
 
     def __len__(self) -> int:
@@ -174,7 +174,7 @@ class Groups:
         group = self._group(number)
         if (problem := group.problems.get(row - first)) is not None:
             raise BadSample(self.path, row, problem)
-        return row_of(self.path, row, group.table.slice(row - first, 1))
+        return decode_row(self.path, row, group.table.slice(row - first, 1))
 
     def _file(self) -> Parquet:
         if self._parquet is None:
@@ -185,7 +185,7 @@ class Groups:
         return TABLES.get((self._number, number), lambda: self._read(number))
 
     def _read(self, number: int) -> _Group:
-        if self._stat is not None and stat_of(os.stat(self.path))[:3] != self._stat:
-            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+        if self._stat is not None and stat_key(os.stat(self.path))[:3] != self._stat:
+            raise DataError(f"{self.path} changed while it was read; start again when it is complete")
         table = read_group(self.path, self._file(), number)
-        return _Group(table, too_large(table))
+        return _Group(table, find_large_rows(table))

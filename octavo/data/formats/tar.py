@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from octavo.data.errors import BadSample
-from octavo.data.formats.arrow_rows import BATCH_ROWS, Mapped, Sink, keys_of, parse_row, writer
+from octavo.data.formats.arrow_rows import BATCH_ROWS, MappedTable, Sink, collect_keys, open_writer, parse_row
 from octavo.data.formats.media_kinds import IMAGE, SOUND, VIDEO
-from octavo.data.formats.streaming import Pieces
-from octavo.data.formats.tar_members import entries
+from octavo.data.formats.streaming import ByteReader
+from octavo.data.formats.tar_members import read_entries
 
 INDEX = pa.schema([
     ("key", pa.string()), ("names", pa.list_(pa.string())), ("starts", pa.list_(pa.int64())),
     ("sizes", pa.list_(pa.int64())), ("problem", pa.string()),
 ])  # fmt: skip
-TEXTS = ("txt", "text", "caption", "transcript")
+TEXT_SUFFIXES = ("txt", "text", "caption", "transcript")
 
 
 class Member(NamedTuple):
@@ -45,7 +45,7 @@ class Member(NamedTuple):
     size: int
 
 
-class TarRows(Mapped):
+class TarRows(MappedTable):
     """The rows of a tar file with its index. `path`: the name in messages, e.g. a URL, if it is not the `file` read."""
 
     schema = INDEX
@@ -53,12 +53,12 @@ class TarRows(Mapped):
     def __init__(self, path: Path | str, index: Path | pa.Buffer, file: Path | None = None) -> None:
         super().__init__(path, index)
         self.file = Path(path) if file is None else file
-        self._pieces = Pieces(self.file, used=file is not None)
+        self._pieces = ByteReader(self.file, in_store=file is not None)
         self._pieces.open()
 
     def keys(self) -> set[str]:
-        """All keys of the rows; reads all rows."""
-        return keys_of(self)
+        """Return all keys of the rows; reads all rows."""
+        return collect_keys(self)
 
     def __getitem__(self, row: int) -> Any:
         entry = {name: column[0].as_py() for name, column in zip(INDEX.names, self._row(row).columns, strict=True)}
@@ -68,7 +68,7 @@ class TarRows(Mapped):
         return self._build_row(row, entry["key"], members)
 
     def _build_row(self, row: int, key: str, members: Sequence[Member]) -> dict[str, Any]:
-        """The row of a key from its files. Raises `BadSample`."""
+        """Return the row of a key from its files. Raises `BadSample`."""
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
         sounds: dict[str, dict[str, Any]] = {}
@@ -80,22 +80,24 @@ class TarRows(Mapped):
                 files[kind] = {"bytes": self._pieces.read(start, size), "path": name}
             elif ending == "json":
                 fields[kind] = parse_row(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
-            elif ending in (*TEXTS, "cls"):
+            elif ending in (*TEXT_SUFFIXES, "cls"):
                 fields[kind] = self._text(row, name, self._pieces.read(start, size), ending)
         if not fields and not images:
             names = ", ".join(f"{key}.{member.kind}" for member in members)
             raise BadSample(self.path, row, f"holds {names}; a row has a json, a txt or an image", key)
-        said = fields.pop("json", {})
-        said = {"messages": said} if isinstance(said, list) else said
-        if not isinstance(said, dict):
-            raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
+        raw_json = fields.pop("json", {})
+        raw_json = {"messages": raw_json} if isinstance(raw_json, list) else raw_json
+        if not isinstance(raw_json, dict):
+            raise BadSample(self.path, row, f"its {key}.json is neither an object nor a list of turns", key)
         # Keys of the json take precedence over files with the same name.
         texts = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
-        raw = _with_files({"id": key} | texts | said, key, images, IMAGE.keys)
-        if said:
+        raw = _with_files({"id": key} | texts | raw_json, key, images, IMAGE.keys)
+        if raw_json:
             raw = _with_files(_with_files(raw, key, sounds, SOUND.keys), key, videos, VIDEO.keys)
         elif videos:
-            raise BadSample(self.path, row, f"holds {next(iter(videos))} and no json; say what is asked of it", key)
+            raise BadSample(
+                self.path, row, f"holds {next(iter(videos))} and no json; add a json with the question", key
+            )
         return raw
 
     def _text(self, row: int, name: str, data: bytes, ending: str) -> str | int:
@@ -116,51 +118,53 @@ class TarRows(Mapped):
 def _with_files(
     raw: dict[str, Any], key: str, files: dict[str, dict[str, Any]], keys: tuple[str, str]
 ) -> dict[str, Any]:
-    """A row with its images (sounds, videos) in place of their names; if it names none, under the first of `keys` for
-    one file, under the second for several."""
-    called = {name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
+    """Return a row with its images (sounds, videos) in place of their names; if it names none, under the first of
+    `keys` for one file, under the second for several."""
+    kind_by_name = {
+        name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")
+    }
     used: set[str] = set()
 
-    def placed(value: Any, at: str = "") -> Any:
+    def place(value: Any, field: str = "") -> Any:
         if isinstance(value, dict):
-            return {name: placed(entry, name) for name, entry in value.items()}
+            return {name: place(entry, name) for name, entry in value.items()}
         if isinstance(value, list):
-            return [placed(entry, at) for entry in value]
-        if at in keys and isinstance(value, str) and value in called:
-            used.add(called[value])
-            return files[called[value]]
+            return [place(entry, field) for entry in value]
+        if field in keys and isinstance(value, str) and value in kind_by_name:
+            used.add(kind_by_name[value])
+            return files[kind_by_name[value]]
         return value
 
-    raw = placed(raw)
+    raw = place(raw)
     unused = {kind: file for kind, file in files.items() if kind not in used}
     named = [kind for kind in unused if "." in kind and not kind.partition(".")[0].isdecimal()]
     raw = {**{kind: unused.pop(kind) for kind in named}, **raw}
     if unused and not used and not {*keys} & raw.keys():
-        ordered = [unused[kind] for kind in sorted(unused, key=_number)]
+        ordered = [unused[kind] for kind in sorted(unused, key=_sort_key)]
         raw |= {keys[0]: ordered[0]} if len(ordered) == 1 else {keys[1]: ordered}
     return raw
 
 
-def _number(kind: str) -> tuple[int, str]:
+def _sort_key(kind: str) -> tuple[int, str]:
     first = kind.partition(".")[0]
     return (int(first) if first.isdecimal() else -1), kind
 
 
 def write_index(path: Path, sink: Sink, progress: Callable[[float], None] = lambda share: None) -> None:
     """Write the index of a tar file. Raises `DataError` if it is not a tar, or is compressed."""
-    with writer(sink, INDEX) as out:
-        entries_left = _rows(path)
+    with open_writer(sink, INDEX) as out:
+        entries_left = _index_rows(path)
         while rows := [*islice(entries_left, BATCH_ROWS)]:
             columns = zip(*rows, strict=True)
             arrays = [pa.array([*values], field.type) for values, field in zip(columns, INDEX, strict=True)]
             out.write_batch(pa.record_batch(arrays, schema=INDEX))
 
 
-def _rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], str | None]]:
-    """The index entry of each row, in the order of the first files of the rows."""
+def _index_rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], str | None]]:
+    """Yield the index entry of each row, in the order of the first files of the rows."""
     rows: dict[str, list[Member]] = {}
     problems: dict[str, str] = {}
-    for name, start, size, problem in entries(path):
+    for name, start, size, problem in read_entries(path):
         place, _, last = name.rpartition("/")
         stem, _, kind = last.partition(".")
         kind = kind.lower()

@@ -1,1 +1,1 @@
-"""The iterables of a training loop, built from a configuration."""
+"""Loaders of training data and evaluation sets, built from a configuration."""

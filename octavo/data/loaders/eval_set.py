@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from octavo.data.batching.collate import collate
-from octavo.data.loaders.loader import CACHE_BYTES, Encodes, Judge, Processed
+from octavo.data.loaders.loader import CACHE_BYTES, BadRowPolicy, EncodedRows, RowEncoder
 from octavo.data.skip_report import SkipReport
-from octavo.data.tasks.concat import Joined
-from octavo.data.tasks.sealed import Sealed
+from octavo.data.tasks.concat import JoinedDocuments
+from octavo.data.tasks.sealed import SealedRows
 from octavo.data.tasks.sources import Source
-from octavo.data.tasks.splitting import Split
+from octavo.data.tasks.splitting import SplitRows
 
 
 class EvalSet:
-    """Batches over all rows of the sources, in order, the same at each iteration.
+    """Batches over all rows of the sources, in file order; every iteration yields the same batches.
 
     Batch k has the rows [k*B, (k+1)*B), B = `micro_batch`; rank r takes the batches r, r + world, ... Every rank
     yields `len(evalset)` batches; a rank without a last batch yields an empty one (fully masked, no rows in its meta).
-    Together the ranks use each row once. Samples stay in memory between evaluations. `most`: the number of first rows
-    to use; None: all.
+    Together the ranks use each row once. Encoded rows stay in memory between evaluations. `max_rows` limits the rows to
+    the first ones; None uses all.
     """
 
     def __init__(
         self,
-        sources: Sequence[Source | Split | Joined | Sealed],
-        encoder: Encodes,
+        sources: Sequence[Source | SplitRows | JoinedDocuments | SealedRows],
+        encoder: RowEncoder,
         micro_batch: int,
         rank: int = 0,
         world: int = 1,
@@ -35,47 +35,47 @@ class EvalSet:
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         collate: Callable[..., Any] = collate,
-        most: int | None = None,
+        max_rows: int | None = None,
     ) -> None:
         self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
             tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
-        self.collate, self.most = collate, most
-        self._judge = Judge(self.sources, on_bad, report_path)
-        self._processed = Processed(self.sources, encoder, cache_bytes)
+        self.collate, self.max_rows = collate, max_rows
+        self._policy = BadRowPolicy(self.sources, on_bad, report_path)
+        self._encoded = EncodedRows(self.sources, encoder, cache_bytes)
 
     @property
     def report(self) -> SkipReport:
-        return self._judge.report
+        return self._policy.report
 
     @property
     def rows(self) -> int:
-        """Rows of all sources, over all ranks."""
-        every = sum(len(source) for source in self.sources)
-        return every if self.most is None else min(every, self.most)
+        """The number of rows of all sources, over all ranks."""
+        total = sum(len(source) for source in self.sources)
+        return total if self.max_rows is None else min(total, self.max_rows)
 
     def origin(self, file: str, row: int, answer: int | None) -> str:
-        """A key for the subject of an answer, by which dependent answers are grouped: the key `source` of the row (a
-        name, or one for each answer), else the names of its images, sounds and videos, else the row itself."""
-        sources = (source.source if isinstance(source, Split) else source for source in self.sources)
+        """Return a key by which dependent answers are grouped: the value of `source` in the row (one name, or a list
+        with one per answer), else the names of its images, sounds and videos, else file and row number."""
+        sources = (source.source if isinstance(source, SplitRows) else source for source in self.sources)
         rows = next(source for source in sources if source.name == file and row < len(source))
-        if isinstance(rows, Joined | Sealed):  # samples of several documents, or without any names
+        if isinstance(rows, JoinedDocuments | SealedRows):  # samples of several documents, or without any names
             return f"{file}:{row}"
         raw = rows.rows[row]
-        named = raw.get("source") if isinstance(raw, dict) else None
-        if isinstance(named, list) and answer is not None and answer < len(named):
-            named = named[answer]
-        if isinstance(named, str | int):
-            return str(named)
-        about = [file for kind in ("images", "sounds", "videos") for file in getattr(rows[row], kind, ())]
-        return "|".join(map(str, about)) if about else f"{file}:{row}"
+        source_name = raw.get("source") if isinstance(raw, dict) else None
+        if isinstance(source_name, list) and answer is not None and answer < len(source_name):
+            source_name = source_name[answer]
+        if isinstance(source_name, str | int):
+            return str(source_name)
+        media_files = [file for kind in ("images", "sounds", "videos") for file in getattr(rows[row], kind, ())]
+        return "|".join(map(str, media_files)) if media_files else f"{file}:{row}"
 
     def __len__(self) -> int:
         return -(-self.rows // (self.micro_batch * self.world))
 
     def __iter__(self) -> Iterator[Any]:
         places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))][: self.rows]
-        for turn in range(len(self)):
-            first = (turn * self.world + self.rank) * self.micro_batch
+        for step in range(len(self)):
+            first = (step * self.world + self.rank) * self.micro_batch
             batch = places[first : first + self.micro_batch]
-            admitted = list(map(self._judge.admit, batch, self._processed[batch]))
+            admitted = list(map(self._policy.admit, batch, self._encoded[batch]))
             yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

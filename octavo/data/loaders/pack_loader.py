@@ -1,9 +1,10 @@
-"""The stream of packs of a rank: the same packs for any number of ranks and workers, exact after a resume.
+"""The stream of packs of a rank. The packs do not depend on the number of ranks and workers, and a resume continues
+exactly.
 
-The rows of a mixture are taken window by window (the last window of an epoch is shorter), counted
-(:mod:`octavo.data.loaders.token_counts`) and packed (:mod:`octavo.data.batching.packing`), and the packs of a window
-come in an order that depends on the seed. So the content of the n-th pack depends only on data, settings and seed; the
-position of a run is two numbers, window and pack; and the number of packs in an epoch follows from token counts
+The rows of a mixture are taken window by window (the last window of an epoch is shorter). Their tokens are counted
+(:mod:`octavo.data.loaders.token_counts`), they are packed (:mod:`octavo.data.batching.packing`), and the packs of a
+window are shuffled by the seed. So the content of the n-th pack depends only on data, settings and seed; the position
+of a run is two numbers, window and pack; and the number of packs in an epoch follows from token counts
 (`PackLoader.count`).
 """
 
@@ -21,13 +22,13 @@ from octavo.data.batching import packing
 from octavo.data.batching.collate import Place, collate_pack
 from octavo.data.encoding.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, run_workers
-from octavo.data.loaders.token_counts import Counts, Lengths
+from octavo.data.loaders.loader import CACHE_BYTES, ROWS_PER_CALL, StepStream, run_workers
+from octavo.data.loaders.token_counts import TokenCounts, WindowLengths
 from octavo.data.order import Mixture, permutation
 
 
 class Pack(NamedTuple):
-    """The numbers of rows in the stream of a mixture, and the tokens planned for each; 0 for one that is known to be
+    """The rows of a pack, as numbers in the stream of the mixture, and the tokens planned for each; 0 for a row that is
     left out."""
 
     rows: tuple[int, ...]
@@ -37,23 +38,23 @@ class Pack(NamedTuple):
 _EMPTY = Pack((), ())
 
 
-class PackLoader(Steps):
-    """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
+class PackLoader(StepStream):
+    """Yields for each step the packs of this rank, each as a micro-batch (`collate_pack`).
 
-    Step t takes `global_batch` packs of the stream, from `place` on. They are distributed to the `world` ranks by cost;
-    a rank with one pack less than others gets an empty one, so that all ranks run the same number of forwards. A row
-    that is bad or too long is missing in its pack; it changes no other pack.
+    Step t takes `global_batch` packs of the stream, from `place` on. They are distributed over the `world` ranks by
+    cost; a rank with one pack less than others gets an empty pack, so that all ranks run the same number of forwards. A
+    row that is bad or too long is missing from its pack; other packs do not change.
 
     `place` is the position of the first pack after the yielded steps: (window, pack in it, checksum of the window's
-    packs). To resume, pass the stored `place`. `known`: the token counts of each data set. `shared`: the number of
-    ranks that share the tokens of a pack. For the other arguments see `Steps`.
+    packs). To resume, pass the stored `place`. `counts` are the token counts of each data set, `context_ranks` is the
+    number of ranks that share the tokens of a pack. For the other arguments see `StepStream`.
     """
 
     def __init__(
         self,
         mixture: Mixture,
         encoder: Encoder,
-        known: Sequence[Counts],
+        counts: Sequence[TokenCounts],
         window: int,
         global_batch: int,
         rank: int = 0,
@@ -64,24 +65,24 @@ class PackLoader(Steps):
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         timeout: float = float("inf"),
-        shared: int = 1,
+        context_ranks: int = 1,
     ) -> None:
         if global_batch < 1:
             raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
-        self.window, self.global_batch, self.place, self.shared = window, global_batch, place, shared
-        self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, min(1, workers), timeout)
-        self.packs = lru_cache(maxsize=4)(self._packs)
+        self.window, self.global_batch, self.place, self.context_ranks = window, global_batch, place, context_ranks
+        self._lengths = WindowLengths(mixture, encoder, window, counts, place[0], rank, world, min(1, workers), timeout)
+        self.packs = lru_cache(maxsize=4)(self._make_packs)
 
     @property
     def rows(self) -> int:
         window, number, _ = self.place
-        begun = self.packs(window)[:number] if number else ()
-        return self._lengths.rows(window).start + sum(len(pack.rows) for pack in begun)
+        finished = self.packs(window)[:number] if number else ()
+        return self._lengths.rows(window).start + sum(len(pack.rows) for pack in finished)
 
     def count(self, epochs: float) -> int:
-        """The number of packs in these rounds of the mixture, from its beginning; a last, partial window counts in
-        proportion to its rows. All workers count tokens, because no training runs meanwhile."""
+        """Return the number of packs in the first `epochs` rounds of the mixture; a last, partial window counts in
+        proportion to its rows. All workers count tokens, because training has not started."""
         self._lengths.workers = self.workers
         rows, packs, window = epochs * self.mixture.round, 0, 0
         while (window_rows := self._lengths.rows(window)).start < rows:
@@ -91,98 +92,108 @@ class PackLoader(Steps):
         return packs
 
     def close(self) -> None:
-        """Stop the workers, and the process that counts tokens."""
+        """Stop the workers and the process that counts tokens."""
         super().close()
         self._lengths.close()
 
-    def _packs(self, window: int) -> tuple[Pack, ...]:
-        """The packs of a window in training order."""
-        lengths = self._lengths.of(window)
-        good = [row for row, length in enumerate(lengths) if length]
-        left = [row for row, length in enumerate(lengths) if not length]
-        numbers = packing.pack([lengths[row] for row in good], self.encoder.seq_length)
-        packs = [[good[n] for n in one] for one in numbers]
+    def _make_packs(self, window: int) -> tuple[Pack, ...]:
+        """Return the packs of a window in training order."""
+        lengths = self._lengths.lengths(window)
+        usable = [row for row, length in enumerate(lengths) if length]
+        left_out = [row for row, length in enumerate(lengths) if not length]
+        numbers = packing.pack([lengths[row] for row in usable], self.encoder.seq_length)
+        packs = [[usable[n] for n in members] for members in numbers]
         packs = packs or [[]]
-        for number, row in enumerate(left):  # each is in some pack, whose rank reports why it is left out
+        for number, row in enumerate(
+            left_out
+        ):  # each joins a pack, so that the rank of the pack reports why the row is left out
             packs[number % len(packs)].append(row)
         first = self._lengths.rows(window).start
-        planned = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
+        planned = [
+            Pack(tuple(first + row for row in members), tuple(lengths[row] for row in members)) for members in packs
+        ]
         return tuple(planned[n] for n in permutation(len(planned), self.mixture.seed, 4, window))
 
     def steps(self, place: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
-        """(this rank's packs, the place after the step, a checksum of the packs of all ranks) of each step, from a
-        place on."""
-        stream = self._from(place)
+        """Yield for each step from a place on: this rank's packs, the place after the step, and a checksum of the packs
+        of all ranks."""
+        stream = self._packs_from(place)
         while True:
             step = list(islice(stream, self.global_batch))
-            mine = packing.deal([packing.cost(pack.lengths) for pack, _ in step], self.world)[self.rank]
-            yield [step[n][0] for n in mine], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
+            local_packs = packing.assign_to_ranks([packing.pack_cost(pack.lengths) for pack, _ in step], self.world)[
+                self.rank
+            ]
+            yield [step[n][0] for n in local_packs], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
-    def _from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
-        """Each pack of the stream, and the place after it. Raises `DataError` if the window of `place` now gives other
-        packs than before."""
-        window, number, before = place
+    def _packs_from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
+        """Yield each pack of the stream and the place after it. Raises `DataError` if the packs in the window of
+        `place` differ from those at the time of the checkpoint."""
+        window, number, saved_checksum = place
         while True:
             packs = self.packs(window)
-            now = crc32(repr(packs).encode())
-            if number and now != before:
+            checksum = crc32(repr(packs).encode())
+            if number and checksum != saved_checksum:
                 rows = self._lengths.rows(window)
                 raise DataError(
-                    f"rows {rows[0]} to {rows[-1]} of the order make other packs than they did when this "
-                    "checkpoint was written: a row that could not be used then can be now, or the other way round. Put "
-                    "its image or file back as it was, or begin a new run"
+                    f"rows {rows[0]} to {rows[-1]} of the order are packed differently from when this checkpoint was "
+                    "written: a row that could not be used then can be used now, or the reverse. Restore its image or "
+                    "file, or start a new run"
                 )
-            for at in range(number, len(packs)):
-                yield packs[at], (window, at + 1, now) if at + 1 < len(packs) else (window + 1, 0, 0)
+            for index in range(number, len(packs)):
+                yield packs[index], (window, index + 1, checksum) if index + 1 < len(packs) else (window + 1, 0, 0)
             window, number = window + 1, 0
 
     def _stream(self) -> Generator[list[Any], None, None]:
-        chunks = _Chunks(self)
+        chunks = _RowChunks(self)
         if self.workers and self.rank < self.global_batch:  # higher ranks never have a row
-            processed = run_workers(self._processed, chunks, self.workers, self.timeout)
+            processed = run_workers(self._encoded, chunks, self.workers, self.timeout)
         else:
-            processed = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
+            processed = (list(zip(chunk, self._encoded[chunk], strict=True)) for chunk in chunks)
         rows = chain.from_iterable(processed)
         try:
-            for mine, next_place, plan in self.steps(self.place):
-                spare = [_EMPTY] * (-(-self.global_batch // self.world) - len(mine))
-                batches = [self._batch(pack, rows, plan) for pack in [*mine, *spare]]
+            for local_packs, next_place, plan in self.steps(self.place):
+                padding = [_EMPTY] * (-(-self.global_batch // self.world) - len(local_packs))
+                batches = [self._collate(pack, rows, plan) for pack in [*local_packs, *padding]]
                 self.place = next_place
-                if self._ahead is not None:
+                if self._prefetcher is not None:
                     # The files of this window were downloaded when its tokens were counted.
-                    self._ahead.at(self._lengths.rows(next_place[0]).stop)
+                    self._prefetcher.prefetch_from(self._lengths.rows(next_place[0]).stop)
                 yield batches
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
+            if self._prefetcher is not None:
+                self._prefetcher.close()
             processed.close()
 
-    def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
-        admitted = [self._judge.admit(*self._check_length(*next(rows), room)) for room in pack.lengths]
+    def _collate(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
+        admitted = [self._policy.admit(*self._check_length(*next(rows), planned)) for planned in pack.lengths]
         samples = [sample for sample in admitted if sample is not None]
-        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.shared)
+        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.context_ranks)
 
-    def _check_length(self, place: Place, row: Any, room: int) -> tuple[Place, Any]:
-        """The row at a place, or a `BadSample` if it has more tokens than the `room` planned for it."""
-        if isinstance(row, DataError) or len(row.input_ids) <= room:
+    def _check_length(self, place: Place, row: Any, planned: int) -> tuple[Place, Any]:
+        """Return the place and its row, or a `BadSample` in place of the row if it has more than `planned` tokens."""
+        if isinstance(row, DataError) or len(row.input_ids) <= planned:
             return place, row
-        was = f"{room} were counted when packs were planned: did its image change?" if room else "it was left out then."
+        reason = (
+            f"{planned} were counted when packs were planned: did its image change?"
+            if planned
+            else "it was left out then."
+        )
         return place, BadSample(
-            row.file, row.row, f"has {len(row.input_ids)} tokens, and {was} Empty the data cache (data.cache) and "
+            row.file, row.row, f"has {len(row.input_ids)} tokens, and {reason} Empty the data cache (data.cache) and "
             "start a new run", row.id,
         )  # fmt: skip
 
 
-class _Chunks:
-    """The places of this rank's rows, in chunks that are encoded together; also the sampler of the worker processes."""
+class _RowChunks:
+    """The places of this rank's rows in chunks that are encoded together. Also the sampler of the worker processes."""
 
-    step = AT_ONCE
+    step = ROWS_PER_CALL
 
     def __init__(self, loader: PackLoader) -> None:
         self.loader, self.place = loader, loader.place
 
     def __iter__(self) -> Iterator[list[Place]]:
-        for mine, _, _ in self.loader.steps(self.place):
-            for pack in mine:
+        for local_packs, _, _ in self.loader.steps(self.place):
+            for pack in local_packs:
                 places = [self.loader.mixture.row(number) for number in pack.rows]
-                yield from (places[first : first + AT_ONCE] for first in range(0, len(places), AT_ONCE))
+                yield from (places[first : first + ROWS_PER_CALL] for first in range(0, len(places), ROWS_PER_CALL))

@@ -1,8 +1,8 @@
-"""Token counts of rows, without opening images: text by the tokenizer, images by the sizes in their headers.
+"""Counts the tokens of rows without decoding images: text with the tokenizer, images by the sizes in their headers.
 
-Counts are stored in a cache file, 4 bytes for each row of a data set: the count, or 0 for a row not counted yet.
-Ranks of a machine, later epochs and later runs share it. A process that reads a 0 counts the row; so no process waits
-for another, and a file that cannot be written only costs time. A row that cannot be used is noted too, and stays left
+Counts are stored in a cache file with 4 bytes per row of a data set: the count, or 0 for a row not counted yet.
+Ranks of a machine, later epochs and later runs share it. A process that reads a 0 counts the row, so no process waits
+for another, and a file that cannot be written only costs time. Rows that cannot be used are recorded too, and stay left
 out.
 """
 
@@ -20,67 +20,72 @@ import tokenizers
 import transformers
 
 from octavo.data.batching.collate import Place
-from octavo.data.encoding.encode import Encoder, Written
+from octavo.data.encoding.encode import Encoder, TokenizerInput
 from octavo.data.encoding.loss_mask import TemplateProblem
 from octavo.data.encoding.processor_calls import single_thread
 from octavo.data.encoding.sample import Sample
-from octavo.data.errors import DataError, ImageProblem, Mismatch
+from octavo.data.errors import DataError, MediaProblem, Mismatch
 from octavo.data.loaders.loader import run_workers
 from octavo.data.order import Mixture
 from octavo.data.storage import cache
-from octavo.data.tasks.concat import Joined
-from octavo.data.tasks.sealed import Sealed
+from octavo.data.tasks.concat import JoinedDocuments
+from octavo.data.tasks.sealed import SealedRows
 from octavo.data.tasks.sources import Source
-from octavo.data.tasks.splitting import Split
+from octavo.data.tasks.splitting import SplitRows
 
-FORM = 2  # version of the file; incremented when the same rows give other counts
-LEFT = -1  # count of a row that is left out; it stays left out, so that the packs of a resumed run do not change
-PIECE = 50  # rows counted in one call
+FORMAT_VERSION = 2  # version of the file; incremented when the counts of the same rows change
+LEFT_OUT = -1  # count of a row that is left out; it stays left out, so that the packs of a resumed run do not change
+ROWS_PER_CALL = 50  # rows counted in one call
 
 
 def count_tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
-    """The number of tokens of each row after `encode`, at most `encoder.seq_length`: 0 for a row that it refuses or
-    leaves out, as far as that is known without pixels. A row that is cut inside an image has fewer tokens than
-    counted."""
+    """Return the number of tokens of each row after `encode`, at most `encoder.seq_length`, and 0 for a row that is
+    rejected or left out, as far as that is known without pixels. A row that is cut inside an image has fewer tokens
+    than its count."""
     lengths = [len(row.input_ids) if isinstance(row, Sample) else 0 for row in rows]
     # Rows are grouped by whether the tokenizer adds special tokens, which is an option of the whole call.
-    texts: dict[bool, list[tuple[int, Written, int]]] = {}
+    texts: dict[bool, list[tuple[int, TokenizerInput, int]]] = {}
     for number, row in enumerate(rows):
         if isinstance(row, Sample | DataError):
             continue
         try:
-            written = encoder.written(row)
-            alone = len(written.images) == 1
-            grown = sum(encoder.image_tokens(image, alone) - 1 for image in written.images)
-        except (DataError, ImageProblem, Mismatch, TemplateProblem):
+            tokenizer_input = encoder.tokenizer_input(row)
+            is_only_image = len(tokenizer_input.images) == 1
+            added = sum(encoder.image_tokens(image, is_only_image) - 1 for image in tokenizer_input.images)
+        except (DataError, MediaProblem, Mismatch, TemplateProblem):
             continue
-        texts.setdefault(written.special, []).append((number, written, grown))
+        texts.setdefault(tokenizer_input.special, []).append((number, tokenizer_input, added))
     for special, group in texts.items():
-        for (number, written, grown), ids in zip(group, _ids(encoder, special, group), strict=True):
+        for (number, tokenizer_input, added), ids in zip(group, _tokenize(encoder, special, group), strict=True):
             if ids is not None:
-                ends = written.ended and ids[-1:] != [encoder.tokenizer.eos_token_id]
-                lengths[number] = len(ids) + grown + ends
-    most = encoder.seq_length if encoder.on_long == "cut" else 0
-    return [length if length <= encoder.seq_length else most for length in lengths]
+                end_token = tokenizer_input.ended and ids[-1:] != [encoder.tokenizer.eos_token_id]
+                lengths[number] = len(ids) + added + end_token
+    max_tokens = encoder.seq_length if encoder.on_long == "cut" else 0
+    return [length if length <= encoder.seq_length else max_tokens for length in lengths]
 
 
-def _ids(encoder: Encoder, special: bool, group: Sequence[tuple[int, Written, int]]) -> list[list[int] | None]:
-    """The tokens of texts, None for a text that the tokenizer refuses."""
+def _tokenize(
+    encoder: Encoder, special: bool, group: Sequence[tuple[int, TokenizerInput, int]]
+) -> list[list[int] | None]:
+    """Return the tokens of each text, or None for a text that the tokenizer rejects."""
     try:
         with single_thread():
-            texts = [written.text for _, written, _ in group]
+            texts = [tokenizer_input.text for _, tokenizer_input, _ in group]
             return list(encoder.tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"])
     except Exception:  # tokenizers may raise anything for a bad row; the others are then tokenized one by one
-        return [None] if len(group) == 1 else [ids for one in group for ids in _ids(encoder, special, [one])]
+        return [None] if len(group) == 1 else [ids for entry in group for ids in _tokenize(encoder, special, [entry])]
 
 
-class Counts:
-    """The known token counts of a data set: up to `most`, `LEFT` for a row that is left out, 0 for an uncounted row.
-    `file`: shared by all processes that count (None: only in memory, for samples that need no counting). Raises
-    DataError for a file of another size."""
+class TokenCounts:
+    """The known token counts of a data set: up to `max_tokens`, `LEFT_OUT` for a row that is left out, 0 for an
+    uncounted row.
 
-    def __init__(self, rows: int, most: int, file: Path | None = None) -> None:
-        self._read, self._most, self._file = np.zeros(rows, np.int32), most, file
+    `file` is shared by all processes that count; None keeps the counts in memory, for samples that need no counting.
+    Raises DataError if the file has the wrong size.
+    """
+
+    def __init__(self, rows: int, max_tokens: int, file: Path | None = None) -> None:
+        self._read, self._max_tokens, self._file = np.zeros(rows, np.int32), max_tokens, file
         self._map()
 
     def _map(self) -> None:
@@ -102,12 +107,12 @@ class Counts:
     def __getitem__(self, row: int) -> int:
         if not self._read[row] and self._shared is not None:
             count = self._shared[row]
-            self._read[row] = count if count == LEFT or 0 < count <= self._most else 0
+            self._read[row] = count if count == LEFT_OUT or 0 < count <= self._max_tokens else 0
         return int(self._read[row])
 
-    def add(self, counted: Iterable[tuple[int, int]]) -> None:
-        """Store (row, tokens or `LEFT`) of counted rows."""
-        new = [(row, tokens) for row, tokens in counted if self[row] != tokens]
+    def add(self, counts: Iterable[tuple[int, int]]) -> None:
+        """Store (row, tokens or `LEFT_OUT`) of counted rows."""
+        new = [(row, tokens) for row, tokens in counts if self[row] != tokens]
         for row, tokens in new:
             self._read[row] = tokens
         if self._file is None or not new:
@@ -124,29 +129,29 @@ class Counts:
 
 
 def open_counts(
-    source: Source | Split | Joined | Sealed, encoder: Encoder, folder: Path | None, depends_on: str
-) -> Counts:
-    """The token counts of a data set in the cache; `depends_on`: all that determines its rows, except its file and the
-    encoder. Raises DataError if the cache cannot be used."""
-    if isinstance(source, Joined | Sealed):
-        return Counts(len(source), encoder.seq_length)
-    of, questions = (source.source, len(source)) if isinstance(source, Split) else (source, None)
-    length = len(of.rows) if questions is None else questions
+    source: Source | SplitRows | JoinedDocuments | SealedRows, encoder: Encoder, folder: Path | None, depends_on: str
+) -> TokenCounts:
+    """Open the token counts of a data set in the cache. `depends_on` contains all that determines its rows, except its
+    file and the encoder. Raises DataError if the cache cannot be used."""
+    if isinstance(source, JoinedDocuments | SealedRows):
+        return TokenCounts(len(source), encoder.seq_length)
+    base, questions = (source.source, len(source)) if isinstance(source, SplitRows) else (source, None)
+    length = len(base.rows) if questions is None else questions
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
         np.zeros(length, "<i4").tofile(file)
 
-    what = [of.kind, of.format, str(of.images), *([] if questions is None else ["split", len(of)])]
-    key = json.dumps([FORM, length, *what, depends_on, _print_of(encoder)])
-    return Counts(
-        length, encoder.seq_length, cache.cached_file(folder, of.rows.path, write, depends_on=key, form="counts")
+    what = [base.kind, base.format, str(base.images), *([] if questions is None else ["split", len(base)])]
+    key = json.dumps([FORMAT_VERSION, length, *what, depends_on, _encoder_fingerprint(encoder)])
+    return TokenCounts(
+        length, encoder.seq_length, cache.cached_file(folder, base.rows.path, write, depends_on=key, form="counts")
     )
 
 
-def _print_of(encoder: Encoder) -> str:
-    """Everything in an encoder that determines the number of tokens of a row."""
+def _encoder_fingerprint(encoder: Encoder) -> str:
+    """Return a text of all settings of an encoder that determine the number of tokens of a row."""
     processor, tokenizer = encoder.processor, encoder.tokenizer
-    templates = [getattr(one, "chat_template", None) for one in (processor, tokenizer)]
+    templates = [getattr(part, "chat_template", None) for part in (processor, tokenizer)]
     pixels = getattr(processor, "image_processor", None)
     settings = [
         type(encoder).__name__,
@@ -158,22 +163,24 @@ def _print_of(encoder: Encoder) -> str:
     settings += [dict(getattr(processor, "template_args", {}))]
     videos = getattr(processor, "videos", None)
     settings += [] if videos is None else [repr(videos), repr(encoder.calls.file_limits)]
-    of_image = None if pixels is None else [type(processor).__name__, pixels.to_dict()]
+    image_settings = None if pixels is None else [type(processor).__name__, pixels.to_dict()]
     versions = [transformers.__version__, tokenizers.__version__]
-    return json.dumps([*settings, templates, tokenizer.backend_tokenizer.to_str(), of_image, *versions], default=str)
+    return json.dumps(
+        [*settings, templates, tokenizer.backend_tokenizer.to_str(), image_settings, *versions], default=str
+    )
 
 
 class _TokenCounter:
-    """Maps places to token counts in the process that counts: counts of other processes are used, new ones stored."""
+    """Maps places to token counts. Uses the counts that other processes have stored, and stores new ones."""
 
-    def __init__(self, sources: Sequence[Any], encoder: Encoder, known: Sequence[Counts]) -> None:
+    def __init__(self, sources: Sequence[Any], encoder: Encoder, known: Sequence[TokenCounts]) -> None:
         self.sources, self.encoder, self.known = sources, encoder, known
 
     def __getitem__(self, places: Sequence[Place]) -> list[int]:
         new = [place for place in dict.fromkeys(places) if not self.known[place[0]][place[1]]]
         lengths = count_tokens(self.encoder, [self._row(*place) for place in new])
-        counted = {place: count or LEFT for place, count in zip(new, lengths, strict=True)}
-        record_counts(self.known, counted.items())
+        counted = {place: count or LEFT_OUT for place, count in zip(new, lengths, strict=True)}
+        store_counts(self.known, counted.items())
         return [counted.get(place) or self.known[place[0]][place[1]] for place in places]
 
     def _row(self, source: int, row: int) -> Any:
@@ -183,32 +190,32 @@ class _TokenCounter:
             return bad
 
 
-def record_counts(known: Sequence[Counts], counted: Iterable[tuple[Place, int]]) -> None:
-    """Store new counts with the known counts of their data sets."""
+def store_counts(known: Sequence[TokenCounts], counted: Iterable[tuple[Place, int]]) -> None:
+    """Store new counts in the files of their data sets."""
     counted = list(counted)
-    for number, of in enumerate(known):
-        of.add((row, count) for (source, row), count in counted if source == number)
+    for number, counts in enumerate(known):
+        counts.add((row, count) for (source, row), count in counted if source == number)
 
 
-class Lengths:
-    """Token counts of the rows of a mixture, by windows of `size` rows, in order from the window `first` on. The last
-    window of a round may be shorter, so that no window has rows of two rounds.
+class WindowLengths:
+    """The token counts of the rows of a mixture in windows of `size` rows, in order from the window `first` on. The
+    last window of a round may be shorter, so that no window has rows of two rounds.
 
-    `workers`: processes that count in advance, one window each. Each of the `world` ranks begins at another place of a
-    window, and skips rows that others have counted meanwhile.
+    `workers` is the number of processes that count in advance, one window each. Each of the `world` ranks starts at a
+    different place of a window, and skips rows that other ranks have counted meanwhile.
     """
 
     def __init__(
-        self, mixture: Mixture, encoder: Encoder, size: int, known: Sequence[Counts], first: int = 0, rank: int = 0,
-        world: int = 1, workers: int = 0, timeout: float = float("inf"),
+        self, mixture: Mixture, encoder: Encoder, size: int, known: Sequence[TokenCounts], first: int = 0,
+        rank: int = 0, world: int = 1, workers: int = 0, timeout: float = float("inf"),
     ) -> None:  # fmt: skip
         self.mixture, self.size, self.next = mixture, size, first
         self.rank, self.world, self.workers, self._timeout = rank, world, workers, timeout
-        self._counting = _TokenCounter(mixture.sources, encoder, known)
-        self._made: Any = None
+        self._counter = _TokenCounter(mixture.sources, encoder, known)
+        self._stream: Any = None
 
     def rows(self, window: int) -> range:
-        """The numbers of a window's rows in the stream of the mixture."""
+        """Return the numbers of a window's rows in the stream of the mixture."""
         turn, nth = divmod(window, -(-self.mixture.round // self.size))
         first = turn * self.mixture.round + nth * self.size
         return range(first, min(first + self.size, (turn + 1) * self.mixture.round))
@@ -216,43 +223,43 @@ class Lengths:
     def places(self, window: int) -> list[Place]:
         return [self.mixture.row(number) for number in self.rows(window)]
 
-    def of(self, window: int) -> list[int]:
-        """The number of tokens of each row of a window; 0 for rows that are left out."""
+    def lengths(self, window: int) -> list[int]:
+        """Return the number of tokens of each row of a window, 0 for rows that are left out."""
         places = self.places(window)
         if window != self.next:  # an earlier window, whose rows have been counted
-            return [max(0, tokens) for tokens in self._counting[places]]
-        self._made = self._made or self._count_windows()
-        counted = dict(chain.from_iterable(next(self._made) for _ in range(0, len(places), PIECE)))
+            return [max(0, tokens) for tokens in self._counter[places]]
+        self._stream = self._stream or self._count_windows()
+        counted = dict(chain.from_iterable(next(self._stream) for _ in range(0, len(places), ROWS_PER_CALL)))
         self.next += 1
         if self.workers:  # the worker stored them only in the file, if that can be written
-            record_counts(self._counting.known, counted.items())
+            store_counts(self._counter.known, counted.items())
         return [max(0, counted[place]) for place in places]
 
     def _count_windows(self) -> Any:
-        chunks = _Pieces(self, self.next)
+        chunks = _WindowChunks(self, self.next)
         if self.workers:
-            return run_workers(self._counting, chunks, self.workers, self._timeout, -(-self.size // PIECE) + 1)
-        return (list(zip(chunk, self._counting[chunk], strict=True)) for chunk in chunks)
+            return run_workers(self._counter, chunks, self.workers, self._timeout, -(-self.size // ROWS_PER_CALL) + 1)
+        return (list(zip(chunk, self._counter[chunk], strict=True)) for chunk in chunks)
 
     def close(self) -> None:
         """Stop the counting processes."""
-        if self._made is not None:
-            self._made.close()
-            self._made = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
-class _Pieces:
-    """The places of each window in chunks, beginning with this rank's part: the sampler of the counting processes."""
+class _WindowChunks:
+    """The places of each window in chunks, starting with this rank's part. The sampler of the counting processes."""
 
-    step = PIECE
+    step = ROWS_PER_CALL
 
-    def __init__(self, lengths: Lengths, first: int) -> None:
+    def __init__(self, lengths: WindowLengths, first: int) -> None:
         self.lengths, self.first = lengths, first
 
     def __iter__(self) -> Iterator[list[Place]]:
         for window in count(self.first):
             places = self.lengths.places(window)
-            starts = range(0, len(places), PIECE)
+            starts = range(0, len(places), ROWS_PER_CALL)
             begin = self.lengths.rank * len(starts) // self.lengths.world
             for start in [*starts[begin:], *starts[:begin]]:
-                yield places[start : start + PIECE]
+                yield places[start : start + ROWS_PER_CALL]

@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import ClassVar
 
 from octavo.data.formats import media_kinds
-from octavo.data.rows.media import Inline, Medium, Ref
+from octavo.data.rows.media import InlineFile, MediaRef, MediaType
 
 PLACEHOLDER = "<audio>"
 
 
-class Recording(Inline):
+class InlineSound(InlineFile):
     """A sound file whose bytes are in the row."""
 
     what: ClassVar[str] = "sound"
 
 
-SoundFile = Path | Recording
+SoundFile = Path | InlineSound
 
 
 @dataclass(frozen=True)
-class AudioRef(Ref):
+class AudioRef(MediaRef):
     """The place of a sound."""
 
 
-SOUND = Medium(
+SOUND = MediaType(
     "sound", PLACEHOLDER, media_kinds.SOUND.keys, ("audio", "audio_url"), ("audio", "path", "url", "audio_url"),
-    AudioRef, Recording, "a wav or flac file",
+    AudioRef, InlineSound, "a wav or flac file",
 )  # fmt: skip
-UNNAMED = SOUND.unnamed
+MISSING_FILE_TEXT = SOUND.missing_file_text

@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.data.errors import BadSample, ImageProblem, RowProblem, shown
+from octavo.data.errors import BadSample, MediaProblem, RowProblem, quote_value
 from octavo.data.formats import media_kinds
 from octavo.data.rows import foreign
 from octavo.data.rows.audio_refs import SOUND, AudioRef, SoundFile
-from octavo.data.rows.image_refs import ImageFile, Picture
-from octavo.data.rows.media import file_named, locate, no_file
-from octavo.data.rows.tools import Call, calls_of, tools_of
-from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, check_video_part, with_rate
+from octavo.data.rows.image_refs import ImageFile, InlineImage
+from octavo.data.rows.media import is_null_file, locate, parse_file
+from octavo.data.rows.tools import Call, parse_calls, parse_tools
+from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, check_video_part, videos_with_rate
 
-Name = str | Picture  # an image in a row: a file name, or the file itself
+Name = str | InlineImage  # an image in a row: a file name, or the file itself
 PLACEHOLDER = "<image>"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in a turn
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in a turn
 ROLES = {
     "llava": {"human": "user", "gpt": "assistant", "system": "system"},
     "sharegpt": {
@@ -47,7 +47,7 @@ ROLES = {
     },
     "messages": {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool"},
 }
-LEARNED = ("weight", "loss", "train")  # keys of a turn for whether it is learned
+LEARNED_KEYS = ("weight", "loss", "train")  # keys of a turn for whether it is learned
 
 
 @dataclass(frozen=True)
@@ -111,49 +111,51 @@ def parse(raw: object, format: str, *, file: str | Path, row: int, images: Path)
         foreign.check_row(raw)
         turns, names = read_turns(raw, format)
         check_turns(turns)
-        return conversation_of(raw, turns, names, images, file=file, row=row, identity=identity)
+        return make_conversation(raw, turns, names, images, file=file, row=row, identity=identity)
 
 
-def conversation_of(
+def make_conversation(
     raw: object, turns: Sequence[Turn], names: Sequence[Name], images: Path, *, file: str | Path, row: int,
     identity: str | None, sounds: bool = True,
 ) -> Conversation:  # fmt: skip
-    """A conversation from turns, with the files that they name, each inside the folder `images`, and the tools of the
-    row `raw`; without `sounds` its sound files are not located. Raises `RowProblem` and `ImageProblem`."""
+    """Make a conversation from turns, with the files that they name, each inside the folder `images`, and the tools
+    of the row `raw`; without `sounds` its sound files are not located. Raises `RowProblem` and `MediaProblem`."""
     sound_files = SOUND.files(turns, images) if sounds else ()
     videos = VIDEO.files(turns, images, folders=True)
     tools = raw.get("tools") if isinstance(raw, dict) else None
     return Conversation(
         tuple(turns), find_images(names, images), str(file), row, identity,
-        () if tools in (None, "", []) else tools_of(tools), sound_files,
-        videos=with_rate(videos, raw) if videos else (),
+        () if tools in (None, "", []) else parse_tools(tools), sound_files,
+        videos=videos_with_rate(videos, raw) if videos else (),
     )  # fmt: skip
 
 
 @contextmanager
 def bad_sample_context(raw: object, file: str | Path, row: int) -> Iterator[str | None]:
-    """Yields the id of the row; a `RowProblem` or `ImageProblem` in the block becomes a `BadSample` of that row."""
+    """Yields the id of the row; a `RowProblem` or `MediaProblem` in the block becomes a `BadSample` of that row."""
     value = raw.get("id") if isinstance(raw, dict) else None
     identity = str(value) if isinstance(value, str | int) else None
     try:
         yield identity
-    except (RowProblem, ImageProblem) as cause:
+    except (RowProblem, MediaProblem) as cause:
         raise BadSample(file, row, str(cause), identity) from cause
 
 
 def read_turns(raw: object, format: str) -> tuple[list[Turn], list[Name]]:
-    """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
+    """Return the turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
     if format == "alpaca":
         raw = require_object(raw)
         if "output" not in raw:
-            raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
+            raise RowProblem(
+                f"has the keys {quote_value(sorted(map(str, raw)))}; an alpaca row has instruction and output"
+            )
         files = {key: raw[key] for key in media_kinds.KEYS if key in raw}
-        answer = {"role": "assistant", "content": _worded(raw, "output")}
-        turns, names = _from_messages({**files, "messages": [*alpaca_messages(raw), answer]})
+        answer = {"role": "assistant", "content": _get_text(raw, "output")}
+        turns, names = _read_message_turns({**files, "messages": [*alpaca_messages(raw), answer]})
         return _place_media(raw, turns), names
-    turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
+    turns, names = _read_message_turns(raw) if format == "messages" else _read_value_turns(raw, format)
     turns = _place_media(raw, turns)
-    return [*_system(raw, turns), *turns], names
+    return [*_system_turn(raw, turns), *turns], names
 
 
 def _place_media(raw: object, turns: Sequence[Turn]) -> list[Turn]:
@@ -161,123 +163,132 @@ def _place_media(raw: object, turns: Sequence[Turn]) -> list[Turn]:
     return VIDEO.place_files(raw, SOUND.place_files(raw, turns, Text), Text)
 
 
-def _system(raw: object, turns: Sequence[Turn]) -> list[Turn]:
-    """The turn for the key `system` of a row, unless a turn already has its text. Raises `RowProblem`."""
-    words = _worded(raw, "system") if isinstance(raw, dict) else ""
-    said = [turn.text for turn in turns if turn.role == "system"]
-    if words and said and said != [words]:
-        raise RowProblem(f"has the system {shown(words)}, and a turn of the system says {shown(said[0])}; keep one")
-    return [Turn("system", (Text(words),))] if words and not said else []
+def _system_turn(raw: object, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turn for the key `system` of a row, unless a turn already has its text. Raises `RowProblem`."""
+    text = _get_text(raw, "system") if isinstance(raw, dict) else ""
+    system_texts = [turn.text for turn in turns if turn.role == "system"]
+    if text and system_texts and system_texts != [text]:
+        raise RowProblem(
+            f"has the system {quote_value(text)}, but a system turn has {quote_value(system_texts[0])}; keep one"
+        )
+    return [Turn("system", (Text(text),))] if text and not system_texts else []
 
 
 def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
-    """The prompt of an alpaca row as messages: its system, its history, and its instruction followed by the input.
+    """Return the prompt of an alpaca row as messages: its system, its history, and its instruction followed by the
+    input.
     Raises `RowProblem`."""
-    system, *pieces = (_worded(raw, key) for key in ("system", "instruction", "input"))
+    system, *pieces = (_get_text(raw, key) for key in ("system", "instruction", "input"))
     question = "\n".join(filter(None, pieces))
     if not question.strip() and not raw.get("image") and not raw.get("images"):  # the question may be only an image
-        raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
+        raise RowProblem(
+            "has an empty 'instruction' and no 'input', so there is no question; fill one, or remove the row"
+        )
     history = raw.get("history") or []
     if not isinstance(history, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair)
+        not isinstance(pair, list)
+        or len(pair) != 2
+        or not all(isinstance(history_turns, str) for history_turns in pair)
         for pair in history
     ):
-        raise RowProblem(f"has the history {shown(history)}; expected a list of [question, answer]")
-    said = [("user" if n == 0 else "assistant", words) for pair in history for n, words in enumerate(pair)]
+        raise RowProblem(f"has the history {quote_value(history)}; expected a list of [question, answer]")
+    history_turns = [("user" if n == 0 else "assistant", text) for pair in history for n, text in enumerate(pair)]
     turns = [("system", system)] if system else []
-    return [{"role": role, "content": content} for role, content in (*turns, *said, ("user", question))]
+    return [{"role": role, "content": content} for role, content in (*turns, *history_turns, ("user", question))]
 
 
-def _worded(raw: dict[str, Any], key: str) -> str:
-    words = "" if raw.get(key) is None else raw[key]
-    if not isinstance(words, str):
-        raise RowProblem(f"{key!r} is {shown(words)}; expected text")
-    return words
+def _get_text(raw: dict[str, Any], key: str) -> str:
+    text = "" if raw.get(key) is None else raw[key]
+    if not isinstance(text, str):
+        raise RowProblem(f"{key!r} is {quote_value(text)}; expected text")
+    return text
 
 
 def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
-    """The files of image names, each located once. Raises `ImageProblem`."""
-    places = {name: name if isinstance(name, Picture) else locate(folder, name) for name in dict.fromkeys(names)}
+    """Return the files of image names, each located once. Raises `MediaProblem`."""
+    places = {name: name if isinstance(name, InlineImage) else locate(folder, name) for name in dict.fromkeys(names)}
     return tuple(places[name] for name in names)
 
 
-def _from_values(row: object, format: str) -> tuple[list[Turn], list[Name]]:
+def _read_value_turns(row: object, format: str) -> tuple[list[Turn], list[Name]]:
     """Turns of llava and sharegpt rows (from/value). Raises `RowProblem`."""
     raw = require_object(row)
-    key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
+    key = _find_turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
     names = image_names(raw, format)
-    left = iter(range(len(names)))
+    image_indices = iter(range(len(names)))
     turns, seen = [], 0
-    for number, turn in enumerate(_list(raw[key], key), 1):
+    for number, turn in enumerate(_require_list(raw[key], key), 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
-            raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
+            raise RowProblem(f"turn {number} is {quote_value(turn)}; expected {{'from': ..., 'value': text}}")
         _check_keys(turn, number, ("tool_calls", "function_call"), "a turn of function_call of their own")
-        role = _role(turn["from"], format, number)
+        role = _map_role(turn["from"], format, number)
         foreign.check_turn(turn, number, role)
         foreign.check_part_text(turn["value"], f"the value of turn {number}")
-        reasoning = reasoning_of(turn, role, number)
+        reasoning = read_reasoning(turn, role, number)
         if turn["from"] == "function_call" and format == "sharegpt":
-            calls = calls_of(turn["value"], f"turn {number}")
+            calls = parse_calls(turn["value"], f"turn {number}")
             turns.append(Turn(role, (), calls, reasoning=reasoning, learned=is_learned(turn, number)))
             continue
         seen += turn["value"].count(PLACEHOLDER)
         learned = is_learned(turn, number)
-        turns.append(Turn(role, split_at_images(turn["value"], left), reasoning=reasoning, learned=learned))
-    match_count(seen, len(names))
+        turns.append(Turn(role, split_at_images(turn["value"], image_indices), reasoning=reasoning, learned=learned))
+    check_image_count(seen, len(names))
     return turns, names
 
 
-def _from_messages(row: object) -> tuple[list[Turn], list[Name]]:
+def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
     """Turns of rows with messages (role/content). Raises `RowProblem`."""
     raw = require_object({"messages": row} if isinstance(row, list) else row)
-    key = _turn_key(raw, ("messages", "conversations", "conversation"), "messages")
+    key = _find_turn_key(raw, ("messages", "conversations", "conversation"), "messages")
     listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
     names: list[Name] = [] if listed is None else listed
-    left = iter(range(len(names)))
+    image_indices = iter(range(len(names)))
     turns, seen = [], 0
-    for number, turn in enumerate(_list(raw[key], key), 1):
-        called = turn.get("tool_calls") if isinstance(turn, dict) else None
-        calls = () if called in (None, "", []) else calls_of(called, f"turn {number}")
+    for number, turn in enumerate(_require_list(raw[key], key), 1):
+        raw_calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+        calls = () if raw_calls in (None, "", []) else parse_calls(raw_calls, f"turn {number}")
         if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
-            raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
+            raise RowProblem(f"turn {number} is {quote_value(turn)}; expected {{'role': ..., 'content': ...}}")
         _check_keys(turn, number, ("function_call",), "tool_calls")
-        role, content = _role(turn["role"], "messages", number), turn.get("content")
+        role, content = _map_role(turn["role"], "messages", number), turn.get("content")
         foreign.check_turn(turn, number, role)
         name, call = turn.get("name"), turn.get("tool_call_id")
         if (calls and role != "assistant") or not isinstance(name, str | None) or not isinstance(call, str | None):
-            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and names and ids are text")
+            raise RowProblem(
+                f"turn {number} is {quote_value(turn)}; an assistant calls tools, and names and ids are text"
+            )
         if content is None and calls:
             content = []
         if isinstance(content, str):
             foreign.check_part_text(content, f"the content of turn {number}")
             content = [{"type": "text", "text": content}]
         parts: list[Any] = []
-        for part in _list(content, f"content of turn {number}", "text or a list of parts"):
+        for part in _require_list(content, f"content of turn {number}", "text or a list of parts"):
             if (place := SOUND.part(part, number) or VIDEO.part(part, number)) is not None:
                 if isinstance(place, VideoRef):
                     check_video_part(part, number)
                 parts.append(place)
                 continue
-            text, image = _part(part, number)
+            text, image = _parse_part(part, number)
             foreign.check_part(part, number, role)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
-                parts.extend(split_at_images(text, left))
+                parts.extend(split_at_images(text, image_indices))
             elif text is not None:
                 parts.append(Text(text))
             elif image is None:  # {"type": "image"}: the next of the row's list
                 seen += 1
-                parts.append(ImageRef(next(left, -1)))
+                parts.append(ImageRef(next(image_indices, -1)))
             elif listed is not None:
                 raise RowProblem(f"turn {number} names an image and the row has an image list too; keep one of them")
             else:
                 parts.append(ImageRef(len(names)))
                 names.append(image)
-        reasoning = reasoning_of(turn, role, number)
+        reasoning = read_reasoning(turn, role, number)
         name, call = (name, call) if role == "tool" else (None, None)
         turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, is_learned(turn, number)))
     if listed is not None or seen:
-        match_count(seen, len(listed or ()))
+        check_image_count(seen, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
         raise RowProblem(
             f"writes {PLACEHOLDER} in its text, but names no image; list it under 'images', or write the content as "
@@ -290,26 +301,26 @@ def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead
     """Check that a turn has no keys that would be ignored: tool calls in the style of another format, or files. Raises
     `RowProblem`."""
     if key := next((key for key in calls if turn.get(key)), None):
-        raise RowProblem(f"turn {number} has {key}, which rows of this kind do not read; write calls as {instead}")
+        raise RowProblem(f"turn {number} has {key}, which rows of this format do not support; write calls as {instead}")
     if key := next((key for key in media_kinds.KEYS if turn.get(key)), None):
         raise RowProblem(f"turn {number} has {key}; list files in the row, or write the content as parts")
 
 
 def is_learned(turn: dict[str, Any], number: int) -> bool:
-    """Whether an assistant's turn is learned: 1 or true; 0 or false makes it context. Raises `RowProblem`."""
-    flags = {key: turn[key] for key in LEARNED if turn.get(key) is not None}
+    """Return True if an assistant's turn is learned: 1 or true; 0 or false makes it context. Raises `RowProblem`."""
+    flags = {key: turn[key] for key in LEARNED_KEYS if turn.get(key) is not None}
     for key, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected 1 or 0, true or false")
+            raise RowProblem(f"turn {number} has the {key} {quote_value(value)}; expected 1 or 0, true or false")
     return all(flags.values())
 
 
-def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
-    """The reasoning of a turn; None if it is absent or blank. Raises `RowProblem`."""
-    fields = {key: turn[key] for key in REASONING if turn.get(key) is not None}
+def read_reasoning(turn: dict[str, Any], role: str, number: int) -> str | None:
+    """Return the reasoning of a turn, or None if it is absent or blank. Raises `RowProblem`."""
+    fields = {key: turn[key] for key in REASONING_KEYS if turn.get(key) is not None}
     for key, value in fields.items():
         if not isinstance(value, str):
-            raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected text")
+            raise RowProblem(f"turn {number} has the {key} {quote_value(value)}; expected text")
     texts = {value for value in fields.values() if value.strip()}
     if len(texts) > 1:
         raise RowProblem(f"turn {number} has different reasoning in {' and '.join(fields)}; keep one of them")
@@ -320,73 +331,78 @@ def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
     return next(iter(texts), None)
 
 
-def _part(part: object, number: int) -> tuple[str | None, Name | None]:
-    """(text, None) of a text part, (None, name or None) of an image part."""
+def _parse_part(part: object, number: int) -> tuple[str | None, Name | None]:
+    """Return (text, None) for a text part, (None, name or None) for an image part."""
     fields = part if isinstance(part, dict) else {}
     kind, text = fields.get("type"), fields.get("text")
     if kind == "text" and isinstance(text, str):
         return text, None
     if kind == "image":
-        files = [fields[key] for key in ("image", "path", "url") if not no_file(fields.get(key))]
+        files = [fields[key] for key in ("image", "path", "url") if not is_null_file(fields.get(key))]
     elif kind == "image_url":
         inner = fields.get("image_url")
         files = [inner.get("url") if isinstance(inner, dict) else inner]
     else:
-        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image, audio or video")
+        raise RowProblem(f"turn {number} has the part {quote_value(part)}; expected type text, image, audio or video")
     if not files:
         return None, None
-    name = file_named(files[0], Picture) if len(files) == 1 else None
+    name = parse_file(files[0], InlineImage) if len(files) == 1 else None
     if name is None:
-        raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
+        raise RowProblem(
+            f"turn {number} has the image part {quote_value(part)}; expected one path in image, path or url"
+        )
     return None, name
 
 
-def split_at_images(text: str, left: Iterator[int]) -> tuple[Text | ImageRef, ...]:
-    """Split a text at its placeholders; each takes the next image index from `left` (-1 if none is left, which
-    `match_count` refuses later)."""
+def split_at_images(text: str, image_indices: Iterator[int]) -> tuple[Text | ImageRef, ...]:
+    """Split a text at its placeholders; each takes the next image index from `image_indices` (-1 if none is left, which
+    `check_image_count` refuses later)."""
     parts: list[Text | ImageRef] = []
     for number, piece in enumerate(text.split(PLACEHOLDER)):
         if number:
-            parts.append(ImageRef(next(left, -1)))
+            parts.append(ImageRef(next(image_indices, -1)))
         if piece:
             parts.append(Text(piece))
     return tuple(parts)
 
 
 def image_names(raw: dict[str, Any], format: str) -> list[Name]:
-    """The image list of a row: `image` or `images`, each a name or a list of names. Raises `RowProblem`."""
+    """Return the image list of a row: `image` or `images`, each a name or a list of names. Raises `RowProblem`."""
     listed = {key: raw[key] for key in media_kinds.IMAGE.keys if raw.get(key) not in (None, [], "")}
     if len(listed) > 1:
         raise RowProblem("has both 'image' and 'images'; keep one of them")
     if format == "llava" and "images" in listed:
         raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
     for key, value in listed.items():
-        names = [file_named(one, Picture) for one in (value if isinstance(value, list) else [value])]
+        names = [parse_file(file, InlineImage) for file in (value if isinstance(value, list) else [value])]
         if (valid := [name for name in names if name is not None]) != names:
-            raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
+            raise RowProblem(f"{key!r} is {quote_value(value)}; expected a file name or a list of file names")
         return valid
     return []
 
 
-def _turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
+def _find_turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
     present = [key for key in keys if key in raw]
     if len(present) != 1:
-        problem = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {shown(sorted(map(str, raw)))}"
+        problem = (
+            f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {quote_value(sorted(map(str, raw)))}"
+        )
         raise RowProblem(f"has {problem}; a {format} row has one of {', '.join(map(repr, keys))}")
     return present[0]
 
 
-def _role(name: object, format: str, number: int) -> str:
+def _map_role(name: object, format: str, number: int) -> str:
     known = ROLES[format]
     if not isinstance(name, str) or name not in known:
-        raise RowProblem(f"turn {number} has the unknown role {shown(name)}; {format} knows {', '.join(known)}")
+        raise RowProblem(f"turn {number} has the unknown role {quote_value(name)}; {format} knows {', '.join(known)}")
     return known[name]
 
 
-def match_count(placeholders: int, images: int) -> None:
+def check_image_count(placeholders: int, images: int) -> None:
     if placeholders != images:
         raise RowProblem(
-            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); they must be as many"
+            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); the numbers must be "
+            "equal"
         )
 
 
@@ -395,34 +411,34 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     `RowProblem`."""
     if not turns:
         raise RowProblem("the conversation is empty")
-    spoken = [turn for turn in turns if turn.role != "system"]
-    answers = [turn for turn in spoken if turn.role == "assistant"]
+    dialogue = [turn for turn in turns if turn.role != "system"]
+    answers = [turn for turn in dialogue if turn.role == "assistant"]
     if answered and not any(turn.learned for turn in answers):
         none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
         raise RowProblem(f"has {none}, so there is nothing to learn from it")
-    if spoken and spoken[0].role == "assistant":
-        raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
+    if dialogue and dialogue[0].role == "assistant":
+        raise RowProblem("begins with an assistant turn; there is no prompt before it")
     for number, turn in enumerate(turns, 1):
         if has_lone_surrogate(turn.text + (turn.reasoning or "")):
-            raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
+            raise RowProblem(f"turn {number} contains a lone surrogate (half of a UTF-16 pair); fix its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
     foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether a text has a lone surrogate, which no tokenizer accepts."""
+    """Return True if a text has a lone surrogate, which no tokenizer accepts."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def require_object(raw: object) -> dict[str, Any]:
-    """The row, if it is an object. Raises `RowProblem`."""
+    """Return the row if it is an object. Raises `RowProblem`."""
     if not isinstance(raw, dict):
-        raise RowProblem(f"is {shown(raw)}; expected an object with the conversation")
+        raise RowProblem(f"is {quote_value(raw)}; expected an object with the conversation")
     return raw
 
 
-def _list(value: object, name: str, expected: str = "a list") -> list[Any]:
+def _require_list(value: object, name: str, expected: str = "a list") -> list[Any]:
     if not isinstance(value, list):
-        raise RowProblem(f"{name} is {shown(value)}; expected {expected}")
+        raise RowProblem(f"{name} is {quote_value(value)}; expected {expected}")
     return value

@@ -15,11 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from octavo.data.errors import ImageProblem, RowProblem, shown
+from octavo.data.errors import MediaProblem, RowProblem, quote_value
 
 
 @dataclass(frozen=True)
-class Inline:
+class InlineFile:
     """A file as bytes. `name`: its original name, or ""."""
 
     data: bytes
@@ -27,15 +27,15 @@ class Inline:
     what: ClassVar[str] = "file"
 
     def __str__(self) -> str:
-        """A name for messages that identifies the content."""
+        """Return a name for messages that identifies the content."""
         return f"{self.name or self.what} ({hashlib.sha256(self.data).hexdigest()[:12]})"
 
 
-T = TypeVar("T", bound=Inline)
+T = TypeVar("T", bound=InlineFile)
 
 
-def file_named(value: object, kind: type[T]) -> str | T | None:
-    """A file in a row: its name, or its bytes as a `kind`. None if the value is neither."""
+def parse_file(value: object, kind: type[T]) -> str | T | None:
+    """Return a file in a row: its name, its bytes as a `kind`, or None if the value is neither."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
@@ -46,29 +46,30 @@ def file_named(value: object, kind: type[T]) -> str | T | None:
     return path if data is None and isinstance(path, str) else None
 
 
-def no_file(value: object) -> bool:
-    """Whether a value is null, or the form of null in a table: {"bytes", "path"}, both null."""
+def is_null_file(value: object) -> bool:
+    """Return True if a value is null, also in the form of a table: {"bytes", "path"}, both null."""
     return value is None or (
         isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
     )
 
 
 def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
-    """The file with this name, which must be inside `root`; `what`: its kind, for messages; `folders`: folders count
-    too.
+    """Return the file with this name, which must be inside `root`; `what`: its kind, for messages; `folders`: folders
+    count too.
 
     `..`, absolute paths and symbolic links are resolved first, and the resulting path must be inside `root`. Raises
-    `ImageProblem`.
+    `MediaProblem`.
     """
     if name.startswith("file://"):
         name = name[len("file://") :]
     scheme = name.split(":", 1)[0].lower()
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
-        raise ImageProblem(
-            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
+        raise MediaProblem(
+            f"{what} {name[:80]!r} is not a local file, and Octavo does not download images; copy it into the image "
+            "folder"
         )
     if not name or "\0" in name:
-        raise ImageProblem(f"{what} name {name!r} is not a file name")
+        raise MediaProblem(f"{what} name {name!r} is not a file name")
     try:
         os.fsencode(name)
         root = _resolved(root)
@@ -78,32 +79,32 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
             path = path.resolve()
         exists = path.is_file() or (folders and path.is_dir())
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a lone surrogate
-        raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
+        raise MediaProblem(f"{what} {name[:80]!r} cannot be resolved ({cause})") from cause
     if not path.is_relative_to(root):
-        raise ImageProblem(
+        raise MediaProblem(
             f"{what} {name!r} is outside the image folder {root} (at {path}); "
             f"name the folder that holds it in `images`, or copy it there"
         )
     if not exists:
-        raise ImageProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
+        raise MediaProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
     return path
 
 
 @lru_cache(maxsize=4096)
 def _resolved(folder: Path) -> Path:
-    """A folder of images with links resolved; cached, because every image name needs it."""
+    """Return a folder of images with links resolved; cached, because every image name needs it."""
     return folder.resolve()
 
 
 @dataclass(frozen=True)
-class Ref:
+class MediaRef:
     """The place of a file. `name`: its name or the file itself; "" until a file of the row's list is assigned."""
 
-    name: str | Inline = ""
+    name: str | InlineFile = ""
 
 
 @dataclass(frozen=True)
-class Medium:
+class MediaType:
     """One kind of media: its `noun`, its placeholder in a text, its keys in rows, the types and keys of its parts, the
     classes of its places and of files in rows, and a description of a valid file (`expected`)."""
 
@@ -111,32 +112,33 @@ class Medium:
     placeholder: str
     keys: tuple[str, str]
     types: tuple[str, ...]
-    of_part: tuple[str, ...]
-    ref: type[Ref]
-    inline: type[Inline]
+    part_keys: tuple[str, ...]
+    ref: type[MediaRef]
+    inline: type[InlineFile]
     expected: str
 
     @property
-    def unnamed(self) -> str:
+    def missing_file_text(self) -> str:
         """The error text for a row with a placeholder and no file."""
         return (
             f"writes {self.placeholder} in its text, but names no {self.noun}; list it under {self.keys[0]!r}, or "
             "remove the word"
         )
 
-    def part(self, part: object, number: int) -> Ref | None:
-        """The place of the file in a part of turn `number`; None for a part of another type. Raises `RowProblem`."""
+    def part(self, part: object, number: int) -> MediaRef | None:
+        """Return the place of the file in a part of turn `number`, or None for a part of another type. Raises
+        `RowProblem`."""
         if not isinstance(part, dict) or part.get("type") not in self.types:
             return None
-        files = [part[key] for key in self.of_part if not no_file(part.get(key))]
+        files = [part[key] for key in self.part_keys if not is_null_file(part.get(key))]
         if not files:
             return self.ref()
         inner = files[0].get("url") if isinstance(files[0], dict) and "url" in files[0] else files[0]
-        name = file_named(inner, self.inline) if len(files) == 1 else None
+        name = parse_file(inner, self.inline) if len(files) == 1 else None
         if not name:
             raise RowProblem(
-                f"turn {number} has the {self.keys[0]} part {shown(part)}; expected one path in "
-                f"{', '.join(self.of_part)}"
+                f"turn {number} has the {self.keys[0]} part {quote_value(part)}; expected one path in "
+                f"{', '.join(self.part_keys)}"
             )
         return self.ref(name)
 
@@ -149,8 +151,8 @@ class Medium:
             return list(turns)
         if any(isinstance(part, self.ref) and part.name for turn in turns for part in turn.parts):
             raise RowProblem(
-                f"a turn names a {self.noun}, and the row has {_a(self.keys[0])} list, or a part without a name; keep "
-                "one way"
+                f"a turn names a {self.noun}, and the row has {_with_article(self.keys[0])} list, or a part without a "
+                "name; keep one way"
             )
         # Placeholders in texts and parts without a name take the files in reading order, whichever way a turn uses.
         left, out, places = iter(names), [], 0
@@ -171,33 +173,35 @@ class Medium:
         if places != len(names):
             raise RowProblem(
                 f"has {places} {self.placeholder} placeholder(s) in its text and {len(names)} {self.noun}(s); they "
-                "must be as many"
+                "numbers must be equal"
             )
         return out
 
     def listed_files(self, raw: dict[str, Any]) -> list[Any]:
-        """The row's list of files. Raises `RowProblem`."""
+        """Return the row's list of files. Raises `RowProblem`."""
         lists = {key: raw[key] for key in self.keys if raw.get(key) not in (None, [], "")}
         if len(lists) > 1:
             raise RowProblem(f"has both {self.keys[0]!r} and {self.keys[1]!r}; keep one of them")
         for key, value in lists.items():
-            names = [file_named(one, self.inline) for one in (value if isinstance(value, list) else [value])]
+            names = [parse_file(file, self.inline) for file in (value if isinstance(value, list) else [value])]
             if (valid := [name for name in names if name]) != names:
                 decoded = isinstance(value, dict) and "array" in value
                 hint = " (decoded samples are not taken: keep the file, datasets.Audio(decode=False))"
                 raise RowProblem(
-                    f"{key!r} is {shown(value)}; expected {self.expected}, by its name or as bytes and path, or a list "
-                    f"of them{hint if decoded else ''}"
+                    f"{key!r} is {quote_value(value)}; expected {self.expected}, by its name or as bytes and path, or "
+                    f"a list of them{hint if decoded else ''}"
                 )
             return valid
         return []
 
     def files(self, turns: Sequence[Any], folder: Path, folders: bool = False) -> tuple[Any, ...]:
-        """The files in turns (:class:`octavo.data.Turn`), in reading order: a path inside `folder`, or the file itself
-        if its bytes are in the row. `folders`: folders count as files. Raises `ImageProblem`."""
+        """Return the files in turns (:class:`octavo.data.Turn`), in reading order: a path inside `folder`, or the file
+        itself if its bytes are in the row. `folders`: folders count as files. Raises `MediaProblem`."""
         names = [part.name for turn in turns for part in turn.parts if isinstance(part, self.ref)]
-        return tuple(name if isinstance(name, Inline) else locate(folder, name, self.noun, folders) for name in names)
+        return tuple(
+            name if isinstance(name, InlineFile) else locate(folder, name, self.noun, folders) for name in names
+        )
 
 
-def _a(word: str) -> str:
+def _with_article(word: str) -> str:
     return f"{'an' if word[0] in 'aeio' else 'a'} {word}"

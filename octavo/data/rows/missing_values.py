@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from octavo.data.errors import RowProblem, shown
+from octavo.data.errors import RowProblem, quote_value
 
 #: CSV cells that mean a missing value: the words that pandas writes for NaN, NaT, NA and None
 CELLS = frozenset(("nan", "NaN", "NaT", "<NA>", "None"))
@@ -20,20 +20,20 @@ _TEXTS = {"text": ("text",), "prompt": _PROMPT, "alpaca": _ALPACA, "auto": (*_PR
 
 
 def is_missing(value: object) -> bool:
-    """Whether a value is NaN or infinite."""
+    """Return True if a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def clean_cells(raw: Any, format: str) -> Any:
-    """A CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other missing
-    values that would be read as text."""
+    """Return a CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other
+    missing values that would be read as text."""
     if not isinstance(raw, dict):
         return raw
     for key in _TEXTS.get(format, ("system",)):
         if isinstance(raw.get(key), str) and raw[key].strip() in CELLS:
             raise RowProblem(
                 f"{key!r} is the cell {raw[key].strip()}, as pandas writes a missing value; fill it or remove the row, "
-                "and if the word is meant, write the rows as JSONL"
+                "or write the rows as JSONL if the word is intended"
             )
     blank = {key for key in ("answer", "completion") if isinstance(raw.get(key), str) and not raw[key].strip()}
     return {key: value for key, value in raw.items() if key not in blank} if blank else raw
@@ -44,8 +44,10 @@ def check_numbers(value: object, where: str) -> None:
     level: list[object] = [value]
     while level:
         below: list[object] = []
-        for one in level:
-            if is_missing(one):
-                raise RowProblem(f"{where} has the number {shown(one)}, which JSON does not have; write null or a text")
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        for entry in level:
+            if is_missing(entry):
+                raise RowProblem(
+                    f"{where} has the number {quote_value(entry)}, which JSON does not have; write null or a text"
+                )
+            below += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
         level = below

@@ -17,46 +17,46 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.base.safe_read import Unreadable, parse_json
-from octavo.data.errors import RowProblem, shown
+from octavo.data.errors import RowProblem, quote_value
 from octavo.data.rows.missing_values import check_numbers
 
 Call = dict[str, Any]
 """{"type": "function", "function": {"name": text, "arguments": object}}, and "id" if the row has one"""
 
 
-def tools_of(value: object) -> tuple[dict[str, object], ...]:
-    """The tools under the key `tools` of a row. Raises `RowProblem`."""
-    tools = _json(value, "'tools'")
+def parse_tools(value: object) -> tuple[dict[str, object], ...]:
+    """Return the tools under the key `tools` of a row. Raises `RowProblem`."""
+    tools = _parse_text(value, "'tools'")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowProblem(f"'tools' is {shown(value)}; expected a list of objects, one for each tool")
+        raise RowProblem(f"'tools' is {quote_value(value)}; expected a list of objects, one for each tool")
     check_numbers(tools, "'tools'")
     return tuple(tools)
 
 
-def calls_of(value: object, where: str) -> tuple[Call, ...]:
-    """The calls of a turn. Raises `RowProblem`."""
+def parse_calls(value: object, where: str) -> tuple[Call, ...]:
+    """Return the calls of a turn. Raises `RowProblem`."""
     if value in (None, "", []):
         return ()
-    calls = _json(value, where)
-    return tuple(_call(call, where) for call in (calls if isinstance(calls, list) else [calls]))
+    calls = _parse_text(value, where)
+    return tuple(_parse_call(call, where) for call in (calls if isinstance(calls, list) else [calls]))
 
 
-def _call(value: object, where: str) -> Call:
+def _parse_call(value: object, where: str) -> Call:
     fields = value if isinstance(value, dict) else {}
     inner = fields.get("function", fields)
     name = inner.get("name") if isinstance(inner, dict) else None
-    arguments = _json(inner.get("arguments", {}), f"arguments of {where}") if isinstance(inner, dict) else None
+    arguments = _parse_text(inner.get("arguments", {}), f"arguments of {where}") if isinstance(inner, dict) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise RowProblem(f"{where} has the call {shown(value)}; expected a function's name and its arguments")
+        raise RowProblem(f"{where} has the call {quote_value(value)}; expected a function's name and its arguments")
     check_numbers(arguments, f"a call of {where}")
     identity = fields.get("id")
     if not isinstance(identity, str | None):
-        raise RowProblem(f"{where} has a call with the id {shown(identity)}; expected text")
+        raise RowProblem(f"{where} has a call with the id {quote_value(identity)}; expected text")
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if identity is None else {**call, "id": identity}
 
 
-def _json(value: object, where: str) -> object:
+def _parse_text(value: object, where: str) -> object:
     if not isinstance(value, str):
         return value
     try:

@@ -31,17 +31,17 @@ from octavo.data import file_digests
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
 
-FORM = 1  # version of the cache files, part of their names
-SMALL = 4 << 20  # a data file with fewer bytes is converted in memory, in a fraction of a second
+FORMAT_VERSION = 1  # version of the cache files, part of their names
+SMALL_FILE = 4 << 20  # a data file with fewer bytes is converted in memory, in a fraction of a second
 INDEX = "index.json"  # in a folder of tars
-EVERY = 5.0  # seconds between progress messages of a conversion
+PROGRESS_SECONDS = 5.0  # seconds between progress messages of a conversion
 
 Log = Callable[[str], None]
 Write = Callable[[Path, Callable[[float], None]], None]
 """Writes the converted data file to a path, and reports the share that is done from time to time."""
 
 
-def quiet(text: str) -> None:
+def no_log(text: str) -> None:
     """Print nothing."""
 
 
@@ -53,15 +53,15 @@ def default_folder() -> Path:
 
 
 def cached_file(
-    folder: Path | None, source: Path | str, write: Write, log: Log = quiet, depends_on: str = "", form: str = "Arrow"
+    folder: Path | None, source: Path | str, write: Write, log: Log = no_log, depends_on: str = "", form: str = "Arrow"
 ) -> Path:
-    """The cache file that `write` creates from `source` (a str for a URL), written now if it is missing. `folder`: of
-    the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
+    """Return the cache file that `write` creates from `source` (a str for a URL), written now if it is missing.
+    `folder`: of the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
 
     Raises DataError if the folder cannot be written or the disk is full, and if `source` changes meanwhile.
     """
-    if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
-        return _in_memory(source, write, log, depends_on, form)
+    if isinstance(source, Path) and any(map(is_encrypted, list_row_files(source))):
+        return _convert_in_memory(source, write, log, depends_on, form)
     before = _identity(source)
     target = path_in_cache(folder, source, depends_on, form, log)
     folder = target.parent
@@ -71,70 +71,72 @@ def cached_file(
         folder.mkdir(parents=True, exist_ok=True)
         with lock(target.with_suffix(".lock")):
             if not target.is_file():
-                _make(target, source, write, log, form)
+                _convert(target, source, write, log, form)
                 if _identity(source) != before and path_in_cache(folder, source, depends_on, form) != target:
                     target.unlink()
-                    raise DataError(f"{source} changed while it was read; start again when it is whole")
+                    raise DataError(f"{source} changed while it was read; start again when it is complete")
                 if form in ("Arrow", "index"):  # just written, so it need not be validated
                     file_digests.note_valid(target, folder)
     except OSError as cause:
-        why = atomic_write.why_no_space(folder, cause) or getattr(cause, "strerror", None) or str(cause)
+        reason = atomic_write.why_no_space(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
-            f"{folder} cannot keep {Path(source).name} as {form}: {why}. Name a folder with room that can be written "
-            "to in data.cache (or OCTAVO_CACHE)"
+            f"{folder} cannot keep {Path(source).name} as {form}: {reason}. Name a folder with room that can be "
+            "written to in data.cache (or OCTAVO_CACHE)"
         ) from cause
     return target
 
 
-def _in_memory(source: Path, write: Write, log: Log, depends_on: str, form: str) -> Path:
-    """The converted form of an encrypted file, in memory while this process lives: plain text is never on a disk."""
+def _convert_in_memory(source: Path, write: Write, log: Log, depends_on: str, form: str) -> Path:
+    """Return the converted form of an encrypted file, in memory while this process lives: plain text is never on a
+    disk."""
     key = f"{_identity(source)}:{depends_on}:{form}"
-    if key not in _MADE:
+    if key not in _IN_MEMORY:
         try:
             handle, path = create_memory_file(f"{source}")
             write(path, lambda share: None)
         except VaultError as cause:
             raise DataError(f"{cause}.") from cause
-        _MADE[key] = path
+        _IN_MEMORY[key] = path
         log(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it are in memory")
-    return _MADE[key]
+    return _IN_MEMORY[key]
 
 
-_MADE: dict[str, Path] = {}  # files in memory of this process, open while it lives
+_IN_MEMORY: dict[str, Path] = {}  # files in memory of this process, open while it lives
 
 
 def path_in_cache(
-    folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", log: Log = quiet
+    folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", log: Log = no_log
 ) -> Path:  # fmt: skip
-    """The path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable source."""
+    """Return the path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable
+    source."""
     folder = default_folder() if folder is None else folder
     content = str(source)
-    if not _named_elsewhere(source):
-        files = files_of(Path(source))
-        of_each = zip(files, file_digests.digests(files, folder, log), strict=True)
-        content = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
-    name = hashlib.sha256(f"{FORM}:{content}:{depends_on}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
+    if not _is_remote(source):
+        files = list_row_files(Path(source))
+        digests = zip(files, file_digests.compute_digests(files, folder, log), strict=True)
+        content = ";".join(f"{file.resolve()}:{digest.size}:{digest.sha256}" for file, digest in digests)
+    name = hashlib.sha256(f"{FORMAT_VERSION}:{content}:{depends_on}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return folder / f"{name}.{form.lower()}"
 
 
-def _make(target: Path, source: Path | str, write: Write, log: Log, form: str) -> None:
-    aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+def _convert(target: Path, source: Path | str, write: Write, log: Log, form: str) -> None:
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     file, last = Path(source), time.monotonic()
     size = file.stat().st_size / 1e6 if file.is_file() else 0.0
 
     def progress(share: float) -> None:
         nonlocal last
-        if time.monotonic() - last > EVERY:
+        if time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
             log(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
 
     log(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
     try:
-        write(aside, progress)
-        atomic_write.sync(aside)
-        publish(aside, target)
+        write(temporary, progress)
+        atomic_write.sync(temporary)
+        publish(temporary, target)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -168,40 +170,43 @@ def publish(written: Path, target: Path) -> None:
         os.replace(written, target)
 
 
-def files_of(source: Path) -> list[Path]:
-    """The row files of a data file or folder: the data files directly in a folder, without its images and subfolders,
-    which may have millions of files."""
+def list_row_files(source: Path) -> list[Path]:
+    """Return the row files of a data file or folder: the data files directly in a folder, without its images and
+    subfolders, which may have millions of files."""
     if not source.is_dir():
         return [source]
     try:
         check_folder(source, deep=False)  # a missing or added row file would change the data unnoticed
     except VaultError as cause:
         raise DataError(str(cause)) from cause
-    ends = (*registry.endings(), *suffixes.ARROW)
+    ends = (*registry.row_suffixes(), *suffixes.ARROW)
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
-    files = [source / name for name in row_files(names)]
-    if lost := next((file for file in files if not file.exists()), None):
-        raise DataError(f"{lost} is a link to a file that is not there; bring it back, or remove the link")
+    files = [source / name for name in select_row_files(names)]
+    if dangling := next((file for file in files if not file.exists()), None):
+        raise DataError(f"{dangling} is a link to a missing file; restore the file, or remove the link")
     return [file for file in files if file.is_file()]
 
 
-def row_files(names: Sequence[str]) -> list[str]:
-    """The names in a folder that are row files, or Arrow files of `datasets`. Formats that are not converted, such as
-    tars, count only if there are no others, except the `index.json` with the row counts of tars."""
-    converted, staying = (*registry.endings(stays=False), *suffixes.ARROW), registry.endings(stays=True)
-    usual = [name for name in names if Path(name).suffix.lower() in converted]
-    tars = [name for name in names if Path(name).suffix.lower() in staying]
-    return tars if tars and not {*usual} - {INDEX} else usual
+def select_row_files(names: Sequence[str]) -> list[str]:
+    """Return the names in a folder that are row files, or Arrow files of `datasets`. Formats that are not converted,
+    such as tars, count only if there are no others, except the `index.json` with the row counts of tars."""
+    converted_suffixes, indexed_suffixes = (
+        (*registry.row_suffixes(indexed_only=False), *suffixes.ARROW),
+        registry.row_suffixes(indexed_only=True),
+    )
+    converted_files = [name for name in names if Path(name).suffix.lower() in converted_suffixes]
+    indexed_files = [name for name in names if Path(name).suffix.lower() in indexed_suffixes]
+    return indexed_files if indexed_files and not {*converted_files} - {INDEX} else converted_files
 
 
 def _identity(source: Path | str) -> str:
-    """A text that changes whenever a source changes, without reading the source."""
-    if _named_elsewhere(source):
+    """Return a text that changes whenever a source changes, without reading the source."""
+    if _is_remote(source):
         return str(source)
-    return ";".join(f"{file.resolve()}:{file_digests.stat_of(file.stat())}" for file in files_of(Path(source)))
+    return ";".join(f"{file.resolve()}:{file_digests.stat_key(file.stat())}" for file in list_row_files(Path(source)))
 
 
-def _named_elsewhere(source: Path | str) -> bool:
-    """Whether a source is a URL or a name of the hub; the caller identifies its content or revision."""
+def _is_remote(source: Path | str) -> bool:
+    """Return True if a source is a URL or a name of the hub; the caller identifies its content or revision."""
     return isinstance(source, str) or is_name(str(source))

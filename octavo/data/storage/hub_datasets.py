@@ -18,15 +18,16 @@ from octavo.base.safe_read import first_line
 from octavo.data import file_digests
 from octavo.data.errors import BadSample, DataError
 from octavo.data.formats import columnar
-from octavo.data.formats.arrow_rows import Rows, row_of
-from octavo.data.formats.columnar import too_large
+from octavo.data.formats.arrow_rows import Rows, decode_row
+from octavo.data.formats.columnar import find_large_rows
 from octavo.data.formats.streaming import Groups
 from octavo.data.storage import cache
 from octavo.data.storage.shards import Shards
 
 
-def open_named(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The rows of a split, from the library's cache or downloaded now. Raises DataError if they are not available."""
+def open_hub_dataset(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
+    """Open the rows of a split, from the library's cache or downloaded now. Raises DataError if they are not
+    available."""
     import datasets
 
     try:
@@ -34,12 +35,13 @@ def open_named(name: str, revision: str | None, split: str, subset: str | None) 
     except DataError:  # a damaged file in the library's cache
         raise
     except Exception as cause:  # errors of many classes: the network, wrong names, the content of the repository
-        raise _lost(name, revision, split, subset, cause) from cause
+        raise _unavailable_error(name, revision, split, subset, cause) from cause
 
 
 @lru_cache(maxsize=64)
-def stream_named(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The same rows, streamed. Raises DataError as :func:`open_named`, and for files that are not parquet."""
+def stream_hub_dataset(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
+    """Open the rows of a split as a stream. Raises DataError as :func:`open_hub_dataset` does, and for files that are
+    not parquet."""
     import datasets
     import huggingface_hub
 
@@ -47,17 +49,17 @@ def stream_named(name: str, revision: str | None, split: str, subset: str | None
         by_split = datasets.load_dataset_builder(name, subset, revision=revision).config.data_files or {}
         files = [str(file) for file in by_split[split]]
     except Exception as cause:
-        raise _lost(name, revision, split, subset, cause) from cause
+        raise _unavailable_error(name, revision, split, subset, cause) from cause
     if other := next((file for file in files if not file.endswith(suffixes.PARQUET)), None):
-        raise DataError(f"{name} cannot be streamed: {other} is no parquet file. Leave `stream` out")
+        raise DataError(f"{name} cannot be streamed: {other} is not a parquet file. Remove `stream`")
     system = huggingface_hub.HfFileSystem()
     return Shards(Path(name), files, lambda file: Groups(Path(name), partial(system.open, file, "rb")))
 
 
-def _lost(name: str, revision: str | None, split: str, subset: str | None, cause: Exception) -> DataError:
+def _unavailable_error(name: str, revision: str | None, split: str, subset: str | None, cause: Exception) -> DataError:
     part = f"split {split}" if subset is None else f"subset {subset}, split {split}"
     return DataError(
-        f"the data set {name}, {part}, revision {revision}, cannot be had from the Hugging Face hub "
+        f"the data set {name}, {part}, revision {revision}, could not be loaded from the Hugging Face hub "
         f"({first_line(cause)[:300]})"
     )
 
@@ -70,7 +72,7 @@ class DatasetRows:
         for file in dataset.cache_files:
             validate(Path(file["filename"]), folder)
         self.path, self._dataset = path, dataset.with_format("arrow")
-        self._repeats = any(columnar.repeats(field.type) for field in dataset.data.schema)
+        self._repeats = any(columnar.may_share_bytes(field.type) for field in dataset.data.schema)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -80,9 +82,9 @@ class DatasetRows:
 
     def __getitem__(self, row: int) -> Any:
         table = self._dataset[row : row + 1]
-        if (self._repeats or table.nbytes > columnar.TEXT_BYTES) and (problems := too_large(table)):
+        if (self._repeats or table.nbytes > columnar.TEXT_BYTES) and (problems := find_large_rows(table)):
             raise BadSample(self.path, row, problems[0])
-        return row_of(self.path, row, table)
+        return decode_row(self.path, row, table)
 
 
 def validate(file: Path, folder: Path | None) -> None:
@@ -100,17 +102,17 @@ def validate(file: Path, folder: Path | None) -> None:
 
 
 def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
-    """The rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has several
-    splits."""
+    """Open the rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has
+    several splits."""
     import datasets
 
-    if lost := next(filter(is_encrypted, sorted(path.iterdir())), None):
-        raise DataError(f"{lost} is encrypted, and what `datasets` saved is mapped from the disk. Save it as parquet "
+    if encrypted := next(filter(is_encrypted, sorted(path.iterdir())), None):
+        raise DataError(f"{encrypted} is encrypted, but folders of `datasets` are memory-mapped. Save it as parquet "
                         "(Dataset.to_parquet) and encrypt that")  # fmt: skip
     if (path / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())
-        raise DataError(f"{path} holds several splits: name the folder of one of them, such as {path / splits[0]}"
-                        if splits else f"{path} names splits, and none of them is there")  # fmt: skip
+        raise DataError(f"{path} has several splits; name the folder of one of them, such as {path / splits[0]}"
+                        if splits else f"{path} names splits, but has none of them")  # fmt: skip
     for file in sorted(path.glob("*.arrow")):
         validate(file, folder)
     try:
@@ -118,6 +120,4 @@ def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
     except DataError:
         raise
     except Exception as cause:  # the library raises errors of many classes for damaged files
-        raise DataError(
-            f"{path} is no folder of `datasets` that can be read ({type(cause).__name__}: {cause})"
-        ) from cause
+        raise DataError(f"{path} is not a readable folder of `datasets` ({type(cause).__name__}: {cause})") from cause

@@ -22,7 +22,7 @@ from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, size_of
 from octavo.data import file_digests
 from octavo.data.errors import DataError
-from octavo.data.file_digests import Stat, stat_of
+from octavo.data.file_digests import Stat, stat_key
 from octavo.data.formats import registry
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.registry import Format
@@ -31,13 +31,18 @@ from octavo.data.storage.hub_datasets import open_saved
 from octavo.data.storage.shards import Shards
 
 EXPECTED = "a JSON, JSONL, CSV, parquet or tar file, a folder of such files, or one that `datasets` saved"
-FEW, TOGETHER = 16, 64 << 20  # a folder with more files, or more bytes, is not converted in memory
-OPEN = 128  # cache files and tars that stay open
-MUCH = 64 << 20  # from this many bytes on, tars are indexed by several processes
-MOST_PROCESSES = 8
+MAX_FILES_IN_MEMORY, MAX_BYTES_IN_MEMORY = (
+    16,
+    64 << 20,
+)  # a folder with more files, or more bytes, is not converted in memory
+MAX_OPEN_FILES = 128  # cache files and tars that stay open
+PARALLEL_INDEX_BYTES = 64 << 20  # from this many bytes on, tars are indexed by several processes
+MAX_PROCESSES = 8
 
 
-def open_rows(path: str | Path, folder: Path | None = None, log: cache.Log = cache.quiet, stream: bool = False) -> Rows:
+def open_rows(
+    path: str | Path, folder: Path | None = None, log: cache.Log = cache.no_log, stream: bool = False
+) -> Rows:
     """Open a data file by its suffix, JSON and JSONL by their first characters; or a folder that `datasets` saved, or
     one with files of one kind, in the order of their names. `folder`: of the cache (None: the default). `stream`: rows
     are read from the original files, and nothing is written into the cache.
@@ -49,35 +54,37 @@ def open_rows(path: str | Path, folder: Path | None = None, log: cache.Log = cac
     path = Path(path)
     rows = _open_folder(path, folder, log, stream) if path.is_dir() else _open_file(path, folder, log, stream)
     if len(rows) == 0:
-        raise DataError(f"{path} holds no rows; expected a JSON list of rows, one JSON object a line, or a table")
+        raise DataError(f"{path} has no rows; expected a JSON list of rows, one JSON object per line, or a table")
     return rows
 
 
 def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) -> Rows:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         if stream:
-            raise DataError(f"{path}: what `datasets` saved is never copied; leave `stream` out")
+            raise DataError(f"{path}: folders of `datasets` are never copied; remove `stream`")
         return open_saved(path, folder)
-    files = [file for file in cache.files_of(path) if file.suffix.lower() in registry.endings()]
+    files = [file for file in cache.list_row_files(path) if file.suffix.lower() in registry.row_suffixes()]
     kinds = sorted({file.suffix.lower() for file in files})
     if len(kinds) != 1:
-        held = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
+        content = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
         raise DataError(
-            f"{path} is a folder with {held}. Check data.path in the configuration: it must name {EXPECTED}"
+            f"{path} is a folder with {content}. Check data.path in the configuration: it must name {EXPECTED}"
         )
-    few = len(files) <= FEW and sum(file.stat().st_size for file in files) < TOGETHER
-    small = cache.SMALL if few else 0  # files converted in memory stay in memory
-    open_one = partial(_open_file, folder=folder, log=log, stream=stream, small=small)
+    fits_in_memory = (
+        len(files) <= MAX_FILES_IN_MEMORY and sum(file.stat().st_size for file in files) < MAX_BYTES_IN_MEMORY
+    )
+    small = cache.SMALL_FILE if fits_in_memory else 0  # files converted in memory stay in memory
+    open_file_rows = partial(_open_file, folder=folder, log=log, stream=stream, small=small)
     form = registry.format_of(files[0])
-    if form.stays:
+    if form.indexed_only:
         _check_stream(path, form, stream)
         _make_indexes(form, files, folder, log)
-        return Shards(path, files, open_one, [len(open_one(file)) for file in files], OPEN)
-    counts = None if form.count_rows is None else [_counted(form, file) for file in files]
-    return Shards(path, files, open_one, counts, None if small or stream else OPEN)
+        return Shards(path, files, open_file_rows, [len(open_file_rows(file)) for file in files], MAX_OPEN_FILES)
+    counts = None if form.count_rows is None else [_count_rows(form, file) for file in files]
+    return Shards(path, files, open_file_rows, counts, None if small or stream else MAX_OPEN_FILES)
 
 
-def _counted(form: Format, file: Path) -> int:
+def _count_rows(form: Format, file: Path) -> int:
     assert form.count_rows is not None
     with open_file(file, DataError, buffering=0) as opened:
         return form.count_rows(file, opened)
@@ -86,43 +93,43 @@ def _counted(form: Format, file: Path) -> int:
 def _check_stream(path: Path, form: Format, stream: bool) -> None:
     if stream and form.stream is None:
         kind = form.suffixes[0].removeprefix(".")
-        raise DataError(f"{path}: rows of a {kind} are never copied; leave `stream` out")
+        raise DataError(f"{path}: rows of a {kind} are never copied; remove `stream`")
 
 
 def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, small: int | None = None) -> Rows:
-    small = cache.SMALL if small is None else small
+    small = cache.SMALL_FILE if small is None else small
     try:
         with open_file(path, DataError) as file:
             size = size_of(file)
     except DataError as cause:
         raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
     if size == 0:
-        raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
+        raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object per line")
     form = registry.format_of(path)
     _check_stream(path, form, stream)
-    if form.stays:
+    if form.indexed_only:
         _make_indexes(form, [path], folder, log)
         return form.open(path, _index(form, path, folder))
     if stream:
-        return _stream(path, stat_of(path.stat()))
+        return _stream(path, stat_key(path.stat()))
     if size < small and (rows := _in_memory(path, form, small)) is not None:
         return rows
     return form.open(path, cache.cached_file(folder, path, partial(form.write, path), log))
 
 
-class _TooMuch(Exception):
+class _TooLarge(Exception):
     """The rows of a small file take too much memory once converted."""
 
 
 def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
-    """The rows of a small file, converted in memory; None if they take more than four times `small` bytes."""
+    """Return the rows of a small file, converted in memory, or None if they take more than four times `small` bytes."""
     sink = pa.BufferOutputStream()
 
     def bounded(share: float) -> None:
         if sink.tell() > 4 * small:
-            raise _TooMuch
+            raise _TooLarge
 
-    with contextlib.suppress(_TooMuch):
+    with contextlib.suppress(_TooLarge):
         form.write(path, sink, bounded)
         return form.open(path, sink.getvalue())
     return None
@@ -130,31 +137,32 @@ def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
 
 @lru_cache(maxsize=64)
 def _stream(path: Path, stat: Stat) -> Rows:
-    """The rows of a streamed file; cached, so that several readers of one version share the positions of its rows."""
+    """Open the rows of a streamed file. Cached, so that several readers of one version share the positions of its
+    rows."""
     stream = registry.format_of(path).stream
     assert stream is not None
     return stream(path)
 
 
 def _index(form: Format, path: Path, folder: Path | None) -> Path:
-    """The index of a file that is not converted, from the cache or written now. Raises `DataError` if the file is of
-    another kind, and as `cache.cached_file` does."""
-    return cache.cached_file(folder, path, partial(form.write, path), cache.quiet, form="index")
+    """Return the index of a file that is not converted, from the cache or written now. Raises `DataError` if the file
+    is of another kind, and as `cache.cached_file` does."""
+    return cache.cached_file(folder, path, partial(form.write, path), cache.no_log, form="index")
 
 
 def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, log: cache.Log) -> None:
     """Write the missing indexes, for many bytes in several processes, because the headers are parsed in Python. Raises
     as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
-    file_digests.digests(plain, cache.default_folder() if folder is None else folder, log)
+    file_digests.compute_digests(plain, cache.default_folder() if folder is None else folder, log)
     missing = [file for file in plain if not cache.path_in_cache(folder, file, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)
     kind = form.suffixes[0].removeprefix(".")
     log(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({size / 1e6:.0f} MB) are looked up, once")
-    processes = min(len(missing), MOST_PROCESSES, os.cpu_count() or 1)
-    if size < MUCH or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
+    processes = min(len(missing), MAX_PROCESSES, os.cpu_count() or 1)
+    if size < PARALLEL_INDEX_BYTES or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         for file in missing:
             _index(form, file, folder)
         return

@@ -3,8 +3,8 @@
 `s3://`, `gs://`, `hf://`, `https://` and others need the fsspec package for the protocol (s3fs, gcsfs, aiohttp); fsspec
 reports a missing one. Keys and endpoints are configured in fsspec or in the environment variables of the provider.
 Operations that fail with a temporary error are repeated, up to `TRIES` times, and each failure is reported. A server
-that accepts a connection and sends nothing for `SECONDS` also counts as failed: fsspec's packages wait for minutes,
-some of them forever.
+that accepts a connection and sends nothing for `STALL_SECONDS` also counts as failed: fsspec's packages wait for
+minutes, some of them forever.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from octavo.data.formats import registry
 from octavo.data.storage import cache
 
 TRIES = 4
-SECONDS = 120.0  # without a byte after which a try has failed
-WAIT = 0.5  # seconds before the second try, doubled before each further one
+STALL_SECONDS = 120.0  # without a byte after which a try has failed
+RETRY_SECONDS = 0.5  # seconds before the second try, doubled before each further one
 _BLOCK = 16 << 20  # bytes requested at a time; divided by 16 for each further try
-_LEAST = 1 << 12
-_LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
+_MIN_BLOCK = 1 << 12
+_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
 #: keys under which services report a value that changes with the content of a file
 _MARKS = ("ETag", "etag", "md5Hash", "blob_id", "oid", "LastModified", "last_modified", "mtime", "created")
-_AND = "|"  # separator of marks; only the first mark is in the fingerprint of a run
+_MARK_SEPARATOR = "|"  # separator of marks; only the first mark is in the fingerprint of a run
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _SHARDS = {"shardlist!": [{"url!": TEXT, "nsamples!": COUNT}]}
 _T = TypeVar("_T")
@@ -60,29 +60,31 @@ class Remote(NamedTuple):
 
 @lru_cache(maxsize=64)
 def list_files(url: str) -> tuple[Remote, ...]:
-    """The row files at a URL: one file, numbered files (`shard-{000..127}.tar`), or the files of a folder by name. If a
-    folder of tars has an `index.json` as WebDataset writes it, they have the row counts in it. Raises `DataError`. The
-    server is queried once in a process."""
+    """Return the row files at a URL: one file, numbered files (`shard-{000..127}.tar`), or the files of a folder by
+    name. If a folder of tars has an `index.json` as WebDataset writes it, they have the row counts in it. Raises
+    `DataError`. The server is queried once in a process."""
     files = _with_retries(url, lambda watch: _list_files(url))
-    if kinds := sorted({remote.suffix for remote in files} - {*registry.endings()}):
-        raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
-                        f"{', '.join(registry.endings())}")  # fmt: skip
+    if kinds := sorted({remote.suffix for remote in files} - {*registry.row_suffixes()}):
+        raise DataError(
+            f"{url} has a format that is not supported ({', '.join(kinds) or 'without a suffix'}); supported are "
+            f"{', '.join(registry.row_suffixes())}"
+        )
     if len({remote.suffix for remote in files}) != 1:
-        held = ", ".join(sorted({remote.suffix for remote in files})) or "none"
-        raise DataError(f"{url} has files of rows of these kinds: {held}; it must have files of one kind")
+        kinds_text = ", ".join(sorted({remote.suffix for remote in files})) or "none"
+        raise DataError(f"{url} has files of several formats ({kinds_text}); all must have one format")
     return tuple(files)
 
 
 def fingerprint(url: str) -> dict[str, Any]:
-    """{"size": total bytes, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
+    """Return {"size": total bytes, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
     files = list_files(url)
-    marks = [(remote.url, remote.size, remote.mark.partition(_AND)[0]) for remote in files]
+    marks = [(remote.url, remote.size, remote.mark.partition(_MARK_SEPARATOR)[0]) for remote in files]
     digest = hashlib.sha256(json.dumps(marks).encode("utf-8", "surrogatepass"))
     return {"size": sum(remote.size for remote in files), "sha256": digest.hexdigest()}
 
 
 def local_files(url: str) -> list[Path]:
-    """The local files at a `file://` URL; [] for another URL. Raises `DataError`."""
+    """Return the local files at a `file://` URL; [] for another URL. Raises `DataError`."""
     if not url.startswith("file://"):
         return []
     return [Path(remote.url.removeprefix("file://")) for remote in list_files(url)]
@@ -94,17 +96,17 @@ def download(remote: Remote, to: Path) -> None:
 
 
 def read(url: str, work: Callable[[Any], _T]) -> _T:
-    """The result of `work` for a file at a URL, opened for random access. Raises `DataError`."""
+    """Return the result of `work` for a file at a URL, opened for random access. Raises `DataError`."""
 
     def opened(watch: _Watch) -> _T:
-        system, path = _system(url)
+        system, path = _open_filesystem(url)
         with system.open(path, "rb") as file:
             return work(file)
 
     return _with_retries(url, opened)
 
 
-class _Lost(Exception):
+class _TemporaryError(Exception):
     """A failure that may not happen at the next try."""
 
 
@@ -116,37 +118,38 @@ def report(text: str) -> None:
 def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
     for tries in range(1, TRIES + 1):
         try:
-            return _run_watched(work, max(_LEAST, _BLOCK >> 4 * (tries - 1)))
+            return _run_watched(work, max(_MIN_BLOCK, _BLOCK >> 4 * (tries - 1)))
         except DataError:
             raise
         except Exception as cause:  # errors of many classes, of the network and of the package for the protocol
-            if isinstance(cause, _LASTING) and not _of_network(cause):
+            if isinstance(cause, _PERMANENT_ERRORS) and not _is_network_error(cause):
                 raise DataError(
-                    f"{url} cannot be had ({_why(cause)}); check the URL and who may read it, or copy it here and name "
-                    "the folder"
+                    f"{url} cannot be read ({_describe_failure(cause)}); check the URL and who may read it, or copy it "
+                    "here and name the folder"
                 ) from cause
             if atomic_write.why_no_space(Path(), cause):
                 raise
-            why = _why(cause)
+            why = _describe_failure(cause)
             report(f"{url}: try {tries} of {TRIES} failed ({why})")
             if tries == TRIES:
                 raise DataError(
-                    f"{url} cannot be had, in {TRIES} tries ({why}); check that this machine reaches it"
+                    f"{url} could not be read in {TRIES} tries ({why}); check that this machine reaches it"
                 ) from cause
-            time.sleep(WAIT * 2 ** (tries - 1))
+            time.sleep(RETRY_SECONDS * 2 ** (tries - 1))
     raise AssertionError
 
 
-def _why(cause: Exception) -> str:
-    """The reason of a failure in one line; for a FileNotFoundError the server's error that caused it, if any."""
-    if isinstance(cause, _Lost):
+def _describe_failure(cause: Exception) -> str:
+    """Return the reason of a failure in one line; for a FileNotFoundError, that of the server error that caused it, if
+    any."""
+    if isinstance(cause, _TemporaryError):
         return str(cause)
-    return first_line(cause.__cause__ if isinstance(cause, _LASTING) and cause.__cause__ else cause)[:300]
+    return first_line(cause.__cause__ if isinstance(cause, _PERMANENT_ERRORS) and cause.__cause__ else cause)[:300]
 
 
-def _of_network(cause: BaseException) -> bool:
-    """Whether a FileNotFoundError comes from a failed server: fsspec's HTTP raises it for any error, with that error as
-    its cause. Only the status 404 or 410 means a missing file."""
+def _is_network_error(cause: BaseException) -> bool:
+    """Return True if a FileNotFoundError comes from a failed server: fsspec's HTTP raises it for any error, with that
+    error as its cause. Only the status 404 or 410 means a missing file."""
     before = cause.__cause__
     status = getattr(before, "status", None)
     if isinstance(status, int):
@@ -161,15 +164,15 @@ class _Watch:
 
     def __init__(self, block: int = _BLOCK) -> None:
         self.block = block
-        self.moved, self.ended = threading.Event(), threading.Event()
-        self.lock, self.given_up = threading.Lock(), False
+        self.progressed, self.ended = threading.Event(), threading.Event()
+        self.lock, self.abandoned = threading.Lock(), False
 
-    def move(self) -> None:
-        self.moved.set()
+    def note_progress(self) -> None:
+        self.progressed.set()
 
 
 def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
-    """Run `work` in a thread, while it makes progress every `SECONDS`. A thread that waits for a server cannot be
+    """Run `work` in a thread, while it makes progress every `STALL_SECONDS`. A thread that waits for a server cannot be
     stopped: it is abandoned, and writes nothing any more."""
     watch, results, errors = _Watch(block), [], []
 
@@ -179,24 +182,24 @@ def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
         except BaseException as cause:
             errors.append(cause)
         watch.ended.set()
-        watch.moved.set()
+        watch.progressed.set()
 
     threading.Thread(target=run, daemon=True, name="octavo-fetch").start()
     while not watch.ended.is_set():
-        if not watch.moved.wait(SECONDS):
+        if not watch.progressed.wait(STALL_SECONDS):
             with watch.lock:  # the abandoned thread must not write into the file of the next try
                 if watch.ended.is_set():
                     break
-                watch.given_up = True
-            raise _Lost(f"nothing came for {SECONDS:g} s")
-        watch.moved.clear()
+                watch.abandoned = True
+            raise _TemporaryError(f"no data received for {STALL_SECONDS:g} s")
+        watch.progressed.clear()
     if errors:
         raise errors[0]
     return results[0]
 
 
-def _system(url: str) -> tuple[Any, str]:
-    """(file system, path in it), created for each call, because a forked process must not use its parent's
+def _open_filesystem(url: str) -> tuple[Any, str]:
+    """Return (file system, path in it), created for each call, because a forked process must not use its parent's
     connections."""
     import fsspec
 
@@ -205,13 +208,13 @@ def _system(url: str) -> tuple[Any, str]:
 
 
 def _copy(remote: Remote, to: Path, watch: _Watch) -> None:
-    system, path = _system(remote.url)
+    system, path = _open_filesystem(remote.url)
     with system.open(path, "rb", block_size=watch.block) as source, open(to, "r+b") as out:
         out.truncate(remote.size)  # an earlier try may have written more
         while piece := source.read(watch.block):
-            watch.move()
+            watch.note_progress()
             with watch.lock:
-                if watch.given_up:  # another try writes there now
+                if watch.abandoned:  # another try writes there now
                     return
                 out.write(piece)
                 out.flush()
@@ -219,39 +222,39 @@ def _copy(remote: Remote, to: Path, watch: _Watch) -> None:
                 break
         if out.tell() != remote.size:
             at_least = " or more" if out.tell() > remote.size else ""
-            raise _Lost(f"{out.tell()} bytes{at_least} came, and it has {remote.size}")
+            raise _TemporaryError(f"{out.tell()} bytes{at_least} received, expected {remote.size}")
 
 
 def _list_files(url: str) -> list[Remote]:
     if _RANGE.search(url):
         return _numbered_files(url)
-    system, path = _system(url)
-    about = system.info(path)
-    if about["type"] != "directory":
-        return [_remote_file(system, url, about)]
+    system, path = _open_filesystem(url)
+    info = system.info(path)
+    if info["type"] != "directory":
+        return [_remote_file(system, url, info)]
     inside = {Path(entry["name"]).name: entry for entry in system.ls(path, detail=True) if entry["type"] == "file"}
-    names = cache.row_files(sorted(name for name in inside if not name.startswith(".")))
+    names = cache.select_row_files(sorted(name for name in inside if not name.startswith(".")))
     files = [_remote_file(system, system.unstrip_protocol(inside[name]["name"]), inside[name]) for name in names]
     if not files:
-        raise DataError(f"{url} is a folder without files of rows ({', '.join(registry.endings())})")
-    if cache.INDEX in inside and registry.format_of(files[0].url).stays:
+        raise DataError(f"{url} is a folder without files of rows ({', '.join(registry.row_suffixes())})")
+    if cache.INDEX in inside and registry.format_of(files[0].url).indexed_only:
         return _with_row_counts(files, url, system.cat_file(inside[cache.INDEX]["name"]))
     return files
 
 
 def _numbered_files(url: str) -> list[Remote]:
-    """The files of a URL with `{000..127}`, from one listing of their folder."""
+    """Return the files of a URL with `{000..127}`, from one listing of their folder."""
     folder = url[: url.index("{")].rpartition("/")[0]
-    system, path = _system(folder)
+    system, path = _open_filesystem(folder)
     inside = {entry["name"].rpartition("/")[2]: entry for entry in system.ls(path, detail=True)}
     files = []
-    for one in _expand_numbers(url):
-        name = one.rpartition("/")[2]
-        if one.rpartition("/")[0] != folder:
+    for file_url in _expand_numbers(url):
+        name = file_url.rpartition("/")[2]
+        if file_url.rpartition("/")[0] != folder:
             raise DataError(f"{url}: numbers {{..}} are only possible in a file name; give each folder a data set")
         if name not in inside:
-            raise DataError(f"{one} is missing, which {url} names; there are {len(inside)} files in its folder")
-        files.append(_remote_file(system, one, inside[name]))
+            raise DataError(f"{file_url} is missing, which {url} names; there are {len(inside)} files in its folder")
+        files.append(_remote_file(system, file_url, inside[name]))
     return files
 
 
@@ -264,13 +267,13 @@ def _expand_numbers(url: str) -> Iterator[str]:
         yield from _expand_numbers(url[: match.start()] + f"{number:0{len(first)}}" + url[match.end() :])
 
 
-def _remote_file(system: Any, url: str, about: dict[str, Any]) -> Remote:
-    if about.get("size") is None:
+def _remote_file(system: Any, url: str, info: dict[str, Any]) -> Remote:
+    if info.get("size") is None:
         raise DataError(f"{url}: its server does not say how many bytes it has; copy it here and name the file")
-    mark = next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
-    if "ino" in about:  # a local file: a copy may keep the mtime, but gets another inode or ctime
-        mark += f"{_AND}{about.get('created')}{_AND}{about['ino']}"
-    return Remote(url, int(about["size"]), mark)
+    mark = next((str(info[name]) for name in _MARKS if info.get(name) is not None), "")
+    if "ino" in info:  # a local file: a copy may keep the mtime, but gets another inode or ctime
+        mark += f"{_MARK_SEPARATOR}{info.get('created')}{_MARK_SEPARATOR}{info['ino']}"
+    return Remote(url, int(info["size"]), mark)
 
 
 def _with_row_counts(files: Sequence[Remote], url: str, index: bytes) -> list[Remote]:
@@ -280,7 +283,11 @@ def _with_row_counts(files: Sequence[Remote], url: str, index: bytes) -> list[Re
     check_schema(content, _SHARDS, where, DataError)
     rows = {entry["url"].rpartition("/")[2]: entry["nsamples"] for entry in content["shardlist"]}
     by_name = {remote.url.rpartition("/")[2]: remote for remote in files}
-    if apart := sorted({*rows} ^ {*by_name}):
-        how = "is missing, and the index names it" if apart[0] in rows else "is there, and the index does not name it"
-        raise DataError(f"{where} does not match these files: {apart[0]} {how} ({len(apart)} such); write it again")
+    if unmatched := sorted({*rows} ^ {*by_name}):
+        difference = (
+            "is missing, and the index names it" if unmatched[0] in rows else "is there, and the index does not name it"
+        )
+        raise DataError(
+            f"{where} does not match these files: {unmatched[0]} {difference} ({len(unmatched)} such); write it again"
+        )
     return [remote._replace(rows=rows[name]) for name, remote in by_name.items()]

@@ -14,13 +14,13 @@ from octavo.data.formats.arrow_rows import Rows
 
 class Shards:
     """The rows of several files, concatenated; a file is opened when one of its rows is read. `counts`: the number of
-    rows in each, if known (None: all files are opened to count them); `most`: files that stay open (None: all)."""
+    rows in each, if known (None: all files are opened to count them); `max_open`: files that stay open (None: all)."""
 
     def __init__(
         self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],
-        counts: Sequence[int] | None = None, most: int | None = None,
+        counts: Sequence[int] | None = None, max_open: int | None = None,
     ) -> None:  # fmt: skip
-        self.path, self._files, self._open, self._most = path, files, open_file, most
+        self.path, self._files, self._open, self._max_open = path, files, open_file, max_open
         self._rows: OrderedDict[int, Rows] = OrderedDict()
         self._ends = list(accumulate((len(self._part(n)) for n in range(len(files))) if counts is None else counts))
 
@@ -47,11 +47,11 @@ class Shards:
     def _part(self, number: int) -> Rows:
         if number not in self._rows:
             self._rows[number] = self._open(self._files[number])
-            if self._most is not None and len(self._rows) > self._most:
+            if self._max_open is not None and len(self._rows) > self._max_open:
                 self._rows.popitem(last=False)
         self._rows.move_to_end(number)
         return self._rows[number]
 
     def __getstate__(self) -> dict[str, object]:
         """Without open files, if they can be opened again."""
-        return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}
+        return {**self.__dict__, "_rows": self._rows if self._max_open is None else OrderedDict()}

@@ -1,6 +1,6 @@
-"""Joined documents: one stream of tokens, with an end token after each document, cut into samples of one length.
+"""Joined documents: one stream of tokens with an end token after each document, cut into samples of equal length.
 
-Sample i is the tokens [i T, (i + 1) T) of the documents in a shuffled order (held-out data: in file order), so that any
+Sample i is the tokens [i T, (i + 1) T) of the documents in shuffled order (evaluation data: in file order). So any
 sample is located directly, and an order over samples (`Mixture`) resumes with one number. A document may begin in one
 sample and end in the next; there is no padding, no token is lost, and the last sample may be shorter. Attention is
 causal over the whole sample: a document attends to earlier documents in its sample, as in most pretraining.
@@ -28,14 +28,14 @@ from octavo.data.errors import BadSample, DataError, QuotingError
 from octavo.data.order import permutation
 from octavo.data.storage import cache
 from octavo.data.tasks.documents import Document, DocumentEncoder
-from octavo.data.tasks.sources import LOOKED_AT, Source
+from octavo.data.tasks.sources import DETECTION_ROWS, Source
 
-FORM = 1  # version of the file; incremented when the same documents give another file
-AT_ONCE = 1 << 20  # characters passed to the tokenizer in one call
+FORMAT_VERSION = 1  # version of the file; incremented when the file of the same documents changes
+CHARS_PER_CALL = 1 << 20  # characters passed to the tokenizer in one call
 _TRAILER = struct.Struct("<QQ")
 
 
-class Joined:
+class JoinedDocuments:
     """The documents of a data set as samples of up to `length` tokens: `len(joined)`, `joined[i]` (a `Sample`),
     `joined.records` (of rows that are left out or noted)."""
 
@@ -51,7 +51,7 @@ class Joined:
 
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.name} makes {len(self)} samples of {self.length} tokens, asked for {number}")
+            raise IndexError(f"{self.name} has {len(self)} samples of {self.length} tokens; {number} was requested")
         at, stop = number * self.length, min((number + 1) * self.length, int(self._starts[-1]))
         nth = int(np.searchsorted(self._starts, at, "right")) - 1
         pieces = []
@@ -71,15 +71,15 @@ class Joined:
         try:
             with open(self.file, "rb") as file:
                 size = file.seek(-_TRAILER.size, 2) + _TRAILER.size
-                edges, about_size = _TRAILER.unpack(file.read())
-                at = file.seek(size - _TRAILER.size - about_size - 8 * edges)
+                edges, trailer_size = _TRAILER.unpack(file.read())
+                at = file.seek(size - _TRAILER.size - trailer_size - 8 * edges)
                 self._edges: np.ndarray = np.memmap(self.file, np.int64, "r", at, (edges,))
                 file.seek(8 * edges, 1)
-                about = json.loads(file.read(about_size))
-            self.records: list[dict[str, Any]] = about["records"]
-            self._ids = np.memmap(self.file, np.dtype(about["dtype"]), "r", 0, (int(self._edges[-1]),))
+                trailer = json.loads(file.read(trailer_size))
+            self.records: list[dict[str, Any]] = trailer["records"]
+            self._ids = np.memmap(self.file, np.dtype(trailer["dtype"]), "r", 0, (int(self._edges[-1]),))
             if at - self._ids.nbytes not in range(8):
-                raise ValueError(f"{self._ids.nbytes} bytes of tokens were written, {at} are there")
+                raise ValueError(f"{self._ids.nbytes} bytes of tokens were written, but it has {at}")
         except (OSError, ValueError, KeyError, struct.error) as cause:
             raise self._damaged(cause) from cause
 
@@ -95,10 +95,10 @@ class Joined:
 
 
 def is_plain_text(source: Source) -> bool:
-    """Whether the first rows of a data set are plain text without images."""
+    """Return True if the first rows of a data set are plain text without images."""
     if source.format != "text":
         return False
-    for row in range(min(len(source), LOOKED_AT)):
+    for row in range(min(len(source), DETECTION_ROWS)):
         try:
             if source[row].images:
                 return False
@@ -109,72 +109,74 @@ def is_plain_text(source: Source) -> bool:
 
 def join(
     source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
-    log: cache.Log = cache.quiet, depends_on: str = "",
-) -> Joined:  # fmt: skip
-    """The documents of a source, joined; their tokens come from the cache or are computed now. `seed`: of their order
-    (None: file order); `depends_on`: everything else in the data set's configuration that determines its rows.
+    log: cache.Log = cache.no_log, depends_on: str = "",
+) -> JoinedDocuments:  # fmt: skip
+    """Join the documents of a source; their tokens come from the cache or are computed now.
 
-    Raises `DataError`: with on_bad="error" a `BadSample` for a bad row, and if every row is bad.
+    `seed` shuffles the documents; None keeps the file order. `depends_on` contains all other settings of the data set
+    that determine its rows. Raises `DataError`: a `BadSample` for a bad row with on_bad="error", or if all rows are
+    bad.
     """
     if encoder.seq_length < 2:
         raise DataError(
-            f"train.seq_length is {encoder.seq_length}, and joined documents need 2: a token predicts the next"
+            f"train.seq_length is {encoder.seq_length}, but joined documents need 2 or more: a token predicts the next"
         )
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
-        _write(source, encoder, on_bad, file, progress)
+        _write_file(source, encoder, on_bad, file, progress)
 
-    key = json.dumps([FORM, source.format, len(source), depends_on, _print_of(encoder)])
+    key = json.dumps([FORMAT_VERSION, source.format, len(source), depends_on, _tokenizer_fingerprint(encoder)])
     file = cache.cached_file(folder, source.rows.path, write, log, key, "tokens")
     vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, so not the number of tokens
-    joined = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
+    joined = JoinedDocuments(source.name, file, encoder.seq_length, seed, vocabulary)
     bad = [record for record in joined.records if record["action"] == BadSample.action]
     if bad and on_bad == "error":
         raise BadSample(*(bad[0][key] for key in ("file", "row", "reason", "id")))
     return joined
 
 
-def _print_of(encoder: DocumentEncoder) -> str:
-    """Everything in a tokenizer that determines the tokens of a text."""
+def _tokenizer_fingerprint(encoder: DocumentEncoder) -> str:
+    """Return a text of all settings of a tokenizer that determine the tokens of a text."""
     tokenizer = encoder.tokenizer
     options = [getattr(tokenizer, "split_special_tokens", False), encoder.end_id, sorted(encoder.marks)]
     return json.dumps([tokenizers.__version__, tokenizer.backend_tokenizer.to_str(), options])
 
 
-def _write(
+def _write_file(
     source: Source, encoder: DocumentEncoder, on_bad: str, file: Path, progress: Callable[[float], None]
 ) -> None:
     dtype = np.dtype("<u2" if len(encoder.tokenizer) <= 1 << 16 else "<u4")
     edges = array("q", [0])
     records: list[dict[str, Any]] = []
     with open(file, "wb") as out:
-        for row, texts in _batches(source, encoder, on_bad, records):
-            for ids in encoder.tokens_of(texts):
+        for row, texts in _text_batches(source, encoder, on_bad, records):
+            for ids in encoder.tokenize(texts):
                 out.write(np.array(ids, dtype).tobytes())
                 edges.append(edges[-1] + len(ids))
             progress(row / len(source))
         if len(edges) == 1:
             last = records[-1]
             raise QuotingError(
-                f"{source.name}: every one of its {len(source)} rows was left out; the last one (row {last['row']}) "
+                f"{source.name}: all {len(source)} rows were left out; the last one (row {last['row']}) "
                 f"because it {last['reason']}"
             )
         out.write(b"\0" * (-out.tell() % 8))
-        about = json.dumps({"dtype": dtype.str, "records": records}).encode()
-        out.write(edges.tobytes() + about + _TRAILER.pack(len(edges), len(about)))
+        trailer = json.dumps({"dtype": dtype.str, "records": records}).encode()
+        out.write(edges.tobytes() + trailer + _TRAILER.pack(len(edges), len(trailer)))
 
 
-def _batches(
+def _text_batches(
     source: Source, encoder: DocumentEncoder, on_bad: str, records: list[dict[str, Any]]
 ) -> Iterator[tuple[int, list[str]]]:
-    """(rows read so far, texts of about `AT_ONCE` characters); rows left out or noted are appended to `records`."""
+    """Yield (rows read so far, texts of about `CHARS_PER_CALL` characters); rows left out or noted are appended to
+    `records`."""
     texts: list[str] = []
     size = 0
     for row in range(len(source)):
         try:
             document: Document = source[row]
             records += [{"file": source.name, "row": row, "id": document.id, "action": action, "reason": reason}
-                        for action, reason in encoder.notes_of(document)]  # fmt: skip
+                        for action, reason in encoder.collect_notes(document)]  # fmt: skip
         except BadSample as bad:
             if on_bad == "error":
                 raise
@@ -182,7 +184,7 @@ def _batches(
             continue
         texts.append(document.text)
         size += len(document.text)
-        if size >= AT_ONCE:
+        if size >= CHARS_PER_CALL:
             yield row + 1, texts
             texts, size = [], 0
     if texts:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.data.batching.collate import EMPTY_LENGTH, collate, micro_batches
+from octavo.data.batching.collate import EMPTY_LENGTH, collate, make_micro_batches
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.processor_calls import Encoding
 from octavo.data.encoding.sample import IGNORE, Sample, with_answer_tokens
@@ -40,8 +40,8 @@ from octavo.data.rows.conversations import (
     alpaca_messages,
     bad_sample_context,
     check_turns,
-    conversation_of,
-    shown,
+    make_conversation,
+    quote_value,
 )
 from octavo.data.rows.foreign import check_row
 from octavo.data.rows.image_refs import ImageFile
@@ -50,7 +50,7 @@ from octavo.data.tasks.prompts import as_messages, read_prompt_turns
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")
 EXPECTED = "expected 'prompt' or turns in 'messages' or 'conversations', with answers in 'chosen' and 'rejected'"
-WRITTEN = {"true": True, "false": False, "1": True, "0": False}
+LABEL_WORDS = {"true": True, "false": False, "1": True, "0": False}
 TurnsAndNames = tuple[Sequence[Turn], Sequence[Name]]  # turns of a conversation, and the names of its images
 
 
@@ -124,14 +124,14 @@ class LabelledSample(Sample):
     label: bool = True
 
 
-class _AnswersOnly(Encoder):
+class _AnswerEncoder(Encoder):
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         if self.train_on_prompt:
-            raise DataError("data.train_on_prompt is true, and preferences are about answers; leave it out")
+            raise DataError("data.train_on_prompt is true, but preferences compare answers; remove it")
 
 
-class PairEncoder(_AnswersOnly):
+class PairEncoder(_AnswerEncoder):
     """Encodes pairs. A pair is left out if one of the two is, or if they are equal up to the cut."""
 
     def encoding(self, row: PairRow) -> Encoding[Pair]:  # type: ignore[override]
@@ -139,15 +139,15 @@ class PairEncoder(_AnswersOnly):
         chosen = yield from super().encoding(row.chosen, row.context_answers)
         rejected = yield from super().encoding(row.rejected, row.context_answers)
         if np.array_equal(chosen.input_ids, rejected.input_ids):
-            why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
+            reason = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
             if chosen.cut:
-                raise LongSample(chosen.file, chosen.row, f"{why}; {self.limit}", chosen.id)
-            why += ": the chat template or the tokenizer removes the difference of their texts"
-            raise BadSample(chosen.file, chosen.row, why, chosen.id)
+                raise LongSample(chosen.file, chosen.row, f"{reason}; {self.limit_text}", chosen.id)
+            reason += ": the chat template or the tokenizer removes the difference of their texts"
+            raise BadSample(chosen.file, chosen.row, reason, chosen.id)
         return Pair(chosen, rejected)
 
 
-class LabelledEncoder(_AnswersOnly):
+class LabelledEncoder(_AnswerEncoder):
     """Encodes labelled conversations."""
 
     def encoding(self, row: LabelledRow) -> Encoding[LabelledSample]:  # type: ignore[override]
@@ -156,7 +156,7 @@ class LabelledEncoder(_AnswersOnly):
         return LabelledSample(**vars(sample), label=row.label)
 
 
-class HeldOutEncoder(_AnswersOnly):
+class HeldOutEncoder(_AnswerEncoder):
     """Encodes preferences and conversations with their right answers: the chosen one of a pair; a bad labelled answer
     gets no labels."""
 
@@ -170,34 +170,34 @@ class HeldOutEncoder(_AnswersOnly):
         return sample if row.label else replace(sample, labels=np.full_like(sample.labels, IGNORE), answers=())
 
 
-def preference_kind_of(raw: object) -> str | None:
+def row_preference_kind(raw: object) -> str | None:
     """`pairs` or `labelled`, by the keys of a row; None: neither."""
     keys = raw.keys() if isinstance(raw, dict) else ()
     if "chosen" in keys and "rejected" in keys:
         return "pairs"
-    return "labelled" if isinstance(raw, dict) and isinstance(_label(raw), bool) else None
+    return "labelled" if isinstance(raw, dict) and isinstance(_read_label(raw), bool) else None
 
 
-def _label(raw: dict[str, Any]) -> Any:
-    """The label of a row: true or false, which a table of texts (CSV) writes as words or as 1 and 0."""
+def _read_label(raw: dict[str, Any]) -> Any:
+    """Return the label of a row: true or false, which a table of texts (CSV) writes as words or as 1 and 0."""
     label = raw.get("label", raw.get("kto_tag"))
-    return WRITTEN.get(label.strip().lower(), label) if isinstance(label, str) else label
+    return LABEL_WORDS.get(label.strip().lower(), label) if isinstance(label, str) else label
 
 
 def parse_pair(raw: object, format: str, *, file: str | Path, row: int, images: Path) -> PairRow:
     """One decoded row as a `PairRow`; its structure follows from its keys, `format` is unused. Raises `BadSample`."""
     with bad_sample_context(raw, file, row) as identity:
         if not isinstance(raw, dict) or "chosen" not in raw or "rejected" not in raw:
-            raise RowProblem(f"has {_keys(raw)}; {EXPECTED}")
+            raise RowProblem(f"has {_describe_keys(raw)}; {EXPECTED}")
         check_row(raw)
-        whole = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
-        if not all(map(_is_conversation, whole.values())):
-            prompt = _prompt(raw)
-            whole = {side: prompt + answer for side, answer in whole.items()}
-        sides = {side: read_prompt_turns(raw, messages) for side, messages in whole.items()}
+        conversations = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
+        if not all(map(_is_conversation, conversations.values())):
+            prompt = _read_prompt(raw)
+            conversations = {side: prompt + answer for side, answer in conversations.items()}
+        sides = {side: read_prompt_turns(raw, messages) for side, messages in conversations.items()}
         for turns, _ in sides.values():
             check_turns(turns)
-        shared = _shared_answers(*sides.values())
+        shared = _count_shared_answers(*sides.values())
         chosen, rejected = (_conversation(raw, side, str(file), row, identity, images) for side in sides.values())
         return PairRow(chosen, rejected, shared)
 
@@ -205,20 +205,24 @@ def parse_pair(raw: object, format: str, *, file: str | Path, row: int, images: 
 def parse_labelled(raw: object, format: str, *, file: str | Path, row: int, images: Path) -> LabelledRow:
     """One decoded row as a `LabelledRow`; `format` is unused. Raises `BadSample`."""
     with bad_sample_context(raw, file, row) as identity:
-        label = _label(raw) if isinstance(raw, dict) else None
+        label = _read_label(raw) if isinstance(raw, dict) else None
         if not isinstance(raw, dict) or not isinstance(label, bool):
-            problem = f"the label {shown(label)}" if label is not None else _keys(raw)
+            problem = f"the label {quote_value(label)}" if label is not None else _describe_keys(raw)
             raise RowProblem(f"has {problem}; expected 'label', true or false, with 'prompt' and 'completion' or turns")
         check_row(raw)
         answer = "output" if "instruction" in raw and "completion" not in raw else "completion"
-        said = as_messages(raw[answer], "assistant") if answer in raw else []
-        turns, names = read_prompt_turns(raw, said if _is_conversation(said) else _prompt(raw) + said)
+        answer_turns = as_messages(raw[answer], "assistant") if answer in raw else []
+        turns, names = read_prompt_turns(
+            raw, answer_turns if _is_conversation(answer_turns) else _read_prompt(raw) + answer_turns
+        )
         check_turns(turns)
         if turns[-1].role != "assistant":
-            raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
+            raise RowProblem(
+                f"ends with a turn of the {turns[-1].role}; the answer that is labelled must be the last turn"
+            )
         for kind, what in ((ImageRef, "an image"), (VideoRef, "a video")):
             if any(isinstance(part, kind) for part in turns[-1].parts):
-                raise RowProblem(f"has {what} in the answer that is labelled, and answers are text; remove it")
+                raise RowProblem(f"has {what} in the answer that is labelled, but answers are text; remove it")
         context = sum(turn.role == "assistant" for turn in turns) - 1
         return LabelledRow(_conversation(raw, (turns, names), str(file), row, identity, images), context, label)
 
@@ -226,12 +230,12 @@ def parse_labelled(raw: object, format: str, *, file: str | Path, row: int, imag
 def _conversation(
     raw: object, turns: TurnsAndNames, file: str, row: int, identity: str | None, images: Path
 ) -> Conversation:
-    return conversation_of(raw, *turns, images, file=file, row=row, identity=identity, sounds=False)
+    return make_conversation(raw, *turns, images, file=file, row=row, identity=identity, sounds=False)
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
-    """A batch of 2 B rows (`collate`): the chosen ones, then the rejected ones in the same order. Without pairs it is
-    two rows without labels."""
+    """Collate pairs to a batch of 2 B rows (`collate`): the chosen ones, then the rejected ones in the same order.
+    Without pairs it is two rows without labels."""
     if pairs:
         return collate([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
     empty = collate([], pad_id)
@@ -241,7 +245,8 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
 def labelled_batches(
     rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int, *, longest: int, before: Any = None
 ) -> list[dict[str, Any]]:
-    """The `gather` of a `Loader` of labelled rows: batches of B conversations with `desirable` [B] bool, and under
+    """Make the batches of a step of labelled rows (the `gather` of their `Loader`): batches of B conversations with
+    `desirable` [B] bool, and under
     `crossed` a batch of the same size, with the same prompts and the answers to other prompts.
 
     KTO estimates its KL term from the crossed batch. The crossed answer comes from the previous row of the step that is
@@ -249,12 +254,14 @@ def labelled_batches(
     sample before this rank's first row (None: no other rank has one, and it is this rank's last row). Tokens over
     `longest` are cut. If a step has only one row, its crossed answer has no labels.
     """
-    mine = [sample for _, sample in rows if sample is not None]
+    samples = [sample for _, sample in rows if sample is not None]
     # The source of each crossed answer: this rank's rows shifted by one.
-    others = [before or sample for sample in mine[-1:]] + mine[:-1]
-    alone = before is None and len(mine) == 1
-    paired = [(n, sample and (sample, _crossed(sample, others.pop(0), longest, alone))) for n, sample in rows]
-    return micro_batches(paired, micro_batch, pad_id, _collate_labelled)
+    answer_sources = [before or sample for sample in samples[-1:]] + samples[:-1]
+    alone = before is None and len(samples) == 1
+    paired = [
+        (n, sample and (sample, _cross_answer(sample, answer_sources.pop(0), longest, alone))) for n, sample in rows
+    ]
+    return make_micro_batches(paired, micro_batch, pad_id, _collate_labelled)
 
 
 def collate_labelled(samples: Sequence[LabelledSample], pad_id: int, *, longest: int) -> dict[str, Any]:
@@ -269,17 +276,18 @@ def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: in
     return batch | {"desirable": good, "crossed": collate([crossed for _, crossed in pairs], pad_id)}
 
 
-def _crossed(sample: Sample, other: Sample, most: int, single: bool) -> Sample:
-    """The prompt of `sample` with the answer of `other`, at most `most` tokens; `single`: without labels."""
-    start, theirs = _answer_start(sample), _answer_start(other)
-    answer = other.input_ids[theirs:]
-    ids = np.concatenate([sample.input_ids[:start], answer])[:most]
-    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[theirs:]])[:most]
+def _cross_answer(sample: Sample, other: Sample, max_length: int, single: bool) -> Sample:
+    """Return the prompt of `sample` with the answer of `other`, at most `max_length` tokens; `single`: without
+    labels."""
+    start, answer_start = _answer_start(sample), _answer_start(other)
+    answer = other.input_ids[answer_start:]
+    ids = np.concatenate([sample.input_ids[:start], answer])[:max_length]
+    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[answer_start:]])[:max_length]
     if single:
         labels[:] = IGNORE
     kinds = None
     if sample.mm_token_type_ids is not None:
-        kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:most]
+        kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:max_length]
     return replace(
         sample, input_ids=ids, labels=labels, mm_token_type_ids=kinds, answers=((start, len(ids)),), control=(),
         extra=with_answer_tokens(sample.extra, start, len(ids) - start),
@@ -291,23 +299,23 @@ def _answer_start(sample: Sample) -> int:
 
 
 def _is_conversation(messages: Sequence[Any]) -> bool:
-    """Whether messages are a whole conversation, not only an answer."""
+    """Return True if messages are a whole conversation, not only an answer."""
     return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in ("user", "system")
 
 
-def _prompt(raw: dict[str, Any]) -> list[Any]:
+def _read_prompt(raw: dict[str, Any]) -> list[Any]:
     keys = [key for key in PROMPT_KEYS if key in raw]
     if len(keys) != 1:
-        problem = f"both {keys[0]!r} and {keys[1]!r}" if keys else f"answers and no prompt ({_keys(raw)})"
+        problem = f"both {keys[0]!r} and {keys[1]!r}" if keys else f"answers and no prompt ({_describe_keys(raw)})"
         raise RowProblem(f"has {problem}; {EXPECTED}")
     if keys != ["instruction"]:
         return as_messages(raw[keys[0]], "user")
     return alpaca_messages(raw)
 
 
-def _shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int:
-    """The number of answers in the common beginning of two conversations. Raises `RowProblem` unless each continues
-    with a different answer of the assistant."""
+def _count_shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int:
+    """Return the number of answers in the common beginning of two conversations. Raises `RowProblem` unless each
+    continues with a different answer of the assistant."""
     first, second = chosen[0], rejected[0]
     shared = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
@@ -315,19 +323,19 @@ def _shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int:
     images = sum(isinstance(part, ImageRef) for turn in first[:shared] for part in turn.parts)
     if differ := [pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2]:
         raise RowProblem(
-            f"has the image {shown(differ[0][0])} in the prompt of chosen and {shown(differ[0][1])} in the prompt of "
-            "rejected; both must answer one prompt"
+            f"has the image {quote_value(differ[0][0])} in the prompt of chosen and {quote_value(differ[0][1])} in the "
+            "prompt of rejected; both must answer the same prompt"
         )
     if len(first) == len(second) == shared:
         raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")
     following = [turns[shared].role if shared < len(turns) else "nothing" for turns in (first, second)]
     if shared == 0 or following != ["assistant"] * 2:
         raise RowProblem(
-            f"has a chosen and a rejected that share {shared} turn(s) and go on with {' and '.join(following)}; both "
-            "must answer one prompt, with a turn of the assistant"
+            f"has a chosen and a rejected that share {shared} turn(s) and continue with {' and '.join(following)}; "
+            "both must answer the same prompt with an assistant turn"
         )
     return sum(turn.role == "assistant" for turn in first[:shared])
 
 
-def _keys(raw: object) -> str:
-    return f"the keys {shown(sorted(map(str, raw)))}" if isinstance(raw, dict) else shown(raw)
+def _describe_keys(raw: object) -> str:
+    return f"the keys {quote_value(sorted(map(str, raw)))}" if isinstance(raw, dict) else quote_value(raw)

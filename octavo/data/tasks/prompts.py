@@ -38,15 +38,15 @@ from octavo.data.rows.conversations import (
     Turn,
     bad_sample_context,
     check_turns,
-    conversation_of,
     is_learned,
+    make_conversation,
     parse,
+    quote_value,
+    read_reasoning,
     read_turns,
-    reasoning_of,
-    shown,
 )
 from octavo.data.rows.foreign import check_row, check_turn, check_turn_text, check_variables
-from octavo.data.rows.image_refs import ImageFile, Picture
+from octavo.data.rows.image_refs import ImageFile, InlineImage
 from octavo.data.rows.missing_values import is_missing
 from octavo.data.rows.video_refs import VIDEO, VideoRef
 
@@ -82,7 +82,7 @@ class PromptSample(Sample):
     @property
     def nbytes(self) -> int:
         """Memory of the arrays, and approximately of columns and files."""
-        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, Picture))
+        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, InlineImage))
         return super().nbytes + len(json.dumps(self.columns)) + files
 
 
@@ -90,33 +90,35 @@ class PromptEncoder(Encoder):
     """Encodes prompts. One that leaves no space for an answer of `reserve` tokens is left out or an error, never cut.
     Videos are converted to images, because the generation engine takes only images."""
 
-    ways = "drop"
+    on_long_options = "drop"
 
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         if self.on_long == "cut":
-            raise DataError("data.on_long is cut, and the end of a prompt is what is asked; set it to drop or error")
+            raise DataError(
+                "data.on_long is cut, which would cut the question at the end of a prompt; set it to drop or error"
+            )
         if self.train_on_prompt:
-            raise DataError("data.train_on_prompt is true, and only completions are learned from; leave it out")
+            raise DataError("data.train_on_prompt is true, but only completions are learned; remove it")
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Generator that encodes a prompt. Raises as `Encoder.encode` does."""
-        asks = row.conversation
-        if asks.videos and (why := getattr(self.processor, "why_not_images", None)):
-            why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
-            raise BadSample(asks.source, asks.row, why, asks.id)
-        sample = self._videos_as_images((yield from super().encoding(asks, None)))
-        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=asks.images)
+        conversation = row.conversation
+        if conversation.videos and (why := getattr(self.processor, "why_not_images", None)):
+            why = f"has a video, which the generation engine does not support: {why}; use Qwen3-VL or InternVL"
+            raise BadSample(conversation.source, conversation.row, why, conversation.id)
+        sample = self._videos_as_images((yield from super().encoding(conversation, None)))
+        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=conversation.images)
 
     def _videos_as_images(self, sample: Sample) -> Sample:
-        """A sample with the frames of its videos as images."""
+        """Convert the videos of a sample to images, one for each frame or pair of frames."""
         if "video_grid_thw" not in sample.extra:
             return sample
         kinds = sample.mm_token_type_ids
         assert kinds is not None  # processors that take videos return token types
         arrays = {"input_ids": sample.input_ids[None], "mm_token_type_ids": kinds[None],
                   "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
-        arrays |= {name: one.values for name, one in sample.extra.items()}
+        arrays |= {name: entry.values for name, entry in sample.extra.items()}
         converted = self.processor.as_images({name: torch.from_numpy(x) for name, x in arrays.items() if x is not None})
         return replace(
             sample,
@@ -125,7 +127,7 @@ class PromptEncoder(Encoder):
             pixel_values=converted["pixel_values"].numpy(),
             image_grid_thw=converted["image_grid_thw"].numpy(),
             images=len(converted["image_grid_thw"]),
-            extra={name: one for name, one in sample.extra.items() if name in converted},
+            extra={name: entry for name, entry in sample.extra.items() if name in converted},
             films=(),
             videos=0,
         )
@@ -135,43 +137,47 @@ def parse_prompt(raw: object, format: str, *, file: str | Path, row: int, images
     """One decoded row as a `PromptRow`; `format`: "prompt", or a format of conversations. Raises `BadSample`."""
     with bad_sample_context(raw, file, row) as identity:
         check_variables(raw)
-        prompt, names, answer, reasoning = _read(raw, format)
+        prompt, names, answer, reasoning = _read_prompt(raw, format)
         fields = raw if isinstance(raw, dict) else {}
         columns = {key: _without_bytes(fields[key]) for key in extra_columns(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
-        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        asks = conversation_of(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
-        named = {"images": [str(path) for path in asks.images], "videos": [str(path) for path in asks.videos]}
-        return PromptRow(asks, answer, columns | words | named, reasoning)
+        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_to_message(turn) for turn in prompt]}
+        conversation = make_conversation(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
+        named = {
+            "images": [str(path) for path in conversation.images],
+            "videos": [str(path) for path in conversation.videos],
+        }
+        return PromptRow(conversation, answer, columns | words | named, reasoning)
 
 
-def _read(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
-    """(the prompt of a row, the names of its images, the answer, the reasoning before it). Raises `RowProblem`."""
+def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
+    """Return (the prompt of a row, the names of its images, the answer, the reasoning before it). Raises
+    `RowProblem`."""
     # The answer comes from `answer`, else from `completion`, else from the last assistant turn.
     if format != "prompt":
         turns, names = read_turns(raw, format)
     elif isinstance(raw, dict) and "prompt" in raw:
         turns, names = read_prompt_turns(raw, as_messages(raw["prompt"], "user"))
     else:
-        raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
+        raise RowProblem(f"is {quote_value(raw)}; expected an object with 'prompt', as other rows of the file have")
     fields = raw if isinstance(raw, dict) else {}
     reasoning = None
     if fields.get("answer") is None:
         content, reasoning = _completion_text(fields.get("completion"))
-        answer = _reference(content)
+        answer = _parse_reference(content)
     else:
-        answer = _reference(fields["answer"])
-    whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
-    prompt, said = _split_answer(turns, answer is not None or whole)
-    if answer is None and said is not None:
-        answer, reasoning = said.text, said.reasoning
+        answer = _parse_reference(fields["answer"])
+    ends_with_question = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
+    prompt, answer_turn = _split_answer(turns, answer is not None or ends_with_question)
+    if answer is None and answer_turn is not None:
+        answer, reasoning = answer_turn.text, answer_turn.reasoning
     if "completions" in fields:
         raise RowProblem("has a key 'completions', the name of the argument of rewards for generated text; rename it")
     return prompt, names, answer, reasoning
 
 
 def _without_bytes(value: Any) -> Any:
-    """A value that JSON can hold: bytes, which tables have, become the text "<1234 bytes>"."""
+    """Convert a value to one that JSON supports: bytes, which tables have, become the text "<1234 bytes>"."""
     if isinstance(value, dict):
         return {key: _without_bytes(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -180,7 +186,7 @@ def _without_bytes(value: Any) -> Any:
 
 
 def extra_columns(keys: Iterable[str], format: str) -> list[str]:
-    """The keys of rows that are only columns for rewards."""
+    """Return the keys of rows that are only columns for rewards."""
     used = (
         *TURN_KEYS,
         *MEDIA_KEYS,
@@ -194,8 +200,8 @@ def extra_columns(keys: Iterable[str], format: str) -> list[str]:
 
 
 def parse_answered(raw: object, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
-    """A row as a conversation: a row with `prompt` ends with its `answer`, the first if several are right; all others
-    are parsed as by `parse`. Raises `BadSample`."""
+    """Parse a row as a conversation: a row with `prompt` ends with its `answer`, the first if several are right; all
+    others are parsed as by `parse`. Raises `BadSample`."""
     if format != "prompt":
         return parse(raw, format, file=file, row=row, images=images)
     prompt = parse_prompt(raw, format, file=file, row=row, images=images)
@@ -206,35 +212,37 @@ def parse_answered(raw: object, format: str, *, file: str | Path, row: int, imag
         turn = turn[-1] if isinstance(turn, list) and turn else turn
         if isinstance(turn, dict) and fields.get("answer") is None and not is_learned(turn, 1):
             raise RowProblem("has a completion that is context (weight 0), so there is nothing to learn from it")
-        answer = _answer(prompt.answer, prompt.reasoning)
+        answer = _answer_turn(prompt.answer, prompt.reasoning)
     return replace(prompt.conversation, turns=(*prompt.conversation.turns, answer))
 
 
-def turns_of(raw: object, format: str) -> list[Turn]:
-    """The turns of the conversation that `parse_answered` returns, without locating its files. Raises `RowProblem`."""
+def read_answered_turns(raw: object, format: str) -> list[Turn]:
+    """Return the turns of the conversation that `parse_answered` returns, without locating its files. Raises
+    `RowProblem`."""
     if format != "prompt":
         turns = read_turns(raw, format)[0]
     else:
-        prompt, _, answer, reasoning = _read(raw, format)
-        turns = [*prompt, _answer(answer, reasoning)]
+        prompt, _, answer, reasoning = _read_prompt(raw, format)
+        turns = [*prompt, _answer_turn(answer, reasoning)]
     check_turns(turns)
     return turns
 
 
-def _answer(answer: str | list[str] | None, reasoning: str | None) -> Turn:
-    """The turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
+def _answer_turn(answer: str | list[str] | None, reasoning: str | None) -> Turn:
+    """Return the turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
     if answer is None:
-        raise RowProblem("has a prompt and no answer to learn from or to compare with; give it one, or remove it")
+        raise RowProblem("has a prompt without an answer; add one, or remove the row")
     return Turn("assistant", (Text(answer if isinstance(answer, str) else answer[0]),), reasoning=reasoning)
 
 
 def number_prompts(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
-    """The `gather` of a `Loader` of prompts: this rank's prompts with their numbers, without rows left out."""
+    """Return this rank's prompts with their numbers, without rows left out (the `gather` of a `Loader` of prompts)."""
     return [replace(sample, number=number) for number, sample in rows if sample is not None]
 
 
 def as_messages(value: object, role: str) -> list[Any]:
-    """A text of `role`, one turn, or a list of turns, with role/content or from/value, as messages with role/content.
+    """Return a text of `role`, one turn, or a list of turns, with role/content or from/value, as messages with
+    role/content.
     Raises `RowProblem` for a list of turns written as text."""
     if isinstance(value, str):
         check_turn_text(value)
@@ -253,8 +261,8 @@ def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_prompt_turns(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
-    """The turns of messages, and the names of their images or of the row's images. If the row lists images and no turn
-    places any, they come before the text of the first user turn, as in TRL. Raises `RowProblem`."""
+    """Return the turns of messages, and the names of their images or of the row's images. If the row lists images and
+    no turn places any, they come before the text of the first user turn, as in TRL. Raises `RowProblem`."""
     listed = {key: raw[key] for key in (*MEDIA_KEYS, "system") if key in raw}
     if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
         names = listed.get("image") or listed.get("images")
@@ -281,48 +289,50 @@ def _places_images(turn: object) -> bool:
 
 
 def _split_answer(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
-    """(the prompt, the answer after it or None): split before the last assistant turn; if the row has an answer in
-    another key (`answered`), only if an assistant turn ends the conversation. Raises `RowProblem`."""
-    spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-    cut = bool(spoken) and (not answered or spoken[-1] == len(turns) - 1)
-    prompt = list(turns[: spoken[-1]] if cut else turns)
-    said = turns[spoken[-1]] if cut else None
-    check_turns([*prompt, said] if said else prompt, answered=False)
-    if said is not None and said.calls:
-        raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
-    if said is not None and (held := next((part for part in said.parts if not isinstance(part, Text)), None)):
-        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(held), "a video")
-        raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
+    """Return (the prompt, the answer after it or None): split before the last assistant turn; if the row has an answer
+    in another key (`answered`), only if an assistant turn ends the conversation. Raises `RowProblem`."""
+    assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+    has_answer_turn = bool(assistant_turns) and (not answered or assistant_turns[-1] == len(turns) - 1)
+    prompt = list(turns[: assistant_turns[-1]] if has_answer_turn else turns)
+    answer_turn = turns[assistant_turns[-1]] if has_answer_turn else None
+    check_turns([*prompt, answer_turn] if answer_turn else prompt, answered=False)
+    if answer_turn is not None and answer_turn.calls:
+        raise RowProblem("calls a tool in its last answer, but completions are text; put the reference into 'answer'")
+    if answer_turn is not None and (
+        media_part := next((part for part in answer_turn.parts if not isinstance(part, Text)), None)
+    ):
+        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(media_part), "a video")
+        raise RowProblem(f"has {what} in its last answer, but completions are text; put the reference into 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
-        raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
-    return prompt, said
+        raise RowProblem(f"has a prompt that {ends}; it must end with a user or tool turn")
+    return prompt, answer_turn
 
 
 def _completion_text(completion: object) -> tuple[object, str | None]:
-    """(text, reasoning) of a completion, which is a text or one turn of the assistant. Raises `RowProblem`."""
+    """Return (text, reasoning) of a completion, which is a text or one turn of the assistant. Raises `RowProblem`."""
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
         check_turn(turns[0], 1, "assistant")
-        return turns[0].get("content"), reasoning_of(turns[0], "assistant", 1)
+        return turns[0].get("content"), read_reasoning(turns[0], "assistant", 1)
     return completion, None
 
 
-def _reference(answer: object) -> str | list[str] | None:
+def _parse_reference(answer: object) -> str | list[str] | None:
     if isinstance(answer, list) and answer:
-        return [_text(one) for one in answer]
-    return None if answer is None else _text(answer)
+        return [_answer_text(entry) for entry in answer]
+    return None if answer is None else _answer_text(answer)
 
 
-def _text(answer: object) -> str:
+def _answer_text(answer: object) -> str:
     if isinstance(answer, str):
         return answer
     if isinstance(answer, int | float) and not isinstance(answer, bool) and not is_missing(answer):
         return repr(answer)
-    raise RowProblem(f"has the answer {shown(answer)}; expected {ANSWERS}")
+    raise RowProblem(f"has the answer {quote_value(answer)}; expected {ANSWERS}")
 
 
-def _message(turn: Turn) -> dict[str, str]:
-    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
-    said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
-    return {"role": turn.role, "content": "".join(said)}
+def _to_message(turn: Turn) -> dict[str, str]:
+    placeholders = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
+    texts = (part.text if isinstance(part, Text) else placeholders[type(part)] for part in turn.parts)
+    return {"role": turn.role, "content": "".join(texts)}

@@ -10,21 +10,21 @@ import numpy as np
 
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
-from octavo.data.errors import BadSample, DataError, QuotingError, shown
+from octavo.data.errors import BadSample, DataError, QuotingError, quote_value
 from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.formats.registry import format_of
 from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
-from octavo.data.rows.foreign import with_turns
-from octavo.data.rows.media import no_file
+from octavo.data.rows.foreign import parse_turn_lists
+from octavo.data.rows.media import is_null_file
 from octavo.data.rows.missing_values import clean_cells
-from octavo.data.storage.cache import Log, default_folder, quiet
+from octavo.data.storage.cache import Log, default_folder, no_log
 from octavo.data.storage.fetched import open_fetched
-from octavo.data.storage.hub_datasets import open_named, stream_named
+from octavo.data.storage.hub_datasets import open_hub_dataset, stream_hub_dataset
 from octavo.data.storage.open_rows import open_rows
 from octavo.data.tasks.documents import is_document, parse_document
-from octavo.data.tasks.pairs import parse_labelled, parse_pair, preference_kind_of
+from octavo.data.tasks.pairs import parse_labelled, parse_pair, row_preference_kind
 from octavo.data.tasks.prompts import extra_columns, parse_answered, parse_prompt
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The number of first rows that are examined to detect a format. More than one, because a text-only row does not show
 # under which key images are listed.
-LOOKED_AT = 200
+DETECTION_ROWS = 200
 SHAREGPT = (*(ROLES["sharegpt"].keys() - ROLES["llava"].keys()),)  # roles that only sharegpt rows have
 # kind of rows -> parser
 KINDS: dict[str, Callable[..., Any]] = {
@@ -62,7 +62,7 @@ class Source:
 
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
-            raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
+            raise IndexError(f"{self.name} has {self._length} rows; row {row} was requested")
         raw = self.raw(row)
         if self._cells:
             with bad_sample_context(raw, self.rows.path, row):
@@ -70,8 +70,8 @@ class Source:
         return self._parse(raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
-        """A row as in its file, without keys that are null."""
-        return present(self.rows[row])
+        """Return a row as in its file, without null keys."""
+        return drop_nulls(self.rows[row])
 
     @property
     def shards(self) -> Sequence[int] | None:
@@ -83,33 +83,33 @@ class Source:
         return np.diff(ends, prepend=0)
 
     def columns(self) -> list[str]:
-        """The columns for rewards that any row has, in addition to the columns of every prompt."""
+        """Return the columns for rewards that any row has, in addition to the columns of every prompt."""
         return extra_columns(self.rows.keys(), self.format)
 
 
 def _has_cells(rows: Rows) -> bool:
-    """Whether rows come from a format in which every value is a text, such as CSV."""
+    """Return True if rows come from a format in which every value is a text, such as CSV."""
     rows = getattr(rows, "rows", rows)  # unwrap rows with renamed columns
     suffix = getattr(rows, "suffix", None)  # of `Shards`, whose path is a folder
     return format_of(str(rows.path) if suffix is None else suffix).cells
 
 
-def present(raw: Any) -> Any:
-    """A row without keys that are null: JSON may write them, and a table has every column in every row. A file with
-    neither bytes nor path counts as null, and turns written as JSON text are parsed."""
+def drop_nulls(raw: Any) -> Any:
+    """Return a row without null keys: JSON may write them, and a table has every column in every row. A file
+    with neither bytes nor path counts as null, and turns written as JSON text are parsed."""
     if not isinstance(raw, dict):
         return raw
-    return with_turns({key: value for key, value in raw.items()
-                       if value is not None and not (key in MEDIA_KEYS and no_file(value))})  # fmt: skip
+    return parse_turn_lists({key: value for key, value in raw.items()
+                       if value is not None and not (key in MEDIA_KEYS and is_null_file(value))})  # fmt: skip
 
 
-class Renamed:
+class RenamedRows:
     """Rows with keys renamed by `columns` (Octavo's key -> key in the file); a key that a renamed one replaces is
     dropped."""
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
         self.path, self.rows, self._columns = rows.path, rows, columns
-        self._theirs = {theirs: ours for ours, theirs in columns.items()}
+        self._new_names = {old_name: new_name for new_name, old_name in columns.items()}
         self.shards: Sequence[int] | None = getattr(rows, "shards", None)
         self.window: int | None = getattr(rows, "window", None)
 
@@ -117,28 +117,28 @@ class Renamed:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        with json_columns.renaming(self._theirs):
+        with json_columns.use_column_names(self._new_names):
             raw = self.rows[row]
-        return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
+        return {new_name: raw[key] for new_name, key in self._kept_keys(raw).items()} if isinstance(raw, dict) else raw
 
     def keys(self) -> set[str]:
-        return {*self._ours(self.rows.keys())}
+        return {*self._kept_keys(self.rows.keys())}
 
-    def _ours(self, keys: Iterable[str]) -> dict[str, str]:
+    def _kept_keys(self, keys: Iterable[str]) -> dict[str, str]:
         """New name -> key in the file, for each key that remains."""
-        gone = {*self._columns, *self._columns.values()}
+        replaced = {*self._columns, *self._columns.values()}
         present_keys = [*keys]
-        renamed = {ours: key for ours, key in self._columns.items() if key in present_keys}
-        return {key: key for key in present_keys if key not in gone} | renamed
+        renamed = {new_name: key for new_name, key in self._columns.items() if key in present_keys}
+        return {key: key for key in present_keys if key not in replaced} | renamed
 
 
-def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = quiet) -> Rows:
-    """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
-    default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
+def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log) -> Rows:
+    """Open the rows of a data set of the configuration, with renamed columns; `cache` is the folder of the cache (None:
+    the default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
     if is_name(dataset.path):
-        opens = stream_named if dataset.stream else open_named
-        rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
+        open_hub_rows = stream_hub_dataset if dataset.stream else open_hub_dataset
+        rows = open_hub_rows(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
     elif is_url(dataset.path):
         limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
         rows = open_fetched(dataset.path, cache, log, limit)
@@ -146,21 +146,23 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = quiet) 
         rows = open_rows(dataset.path, cache, log, dataset.stream)
     if not dataset.columns:
         return rows
-    first = list(_first(rows))
+    first = list(_readable_rows(rows))
     keys = {key for raw in first if isinstance(raw, dict) for key in raw}
-    if missing := [f"{ours}: {theirs}" for ours, theirs in dataset.columns.items() if first and theirs not in keys]:
+    if missing := [
+        f"{new_name}: {old_name}" for new_name, old_name in dataset.columns.items() if first and old_name not in keys
+    ]:
         raise DataError(
-            f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
-            f"have {shown(sorted(map(str, keys)))}"
+            f"{rows.path}: columns names {', '.join(missing)}, but none of its first {len(first)} rows has it; they "
+            f"have {quote_value(sorted(map(str, keys)))}"
         )
-    return Renamed(rows, dataset.columns)
+    return RenamedRows(rows, dataset.columns)
 
 
-def _first(rows: Rows) -> Iterator[Any]:
-    """The first rows that can be read."""
-    for row in range(min(len(rows), LOOKED_AT)):
+def _readable_rows(rows: Rows) -> Iterator[Any]:
+    """Yield the first rows that can be read."""
+    for row in range(min(len(rows), DETECTION_ROWS)):
         try:
-            yield present(rows[row])
+            yield drop_nulls(rows[row])
         except BadSample:  # reported when the row is used
             continue
 
@@ -180,7 +182,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
             images.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise DataError(
-                f"{images} cannot be created ({cause.strerror}); name a folder that can be in data.cache"
+                f"{images} cannot be created ({cause.strerror}); set data.cache to a folder that can be created"
             ) from cause
     else:
         images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
@@ -189,26 +191,26 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     format: str = dataset.format
     if kind in ("pairs", "labelled"):
         if format != "auto":
-            raise DataError(f"{rows.path}: format is {format}, and preferences are read by their keys; leave it out")
+            raise DataError(f"{rows.path}: format is {format}, but preferences are detected by their keys; remove it")
     elif format == "auto":
-        format = recognise(rows, kind == "prompts", kind == "documents")
+        format = detect_format(rows, kind == "prompts", kind == "documents")
     window = dataset.shuffle_buffer or getattr(rows, "window", None)
     return Source(rows, format, images, dataset.max_samples, kind, window)
 
 
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, by the first readable row of a data set; None: neither. Raises `DataError`."""
-    return next(map(preference_kind_of, _first(open_dataset(dataset, cache))), None)
+    return next(map(row_preference_kind, _readable_rows(open_dataset(dataset, cache))), None)
 
 
-def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
+def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
     """Detect the format from the structure of the first rows; with `prompts` rows may be prompts without answers, with
     `documents` plain text. Raises `DataError` if the rows disagree or have no known structure."""
     evidence: dict[str, int] = {}
-    plain: int | None = None
-    for row in range(min(len(rows), LOOKED_AT)):
+    first_plain: int | None = None
+    for row in range(min(len(rows), DETECTION_ROWS)):
         try:
-            style = _style_of(present(rows[row]), prompts, documents)
+            style = _detect_style(drop_nulls(rows[row]), prompts, documents)
         except BadSample:
             continue  # a broken line, reported when the row is used
         if style == "both":
@@ -217,28 +219,28 @@ def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str
                 f"role/content); set `format` for this data set"
             )
         if style == "from/value":
-            plain = row if plain is None else plain
+            first_plain = row if first_plain is None else first_plain
         elif style is not None:
             evidence.setdefault(style, row)
-    if plain is not None and evidence.keys() & {"messages", "text"}:
-        evidence.setdefault("llava", plain)
+    if first_plain is not None and evidence.keys() & {"messages", "text"}:
+        evidence.setdefault("llava", first_plain)
     if len(evidence) > 1:
         rows_named = ", ".join(f"row {row} reads as {name}" for name, row in sorted(evidence.items()))
         raise DataError(f"{rows.path}: the format is ambiguous ({rows_named}); set `format` for this data set")
     if evidence:
         return next(iter(evidence))
-    if plain is not None:
+    if first_plain is not None:
         return "llava"  # text-only rows so far, which llava and sharegpt parse alike
     raise QuotingError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
         "('conversations' with from/value), ShareGPT, 'messages' with role/content, alpaca (instruction, output), or "
-        f"prompt with answer or completion{_plain(rows, documents)}"
+        f"prompt with answer or completion{_plain_text_hint(rows, documents)}"
     )
 
 
-def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
-    """The format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt" and
-    "text" if it is one and the phase allows it, None if it is no conversation."""
+def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
+    """Return the format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt"
+    and "text" if it is one and the phase allows it, None if it is no conversation."""
     # The order of the tests matters: a row may have the keys of several formats.
     if prompts and isinstance(raw, dict) and "prompt" in raw:
         return "prompt"
@@ -252,13 +254,13 @@ def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
     if not keys and "instruction" in raw and "output" in raw:
         return "alpaca"
     turns = [turn for key in keys for turn in raw[key] if isinstance(turn, dict)]
-    spoken = any("from" in turn and "value" in turn for turn in turns)
-    chatted = any("role" in turn and "content" in turn for turn in turns)
-    if spoken and chatted:
+    has_values = any("from" in turn and "value" in turn for turn in turns)
+    has_roles = any("role" in turn and "content" in turn for turn in turns)
+    if has_values and has_roles:
         return "both"
-    if chatted:
+    if has_roles:
         return "messages"
-    if not spoken:
+    if not has_values:
         return "text" if documents and is_document(raw) else None
     if raw.get("images") or "messages" in keys or any(turn.get("from") in SHAREGPT for turn in turns):
         return "sharegpt"
@@ -267,12 +269,12 @@ def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
     return "from/value"
 
 
-def _plain(rows: Rows, documents: bool) -> str:
-    """The part about plain text of the error for rows that are no conversations."""
+def _plain_text_hint(rows: Rows, documents: bool) -> str:
+    """Return the part about plain text of the error for rows that are not conversations."""
     if documents:
         return ", or plain text ('text', or 'texts' with 'images')"
     try:
-        return "; plain text is for `train.phase: pretrain`" if is_document(present(rows[0])) else ""
+        return "; plain text is for `train.phase: pretrain`" if is_document(drop_nulls(rows[0])) else ""
     except BadSample:
         return ""
 
@@ -282,4 +284,4 @@ def _keys(rows: Rows) -> str:
         first = rows[0]
     except BadSample as broken:
         return broken.reason
-    return f"an object with the keys {shown(sorted(first))}" if isinstance(first, dict) else shown(first)
+    return f"an object with the keys {quote_value(sorted(first))}" if isinstance(first, dict) else quote_value(first)

@@ -29,13 +29,13 @@ from octavo.data.rows.audio_refs import AudioRef
 from octavo.data.rows.conversations import Conversation, ImageRef, Turn
 from octavo.data.rows.video_refs import VideoRef
 from octavo.data.storage import cache
-from octavo.data.tasks.prompts import turns_of
+from octavo.data.tasks.prompts import read_answered_turns
 
-FORM = 1  # version of the file; incremented when the same rows give another file
+FORMAT_VERSION = 1  # version of the file; incremented when the same rows give another file
 REPORT_EVERY = 1000  # rows between progress reports
 
 
-class SplitSource(Protocol):
+class SplittableSource(Protocol):
     """The interface of a `Source` that is split."""
 
     rows: Rows
@@ -55,11 +55,11 @@ class SplitSource(Protocol):
     def raw(self, row: int, /) -> Any: ...
 
 
-class Split:
+class SplitRows:
     """The rows of a source, split: `len(split)`, `split[i]` (a `Conversation`; raises `BadSample`), and the attributes
     of a `Source` for the order. `place(i)`: (row of the file, index of its question)."""
 
-    def __init__(self, source: SplitSource, file: Path) -> None:
+    def __init__(self, source: SplittableSource, file: Path) -> None:
         self.source, self.file = source, file
         self.name, self.rows, self.window = source.name, source.rows, source.window
         self._map()
@@ -83,18 +83,18 @@ class Split:
 
     def place(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.name} makes {len(self)} rows of its questions, asked for row {number}")
+            raise IndexError(f"{self.name} makes {len(self)} rows; row {number} was requested")
         row = int(np.searchsorted(self._begins, number, "right")) - 1
         return row, number - int(self._begins[row])
 
     def __getitem__(self, number: int) -> Conversation:
-        row, nth = self.place(number)
+        row, question_index = self.place(number)
         conversation = self.source[row]
-        stops, counted = questions(conversation.turns), int(self._begins[row + 1] - self._begins[row])
+        stops, counted = find_questions(conversation.turns), int(self._begins[row + 1] - self._begins[row])
         if len(stops) != counted:
             raise DataError(f"{self.name}, row {row}: has {len(stops)} question(s), and had {counted} when they were "
                             f"counted; begin a new run without {self.file}")  # fmt: skip
-        return first_turns(conversation, *stops[nth])
+        return take_turns(conversation, *stops[question_index])
 
     @property
     def shards(self) -> Sequence[int] | None:
@@ -104,9 +104,9 @@ class Split:
         return np.diff(self._begins[np.cumsum(sizes)], prepend=0)
 
 
-def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
-    """(number of turns up to the last answer, number of earlier answers) of each question with an answer to learn.
-    Consecutive turns of the user are one question."""
+def find_questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
+    """Return (number of turns up to the last answer, number of earlier answers) of each question with an answer to
+    learn. Consecutive turns of the user are one question."""
     stops = []
     before = answers = stop = 0
     learned = False
@@ -119,8 +119,8 @@ def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
     return [*stops, (stop, before)] if learned else stops
 
 
-def first_turns(conversation: Conversation, stop: int, context: int) -> Conversation:
-    """The first `stop` turns of a conversation; its first `context` answers are context."""
+def take_turns(conversation: Conversation, stop: int, context: int) -> Conversation:
+    """Return the first `stop` turns of a conversation; its first `context` answers are context."""
     turns = conversation.turns[:stop]
     kinds = {"images": ImageRef, "sounds": AudioRef, "videos": VideoRef}
     counts = {name: sum(isinstance(p, kind) for turn in turns for p in turn.parts) for name, kind in kinds.items()}
@@ -128,18 +128,20 @@ def first_turns(conversation: Conversation, stop: int, context: int) -> Conversa
     return replace(conversation, turns=turns, context_answers=context, **files)
 
 
-def split(source: SplitSource, folder: Path | None = None, log: cache.Log = cache.quiet, depends_on: str = "") -> Split:
-    """A source split at its questions; their numbers come from the cache or are counted now. `depends_on`: all else in
-    the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
+def split(
+    source: SplittableSource, folder: Path | None = None, log: cache.Log = cache.no_log, depends_on: str = ""
+) -> SplitRows:
+    """Split a source at its questions; their numbers come from the cache or are counted now. `depends_on`: all
+    else in the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
         counts = np.ones(len(source), np.int64)  # one for a bad row, which is reported when it is used
         for row in range(len(source)):
             with suppress(BadSample, RowProblem):
-                counts[row] = len(questions(turns_of(source.raw(row), source.format)))
+                counts[row] = len(find_questions(read_answered_turns(source.raw(row), source.format)))
             if row % REPORT_EVERY == 0:
                 progress(row / len(source))
         np.concatenate([[0], np.cumsum(counts)]).astype("<i8").tofile(file)
 
-    key = json.dumps([FORM, source.format, len(source), depends_on])
-    return Split(source, cache.cached_file(folder, source.rows.path, write, log, key, "questions"))
+    key = json.dumps([FORMAT_VERSION, source.format, len(source), depends_on])
+    return SplitRows(source, cache.cached_file(folder, source.rows.path, write, log, key, "questions"))

@@ -3,8 +3,8 @@ rows and elementwise functions."""
 
 from octavo.fp8.invariance.attention import TILE
 from octavo.fp8.invariance.attention import attention as batch_invariant_attention
-from octavo.fp8.invariance.devices import KERNELS, ROWS_OF_TRIAL, InvarianceError, RowKernels, kernels_for, prove
-from octavo.fp8.invariance.mode import Rows, active, again
+from octavo.fp8.invariance.devices import KERNELS, TRIAL_ROWS, InvarianceError, RowKernels, kernels_for, prove
+from octavo.fp8.invariance.mode import BatchInvariantMode, checkpoint_contexts, is_active
 from octavo.fp8.invariance.products import ROWS
 from octavo.fp8.invariance.products import linear as row_linear
 from octavo.fp8.invariance.products import mm as row_mm
@@ -13,12 +13,12 @@ __all__ = [
     "InvarianceError",
     "KERNELS",
     "ROWS",
-    "ROWS_OF_TRIAL",
+    "TRIAL_ROWS",
     "RowKernels",
-    "Rows",
+    "BatchInvariantMode",
     "TILE",
-    "active",
-    "again",
+    "is_active",
+    "checkpoint_contexts",
     "batch_invariant_attention",
     "kernels_for",
     "prove",

@@ -36,7 +36,7 @@ from octavo.fp8.invariance.devices import InvarianceError, kernels_for
 
 TILE = 128
 _ROWS = 8  # queries of a product, for all heads that share a head of k together, are padded to a multiple of this
-_LEAST = -87.0  # the smallest exponent whose exp is a normal number of fp32
+_MIN_EXPONENT = -87.0  # the smallest exponent whose exp is a normal number of fp32
 _COLUMNS = 16  # head sizes are padded to a multiple of this: a library splits narrower columns unevenly among threads
 
 
@@ -66,13 +66,13 @@ def attention(
         ValueError: shapes that do not match; a window without positions.
         InvarianceError: a mask that requires a gradient.
     """
-    q, k, v = _lowered(q, k, v)
+    q, k, v = _to_autocast_dtype(q, k, v)
     _check(q, k, v, mask, is_causal, positions, window)
     batch, _, queries, size = q.shape
     if is_causal:
         positions = torch.arange(queries, device=q.device).expand(batch, queries)
     if starts is None and mask is not None and queries == k.shape[2]:
-        starts = _starts(mask, batch)
+        starts = _first_columns(mask, batch)
     # Move each sequence's first key to column 0. On a GPU this happens even if all starts are 0: reading them would
     # wait for the device.
     if starts is not None and (starts.device.type != "cpu" or bool(starts.any())):
@@ -82,14 +82,14 @@ def attention(
         if mask is not None:
             mask = torch.take_along_dim(mask.expand(batch, -1, -1, -1), column.view(batch, 1, 1, -1), 3)
         real = torch.arange(k.shape[2], device=k.device) < past
-        seen = Seen(mask, positions, real, window)
+        seen = Visibility(mask, positions, real, window)
     else:
-        seen = Seen(mask, positions, None, window)
+        seen = Visibility(mask, positions, None, window)
     out: Tensor = _Attention.apply(q, k, v, seen, 1 / math.sqrt(size) if scale is None else scale)
     return out
 
 
-class Seen(NamedTuple):
+class Visibility(NamedTuple):
     """Which keys a query sees, by position: see :func:`attention`. ``real`` bool [B, S]: which columns are keys."""
 
     mask: Tensor | None
@@ -97,7 +97,7 @@ class Seen(NamedTuple):
     real: Tensor | None
     window: int | None
 
-    def hide(self, scores: Tensor, start: int, keys: int) -> Tensor:
+    def mask_scores(self, scores: Tensor, start: int, keys: int) -> Tensor:
         """scores [B, H_kv, G, T', TILE] of the keys from ``start`` on, with minus infinity where a key is not seen.
 
         ``keys``: the number of all keys. T' may be larger than T: the results of such rows are not used.
@@ -111,7 +111,7 @@ class Seen(NamedTuple):
             if self.window is not None:
                 hidden = hidden | (column <= at - self.window)
         if self.real is not None:
-            hidden = hidden | ~_to_tile(self.real[:, start : start + width])[:, None, None, None, :]
+            hidden = hidden | ~_pad_to_tile(self.real[:, start : start + width])[:, None, None, None, :]
         if self.mask is None:
             return scores.masked_fill_(hidden, -math.inf)
         part = self.mask[..., start : start + width]
@@ -121,13 +121,13 @@ class Seen(NamedTuple):
         if part.shape[3] > 1:
             part = F.pad(part, (0, 0, 0, rows - part.shape[3]))
         if part.dtype == torch.bool:
-            return scores.masked_fill_(hidden | ~_to_tile(part), -math.inf)
-        return scores.add_(_to_tile(part)).masked_fill_(hidden, -math.inf)
+            return scores.masked_fill_(hidden | ~_pad_to_tile(part), -math.inf)
+        return scores.add_(_pad_to_tile(part)).masked_fill_(hidden, -math.inf)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> Tensor:
         with _in_fp32(q):
             if (kernels := kernels_for(q)) is None:
                 y, lse = _forward(q, k, v, seen, scale)
@@ -160,7 +160,7 @@ def _in_fp32(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> tuple[Tensor, Tensor]:
     """(out [B, H, T, D_v], lse of the padded rows, infinite for rows that see no key)."""
     q_rows, shape = _rows(q, k.shape[1])
     q_rows = q_rows * scale
@@ -169,7 +169,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple
     total, out = torch.zeros_like(top), q_rows.new_zeros(*q_rows.shape[:2], v.shape[3] + -v.shape[3] % _COLUMNS)
     for start, k_tile, v_tile in _tiles(k, v):
         s = torch.bmm(q_rows, k_tile.transpose(1, 2))
-        s = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape)
+        s = seen.mask_scores(s.view(*shape, TILE), start, keys).view(s.shape)
         # Online softmax: rescale total and out to the new maximum. Where no key was seen yet the maximum is -inf, and
         # s - (-inf) would be NaN.
         above = torch.maximum(top, s.amax(2, keepdim=True))
@@ -189,7 +189,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, y, lse, *tensors = ctx.saved_tensors
     saved = iter(tensors)
     mask, positions, real = (next(saved) if present else None for present in ctx.present)
-    seen = Seen(mask, positions, real, ctx.window)
+    seen = Visibility(mask, positions, real, ctx.window)
     q_rows, shape = _rows(q, k.shape[1])
     dy_rows, y_rows = (_rows(t, k.shape[1])[0] for t in (dy, y))
     delta = (dy_rows * y_rows).sum(2, keepdim=True)
@@ -197,12 +197,12 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dks, dvs = [], []
     for start, k_tile, v_tile in _tiles(k, v):
         s = torch.bmm(q_rows, k_tile.transpose(1, 2)).mul_(ctx.scale)
-        p = _exp(seen.hide(s.view(*shape, TILE), start, keys).view(s.shape).sub_(lse))
+        p = _exp(seen.mask_scores(s.view(*shape, TILE), start, keys).view(s.shape).sub_(lse))
         dvs.append(torch.bmm(p.transpose(1, 2), dy_rows))
         ds = torch.bmm(dy_rows, v_tile.transpose(1, 2)).sub_(delta).mul_(p).mul_(ctx.scale)
         dq = dq.add_(torch.bmm(ds, k_tile))
         dks.append(torch.bmm(ds.transpose(1, 2), q_rows))
-    dk, dv = (_of_keys(torch.cat(parts, 1), like) for parts, like in ((dks, k), (dvs, v)))
+    dk, dv = (_keys_gradient(torch.cat(parts, 1), like) for parts, like in ((dks, k), (dvs, v)))
     return _unrows(dq, q, shape)[..., : q.shape[3]].to(q.dtype), dk, dv, None, None
 
 
@@ -210,8 +210,8 @@ def _exp(x: Tensor) -> Tensor:
     """exp(x), 0 below the smallest normal number of fp32. Overwrites x."""
     # Minus infinity and underflow take a slow path of the library, many times as slow as other numbers, and most of a
     # tile may be hidden.
-    underflows = x < _LEAST
-    return x.clamp_(min=_LEAST).exp_().masked_fill_(underflows, 0.0)
+    underflows = x < _MIN_EXPONENT
+    return x.clamp_(min=_MIN_EXPONENT).exp_().masked_fill_(underflows, 0.0)
 
 
 def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -220,7 +220,7 @@ def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
     batch, heads, queries, size = x.shape
     groups = heads // kv
     padding = -queries % (_ROWS // math.gcd(_ROWS, groups))
-    wide = F.pad(_wide(x), (0, -size % _COLUMNS, 0, padding))
+    wide = F.pad(_to_fp32(x), (0, -size % _COLUMNS, 0, padding))
     shape = (batch, kv, groups, queries + padding)
     return wide.reshape(batch * kv, groups * (queries + padding), wide.shape[3]), shape
 
@@ -239,32 +239,32 @@ def _tiles(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 def _tile(x: Tensor, start: int) -> Tensor:
     part = x[:, :, start : start + TILE]
-    wide = F.pad(_wide(part), (0, -x.shape[3] % _COLUMNS, 0, TILE - part.shape[2]))
+    wide = F.pad(_to_fp32(part), (0, -x.shape[3] % _COLUMNS, 0, TILE - part.shape[2]))
     return wide.reshape(-1, TILE, wide.shape[3])
 
 
-def _of_keys(d: Tensor, like: Tensor) -> Tensor:
+def _keys_gradient(d: Tensor, like: Tensor) -> Tensor:
     """Gradients [B H_kv, S', D'] of all tiles -> the gradient of ``like``, k or v."""
     batch, kv, keys, size = like.shape
     return d.view(batch, kv, -1, d.shape[2])[:, :, :keys, :size].to(like.dtype)
 
 
-def _to_tile(x: Tensor) -> Tensor:
+def _pad_to_tile(x: Tensor) -> Tensor:
     """The last dimension padded to a tile, with False or 0."""
     return F.pad(x, (0, TILE - x.shape[-1])) if x.shape[-1] < TILE else x
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _starts(mask: Tensor, batch: int) -> Tensor:
+def _first_columns(mask: Tensor, batch: int) -> Tensor:
     """[B]: the first column that any query of a sequence sees."""
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     return seen.any(1).any(1).long().argmax(-1).expand(batch)
 
 
-def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The arguments of attention in autocast's dtype, if autocast is on."""
     device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):

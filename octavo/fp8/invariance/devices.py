@@ -62,13 +62,13 @@ def kernels_for(x: Tensor) -> RowKernels | None:
     return None if load is None else load()
 
 
-def unlowered(x: Tensor) -> AbstractContextManager[object]:
+def autocast_disabled(x: Tensor) -> AbstractContextManager[object]:
     """A context without autocast on x's device."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
-ROWS_OF_TRIAL = 130
+TRIAL_ROWS = 130
 """Larger than a tile of any kernel, and not a multiple of one."""
 
 _proven: set[tuple[object, ...]] = set()
@@ -77,24 +77,24 @@ _proven: set[tuple[object, ...]] = set()
 def prove(key: tuple[object, ...], what: str, begin: Callable[[], Callable[[Tensor], Tensor]]) -> None:
     """Test once that a row has the same bits among any other rows.
 
-    ``begin()`` creates random operands of :data:`ROWS_OF_TRIAL` rows, and returns a function that computes the result
+    ``begin()`` creates random operands of :data:`TRIAL_ROWS` rows, and returns a function that computes the result
     for a selection ``which`` of these rows (int64 on the CPU). ``key`` identifies the operation and the device.
 
     Raises InvarianceError, with ``what`` and a row, if the bits differ.
     """
     if key in _proven:
         return
-    every = torch.arange(ROWS_OF_TRIAL)
+    every = torch.arange(TRIAL_ROWS)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         run = begin()
         whole = run(every).cpu()
         # One row, the last rows, every seventh in reverse order, and all but one at other positions.
-        for which in (every[ROWS_OF_TRIAL // 2 :][:1], every[-3:], every.flip(0)[::7], every.roll(5)[:-1]):
+        for which in (every[TRIAL_ROWS // 2 :][:1], every[-3:], every.flip(0)[::7], every.roll(5)[:-1]):
             differing = (run(which).cpu() != whole[which]).reshape(len(which), -1).any(1)
             if differing.any():
                 row = int(which[differing][0])
                 raise InvarianceError(
-                    f"invariant: {what} was tried on this device, and row {row} of {ROWS_OF_TRIAL} has other bits "
+                    f"invariant: {what} was tried on this device, and row {row} of {TRIAL_ROWS} has other bits "
                     f"among {len(which)} rows. Use rl.invariant: false here"
                 )
     _proven.add(key)

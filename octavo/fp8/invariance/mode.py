@@ -8,7 +8,7 @@ elementwise, such as rotary embeddings and FP8 casts of rows, or, on a CPU, row 
 these are replaced too (:mod:`octavo.fp8.invariance.rows`).
 
 Gradients are not invariant, and need not be. A forward that the backward recomputes enters the mode through
-:func:`again`.
+:func:`checkpoint_contexts`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from octavo.fp8.invariance.devices import InvarianceError
 from octavo.fp8.invariance.products import Sizes
 
 
-def active() -> bool:
+def is_active() -> bool:
     """Whether the batch-invariant mode is active."""
-    return any(isinstance(mode, Rows) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, BatchInvariantMode) for mode in _get_current_function_mode_stack())
 
 
-class Rows(TorchFunctionMode):
+class BatchInvariantMode(TorchFunctionMode):
     """A mode in which the results for a row depend only on that row: see the module's docstring.
     ``octavo.fp8.batch_invariant`` enters it after checking a model."""
 
@@ -48,10 +48,10 @@ class Rows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def again() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """The contexts for a forward and for its recomputation in the backward (``context_fn`` of torch's checkpoint): the
     mode for the second, if it is active now, because a backward runs outside of the mode."""
-    return nullcontext(), Rows() if active() else nullcontext()
+    return nullcontext(), BatchInvariantMode() if is_active() else nullcontext()
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -115,16 +115,16 @@ REPLACED: Mapping[object, Callable[..., Any]] = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), pointwise.sigmoid),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), pointwise.rsqrt),
     **dict.fromkeys((torch.exp2, Tensor.exp2, torch.special.exp2), pointwise.exp2),
-    **{f: rows.of_sum(f) for f in (torch.sum, Tensor.sum)},
-    **{f: rows.of_mean(f) for f in (torch.mean, Tensor.mean)},
-    **{f: rows.of_softmax(f) for f in (F.softmax, torch.softmax, Tensor.softmax)},
-    **{f: rows.of_log_softmax(f) for f in (F.log_softmax, torch.log_softmax, Tensor.log_softmax)},
-    **{f: rows.of_logsumexp(f) for f in (torch.logsumexp, Tensor.logsumexp)},
-    **{f: rows.of_rms_norm(f) for f in (F.rms_norm, torch.rms_norm)},
-    **{f: rows.of_topk(f) for f in (torch.topk, Tensor.topk)},
+    **{f: rows.make_sum(f) for f in (torch.sum, Tensor.sum)},
+    **{f: rows.make_mean(f) for f in (torch.mean, Tensor.mean)},
+    **{f: rows.make_softmax(f) for f in (F.softmax, torch.softmax, Tensor.softmax)},
+    **{f: rows.make_log_softmax(f) for f in (F.log_softmax, torch.log_softmax, Tensor.log_softmax)},
+    **{f: rows.make_logsumexp(f) for f in (torch.logsumexp, Tensor.logsumexp)},
+    **{f: rows.make_rms_norm(f) for f in (F.rms_norm, torch.rms_norm)},
+    **{f: rows.make_topk(f) for f in (torch.topk, Tensor.topk)},
     F.layer_norm: rows.layer_norm,
     torch.native_layer_norm: rows.native_layer_norm,
-    **{f: rows.refused(f, _MANY) for f in (*_SPREAD, *_NORMS, F.instance_norm, torch.cdist)},
+    **{f: rows.make_refusal(f, _MANY) for f in (*_SPREAD, *_NORMS, F.instance_norm, torch.cdist)},
 }
 """torch function -> its batch-invariant replacement."""
 

@@ -7,7 +7,8 @@ element are added, and with it the last bits, then depend on the number of rows.
 Here rows are padded with zeros to a multiple of :data:`ROWS`, and columns to at least as many. On the CPUs that were
 tested (``tests/fp8/invariance``) every row of such a product has the same bits, whatever the other rows, its position
 and their number, for one thread and several. The library's interface does not promise that. So each kind of product is
-tested once, on random operands (:func:`_even`); if rows depend on their number, it runs in pieces of exactly
+tested once, on random operands (:func:`_is_row_invariant`); if rows depend on their number, it runs in pieces of
+exactly
 :data:`ROWS` rows, always one shape; and if that does not help either, it is refused.
 
 On devices with batch-invariant kernels (:mod:`octavo.fp8.invariance.devices`) these are used instead; gradients use
@@ -30,17 +31,17 @@ from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_f
 
 Sizes = int | Sequence[int]  # of a convolution: one for all dimensions, or one each
 ROWS = 16
-_TRIED = (1, 2, 3, 5, 9)  # multiples of ROWS rows that are compared
+_TEST_MULTIPLES = (1, 2, 3, 5, 9)  # multiples of ROWS rows that are compared
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., K] @ weight [N, K].T + bias [N] -> [..., N], batch-invariant; follows autocast."""
-    if _autocast(x):
+    if _is_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
-            return linear(*_lowered(x, weight, bias))
+            return linear(*_to_autocast_dtype(x, weight, bias))
     lead, rows = x.shape[:-1], x.shape[:-1].numel()
     x_MK = x.reshape(rows, x.shape[-1])
-    if kernels_for(x) is None and rows % ROWS == 0 and weight.shape[0] >= ROWS and _even(x_MK, weight.t()):
+    if kernels_for(x) is None and rows % ROWS == 0 and weight.shape[0] >= ROWS and _is_row_invariant(x_MK, weight.t()):
         y_MN = F.linear(x_MK, weight, bias)
     else:
         y_MN = _Linear.apply(x_MK, weight, bias)
@@ -49,39 +50,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """a [M, K] @ b [K, N], batch-invariant; follows autocast."""
-    if _autocast(a):
+    if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
-            a, b = _lowered(a, b)
+            a, b = _to_autocast_dtype(a, b)
             return mm(a, b, out_dtype)
     if (kernels := kernels_for(a)) is not None:
-        return _by_kernels(kernels, a, b, None, out_dtype=out_dtype)
-    return _padded(a, b, torch.mm if out_dtype is None else partial(torch.mm, out_dtype=out_dtype))
+        return _run_kernel(kernels, a, b, None, out_dtype=out_dtype)
+    return _run_padded(a, b, torch.mm if out_dtype is None else partial(torch.mm, out_dtype=out_dtype))
 
 
 def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta start + alpha a [M, K] @ b [K, N], batch-invariant; ``start`` is [M, N] or one row of it. Follows
     autocast."""
-    if _autocast(a):
+    if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
-            return addmm(*_lowered(start, a, b), beta=beta, alpha=alpha)
+            return addmm(*_to_autocast_dtype(start, a, b), beta=beta, alpha=alpha)
     if (kernels := kernels_for(a)) is not None:
-        return _by_kernels(kernels, a, b, start, beta, alpha)
+        return _run_kernel(kernels, a, b, start, beta, alpha)
     whole = start.dim() == 2 and start.shape[0] == a.shape[0]
     if not whole:
-        return _padded(a, b, lambda rows, cols: torch.addmm(_wide(start, cols), rows, cols, beta=beta, alpha=alpha))
+        return _run_padded(
+            a, b, lambda rows, cols: torch.addmm(_pad_columns(start, cols), rows, cols, beta=beta, alpha=alpha)
+        )
 
     def product(rows: Tensor, cols: Tensor, start_rows: Tensor) -> Tensor:
-        return torch.addmm(_wide(start_rows, cols), rows, cols, beta=beta, alpha=alpha)
+        return torch.addmm(_pad_columns(start_rows, cols), rows, cols, beta=beta, alpha=alpha)
 
-    return _padded(a, b, product, start)
+    return _run_padded(a, b, product, start)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of rows and a matrix. Raises InvarianceError for batches of matrices on both sides, such as attention
     without ``sdpa``, unless they contract one element, which needs no sum."""
-    if _autocast(a):
+    if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
-            return matmul(*_lowered(a, b))
+            return matmul(*_to_autocast_dtype(a, b))
     if b.dim() == 1 and a.dim() == 1:
         return mm(a.unsqueeze(0), b.unsqueeze(1)).view(())
     if b.dim() == 1:
@@ -104,7 +107,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **options: A
 
     Autocast does not change it, as for torch's. Raises InvarianceError for its other forms.
     """
-    if _autocast(a):
+    if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return grouped_mm(a, b, offs=offs, **options)
     if offs is None or a.dim() != 2 or b.dim() != 3 or options.get("bias") is not None:
@@ -165,7 +168,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dy.sum(0) if needs_b else None
 
 
-def _by_kernels(
+def _run_kernel(
     kernels: RowKernels, a: Tensor, b: Tensor, start: Tensor | None, beta: float = 1, alpha: float = 1,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
@@ -185,7 +188,7 @@ class _Kernel(torch.autograd.Function):
         ctx.beta, ctx.alpha, ctx.start = beta, alpha, None if start is None else (start.shape, start.dtype)
         if not a.shape[0] or not b.shape[1]:
             return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-        return kernels.product(_values(a), _values(b), start, beta, alpha, dtype)
+        return kernels.product(_decode_values(a), _decode_values(b), start, beta, alpha, dtype)
 
     @staticmethod
     @once_differentiable
@@ -202,7 +205,7 @@ class _Kernel(torch.autograd.Function):
         return da, db, ds, None, None, None, None
 
 
-def _values(x: Tensor) -> Tensor:
+def _decode_values(x: Tensor) -> Tensor:
     """x as a plain tensor: a multiplication by 1 decodes a frozen FP8 weight."""
     return x if type(x) in (Tensor, Parameter) else x * 1
 
@@ -213,7 +216,7 @@ class _GroupedKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, ends: Tensor, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(a, b, ends)
-        return kernels.grouped_product(a, _values(b), ends) if a.shape[0] else a.new_empty(0, b.shape[2])
+        return kernels.grouped_product(a, _decode_values(b), ends) if a.shape[0] else a.new_empty(0, b.shape[2])
 
     @staticmethod
     @once_differentiable
@@ -229,7 +232,7 @@ class _GroupedKernel(torch.autograd.Function):
         return torch.where(used, da, 0), torch.where(some.view(-1, 1, 1), db, 0), None, None
 
 
-def _padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
+def _run_padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
     """``product(a, b, *by_row)``, batch-invariant; each tensor of ``by_row`` has as many rows as a."""
     rows, cols = a.shape[0], b.shape[1]
     if not rows or not cols:
@@ -239,7 +242,7 @@ def _padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: Tenso
         a, by_row = F.pad(a, (0, 0, 0, padding)), tuple(F.pad(t, (0, 0, 0, padding)) for t in by_row)
     if cols < ROWS:
         b = F.pad(b, (0, ROWS - cols))
-    if _even(a, b):
+    if _is_row_invariant(a, b):
         y = product(a, b, *by_row)
     else:
         pieces = zip(*(t.split(ROWS) for t in (a, *by_row)), strict=True)
@@ -247,28 +250,29 @@ def _padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: Tenso
     return y[:rows, :cols] if y.shape != (rows, cols) else y
 
 
-def _wide(start: Tensor, b: Tensor) -> Tensor:
+def _pad_columns(start: Tensor, b: Tensor) -> Tensor:
     """``start`` padded to the columns of b."""
     return F.pad(start, (0, b.shape[1] - start.shape[-1])) if 1 < start.shape[-1] < b.shape[1] else start
 
 
-_known: dict[tuple[object, ...], bool] = {}
+_test_results: dict[tuple[object, ...], bool] = {}
 
 
 @torch.no_grad()
-def _even(a: Tensor, b: Tensor) -> bool:
+def _is_row_invariant(a: Tensor, b: Tensor) -> bool:
     """Whether products with matrices like b [K, N] give a row the same bits whatever the number of rows; tested once
     for each size, dtype, memory order and number of threads."""
     key = (a.dtype, b.shape, b.stride(0) > b.stride(1), torch.get_num_threads())
-    if key not in _known:
-        _known[key] = _trial(a.dtype, b)
-    return _known[key]
+    if key not in _test_results:
+        _test_results[key] = _test_rows(a.dtype, b)
+    return _test_results[key]
 
 
-def _trial(dtype: torch.dtype, b: Tensor) -> bool:
-    """The test of :func:`_even`. Raises InvarianceError if a row has other bits at another position of ROWS rows."""
+def _test_rows(dtype: torch.dtype, b: Tensor) -> bool:
+    """The test of :func:`_is_row_invariant`. Raises InvarianceError if a row has other bits at another position of ROWS
+    rows."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(_TRIED) * ROWS, b.shape[0], generator=generator).to(dtype)
+    x = torch.randn(max(_TEST_MULTIPLES) * ROWS, b.shape[0], generator=generator).to(dtype)
     w = torch.randn(*reversed(b.shape), generator=generator).to(dtype)
     w = w.t() if b.stride(0) <= b.stride(1) else w.t().contiguous()
     by_piece = torch.cat([torch.mm(piece, w) for piece in x.split(ROWS)])
@@ -279,16 +283,16 @@ def _trial(dtype: torch.dtype, b: Tensor) -> bool:
             f"place of {ROWS} rows, with {torch.get_num_threads()} threads. Use another number of threads or "
             "train.precision: fp32, or rl.invariant: false"
         )
-    return all(torch.equal(torch.mm(x[: n * ROWS], w), by_piece[: n * ROWS]) for n in _TRIED)
+    return all(torch.equal(torch.mm(x[: n * ROWS], w), by_piece[: n * ROWS]) for n in _TEST_MULTIPLES)
 
 
-def _autocast(x: Tensor) -> bool:
+def _is_autocast(x: Tensor) -> bool:
     """Whether autocast would lower a product of x; it does not change float64."""
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return on and x.dtype != torch.float64
 
 
-def _lowered(*operands: Tensor | None) -> tuple[Any, ...]:
+def _to_autocast_dtype(*operands: Tensor | None) -> tuple[Any, ...]:
     """The operands of a product in autocast's dtype."""
     return tuple(None if t is None else t.to(torch.get_autocast_dtype(t.device.type)) for t in operands)

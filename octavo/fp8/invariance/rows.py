@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_for, unlowered
+from octavo.fp8.invariance.devices import InvarianceError, RowKernels, autocast_disabled, kernels_for
 
 Stock = Callable[..., Any]
 
 
-def _where_kernels_are(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
+def _replace_where_kernels(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
     """A decorator: the function replaces ``stock`` where the input's device has kernels, and is called with (kernels,
     stock, input, ...)."""
 
@@ -46,28 +46,28 @@ def _where_kernels_are(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
     return replace
 
 
-def of_sum(stock: Stock) -> Stock:
-    return _where_kernels_are(stock)(partial(_reduced, mean=False))
+def make_sum(stock: Stock) -> Stock:
+    return _replace_where_kernels(stock)(partial(_reduce, mean=False))
 
 
-def of_mean(stock: Stock) -> Stock:
-    return _where_kernels_are(stock)(partial(_reduced, mean=True))
+def make_mean(stock: Stock) -> Stock:
+    return _replace_where_kernels(stock)(partial(_reduce, mean=True))
 
 
-def of_softmax(stock: Stock) -> Stock:
-    return _where_kernels_are(stock)(partial(_normalised, _softmax))
+def make_softmax(stock: Stock) -> Stock:
+    return _replace_where_kernels(stock)(partial(_run_formula_over_dim, _softmax))
 
 
-def of_log_softmax(stock: Stock) -> Stock:
-    return _where_kernels_are(stock)(partial(_normalised, _log_softmax))
+def make_log_softmax(stock: Stock) -> Stock:
+    return _replace_where_kernels(stock)(partial(_run_formula_over_dim, _log_softmax))
 
 
-def of_logsumexp(stock: Stock) -> Stock:
-    @_where_kernels_are(stock)
+def make_logsumexp(stock: Stock) -> Stock:
+    @_replace_where_kernels(stock)
     def logsumexp(
         kernels: RowKernels, stock: Stock, x: Tensor, dim: int | Sequence[int], keepdim: bool = False
     ) -> Tensor:
-        dim = dim if isinstance(dim, int) else _only(stock, dim)
+        dim = dim if isinstance(dim, int) else _require_one_dim(stock, dim)
 
         def formula(x: Tensor) -> Tensor:
             top = x.amax(dim, keepdim=True)
@@ -75,12 +75,12 @@ def of_logsumexp(stock: Stock) -> Stock:
             y = _sum(kernels, torch.exp(x - top), dim).log() + top
             return y if keepdim else y.squeeze(dim)
 
-        return _applied(formula, partial(stock, dim=dim, keepdim=keepdim), x)
+        return _apply_formula(formula, partial(stock, dim=dim, keepdim=keepdim), x)
 
     return logsumexp
 
 
-def _reduced(
+def _reduce(
     kernels: RowKernels, stock: Stock, x: Tensor, dim: Any = None, keepdim: bool = False, *, mean: bool, **options: Any
 ) -> Tensor:
     """The sum or mean over some dimensions. torch sums all elements of a tensor: that result belongs to no row."""
@@ -95,13 +95,13 @@ def _reduced(
     return y.view([1 if d in dims else n for d, n in enumerate(x.shape)]) if keepdim else y
 
 
-def _normalised(
+def _run_formula_over_dim(
     formula: Callable[[RowKernels, Tensor, int], Tensor], kernels: RowKernels, stock: Stock, x: Tensor,
     dim: int | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     if dim is None:
-        dim = _only(stock, dim)
-    return _applied(lambda x: formula(kernels, x, dim), partial(stock, dim=dim, **options), x)
+        dim = _require_one_dim(stock, dim)
+    return _apply_formula(lambda x: formula(kernels, x, dim), partial(stock, dim=dim, **options), x)
 
 
 def _softmax(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
@@ -120,7 +120,7 @@ def _sum(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
     return kernels.sums(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:-1], 1).movedim(-1, dim)
 
 
-def _only(stock: Stock, dim: object) -> int:
+def _require_one_dim(stock: Stock, dim: object) -> int:
     """The one dimension of ``dim``."""
     if isinstance(dim, Sequence) and len(dim) == 1 and isinstance(dim[0], int):
         return dim[0]
@@ -130,35 +130,35 @@ def _only(stock: Stock, dim: object) -> int:
     )
 
 
-@_where_kernels_are(torch.native_layer_norm)
+@_replace_where_kernels(torch.native_layer_norm)
 def native_layer_norm(
     kernels: RowKernels, stock: Stock, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, mean, 1 / deviation) as torch's function; not differentiable, for use in an autograd function."""
     wide = x.float().reshape(-1, _count(shape))
-    y, mean, rstd = _standardised(kernels, wide, eps)
+    y, mean, rstd = _standardize(kernels, wide, eps)
     lead = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
-    return _scaled(y.view(x.shape), weight, bias).to(x.dtype), mean.view(lead), rstd.view(lead)
+    return _scale_and_shift(y.view(x.shape), weight, bias).to(x.dtype), mean.view(lead), rstd.view(lead)
 
 
-@_where_kernels_are(F.layer_norm)
+@_replace_where_kernels(F.layer_norm)
 def layer_norm(
     kernels: RowKernels, stock: Stock, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     def formula(x: Tensor, *parameters: Tensor) -> Tensor:
-        y = _standardised(kernels, x.reshape(-1, _count(normalized_shape)), eps)[0].view(x.shape)
-        return _scaled(y, *_in_place(parameters, weight, bias))
+        y = _standardize(kernels, x.reshape(-1, _count(normalized_shape)), eps)[0].view(x.shape)
+        return _scale_and_shift(y, *_fill_optional(parameters, weight, bias))
 
     def stock_of(x: Tensor, *parameters: Tensor) -> Tensor:
-        return stock(x, normalized_shape, *_in_place(parameters, weight, bias), eps)
+        return stock(x, normalized_shape, *_fill_optional(parameters, weight, bias), eps)
 
-    return _applied(formula, stock_of, x, *(p for p in (weight, bias) if p is not None))
+    return _apply_formula(formula, stock_of, x, *(p for p in (weight, bias) if p is not None))
 
 
-def of_rms_norm(stock: Stock) -> Stock:
-    @_where_kernels_are(stock)
+def make_rms_norm(stock: Stock) -> Stock:
+    @_replace_where_kernels(stock)
     def rms_norm(
         kernels: RowKernels, stock: Stock, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
         eps: float | None = None,
@@ -168,18 +168,18 @@ def of_rms_norm(stock: Stock) -> Stock:
         def formula(x: Tensor, *parameters: Tensor) -> Tensor:
             rows = x.reshape(-1, _count(normalized_shape))
             rstd = torch.rsqrt(kernels.sums(rows * rows) / rows.shape[1] + least)
-            return _scaled((rows * rstd[:, None]).view(x.shape), *parameters)
+            return _scale_and_shift((rows * rstd[:, None]).view(x.shape), *parameters)
 
         def stock_of(x: Tensor, *parameters: Tensor) -> Tensor:
             return stock(x, normalized_shape, *parameters, eps=least)
 
-        return _applied(formula, stock_of, x, *(() if weight is None else (weight,)))
+        return _apply_formula(formula, stock_of, x, *(() if weight is None else (weight,)))
 
     return rms_norm
 
 
-def of_topk(stock: Stock) -> Stock:
-    @_where_kernels_are(stock)
+def make_topk(stock: Stock) -> Stock:
+    @_replace_where_kernels(stock)
     def topk(
         kernels: RowKernels, stock: Stock, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> Any:
@@ -189,29 +189,29 @@ def of_topk(stock: Stock) -> Stock:
     return topk
 
 
-def refused(stock: Stock, why: str) -> Stock:
+def make_refusal(stock: Stock, why: str) -> Stock:
     """A function that raises InvarianceError on devices with kernels: ``stock`` has no replacement there."""
 
-    @_where_kernels_are(stock)
+    @_replace_where_kernels(stock)
     def never(kernels: RowKernels, stock: Stock, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise InvarianceError(f"invariant: the model calls {stock.__name__} on {x.device}, {why}")
 
     return never
 
 
-def _standardised(kernels: RowKernels, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _standardize(kernels: RowKernels, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     mean = kernels.sums(rows) / rows.shape[1]
     centred = rows - mean[:, None]
     rstd = torch.rsqrt(kernels.sums(centred * centred) / rows.shape[1] + eps)
     return centred * rstd[:, None], mean, rstd
 
 
-def _scaled(y: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def _scale_and_shift(y: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
-def _in_place(tensors: Sequence[Tensor], *parameters: Tensor | None) -> list[Tensor | None]:
+def _fill_optional(tensors: Sequence[Tensor], *parameters: Tensor | None) -> list[Tensor | None]:
     """``tensors`` in the places of the parameters that are not None, None in the others."""
     rest = iter(tensors)
     return [None if p is None else next(rest) for p in parameters]
@@ -221,7 +221,7 @@ def _count(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _applied(formula: Callable[..., Tensor], stock: Stock, *tensors: Tensor) -> Tensor:
+def _apply_formula(formula: Callable[..., Tensor], stock: Stock, *tensors: Tensor) -> Tensor:
     """``formula`` of the tensors in fp32, in the dtype that ``stock`` returns, and with the gradients of ``stock``."""
     # Autocast may change the dtype of the result: ``stock`` of no rows shows it.
     empty = [t.new_empty(0, *t.shape[1:]) if i == 0 else t for i, t in enumerate(tensors)]
@@ -248,14 +248,14 @@ class _Formula(torch.autograd.Function):
     def forward(ctx: Any, formula: Stock, stock: Stock, out: torch.dtype, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.stock, ctx.out = stock, out
-        with unlowered(tensors[0]):
+        with autocast_disabled(tensors[0]):
             return formula(*(t if t.dtype == torch.float64 else t.float() for t in tensors)).to(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [t.detach().to(ctx.out).requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad(), unlowered(dy):
+        with torch.enable_grad(), autocast_disabled(dy):
             y = ctx.stock(*inputs)
         grads = torch.autograd.grad(y, inputs, dy)
         return None, None, None, *(g.to(t.dtype) for g, t in zip(grads, ctx.saved_tensors, strict=True))

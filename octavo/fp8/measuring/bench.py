@@ -28,8 +28,8 @@ from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.registry import Selection
-from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, candidates
-from octavo.fp8.measuring.timing import Timed, time_calls
+from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, list_candidates
+from octavo.fp8.measuring.timing import Timing, time_calls
 from octavo.fp8.metrics import SOUND_DIFF
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
@@ -37,10 +37,10 @@ from octavo.fp8.weights.cache import invalidate
 _ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit into memory next to it
 
 
-Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timed]]
+Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timing]]
 
 
-def by_the_clock(case: Case, calls: Mapping[str, Callable[[], Any]], device: torch.device) -> Mapping[str, Timed]:
+def measure_time(case: Case, calls: Mapping[str, Callable[[], Any]], device: torch.device) -> Mapping[str, Timing]:
     """The timer of measurements; tests put another in its place."""
     return time_calls(calls, device, warmup=2, rounds=10, budget=0.5 * len(calls))
 
@@ -51,7 +51,7 @@ def measure_case(
     device: torch.device,
     requested: str = "auto",
     experts: nn.Module | None = None,
-    timer: Timer = by_the_clock,
+    timer: Timer = measure_time,
 ) -> Measured:
     """Measure one case: BF16 and every candidate, side by side.
 
@@ -70,25 +70,26 @@ def measure_case(
         truth = calls[HIGH]()
     except RuntimeError as error:  # out of memory is one
         raise MeasureError(
-            f"{case} cannot be measured on {device}: {_first(error)}. Give fewer tokens (--tokens), or free the device."
+            f"{case} cannot be measured on {device}: {_first_line(error)}. Give fewer tokens (--tokens), or free the "
+            "device."
         ) from error
-    for name, recipe, chosen in candidates(case, recipes, device, requested):
-        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()})
+    for name, recipe, chosen in list_candidates(case, recipes, device, requested):
+        entry = Entry(recipe.summary(), {g: s.backend.name for g, s in chosen.items()})
         try:
-            module = bench.converted(recipe, chosen)
+            module = bench.make_fp8_module(recipe, chosen)
             call = bench.call(module)
-            why = _unhealthy(call(), truth)
+            why = _why_unhealthy(call(), truth)
         except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
-            why = _first(error)
+            why = _first_line(error)
         if why is not None:
             entries[name] = replace(entry, rejected=why)
             continue
         entries[name] = entry
-        calls[name], calls[f"{name}, cold"] = call, _cold(module, call)
+        calls[name], calls[f"{name}, cold"] = call, _drop_codes_before(module, call)
     times = timer(case, calls, device)
     for name in calls:
         if name in entries:
-            entries[name] = _timed(entries[name], times[name], times.get(f"{name}, cold"))
+            entries[name] = _add_times(entries[name], times[name], times.get(f"{name}, cold"))
     return Measured(entries)
 
 
@@ -109,9 +110,9 @@ class _Bench:
             for p in self.stock.parameters():
                 p.normal_(std=0.02)
         self.stock.requires_grad_(not case.frozen).train()
-        self.inputs = [self._input() for _ in range(2)]
+        self.inputs = [self._make_input() for _ in range(2)]
 
-    def _input(self) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _make_input(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """(what the module is called with, the gradient of what it gives)."""
         case = self.case
         x = torch.randn(case.m, case.k, device=self.device).to(self.low).requires_grad_(case.dgrad)
@@ -122,10 +123,10 @@ class _Bench:
         share = torch.full(index.shape, 1 / case.top_k, device=self.device, dtype=self.low)
         return (x, index, share), torch.randn(case.m, case.k, device=self.device).to(self.low)
 
-    def converted(self, recipe: Recipe, chosen: Mapping[str, Selection]) -> nn.Module:
+    def make_fp8_module(self, recipe: Recipe, chosen: Mapping[str, Selection]) -> nn.Module:
         """An FP8 layer over the same weights."""
         if self.case.kind != "experts":
-            return _over(self.stock, Site(str(self.case), recipe, chosen)).train()
+            return _make_fp8_layer(self.stock, Site(str(self.case), recipe, chosen)).train()
         memo = {id(p): p for p in self.stock.parameters()}
         module = copy.deepcopy(self.stock, memo)
         sites = {name: Site(name, recipe, chosen) for name in ("gate_up_proj", "down_proj")}
@@ -150,7 +151,7 @@ class _Bench:
         return accelerator.autocast(self.device, accelerator.autocast_dtype(self.device))
 
 
-def _over(stock: nn.Module, site: Site) -> Linear:
+def _make_fp8_layer(stock: nn.Module, site: Site) -> Linear:
     """An FP8 layer over the weights of a stock one."""
     assert isinstance(stock, nn.Linear)
     twin = nn.Linear(stock.in_features, stock.out_features, bias=stock.bias is not None, device="meta")
@@ -158,7 +159,7 @@ def _over(stock: nn.Module, site: Site) -> Linear:
     return convert(twin, site)
 
 
-def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
+def _drop_codes_before(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         invalidate(module)
         return call()
@@ -166,7 +167,7 @@ def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _timed(entry: Entry, warm: Timed, cold: Timed | None) -> Entry:
+def _add_times(entry: Entry, warm: Timing, cold: Timing | None) -> Entry:
     cast_seconds = 0.0 if cold is None else max(0.0, cold.device - warm.device)
     return replace(entry, seconds=warm.device, host=warm.host, weights=cast_seconds, spread=warm.spread)
 
@@ -180,20 +181,20 @@ def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     return copy.deepcopy(module, memo).to_empty(device=device)
 
 
-def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
+def _why_unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
     """Why results (the output first) cannot be trusted, None if they are finite and near BF16's."""
     words = ("y", "the first gradient", "the second gradient", "the third gradient", "a gradient")
     for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
         what = words[min(i, 4)]
         if not bool(a.isfinite().all()):
             return f"{what} is not finite"
-        far = _far(a.detach(), b.detach())
+        far = _calc_diff_by_parts(a.detach(), b.detach())
         if not far < SOUND_DIFF:
             return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND_DIFF}"
     return None
 
 
-def _far(a: Tensor, b: Tensor) -> float:
+def _calc_diff_by_parts(a: Tensor, b: Tensor) -> float:
     """calc_diff, a part at a time."""
     off = total = 0.0
     for x, y in zip(a.flatten().split(_ROWS), b.flatten().split(_ROWS), strict=True):
@@ -203,6 +204,6 @@ def _far(a: Tensor, b: Tensor) -> float:
     return off / total if total else 0.0
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -58,7 +58,7 @@ class Case:
 @dataclass(frozen=True)
 class Entry:
     """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
-    ``weights`` more where the weights are cast again; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
+    ``weights`` more where the weights are cast again; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timing`.
     ``rejected``: why it is out, and then nothing else counts."""
 
     recipe: str
@@ -117,8 +117,8 @@ class Measurements:
     def from_json(cls, document: Mapping[str, object]) -> Measurements:
         content = cast(Mapping[str, Any], document)  # of a file: MeasurementCache reports what does not fit
         cases = {
-            Case(**_without(item["case"], "outputs", "biases")): Measured(
-                {name: _entry(_without(entry, "layout")) for name, entry in item["entries"].items()}
+            Case(**_drop_fields(item["case"], "outputs", "biases")): Measured(
+                {name: _read_entry(_drop_fields(entry, "layout")) for name, entry in item["entries"].items()}
             )
             for item in content["cases"]
             if item["case"]["kind"] != "sisters"
@@ -126,7 +126,7 @@ class Measurements:
         return cls(Machine(**content["machine"]), cases)
 
 
-def _entry(fields_read: Mapping[str, Any]) -> Entry:
+def _read_entry(fields_read: Mapping[str, Any]) -> Entry:
     """An entry whose figures can be compared. Raises ValueError for one that a damaged file holds."""
     for name in ("seconds", "host", "weights", "spread"):
         value = fields_read.get(name, 0.0)
@@ -135,12 +135,12 @@ def _entry(fields_read: Mapping[str, Any]) -> Entry:
     return Entry(**fields_read)
 
 
-def _without(fields_read: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _drop_fields(fields_read: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """What version 0.4.0 wrote, without its fields for several layers that ran as one GEMM."""
     return {name: value for name, value in fields_read.items() if name not in names}
 
 
-def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Case]:
+def make_cases(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Case]:
     """Row name -> its case, for the rows that a plan may convert and that any token reaches.
 
     An input asks for a gradient if a parameter that is trained comes before the layer in the order of the modules,
@@ -169,7 +169,7 @@ def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -
     return out
 
 
-def candidates(
+def list_candidates(
     case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto"
 ) -> Iterator[tuple[str, Recipe, dict[str, Selection]]]:
     """(name, recipe, backend of each GEMM): every allowed recipe on every backend that can do all of it, and on the mix
@@ -177,7 +177,7 @@ def candidates(
     shape = (case.m, case.n, case.k)
     names = [requested]
     if requested == "auto":
-        names = [n for n in registry.names() if registry.get(n).auto_unsupported(device) is None] + ["auto"]
+        names = [n for n in registry.names() if registry.get(n).why_not_auto(device) is None] + ["auto"]
     for recipe in recipes:
         able: dict[str, dict[str, Selection]] = {}
         for name in names:
@@ -188,4 +188,4 @@ def candidates(
             able.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
         faster = {name: chosen for name, chosen in able.items() if name != "reference"}
         for name, chosen in (faster or able).items():
-            yield f"{recipe.short()} on {name}", recipe, chosen
+            yield f"{recipe.summary()} on {name}", recipe, chosen

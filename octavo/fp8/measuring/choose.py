@@ -41,9 +41,9 @@ class Choice(NamedTuple):
     best: tuple[str, Entry] | None
 
 
-def by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
+def choose_by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
     """Choose among the measured candidates of the allowed recipes."""
-    names = {r.short() for r in allowed}
+    names = {r.summary() for r in allowed}
     entries = {name: e for name, e in measured.entries.items() if e.recipe in names}
     healthy = {name: e for name, e in entries.items() if e.rejected is None}
     if not healthy:
@@ -52,7 +52,7 @@ def by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: i
         )
         return Choice(None, f"measured: no FP8 candidate is able ({why})", None)
     high = measured.high.cost(micro_steps)
-    name, best = _finest(healthy, high, micro_steps)
+    name, best = _choose_finest(healthy, high, micro_steps)
     cost = best.cost(micro_steps)
     reason = (
         f"measured: BF16 {_ms(high)}, FP8 {_ms(cost)} ({name}), {high / cost:.2f}x" if cost else f"measured: {name}"
@@ -62,16 +62,16 @@ def by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: i
     return Choice(None, f"measured: BF16 {_ms(high)}, best FP8 {_ms(cost)} ({name})", (name, best))
 
 
-def _finest(healthy: Mapping[str, Entry], high: float, micro_steps: int) -> tuple[str, Entry]:
+def _choose_finest(healthy: Mapping[str, Entry], high: float, micro_steps: int) -> tuple[str, Entry]:
     """Among those that tie with the fastest, the one with the finest scales."""
     fastest = min(e.cost(micro_steps) for e in healthy.values())
     close = {name: e for name, e in healthy.items() if e.cost(micro_steps) <= fastest * (1 + TIE)}
     if fastest < high * (1 - MARGIN):  # never take a finer one that does not win itself
         close = {name: e for name, e in close.items() if e.cost(micro_steps) < high * (1 - MARGIN)}
-    return min(close.items(), key=lambda item: (_rank(item[1].recipe), item[1].cost(micro_steps)))
+    return min(close.items(), key=lambda item: (_recipe_rank(item[1].recipe), item[1].cost(micro_steps)))
 
 
-def _rank(short: str) -> int:
+def _recipe_rank(short: str) -> int:
     name = short.split(" ")[0]
     return RANKED.index(name) if name in RANKED else len(RANKED)
 
@@ -80,7 +80,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-4 else f"{1e3 * seconds:.4f} ms"
 
 
-def by_table(
+def choose_by_table(
     sm: tuple[int, int] | None, shape: tuple[int, int], allowed: Mapping[str, Recipe]
 ) -> tuple[Recipe | None, str]:
     """(recipe or None, reason) from the table in this module's docstring; ``shape`` is (N, K), ``sm`` None on a CPU."""
@@ -91,21 +91,21 @@ def by_table(
         return None, f"auto, not measured: no FP8 in hardware at compute capability {sm[0]}.{sm[1]}"
     else:
         preferred = fastest_on(sm[0])
-    order = [preferred, *(name for name in CANDIDATES if SPECS[name].everywhere), *allowed]
+    order = [preferred, *(name for name in CANDIDATES if SPECS[name].is_native_on_all), *allowed]
     name = next((r for r in order if r in allowed), None)
     if name is None:
         return None, "auto, not measured: no recipe is allowed"
     if sm is not None:
-        small = _too_small(name, n, k)
+        small = _why_too_small(name, n, k)
         if small:
             return None, f"auto, not measured: {small}, where FP8 is known to lose"
     return allowed[name], f"auto, not measured: {name} by the table"
 
 
-def _too_small(name: str, n: int, k: int) -> str | None:
+def _why_too_small(name: str, n: int, k: int) -> str | None:
     if n % 16 or k % 16:
         return f"N={n} or K={k} is no multiple of 16"
-    if SPECS[name].by_tensor and not SPECS[name].delayed:
+    if SPECS[name].has_tensor_scale and not SPECS[name].delayed:
         return f"K={k} <= 4096 and N={n} <= 1024" if k <= 4096 and n <= 1024 else None
     if n <= 2048:
         return f"N={n} <= 2048"

@@ -20,11 +20,11 @@ from octavo.base.recipe_specs import PER_TOKEN, join_words
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.invariance import KERNELS, InvarianceError, Rows, active
+from octavo.fp8.invariance import KERNELS, BatchInvariantMode, InvarianceError, is_active
 from octavo.fp8.kernels import why_not_rows
 from octavo.fp8.moe.experts import Experts
 
-_OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
+_OTHER_ATTENTION = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
 """Prefixes of the names of transformers' attention implementations that are not torch's ``sdpa``."""
 
 _BY_ROW = join_words(PER_TOKEN, "or")
@@ -42,7 +42,7 @@ def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
     """
     if (reason := why_not_batch_invariant(model)) is not None:
         raise InvarianceError(f"invariant: {reason}")
-    return nullcontext() if active() else Rows()
+    return nullcontext() if is_active() else BatchInvariantMode()
 
 
 def why_not_batch_invariant(model: nn.Module) -> str | None:
@@ -56,7 +56,7 @@ def why_not_batch_invariant(model: nn.Module) -> str | None:
             )
     for name, module in model.named_modules():
         for site in _sites(module):
-            if (reason := _spans_rows(site.recipe)) is not None:
+            if (reason := _why_rows_share_scales(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe {_BY_ROW}"
             backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
             device_type = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
@@ -70,7 +70,7 @@ def why_not_batch_invariant(model: nn.Module) -> str | None:
                 f"{name or 'the model'} is compiled, and a compiler chooses kernels by sizes. Use train.compile: false"
             )
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(kind, str) and kind.startswith(_OWN):
+        if isinstance(kind, str) and kind.startswith(_OTHER_ATTENTION):
             return f"{name or 'the model'} computes attention by {kind}. Use model.attention: sdpa"
     return None
 
@@ -79,7 +79,7 @@ def find_shared_scales(model: nn.Module) -> str | None:
     """Which layer's activations share a scale between rows, and how; None where every row has its own."""
     for module in model.modules():
         for site in _sites(module):
-            if (reason := _spans_rows(site.recipe)) is not None:
+            if (reason := _why_rows_share_scales(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}"
     return None
 
@@ -101,7 +101,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _spans_rows(recipe: Recipe) -> str | None:
+def _why_rows_share_scales(recipe: Recipe) -> str | None:
     """Why the codes of a row of x depend on other rows; None if they do not."""
     if recipe.delayed is not None:
         return "whose scales come from amax histories of earlier batches"

@@ -29,14 +29,18 @@ class Machine:
     backends: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, device: Device | str) -> Machine:
+    def detect(cls, device: Device | str) -> Machine:
         """The machine that ``device`` belongs to."""
         device = Device(device)
         versions = {name: registry.get(name).version() for name in registry.names()}
         if not accelerator.has_own_memory(device):
             return cls(CPU, torch=torch.__version__, backends=versions)
         properties = accelerator.properties(device)
-        where = (properties["name"], properties.get("capability"), _driver() if accelerator.is_gpu(device) else None)
+        where = (
+            properties["name"],
+            properties.get("capability"),
+            _read_driver_version() if accelerator.is_gpu(device) else None,
+        )
         return cls(*where, torch.__version__, accelerator.cuda_version(), versions)
 
     @property
@@ -70,7 +74,7 @@ class Machine:
         return {**asdict(self), "backends": dict(self.backends)}
 
 
-def _driver() -> str | None:
+def _read_driver_version() -> str | None:
     """NVIDIA's kernel driver; None where the system does not say it there."""
     file = Path("/proc/driver/nvidia/version")
     if not file.exists():

@@ -18,8 +18,8 @@ from torch import nn
 from octavo.base import accelerator, atomic_write, safe_read
 from octavo.base.recipe_specs import RANKED
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
-from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
+from octavo.fp8.measuring.bench import Timer, measure_case, measure_time
+from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, list_candidates, make_cases
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.decisions import decide_layers, device_of
 from octavo.fp8.policy.policy import Policy
@@ -79,7 +79,7 @@ def measure(
     device: torch.device | str | None = None,
     cache: MeasurementCache | None = None,
     progress: Progress = lambda done, total, what: None,
-    timer: Timer = by_the_clock,
+    timer: Timer = measure_time,
     machine: Machine | None = None,
 ) -> Measurements:
     """Measure every distinct layer of a model, in high precision and in the recipes that a policy allows.
@@ -105,9 +105,9 @@ def measure(
             "such as tokens={'foundation': 8192}."
         )
     where = device_of(model) if device is None else torch.device(device)
-    machine = Machine.here(where) if machine is None else machine
+    machine = Machine.detect(where) if machine is None else machine
     decided = decide_layers(model, policy, components, tokens)
-    cases = cases_of(model, [row for row, _, _ in decided], tokens)
+    cases = make_cases(model, [row for row, _, _ in decided], tokens)
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
@@ -121,9 +121,9 @@ def measure(
     for number, (case, recipes) in enumerate(todo.items()):
         progress(number, len(todo), str(case))
         wanted = sorted(recipes, key=lambda r: RANKED.index(r.name))
-        names = {HIGH, *(name for name, _, _ in candidates(case, wanted, where, policy.backend))}
+        names = {HIGH, *(name for name, _, _ in list_candidates(case, wanted, where, policy.backend))}
         if case in known and names <= known[case].entries.keys():
-            measurements.cases[case] = _only(known[case], names)
+            measurements.cases[case] = _select_entries(known[case], names)
             continue
         # The family's own module is the BF16 side of experts; a linear layer is built from its sizes.
         experts = stock[case] if case.kind == "experts" else None
@@ -135,5 +135,5 @@ def measure(
     return measurements
 
 
-def _only(measured: Measured, names: set[str]) -> Measured:
+def _select_entries(measured: Measured, names: set[str]) -> Measured:
     return Measured({name: entry for name, entry in measured.entries.items() if name in names})

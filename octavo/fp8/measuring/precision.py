@@ -29,15 +29,15 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             kind: Any = type(module)
-            precise = isinstance(module, SwappedModule) and kind.precise
+            precise = isinstance(module, SwappedModule) and kind.runs_in_high_precision
             if precise and not isinstance(module, Linear):
                 continue
             if kind is Linear:
                 classes.append((module, kind))
-                _become(module, nn.Linear)
+                _set_class(module, nn.Linear)
             elif isinstance(module, Experts | SwappedModule) and "_stock" in kind.__dict__ and not precise:
                 classes.append((module, kind))
-                _become(module, kind._stock)
+                _set_class(module, kind._stock)
             elif isinstance(module, SwappedModule) and not precise:
                 changed.append((module, {}))
                 module.__dict__[STOCK_KEY] = True
@@ -46,17 +46,17 @@ def high_precision(model: nn.Module) -> Iterator[None]:
                 # gives losses.
                 held: dict[str, Any] = {n: module.__dict__[n] for n in ("_site", "_sites") if n in module.__dict__}
                 changed.append((module, held))
-                module.__dict__.update({name: _high(value) for name, value in held.items()})
+                module.__dict__.update({name: _without_fp8(value) for name, value in held.items()})
         yield
     finally:
         for module, kind in classes:
-            _become(module, kind)
+            _set_class(module, kind)
         for module, held in changed:
             module.__dict__.pop(STOCK_KEY, None)
             module.__dict__.update(held)
 
 
-def _become(module: nn.Module, kind: Any) -> None:
+def _set_class(module: nn.Module, kind: Any) -> None:
     """Change the class, and the dictionary for a moment: compiled code of torch 2.11 looks at a module's class again
     only when its dictionary has changed, and would go on with the graph of the class before."""
     object.__setattr__(module, "__class__", kind)
@@ -64,9 +64,9 @@ def _become(module: nn.Module, kind: Any) -> None:
     del module.__dict__["_changed"]
 
 
-def _high(value: Any) -> Any:
+def _without_fp8(value: Any) -> Any:
     """A site, or sites by projection, without FP8."""
     if not isinstance(value, Site):
-        return {name: _high(site) for name, site in value.items()}
+        return {name: _without_fp8(site) for name, site in value.items()}
     off = Recipe("off", "high precision", None, None, None)
     return replace(value, recipe=off, selections={}, scaling=None)

@@ -27,7 +27,7 @@ LEAD = 4_000_000
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timing:
     """``device`` and ``host``: median seconds of a call on either (equal on a CPU). ``spread``: distance between the
     quartiles over the median, 0 for a call that always takes the same time. ``rounds``: calls that were timed."""
 
@@ -45,7 +45,7 @@ def time_calls(
     rounds: int = 20,
     budget: float = 1.0,
     flush: bool = True,
-) -> dict[str, Timed]:
+) -> dict[str, Timing]:
     """Time all functions in turns.
 
     Args:
@@ -69,7 +69,7 @@ def time_calls(
     for function in functions.values():
         for _ in range(warmup):
             function()
-    clock.settle()
+    clock.collect_times()
     names = list(functions)
     # Both orders must weigh the same: an odd round would favour the candidates that it calls first.
     rounds += rounds % 2
@@ -78,7 +78,7 @@ def time_calls(
         for name in names if done % 2 == 0 else reversed(names):
             clock.time(name, functions[name])
         done += 1
-        clock.settle()
+        clock.collect_times()
     return {name: clock.result(name) for name in names}
 
 
@@ -117,7 +117,7 @@ class _Clock:
         self._host.setdefault(name, []).append(spent)
         self._open.append((name, first, last))
 
-    def settle(self) -> None:
+    def collect_times(self) -> None:
         """Wait for the device, and read its events."""
         if not self.cuda:
             return
@@ -126,9 +126,9 @@ class _Clock:
             self._device.setdefault(name, []).append(first.elapsed_time(last) / 1e3)
         self._open.clear()
 
-    def result(self, name: str) -> Timed:
+    def result(self, name: str) -> Timing:
         device, host = self._device[name], self._host[name]
         median = statistics.median(device)
         quartiles = statistics.quantiles(device, n=4) if len(device) > 1 else [median] * 3
         spread = (quartiles[2] - quartiles[0]) / median if median else 0.0
-        return Timed(median, statistics.median(host), spread, len(device))
+        return Timing(median, statistics.median(host), spread, len(device))

@@ -98,8 +98,8 @@ class SavedBytes:
 
     def __str__(self) -> str:
         lines = [("bytes saved", self.total)]
-        lines += [(name or "(outside modules)", n) for name, n in _largest(self.by_module)]
-        lines += [(f"in {str(dtype).removeprefix('torch.')}", n) for dtype, n in _largest(self.by_dtype)]
+        lines += [(name or "(outside modules)", n) for name, n in _sort_by_size(self.by_module)]
+        lines += [(f"in {str(dtype).removeprefix('torch.')}", n) for dtype, n in _sort_by_size(self.by_dtype)]
         lines += [(f"separate: {kind}", n) for kind, n in sorted(self.separate.items())]
         return "\n".join(f"{n:>16,}  {name}" for name, n in lines)
 
@@ -119,7 +119,10 @@ def count_saved(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(accountant._enter),
         nn.modules.module.register_module_forward_hook(accountant._leave, always_call=True),
-        *(block.register_forward_pre_hook(accountant._given, with_kwargs=True) for block in accountant._blocks),
+        *(
+            block.register_forward_pre_hook(accountant._record_block_inputs, with_kwargs=True)
+            for block in accountant._blocks
+        ),
     ]
     try:
         with torch.autograd.graph.saved_tensors_hooks(accountant._pack, lambda tensor: tensor), accountant._mode:
@@ -131,7 +134,7 @@ def count_saved(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
 
 
 @dataclass
-class _Seen:
+class _StorageRecord:
     """A storage, from its first appearance on."""
 
     storage: StorageWeakRef
@@ -152,7 +155,7 @@ class Accountant:
 
     model: nn.Module
     blocks: Blocks
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _storages: dict[int, _StorageRecord] = field(default_factory=dict)
     _end: SavedBytes | None = None
 
     def __post_init__(self) -> None:
@@ -170,8 +173,8 @@ class Accountant:
         owned = {storage._cdata for tensor in self._owned() for _, storage in _parts(tensor)}
         on_host = all(p.device.type == "cpu" for p in self.model.parameters())
         rows = []
-        for seen in self._seen.values():
-            storage = None if seen.storage.cdata in owned else _alive(seen.storage)
+        for seen in self._storages.values():
+            storage = None if seen.storage.cdata in owned else _live_storage(seen.storage)
             kind = _kind(seen)
             if kind == ACTIVATION and storage is not None and storage.device.type == "cpu" and not on_host:
                 kind = "host"
@@ -206,47 +209,49 @@ class Accountant:
             self._path.pop()
             if module is self.model:
                 for tensor in _tensors(output):
-                    for seen in self._known(tensor):
+                    for seen in self._records_of(tensor):
                         seen.returned = True
 
-    def _given(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_block_inputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The arguments of a block: what was made outside blocks and has no gradient says where tokens are or what they
         may see. The first one is the hidden state."""
         arguments = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
         for name, value in arguments[1:] if args or "hidden_states" not in kwargs else arguments:
             for tensor in () if name == "hidden_states" else _tensors(value):
-                for seen in self._known(tensor):
+                for seen in self._records_of(tensor):
                     if seen.created and not seen.block and not tensor.requires_grad:
                         seen.role = "mask" if "mask" in name or tensor.dtype == torch.bool else "position"
 
     def _pack(self, tensor: Tensor) -> Tensor:
         for plain, storage in _parts(tensor):
-            seen = self._note(plain, storage, "saved", False)
+            seen = self._record(plain, storage, "saved", False)
             seen.saved, seen.dtype = True, plain.dtype  # scales are written as integers
         if tensor.grad_fn is None:
             return tensor
         with _disable_current_modes():  # a node that held its own result would live until a backward, if there is none
             return tensor.detach()
 
-    def _known(self, tensor: Tensor) -> list[_Seen]:
-        return [self._note(plain, storage, "given", False) for plain, storage in _parts(tensor)]
+    def _records_of(self, tensor: Tensor) -> list[_StorageRecord]:
+        return [self._record(plain, storage, "given", False) for plain, storage in _parts(tensor)]
 
-    def _note(self, tensor: Tensor, storage: torch.UntypedStorage, op: str, created: bool) -> _Seen:
+    def _record(self, tensor: Tensor, storage: torch.UntypedStorage, op: str, created: bool) -> _StorageRecord:
         key = storage._cdata
-        seen = self._seen.get(key)
+        seen = self._storages.get(key)
         if seen is None:  # the weak reference keeps the address from being used again
             module, block = self._path[-1] if self._path else ("", "")
-            seen = _Seen(StorageWeakRef(storage), module, block, tensor.dtype, tuple(tensor.shape), op, created)
-            self._seen[key] = seen
+            seen = _StorageRecord(
+                StorageWeakRef(storage), module, block, tensor.dtype, tuple(tensor.shape), op, created
+            )
+            self._storages[key] = seen
         return seen
 
-    def _ran(self, func: Any, operands: list[Tensor], outputs: list[Tensor]) -> None:
+    def _record_operation(self, func: Any, operands: list[Tensor], outputs: list[Tensor]) -> None:
         """After an operation: what it was given was there before, unless noted; what else comes out it made."""
-        op, fresh, gathers = _known_op(func)
+        op, fresh, gathers = _describe_op(func)
         for tensors, created in ((operands, fresh), (outputs, True)):
             for tensor in tensors:
                 for plain, storage in _parts(tensor):
-                    seen = self._note(plain, storage, op, created)
+                    seen = self._record(plain, storage, op, created)
                     if gathers:
                         seen.role = "gathered"
 
@@ -265,11 +270,11 @@ class _Mode(TorchDispatchMode):
         _collect(args, operands)
         _collect(kwargs, operands)
         _collect(out, outputs)
-        self.accountant._ran(func, operands, outputs)
+        self.accountant._record_operation(func, operands, outputs)
         return out
 
 
-def _kind(seen: _Seen) -> str | None:
+def _kind(seen: _StorageRecord) -> str | None:
     if not seen.created:
         return "input" if seen.saved and seen.role != "gathered" else None
     if seen.role:
@@ -278,7 +283,7 @@ def _kind(seen: _Seen) -> str | None:
 
 
 @functools.cache
-def _known_op(func: Any) -> tuple[str, bool, bool]:
+def _describe_op(func: Any) -> tuple[str, bool, bool]:
     """(its name, whether torch.tensor() shows itself first in it, whether it gathers weights)."""
     op = str(func)
     return op, op.startswith("aten.lift_fresh"), op.startswith("fsdp.")
@@ -320,7 +325,7 @@ def _parts(tensor: Tensor) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
         )
 
 
-def _alive(storage: StorageWeakRef) -> torch.UntypedStorage | None:
+def _live_storage(storage: StorageWeakRef) -> torch.UntypedStorage | None:
     return None if storage.expired() else torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
 
 
@@ -331,5 +336,5 @@ def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     return dict(out)
 
 
-def _largest(sums: Mapping[Any, int]) -> list[tuple[Any, int]]:
+def _sort_by_size(sums: Mapping[Any, int]) -> list[tuple[Any, int]]:
     return sorted(sums.items(), key=lambda item: -item[1])

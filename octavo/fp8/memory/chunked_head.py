@@ -17,7 +17,7 @@ site; its logits outside as well.
 
 Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunk_head` runs
 the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
-whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks again at every step.
+whose ``out.logits`` is not what its head returned; :meth:`TokenOutputs.take` looks again at every step.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from octavo.fp8.dense.swap import SwappedModule, has_hooks, make_trial_module, s
 from octavo.fp8.memory.chunked_loss import head_log_probs, head_losses
 
 
-class Given:
+class TokenOutputs:
     """The targets that a head is asked to judge, and what it gave."""
 
     def __init__(self, judge: Callable[..., Tensor | tuple[Tensor, Tensor]], target: Tensor, **options: Any) -> None:
         self.target = target
         self.entropy: Tensor | None = None
-        self._judge, self._options = judge, options
-        self._losses: Tensor | None = None
+        self._compute, self._options = judge, options
+        self._values: Tensor | None = None
         self._version = 0
 
-    def judge(self, hidden: Tensor, head: nn.Linear) -> Tensor:
+    def compute(self, hidden: Tensor, head: nn.Linear) -> Tensor:
         """The losses [B, P] of these hidden states [B, P, H]. Raises RuntimeError for a second call."""
-        if self._losses is not None:
+        if self._values is not None:
             raise RuntimeError(
                 "the head was called twice inside one `with head.losses(...)`: one call of the model belongs to one "
                 "set of targets. Enter it again for each"
@@ -55,20 +55,20 @@ class Given:
         site = head._site if isinstance(head, Linear) else None
         if site is not None and not site.selections:  # for a moment of high precision
             site = None
-        judged = self._judge(hidden, head.weight, self.target, head.bias, site, **self._options)
-        self._losses, self.entropy = judged if isinstance(judged, tuple) else (judged, None)
-        self._version = self._losses._version
-        return self._losses
+        judged = self._compute(hidden, head.weight, self.target, head.bias, site, **self._options)
+        self._values, self.entropy = judged if isinstance(judged, tuple) else (judged, None)
+        self._version = self._values._version
+        return self._values
 
     def take(self, logits: Tensor) -> Tensor:
         """What the model returned as logits, once it is sure that these are the losses, untouched.
 
         Raises RuntimeError where they are not, naming what was found.
         """
-        mine = self._losses
+        mine = self._values
         if mine is None:
             raise RuntimeError("the model's head was not called inside `with head.losses(...)`; use full logits")
-        if _place(logits) != _place(mine) or logits._version != self._version:
+        if _view_key(logits) != _view_key(mine) or logits._version != self._version:
             raise RuntimeError(
                 f"the model changed what its head returned: losses {list(mine.shape)} {mine.dtype} became "
                 f"{list(logits.shape)} {logits.dtype} or were written to. Use full logits with this model"
@@ -76,7 +76,7 @@ class Given:
         return logits
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _view_key(tensor: Tensor) -> tuple[Any, ...]:
     """What a view of the whole tensor has in common with it, and nothing else has."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage()._cdata
 
@@ -85,14 +85,14 @@ class ChunkedHead(SwappedModule):
     """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunk_head`."""
 
     prefix = "Chunked"
-    precise = True
-    own = ("_given",)
-    volatile = ("_given",)
+    runs_in_high_precision = True
+    attributes = ("_given",)
+    transient_attributes = ("_given",)
 
     @contextmanager
     def losses(
         self, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None
-    ) -> Iterator[Given]:
+    ) -> Iterator[TokenOutputs]:
         """Inside, one forward of the model returns losses [B, P] where it returns logits [B, P, V] else.
 
         ``target`` [B, P]: the class that each position predicts, for the positions that reach the head (those of
@@ -102,21 +102,21 @@ class ChunkedHead(SwappedModule):
         is waiting for a forward already.
         """
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
-        with self._asked(Given(head_losses, target, **options)) as targets:
+        with self._request(TokenOutputs(head_losses, target, **options)) as targets:
             yield targets
 
     @contextmanager
     def log_probs(
         self, target: Tensor, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
-    ) -> Iterator[Given]:
+    ) -> Iterator[TokenOutputs]:
         """The same with log-probabilities [B, P] at the targets, 0 where there is none, of softmax(x / temperature);
         with ``entropy`` also that of this distribution, nats [B, P], as ``given.entropy`` after the forward."""
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "chunk": chunk}
-        with self._asked(Given(head_log_probs, target, **options)) as targets:
+        with self._request(TokenOutputs(head_log_probs, target, **options)) as targets:
             yield targets
 
     @contextmanager
-    def _asked(self, targets: Given) -> Iterator[Given]:
+    def _request(self, targets: TokenOutputs) -> Iterator[TokenOutputs]:
         if self.__dict__.get("_given") is not None:
             raise RuntimeError(
                 "`with head.losses(...)` was entered inside another one of the same head; leave it first"
@@ -128,12 +128,12 @@ class ChunkedHead(SwappedModule):
             self.__dict__["_given"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        targets: Given | None = self.__dict__.get("_given")
+        targets: TokenOutputs | None = self.__dict__.get("_given")
         if targets is None:
             return self._stock.forward(self, *args, **kwargs)
         (hidden,) = (*args, *kwargs.values())
         assert isinstance(self, nn.Linear)
-        return targets.judge(hidden, self)
+        return targets.compute(hidden, self)
 
 
 def chunk_head(model: nn.Module) -> ChunkedHead | str:
@@ -166,7 +166,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
     return head
 
 
-class _Anything:
+class _BaseOutput:
     """What a base model returns, to a head's model: hidden states first, and nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -180,7 +180,7 @@ class _Anything:
             raise AttributeError(name)
 
 
-class _Stand(nn.Module):
+class _StandIn(nn.Module):
     """In place of a child of the model, it returns one thing."""
 
     def __init__(self, value: Any) -> None:
@@ -205,8 +205,8 @@ def _why_logits_differ(model: nn.Module, head: nn.Linear) -> str | None:
         return f"the forward of {name} was replaced on the instance (an accelerate hook?)"
     hidden, losses = torch.zeros(1, 2, head.in_features), torch.zeros(1, 2)
     untouched = losses._version
-    stand = _Stand(losses)
-    children = {n: stand if m is head else _Stand(_Anything(hidden)) for n, m in parent._modules.items()}
+    stand = _StandIn(losses)
+    children = {n: stand if m is head else _StandIn(_BaseOutput(hidden)) for n, m in parent._modules.items()}
     known = inspect.signature(type(parent).forward).parameters
     inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
     inputs |= {"use_cache": False} if "use_cache" in known else {}

@@ -34,14 +34,14 @@ from torch.autograd.function import once_differentiable
 from octavo.base import accelerator
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, is_functorch_active, without_autocast
-from octavo.fp8.invariance import active
-from octavo.fp8.memory.head_gemms import Call, Head, begin, wide_of, width_in_fp8
+from octavo.fp8.invariance import is_active
+from octavo.fp8.memory.head_gemms import Head, HeadCall, accumulation_dtype, begin_head, fp8_block_width
 from octavo.fp8.weights.shards import is_whole
 
 # Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
-_ELEMENTS, _ELEMENTS_HERE = 2**25, 2**21
-_LEAST = 256  # rows of the weight in a block, however many tokens there are
-_FIXED = 4096  # the same inside batch_invariant, where the order of sums must not depend on the number of rows
+_ELEMENTS, _ELEMENTS_ON_CPU = 2**25, 2**21
+_MIN_ROWS = 256  # rows of the weight in a block, however many tokens there are
+_INVARIANT_ROWS = 4096  # the same inside batch_invariant, where the order of sums must not depend on the number of rows
 
 
 def linear_cross_entropy(
@@ -78,8 +78,8 @@ def head_losses(
 ) -> Tensor:  # fmt: skip
     """:func:`linear_cross_entropy` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     needs = _Needs(total=label_smoothing > 0.0)
-    tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    statistics = _statistics(tokens, weight, bias, needs, chunk, site)
+    tokens = _select_tokens(hidden, weight, target, bias, ignore_index)
+    statistics = _compute_statistics(tokens, weight, bias, needs, chunk, site)
     loss = statistics.lse - statistics.at_target
     if statistics.total is not None:
         uniform = statistics.lse - statistics.total / weight.shape[0]
@@ -122,8 +122,10 @@ def head_log_probs(
     """:func:`token_log_probs` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
-    tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    statistics = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
+    tokens = _select_tokens(hidden, weight, target, bias, ignore_index)
+    statistics = _compute_statistics(
+        tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site
+    )
     logs = tokens.spread(statistics.at_target - statistics.lse)
     return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
@@ -155,7 +157,7 @@ def log_probs(
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).to(logits.device)
     tokens = _Tokens(rows, flat, None, flat != ignore_index, target.shape)
-    statistics = _statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
+    statistics = _compute_statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
     logs = tokens.spread(statistics.at_target - statistics.lse)
     return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
@@ -178,7 +180,7 @@ class _Tokens(NamedTuple):
         return values.view(self.shape)
 
 
-def _tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore: int) -> _Tokens:
+def _select_tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore: int) -> _Tokens:
     _check(hidden, weight, target, bias)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     if target.device.type != "cpu" or hasattr(target, "fake_mode"):  # a fake tensor has no values
@@ -241,7 +243,7 @@ class _Needs(NamedTuple):
     temperature: float = 1.0
 
 
-class _Found(NamedTuple):
+class _TokenStatistics(NamedTuple):
     """Of each token's x / temperature, in fp32 [m]; None where it is not needed."""
 
     lse: Tensor
@@ -250,25 +252,25 @@ class _Found(NamedTuple):
     entropy: Tensor | None
 
 
-def _statistics(
+def _compute_statistics(
     tokens: _Tokens, weight: Tensor | None, bias: Tensor | None, needs: _Needs, chunk: int | None,
     site: Site | None = None,
-) -> _Found:  # fmt: skip
+) -> _TokenStatistics:  # fmt: skip
     """``weight`` None: the tokens' hidden states are logits."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
     rows, size = max(len(tokens.hidden), 1), tokens.hidden.shape[1] if weight is None else weight.shape[0]
-    if active():
-        width = _FIXED
+    if is_active():
+        width = _INVARIANT_ROWS
     elif chunk is None:
-        width = max(_LEAST, (_ELEMENTS_HERE if tokens.hidden.is_cpu else _ELEMENTS) // rows)
+        width = max(_MIN_ROWS, (_ELEMENTS_ON_CPU if tokens.hidden.is_cpu else _ELEMENTS) // rows)
     else:
         width = max(1, chunk * size // rows)
-    width = width if site is None else width_in_fp8(site, width, size, exactly=active())
+    width = width if site is None else fp8_block_width(site, width, size, exactly=is_active())
     low = tokens.hidden.dtype if weight is None else compute_dtype(tokens.hidden)
-    call = Call(width, low, site, torch.is_grad_enabled())
+    call = HeadCall(width, low, site, torch.is_grad_enabled())
     with without_autocast(tokens.hidden):
-        return _Found(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, call))
+        return _TokenStatistics(*_Statistics.apply(tokens.hidden, weight, bias, tokens.target, needs, call))
 
 
 class _Statistics(torch.autograd.Function):
@@ -278,19 +280,19 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, needs: _Needs,
-        call: Call,
+        call: HeadCall,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         width, low = call.width, call.low
         h = hidden.to(low)
-        head = begin(h, weight, call, ctx.needs_input_grad)
-        wide = wide_of(low)
+        head = begin_head(h, weight, call, ctx.needs_input_grad)
+        wide = accumulation_dtype(low)
         # A target outside the vocabulary is found in no block: its loss must show that.
         at_target = torch.full((len(h),), torch.nan, dtype=wide, device=h.device)
         total = torch.zeros_like(at_target) if needs.total else None
         lses, entropies = [], []
         for block in _blocks(head.classes, width):
             x = _logits(head, bias, block, needs.temperature)
-            inside, at = _place(target, block)
+            inside, at = _locate_targets(target, block)
             at_target = torch.where(inside, x.gather(1, at).squeeze(1), at_target)
             if total is not None:
                 total += x.sum(1)
@@ -301,7 +303,7 @@ class _Statistics(torch.autograd.Function):
             sums = e.sum(1)
             lses.append(sums.log() + top.squeeze(1))
             if needs.entropy:
-                entropies.append(sums.log() - e.mul_(_finite(x)).sum(1) / sums)
+                entropies.append(sums.log() - e.mul_(_clamp_to_finite(x)).sum(1) / sums)
         parts = torch.stack(lses, 1)  # [m, blocks]
         lse = parts.logsumexp(1)
         entropy = _joint_entropy(parts - lse.unsqueeze(1), torch.stack(entropies, 1)) if needs.entropy else None
@@ -323,7 +325,7 @@ class _Statistics(torch.autograd.Function):
         with without_autocast(lse):
             for block in _blocks(head.classes, width):
                 x = _logits(head, bias, block, needs.temperature)
-                dx = _dx(x, block, target, lse, entropy, grads).div_(needs.temperature)
+                dx = _logits_gradient(x, block, target, lse, entropy, grads).div_(needs.temperature)
                 del x  # its memory is dx's, or free
                 if db is not None:
                     db[block] = dx.sum(0)
@@ -344,18 +346,18 @@ def _blocks(size: int, width: int) -> Iterator[slice]:
 def _logits(head: Head, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
     """The block's logits as the stock head gives them, in fp32, divided by the temperature; a tensor of its own."""
     x = head.product(block, None if bias is None else bias[block])
-    x = x.to(wide_of(x.dtype))
+    x = x.to(accumulation_dtype(x.dtype))
     return x if temperature == 1.0 else x.div_(temperature)
 
 
-def _place(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+def _locate_targets(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """Which rows have their target in the block [m], and in which column of it [m, 1] (any, for the others)."""
     at = target - block.start
     inside = (at >= 0) & (target < block.stop)
     return inside, at.clamp(0, block.stop - block.start - 1).unsqueeze(1)
 
 
-def _finite(logs: Tensor) -> Tensor:
+def _clamp_to_finite(logs: Tensor) -> Tensor:
     """In place: minus infinity becomes a number, so that p log p is 0 where p is; NaN stays."""
     return logs.clamp_(min=torch.finfo(logs.dtype).min)
 
@@ -364,10 +366,10 @@ def _joint_entropy(logs: Tensor, entropies: Tensor) -> Tensor:
     """Of the whole vocabulary [m], from each block's log-probability and entropy [m, blocks]: by the chain rule, the
     mean entropy within the blocks plus that of the choice of a block. Sums of what is not negative: nothing cancels."""
     share = logs.exp()
-    return torch.where(share == 0.0, 0.0, share * (entropies - _finite(logs))).sum(1)
+    return torch.where(share == 0.0, 0.0, share * (entropies - _clamp_to_finite(logs))).sum(1)
 
 
-def _dx(
+def _logits_gradient(
     x: Tensor, block: slice, target: Tensor, lse: Tensor, entropy: Tensor | None, grads: tuple[Tensor | None, ...]
 ) -> Tensor:
     """The gradient of the block's x [m, width], which is written over."""
@@ -379,9 +381,9 @@ def _dx(
     else:
         assert g_entropy is not None
         dx = logs.exp()
-        dx *= _finite(logs).add_(entropy.unsqueeze(1)).mul_(-g_entropy.unsqueeze(1)).add_(g_lse.unsqueeze(1))
+        dx *= _clamp_to_finite(logs).add_(entropy.unsqueeze(1)).mul_(-g_entropy.unsqueeze(1)).add_(g_lse.unsqueeze(1))
     if g_total is not None:
         dx += g_total.unsqueeze(1)
-    inside, at = _place(target, block)
+    inside, at = _locate_targets(target, block)
     at_target = dx.gather(1, at).squeeze(1)
     return dx.scatter_(1, at, torch.where(inside, at_target + g_target, at_target).unsqueeze(1))

@@ -31,7 +31,7 @@ from octavo.fp8.weights.cache import WeightSlice
 _BLOCK = 128  # the side of the widest blocks of scales
 
 
-class Call(NamedTuple):
+class HeadCall(NamedTuple):
     """What a forward knows besides its tensors: ``width`` rows of the weight are a block, ``low`` is the compute dtype,
     ``site`` where GEMMs run (None: in high precision), ``grad`` whether gradients are enabled."""
 
@@ -64,7 +64,7 @@ class Head(Protocol):
 Restore = Callable[[Any, Sequence[Tensor]], Head]  # the weight if there is one, and what was saved
 
 
-class High:
+class HighPrecisionHead:
     """The three GEMMs of a head in high precision, of h [m, H] in the compute dtype."""
 
     def __init__(self, h: Tensor, weight: Tensor) -> None:
@@ -73,7 +73,7 @@ class High:
 
     @property
     def restore(self) -> Restore:
-        return lambda weight, tensors: High(tensors[0], weight)
+        return lambda weight, tensors: HighPrecisionHead(tensors[0], weight)
 
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
         low = self.h.dtype
@@ -81,12 +81,12 @@ class High:
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         if dh is not None:
-            dh += _product(dx, self.weight[block].to(self.h.dtype))
+            dh += _matmul_wide(dx, self.weight[block].to(self.h.dtype))
         if dw is not None:
-            _into(dw, dx.t(), self.h)
+            _matmul_into(dw, dx.t(), self.h)
 
 
-class Given:
+class LogitsHead:
     """Logits x [m, V] that are there already, in place of h."""
 
     def __init__(self, x: Tensor) -> None:
@@ -94,17 +94,17 @@ class Given:
 
     @property
     def restore(self) -> Restore:
-        return lambda weight, tensors: Given(tensors[0])
+        return lambda weight, tensors: LogitsHead(tensors[0])
 
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
-        return self.x[:, block].to(wide_of(self.x.dtype), copy=True, memory_format=torch.contiguous_format)
+        return self.x[:, block].to(accumulation_dtype(self.x.dtype), copy=True, memory_format=torch.contiguous_format)
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         if dh is not None:
             dh[:, block] = dx
 
 
-class Fp8:
+class Fp8Head:
     """The same by the recipe of a site: each block is the GEMMs of a layer, reported and cached as such.
 
     ``codes`` of h are (for fwd, for wgrad); h itself is there where a GEMM stays in high precision, or figures are
@@ -112,13 +112,13 @@ class Fp8:
     """
 
     def __init__(
-        self, weight: Tensor, call: Call, h: Tensor | None, codes: QuantizedPair, seen: list[LayerRecord]
+        self, weight: Tensor, call: HeadCall, h: Tensor | None, codes: QuantizedPair, seen: list[LayerRecord]
     ) -> None:
         assert call.site is not None
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
-        self.given = None if h is None else Input(h, None, call.low)
+        self.input = None if h is None else Input(h, None, call.low)
         self.classes = weight.shape[0]
-        self.again = False  # whether this is the backward, which computes logits once more
+        self.is_backward = False  # whether this is the backward, which computes logits once more
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -129,16 +129,20 @@ class Fp8:
 
     @property
     def restore(self) -> Restore:
-        return partial(_restored, self.call, [None if q is None else q.spec for q in self.codes], self.seen)
+        return partial(_restore_head, self.call, [None if q is None else q.spec for q in self.codes], self.seen)
 
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
-        seen = recorder.begin(self.site.name, False, False, True) if self.again else self.seen[self._number(block)]
+        seen = (
+            recorder.begin(self.site.name, False, False, True)
+            if self.is_backward
+            else self.seen[self._block_index(block)]
+        )
         part = WeightSlice(rows=(block.start, block.stop))
         low = self.call.low
-        return gemms.fwd(self.site, DENSE_OPS, self.given, self.codes[0], self.weight, part, bias, low, seen)[0]
+        return gemms.fwd(self.site, DENSE_OPS, self.input, self.codes[0], self.weight, part, bias, low, seen)[0]
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
-        site, seen, low = self.site, self.seen[self._number(block)], self.call.low
+        site, seen, low = self.site, self.seen[self._block_index(block)], self.call.low
         dx = dx.to(low)  # as a linear layer's dy
         row, col = cast_matrix(dx, site.dy.row if dh is not None else None, site.dy.col if dw is not None else None)
         if dh is not None:
@@ -149,35 +153,35 @@ class Fp8:
             assert x is not None
             dw.copy_(gemms.wgrad(site, DENSE_OPS, dx, col, x, self.h, dw.dtype, seen))
 
-    def _number(self, block: slice) -> int:
+    def _block_index(self, block: slice) -> int:
         return block.start // self.call.width
 
 
-def _restored(
-    call: Call, specs: Sequence[CastSpec | None], seen: list[LayerRecord], weight: Tensor, tensors: Sequence[Tensor]
-) -> Fp8:
+def _restore_head(
+    call: HeadCall, specs: Sequence[CastSpec | None], seen: list[LayerRecord], weight: Tensor, tensors: Sequence[Tensor]
+) -> Fp8Head:
     """A head in its backward, of what was saved."""
     left = list(tensors)
     row, col = (None if spec is None else Quantized(left.pop(0), left.pop(0), spec) for spec in specs)
-    head = Fp8(weight, call, left.pop() if left else None, (row, col), seen)
-    head.again = True
+    head = Fp8Head(weight, call, left.pop() if left else None, (row, col), seen)
+    head.is_backward = True
     return head
 
 
-def begin(h: Tensor, weight: Tensor | None, call: Call, needs_grad: Sequence[bool]) -> Head:
+def begin_head(h: Tensor, weight: Tensor | None, call: HeadCall, needs_grad: Sequence[bool]) -> Head:
     """A forward begins, of h [m, H] in the compute dtype, or of logits h [m, V] where there is no weight."""
     site = call.site
     if weight is None:
-        return Given(h)
+        return LogitsHead(h)
     if site is None:
-        return High(h, weight)
+        return HighPrecisionHead(h, weight)
     needs_h, needs_w = (call.grad and needs for needs in needs_grad[:2])
     blocks = len(range(0, weight.shape[0], call.width))
     seen = [recorder.begin(site.name, needs_h, needs_w, call.grad) for _ in range(blocks)]
-    return Fp8(weight, call, h, cast_matrix(h, site.x.row, site.x.col if needs_w else None), seen)
+    return Fp8Head(weight, call, h, cast_matrix(h, site.x.row, site.x.col if needs_w else None), seen)
 
 
-def width_in_fp8(site: Site, width: int, size: int, exactly: bool = False) -> int:
+def fp8_block_width(site: Site, width: int, size: int, exactly: bool = False) -> int:
     """Rows of the weight in a block: 128 times a power of two, and never more than in an earlier forward, so that codes
     are cached under one partition and cast once a step whatever the number of tokens. ``exactly``: ``width`` itself."""
     blocks = max(1, width // _BLOCK)
@@ -191,21 +195,21 @@ def width_in_fp8(site: Site, width: int, size: int, exactly: bool = False) -> in
     return width
 
 
-def wide_of(low: torch.dtype) -> torch.dtype:
+def accumulation_dtype(low: torch.dtype) -> torch.dtype:
     return torch.float64 if low == torch.float64 else torch.float32
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
     """a @ b accumulated and returned in fp32 (float64 of float64)."""
-    wide = wide_of(b.dtype)
+    wide = accumulation_dtype(b.dtype)
     if a.dtype != wide and accelerator.supports_fp32_product(a.device):
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
 
 
-def _into(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, rounded once to out's dtype."""
     if out.dtype == b.dtype:
         torch.mm(a.to(b.dtype), b, out=out)
     else:
-        out.copy_(_product(a, b))
+        out.copy_(_matmul_wide(a, b))

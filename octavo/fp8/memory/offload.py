@@ -31,17 +31,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from octavo.base import accelerator
 
-LEAST = 1 << 18  # bytes: below, a copy takes less time than its launch
+MIN_BYTES = 1 << 18  # bytes: below, a copy takes less time than its launch
 Blocks = Iterable[tuple[str, nn.Module]]
 
 
 class Copies(Protocol):
     """Moves bytes between a device and the host; neither waits. ``ready`` is whatever :meth:`wait` takes."""
 
-    def out(self, here: Tensor) -> tuple[Tensor, Any]:
+    def to_host(self, here: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``here`` [bytes] in host memory, ready): begins when the device has computed what it has so far."""
 
-    def back(self, on_host: Tensor) -> tuple[Tensor, Any]:
+    def to_device(self, on_host: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``there`` [bytes] on the device, ready)."""
 
     def wait(self, ready: Any) -> None:
@@ -54,11 +54,11 @@ class StreamCopies:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, accelerator.new_stream(device)
 
-    def out(self, here: Tensor) -> tuple[Tensor, torch.Event]:
+    def to_host(self, here: Tensor) -> tuple[Tensor, torch.Event]:
         on_host = accelerator.empty_pinned(here.shape, here.dtype, self.device)
         return on_host, self._copy(on_host, here)
 
-    def back(self, on_host: Tensor) -> tuple[Tensor, torch.Event]:
+    def to_device(self, on_host: Tensor) -> tuple[Tensor, torch.Event]:
         here = torch.empty(on_host.shape, dtype=on_host.dtype, device=self.device)
         ready = self._copy(here, on_host)
         here.record_stream(self.stream)  # it may be dropped unused, while it is still being written
@@ -85,7 +85,7 @@ class Hooks:
             self._handles.pop().remove()
 
 
-def offload(blocks: Blocks, *, least: int = LEAST, copies: Copies | None = None) -> Hooks:
+def offload(blocks: Blocks, *, least: int = MIN_BYTES, copies: Copies | None = None) -> Hooks:
     """Let what the forwards of these blocks save for backward wait in host memory.
 
     Args:
@@ -96,15 +96,15 @@ def offload(blocks: Blocks, *, least: int = LEAST, copies: Copies | None = None)
     Raises ValueError where there are no blocks, or their parameters are on no device of its own memory and streams (and
     no ``copies`` were given).
     """
-    blocks = _checked_blocks(blocks, "offload_activations")
+    blocks = _require_blocks(blocks, "offload_activations")
     if copies is None:
         copies = StreamCopies(
-            _device(blocks, "offload_activations", "host memory is what activations are in already", True)
+            _require_device(blocks, "offload_activations", "host memory is what activations are in already", True)
         )
     manager = _Manager(copies, least, next(iter(_devices(blocks))))
     handles: list[Any] = []
     for number, (_, block) in enumerate(blocks):
-        enter, leave = manager.around(number)
+        enter, leave = manager.make_hooks(number)
         handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(block.register_forward_hook(leave, always_call=True))
     return Hooks(handles)
@@ -119,9 +119,9 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
 
     Raises ValueError where there are no blocks, or their parameters are on the CPU (and no ``wait`` was given).
     """
-    blocks = _checked_blocks(blocks, "synchronize_per_layer")
+    blocks = _require_blocks(blocks, "synchronize_per_layer")
     if wait is None:
-        device = _device(blocks, "synchronize_per_layer", "its computing is never ahead of the program")
+        device = _require_device(blocks, "synchronize_per_layer", "its computing is never ahead of the program")
 
         def wait() -> None:
             accelerator.synchronize(device)
@@ -143,7 +143,7 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
     )
 
 
-def _checked_blocks(blocks: Blocks, option: str) -> list[tuple[str, nn.Module]]:
+def _require_blocks(blocks: Blocks, option: str) -> list[tuple[str, nn.Module]]:
     blocks = list(blocks)
     if not blocks:
         raise ValueError(f"{option} was asked for no blocks at all; switch it off, or give the blocks of the model")
@@ -154,7 +154,9 @@ def _devices(blocks: list[tuple[str, nn.Module]]) -> set[torch.device]:
     return {p.device for _, block in blocks for p in block.parameters()}
 
 
-def _device(blocks: list[tuple[str, nn.Module]], option: str, why_not: str, copies: bool = False) -> torch.device:
+def _require_device(
+    blocks: list[tuple[str, nn.Module]], option: str, why_not: str, copies: bool = False
+) -> torch.device:
     devices = _devices(blocks)
     device = next(iter(devices), torch.device("cpu"))
     if copies and accelerator.has_own_memory(device) and (lack := accelerator.why_no_streams(device)):
@@ -182,7 +184,7 @@ class _Slot:
     leaving: Any = None  # the copy to the host, until the device waited for it
     coming: Any = None  # the copy back
     handles: int = 0  # saved tensors that are views of it
-    taken: int = 0  # of these, asked for in this backward
+    uses: int = 0  # of these, asked for in this backward
 
 
 @dataclass(eq=False)
@@ -196,7 +198,7 @@ class _Group:
 
 
 @dataclass(frozen=True, eq=False)
-class _Moved:
+class _OffloadedTensor:
     """Stands for a saved tensor in the graph."""
 
     group: _Group
@@ -214,7 +216,7 @@ class _Manager:
         self._last: weakref.ref[_Group] | None = None  # the group whose copy may still be under way
         self._active: weakref.ref[_Group] | None = None  # the group that is going backward
 
-    def around(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    def make_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """The hooks around the forward of block ``number``."""
 
         def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,8 +224,8 @@ class _Manager:
                 self._open.append((None, None))
                 return
             beside = [x for x in torch.utils._pytree.tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-            stay = {_storage(t) for t in (*block.parameters(), *block.buffers()) if _plain(t)}
-            stay |= {_storage(t) for t in beside if _plain(t) and not t.requires_grad}
+            stay = {_storage_key(t) for t in (*block.parameters(), *block.buffers()) if _is_plain(t)}
+            stay |= {_storage_key(t) for t in beside if _is_plain(t) and not t.requires_grad}
             last = None if self._last is None else self._last()
             follows = last is not None and last.number < number
             group = _Group(number, stay, self._last if follows else None)
@@ -235,14 +237,14 @@ class _Manager:
             group, hooks = self._open.pop()
             if group is not None and hooks is not None:
                 hooks.__exit__()
-                self._send(group)
+                self._begin_offload(group)
 
         return enter, leave
 
     def _pack(self, group: _Group, tensor: Tensor) -> Any:
-        if not _plain(tensor) or tensor.is_conj() or tensor.is_neg() or _lowered_parameter(tensor):
+        if not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg() or _is_lowered_parameter(tensor):
             return tensor
-        storage, key = tensor.untyped_storage(), _storage(tensor)
+        storage, key = tensor.untyped_storage(), _storage_key(tensor)
         if key in group.stays or storage.nbytes() < self.least or tensor.device != self.device:
             return tensor
         slot = group.slots.get(key)
@@ -250,9 +252,9 @@ class _Manager:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             slot = group.slots[key] = _Slot(whole, tensor.detach(), tensor._version)
         slot.handles += 1
-        return _Moved(group, slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _OffloadedTensor(group, slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def _send(self, group: _Group) -> None:
+    def _begin_offload(self, group: _Group) -> None:
         for slot in group.slots.values():
             if slot.alias._version != slot.version:
                 raise RuntimeError(
@@ -260,7 +262,7 @@ class _Manager:
                     "afterwards in the same block. Write to a copy of it, or switch offload_activations off"
                 )
             assert slot.here is not None
-            slot.on_host, slot.leaving = self.copies.out(slot.here)
+            slot.on_host, slot.leaving = self.copies.to_host(slot.here)
             slot.alias = slot.alias.new_empty(0)  # holds no memory of the device from here on
         last = None if self._last is None else self._last()
         if last is not None:
@@ -275,7 +277,7 @@ class _Manager:
         """Free the device's copy, once what reads or writes it is done."""
         if slot.leaving is not None:
             self.copies.wait(slot.leaving)
-        slot.here, slot.leaving, slot.coming, slot.taken = None, None, None, 0
+        slot.here, slot.leaving, slot.coming, slot.uses = None, None, None, 0
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
@@ -291,37 +293,37 @@ class _Manager:
                 self._fetch(before)
         slot = saved.slot
         if slot.here is None:  # a graph that is gone through again
-            slot.here, slot.coming = self.copies.back(slot.on_host)
+            slot.here, slot.coming = self.copies.to_device(slot.on_host)
         if slot.coming is not None:
             self.copies.wait(slot.coming)
             slot.coming = None
         here = slot.here
         empty = torch.empty(0, dtype=saved.dtype, device=here.device)
         tensor: Tensor = empty.set_(here.untyped_storage(), saved.offset, saved.shape, saved.stride)
-        slot.taken += 1
-        if slot.taken == slot.handles:
+        slot.uses += 1
+        if slot.uses == slot.handles:
             self._free(slot)
         return tensor
 
     def _fetch(self, group: _Group) -> None:
         for slot in group.slots.values():
             if slot.here is None and slot.on_host is not None:
-                slot.here, slot.coming = self.copies.back(slot.on_host)
+                slot.here, slot.coming = self.copies.to_device(slot.on_host)
 
 
-def _plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """A tensor whose memory is its storage, all of it."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 _VIEWS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View")}
 
 
-def _lowered_parameter(tensor: Tensor) -> bool:
+def _is_lowered_parameter(tensor: Tensor) -> bool:
     """Whether this is autocast's copy of a parameter, or a view of one: cast and transposed, it begins at a leaf."""
     node = tensor.grad_fn
     for _ in range(3):

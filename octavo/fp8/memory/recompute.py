@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.dense.swap import SwappedModule
-from octavo.fp8.invariance import again
+from octavo.fp8.invariance import checkpoint_contexts
 
 CHOICES = ("none", "selective", "full")
 _ATTENTION = re.compile(r"(^|_)(attn|attention)$", re.IGNORECASE)
@@ -67,13 +67,13 @@ def activation_checkpointing(blocks: Iterable[tuple[str, nn.Module]], how: str) 
     for name, block in blocks:
         if getattr(block, "gradient_checkpointing", False) or any(isinstance(m, Recomputed) for m in block.modules()):
             raise ValueError(f"{name} recomputes its forward already; ask for it once, here or of transformers")
-    regions = blocks if how == "full" else [region for name, block in blocks for region in _selected(name, block)]
+    regions = blocks if how == "full" else [region for name, block in blocks for region in _select_regions(name, block)]
     for _, module in regions:
-        module.__class__ = _class(type(module))
+        module.__class__ = _recomputed_class(type(module))
     return tuple(name for name, _ in regions)
 
 
-def _selected(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
+def _select_regions(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
     """The norms and the MLP of a block: all children but its attention, and of that the norms."""
     selected = []
     for child_name, child in block.named_children():
@@ -120,7 +120,7 @@ class Recomputed(nn.Module):
                 f"a {self._plain.__name__} that recomputes its forward got a cache of keys and values, which the "
                 "second run would fill once more. Train with use_cache=False"
             )
-        options: dict[str, Any] = {"context_fn": again} if torch._C._len_torch_function_stack() else {}
+        options: dict[str, Any] = {"context_fn": checkpoint_contexts} if torch._C._len_torch_function_stack() else {}
         return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=not _is_norm(self), **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -129,19 +129,19 @@ class Recomputed(nn.Module):
         twin.__dict__ = self.__dict__
         reduced = twin.__reduce_ex__(protocol)
         assert isinstance(reduced, tuple)
-        return (_remake, reduced[:2], *reduced[2:])
+        return (_rebuild, reduced[:2], *reduced[2:])
 
 
-def _remake(make: Any, args: tuple[Any, ...]) -> nn.Module:
+def _rebuild(make: Any, args: tuple[Any, ...]) -> nn.Module:
     module: nn.Module = make(*args)
-    module.__class__ = _class(type(module))
+    module.__class__ = _recomputed_class(type(module))
     return module
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _class(plain: type[nn.Module]) -> type[nn.Module]:
+def _recomputed_class(plain: type[nn.Module]) -> type[nn.Module]:
     if plain not in _classes:
         names = {"__module__": __name__, "_plain": plain}
         _classes[plain] = type(f"Recomputed{plain.__name__}", (Recomputed, plain), names)

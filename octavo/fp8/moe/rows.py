@@ -1,4 +1,4 @@
-"""From tokens to rows by expert and back, within a rank; see :mod:`octavo.fp8.kernels.groups` for how rows lie."""
+"""Map tokens to rows grouped by expert and back, within a rank; :mod:`octavo.fp8.kernels.groups` has the layout."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from torch.autograd.function import once_differentiable
 
 
 class ToRows(torch.autograd.Function):
-    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Rows of padding hold some token or other."""
+    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Padding rows have arbitrary tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(row_of)
         ctx.top_k, ctx.dtype = top_k, hidden.dtype
-        return rows_of(hidden, pair_of, top_k, dtype)
+        return gather_rows(hidden, pair_of, top_k, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (row_of,) = ctx.saved_tensors
-        pairs = _take(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
+        pairs = _select_rows(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
         tokens = row_of.shape[0] // ctx.top_k
         return pairs.view(tokens, ctx.top_k, dy.shape[1]).sum(1, dtype=ctx.dtype), None, None, None, None
 
 
 class ToPairs(torch.autograd.Function):
-    """rows [R, H] -> [P, H]: the row of each pair; that of a pair without an expert holds some row or other, and so do
-    the gradients of padding rows."""
+    """rows [R, H] -> [P, H]: the row of each pair. Rows of pairs without an expert, and gradients of padding rows, are
+    arbitrary."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pair_of: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(pair_of)
-        return _take(rows, row_of)
+        return _select_rows(rows, row_of)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (pair_of,) = ctx.saved_tensors
-        return _take(dy, pair_of), None, None
+        return _select_rows(dy, pair_of), None, None
 
 
-def rows_of(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """hidden [M, H] -> [R, H]: the token of the pair in each row."""
-    return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
+def gather_rows(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Return the token of the pair in each row: hidden [M, H] -> [R, H]."""
+    return _select_rows(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
 
 
-def _take(source: Tensor, index: Tensor) -> Tensor:
-    """Rows of ``source`` by index. One past the end takes the last row; of an empty source there are only zeros."""
+def _select_rows(source: Tensor, index: Tensor) -> Tensor:
+    """Select rows of ``source``. Indices past the end select the last row; an empty source gives zeros."""
     if not source.shape[0]:
         return source.new_zeros(index.shape[0], source.shape[1])
     return source.index_select(0, index.clamp(max=source.shape[0] - 1))

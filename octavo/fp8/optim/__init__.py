@@ -3,9 +3,9 @@
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import decode, fp32_weight, set_weight
 from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
-from octavo.fp8.optim.layout import PER_GROUP, groups, like, touched
+from octavo.fp8.optim.layout import PER_GROUP, local_groups, num_groups, shard_like
 from octavo.fp8.optim.offload import OffloadedAdamW
-from octavo.fp8.optim.state_dict import note_on_old_coat
+from octavo.fp8.optim.state_dict import old_coat_note
 
 __all__ = [
     "AdamW",
@@ -15,11 +15,11 @@ __all__ = [
     "UpdateInBackward",
     "clip_factor",
     "decode",
-    "note_on_old_coat",
+    "old_coat_note",
     "fp32_weight",
     "gradient_norm",
-    "groups",
-    "like",
+    "num_groups",
+    "shard_like",
     "set_weight",
-    "touched",
+    "local_groups",
 ]

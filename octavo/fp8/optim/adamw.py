@@ -14,7 +14,7 @@ from octavo.fp8.arithmetic.moments import STATES, MaxOverRanks
 from octavo.fp8.arithmetic.philox import LIMIT
 from octavo.fp8.optim import convert, layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
-from octavo.fp8.optim.engine import engine
+from octavo.fp8.optim.engine import select_engine
 from octavo.fp8.optim.layout import Group
 from octavo.fp8.weights.shards import local_of, plain, span
 
@@ -57,8 +57,8 @@ class AdamW(torch.optim.Optimizer):
 
     watch: Watch | None = None
     """Called with each parameter after its update, its group and the factor; its gradient is still there."""
-    _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_place`
-    _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
+    _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_locate`
+    _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_version_stamp`
 
     to_torch = convert.to_torch
     """``optimizer.to_torch()``: a state dict that ``torch.optim.AdamW`` loads, with the moments in fp32."""
@@ -88,7 +88,7 @@ class AdamW(torch.optim.Optimizer):
         """As torch's; settings that the group leaves out are the optimizer's."""
         super().add_param_group(param_group)
         try:
-            _check(self.param_groups[-1])
+            _check_settings(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -118,9 +118,9 @@ class AdamW(torch.optim.Optimizer):
         first = list(accumulate(sizes, initial=0))  # the number of each group's first parameter
         wanted: dict[int, dict[int, Tensor]] = {}  # by group and place: one order, whatever the order of `parameters`
         for p in parameters:
-            of, at = self._place(p)
+            of, at = self._locate(p)
             wanted.setdefault(of, {})[at] = p
-            _fits(p, self.param_groups[of], self.state.get(p, {}))
+            _check_parameter_state(p, self.param_groups[of], self.state.get(p, {}))
         if isinstance(factor, Tensor):
             if factor.numel() != 1:
                 raise ValueError(
@@ -142,21 +142,21 @@ class AdamW(torch.optim.Optimizer):
                 if not plain(p).is_contiguous():
                     copies.append((plain(p), piece.weight))
             for pieces in work.values():
-                self.run(pieces, hyper(group), factor, None)
-            sharded.step(shared, hyper(group), factor, self.run)
+                self.run(pieces, make_hyper(group), factor, None)
+            sharded.step(shared, make_hyper(group), factor, self.run)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
             for p in wanted[of].values():
                 if self.watch is not None:
                     self.watch(p, group, factor)
                 if "master" in self.state[p]:
-                    self._remember(p)
+                    self._record_write(p)
 
-    def _place(self, p: Tensor) -> tuple[int, int]:
+    def _locate(self, p: Tensor) -> tuple[int, int]:
         """The number of its group and the place of `p` in it. All places are written down once: update in backward
         asks for one parameter at a time, and a walk through all of them for each would be a square of their number."""
         of, at = self._places.get(id(p), (0, -1))
-        if at < 0 or of >= len(self.param_groups) or not _holds(self.param_groups[of], at, p):
+        if at < 0 or of >= len(self.param_groups) or not _is_at(self.param_groups[of], at, p):
             groups = (group["params"] for group in self.param_groups)
             self._places = {id(q): (i, k) for i, params in enumerate(groups) for k, q in enumerate(params)}
             if id(p) not in self._places:
@@ -168,10 +168,10 @@ class AdamW(torch.optim.Optimizer):
         none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
         state = self.state[p]
         if not state:
-            state.update(self.fresh(p, group))
-        elif "master" in state and self._written.get(p) != _mark(p):
+            state.update(self.init_state(p, group))
+        elif "master" in state and self._written.get(p) != _version_stamp(p):
             self.settle()
-            _adopt_written(plain(p).contiguous().view(-1), plain(state["master"]).view(-1))
+            _update_master(plain(p).contiguous().view(-1), plain(state["master"]).view(-1))
         state["step"] += 1
         grad = cast(Tensor, p.grad)
         if grad.is_sparse:
@@ -193,16 +193,16 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         """Step pieces of one device, in place. ``factor`` multiplies every gradient. ``agree``: see ``moments.encode``;
         it is given one column for each of :func:`~octavo.fp8.arithmetic.adamw.find_edges`, in that order."""
-        engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
+        select_engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
 
-    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
+    def init_state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """The state of a parameter before its first step, where this optimizer keeps states."""
-        return layout.fresh(p, group)
+        return layout.init_state(p, group)
 
-    def _remember(self, p: Tensor) -> None:
+    def _record_write(self, p: Tensor) -> None:
         if not self._written:  # a new dict: the one of the class is shared, and a copy begins without
             self._written = {}
-        cast(dict[Tensor, tuple[int, int, int]], self._written)[p] = _mark(p)
+        cast(dict[Tensor, tuple[int, int, int]], self._written)[p] = _version_stamp(p)
 
     def settle(self) -> None:
         """Wait until `state` holds what the last step wrote, where that takes time: here it always does."""
@@ -210,34 +210,34 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
         :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
-        state_dict_.load(self, state_dict, self.settle, self.fresh)
+        state_dict_.load(self, state_dict, self.settle, self.init_state)
         self._written = {}  # masters are compared with their parameters in the next step
 
 
-def hyper(group: Group) -> Hyper:
+def make_hyper(group: Group) -> Hyper:
     """The settings of a parameter group, as an engine takes them."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
 
 
-def _holds(group: Group, at: int, p: Tensor) -> bool:
+def _is_at(group: Group, at: int, p: Tensor) -> bool:
     return at < len(group["params"]) and group["params"][at] is p
 
 
-def _mark(p: Tensor) -> tuple[int, int, int]:
+def _version_stamp(p: Tensor) -> tuple[int, int, int]:
     """Changes with every write to a parameter or its shard that torch sees: its versions, its address."""
     return p._version, local_of(p)._version, plain(p).data_ptr()
 
 
-def _adopt_written(weight: Tensor, master: Tensor) -> None:
+def _update_master(weight: Tensor, master: Tensor) -> None:
     """Copy `weight` (BF16 [n]) into `master` (fp32 [n]) where the master does not round to it; all other elements keep
     their bits. Waits for the device only if the master is in host memory."""
     for exact, low in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
         exact.copy_(torch.where(exact.to(low.dtype) != low, low.float(), exact))
 
 
-def _fits(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
+def _check_parameter_state(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a parameter that cannot step because something changed since it was given or its state was
     made. It looks at no value."""
     _check_formats(group)
@@ -254,18 +254,18 @@ def _fits(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
     shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
     if dtypes != wanted or shape != p.shape:
         raise ValueError(
-            f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
-            f"master={group['master']!r}, for which {_listed(wanted)} are expected; its state was made for "
-            f"shape {list(shape)} and has {_listed(dtypes)}. Put back what was changed after its first step, or make a "
-            "new optimizer (fp8.AdamW.copy_state converts states from one to another)."
+            f"A parameter of shape {list(p.shape)} is {_dtype_name(p.dtype)} with states={group['states']!r} and "
+            f"master={group['master']!r}, for which {_describe_dtypes(wanted)} are expected; its state was made for "
+            f"shape {list(shape)} and has {_describe_dtypes(dtypes)}. Put back what was changed after its first step, "
+            "or make a new optimizer (fp8.AdamW.copy_state converts states from one to another)."
         )
 
 
-def _listed(dtypes: Mapping[str, torch.dtype]) -> str:
-    return ", ".join(f"{name} {_name(dtype)}" for name, dtype in dtypes.items())
+def _describe_dtypes(dtypes: Mapping[str, torch.dtype]) -> str:
+    return ", ".join(f"{name} {_dtype_name(dtype)}" for name, dtype in dtypes.items())
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -277,7 +277,7 @@ def _check_formats(group: Group) -> None:
         raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
 
 
-def _check(group: Group) -> None:
+def _check_settings(group: Group) -> None:
     """Raise ValueError for settings of a parameter group that cannot be met."""
     _check_formats(group)
     lr, (beta1, beta2) = group["lr"], group["betas"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic import master, moments
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, MaxOverRanks, StateSpec
 from octavo.fp8.optim import sharded
-from octavo.fp8.optim.layout import Group, like, state_specs, touched
+from octavo.fp8.optim.layout import Group, local_groups, shard_like, state_specs
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def to_torch(optimizer: torch.optim.Optimizer) -> StateDict:
     Made for an fp32 model; of a BF16 one take the weights from :func:`fp32_weight` first. The moments of all parameters
     are in memory at once.
     """
-    _settle(optimizer)
+    _wait_for_states(optimizer)
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     form = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"][0]
     groups, state = [], {}
@@ -46,8 +46,8 @@ def to_torch(optimizer: torch.optim.Optimizer) -> StateDict:
                 shape = plain(p).shape
                 state[order[p]] = {
                     "step": optimizer.state[p]["step"].detach().clone(),
-                    "exp_avg": like(p, m.view(shape)),
-                    "exp_avg_sq": like(p, v.view(shape)),
+                    "exp_avg": shard_like(p, m.view(shape)),
+                    "exp_avg_sq": shard_like(p, v.view(shape)),
                 }
     return {"state": state, "param_groups": groups}
 
@@ -55,11 +55,11 @@ def to_torch(optimizer: torch.optim.Optimizer) -> StateDict:
 @torch.no_grad()
 def fp32_weight(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     """The weight that the optimizer steps, in fp32 and a copy: of "bf16+16" both halves, of a `master` that one."""
-    _settle(optimizer)
+    _wait_for_states(optimizer)
     here, state = plain(parameter), optimizer.state.get(parameter, {})
     if "master_low" in state:
-        return like(parameter, master.join(here, plain(state["master_low"]).to(here.device)))
-    return like(parameter, plain(state.get("master", parameter)).to(here.device, torch.float32, copy=True))
+        return shard_like(parameter, master.join(here, plain(state["master_low"]).to(here.device)))
+    return shard_like(parameter, plain(state.get("master", parameter)).to(here.device, torch.float32, copy=True))
 
 
 @torch.no_grad()
@@ -72,8 +72,8 @@ def set_weight(optimizer: torch.optim.Optimizer | None, group: Group | None, par
         beside = {spec.name for spec in state_specs(group["states"], group["master"], plain(parameter).dtype)}
         if beside & {"master", "master_low"}:
             state = optimizer.state[parameter]
-            state.update(cast(Any, optimizer).fresh(parameter, group))
-    _write(parameter, state, value)
+            state.update(cast(Any, optimizer).init_state(parameter, group))
+    _write_weight(parameter, state, value)
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def set_low(optimizer: torch.optim.Optimizer, model: nn.Module, lows: Mapping[st
             )
         state = optimizer.state[p]
         if not state:
-            state.update(cast(Any, optimizer).fresh(p, group))
+            state.update(cast(Any, optimizer).init_state(p, group))
         here = plain(low).reshape(-1) if is_dtensor(low) else low.reshape(-1)[mine.start : mine.stop]
         plain(state["master_low"]).view(-1).copy_(here)
 
@@ -133,16 +133,16 @@ def copy_state(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> 
         new.update({key: old[key] for key in ("lr", "betas", "eps", "weight_decay")})
         for p, q in zip(new["params"], old["params"], strict=True):
             weight, former = plain(fp32_weight(source, q)), source.state.get(q)
-            state = cast(Any, target).fresh(p, new) if "states" in new else {}
+            state = cast(Any, target).init_state(p, new) if "states" in new else {}
             if former and former["step"]:
-                _take(p, new, state, former["step"], *decode(q, old, former))
-            _write(p, state, weight)
+                _set_moments(p, new, state, former["step"], *decode(q, old, former))
+            _write_weight(p, state, weight)
             target.state.pop(p, None)
             if former or "master" in state or "master_low" in state:
                 target.state[p] = state
 
 
-def _settle(optimizer: torch.optim.Optimizer) -> None:
+def _wait_for_states(optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "settle"):  # an fp8.AdamW, whose states may be on their way
         optimizer.settle()
 
@@ -154,16 +154,16 @@ def decode(parameter: Tensor, group: Group, state: Mapping[str, Tensor]) -> tupl
         m, v = (plain(state[spec.name]).reshape(-1).to(torch.float32, copy=True) for spec in kind)
         return m, v
     mine = span(parameter)
-    first, last = touched(mine)
-    flat = {spec.name: _flat(state[spec.name], spec) for spec in kind}
+    first, last = local_groups(mine)
+    flat = {spec.name: _flatten(state[spec.name], spec) for spec in kind}
     m, v = (torch.empty(mine.stop - mine.start, device=flat[kind[0].name].device) for _ in range(2))
     for a, b in _chunks(first, last):
         parts = {
-            k.name: _table(flat[k.name], mine, a, b) if k.row is None else flat[k.name][a - first : b - first]
+            k.name: _gather_table(flat[k.name], mine, a, b) if k.row is None else flat[k.name][a - first : b - first]
             for k in kind
         }
         for out, table in zip((m, v), moments.decode(group["states"], parts), strict=True):
-            _put(out, mine, a, table)
+            _scatter_table(out, mine, a, table)
     return m, v
 
 
@@ -171,21 +171,21 @@ def encode(parameter: Tensor, group: Group, state: Mapping[str, Tensor], m: Tens
     """Both moments of this rank's part of a parameter (fp32 [n]) into its state, rounded to nearest. A collective where
     the parameter has groups that lie on several ranks."""
     kind, states, mine = LAYOUT[group["states"]], group["states"], span(parameter)
-    first, last = touched(mine)
+    first, last = local_groups(mine)
     cut = sharded.cut_groups(parameter) if sharded.is_cut(parameter, states) else ()
     edges = [g for g in sorted({first, last - 1}) if g in cut and first < last]
 
     def store(rows: list[tuple[int, int]], agree: MaxOverRanks | None) -> None:
-        m_table, v_table = (torch.cat([_table(x, mine, a, b) for a, b in rows]) for x in (m, v))
+        m_table, v_table = (torch.cat([_gather_table(x, mine, a, b) for a, b in rows]) for x in (m, v))
         chance = torch.full_like(m_table, _NEAREST, dtype=torch.int32)
         new = moments.encode(states, m_table, v_table, chance, agree)
         for spec in kind:
-            to, at = _flat(state[spec.name], spec), 0
+            to, at = _flatten(state[spec.name], spec), 0
             for a, b in rows:
                 part = new[spec.name][at : at + b - a]
                 at += b - a
                 if spec.row is None:
-                    _put(to, mine, a, part)
+                    _scatter_table(to, mine, a, part)
                 else:
                     to[a - first : b - first].copy_(part)
 
@@ -199,7 +199,7 @@ def encode(parameter: Tensor, group: Group, state: Mapping[str, Tensor], m: Tens
         agree.finish(states)
 
 
-def _flat(value: Tensor, spec: StateSpec) -> Tensor:
+def _flatten(value: Tensor, spec: StateSpec) -> Tensor:
     return plain(value).view(-1) if spec.row is None else value
 
 
@@ -208,7 +208,7 @@ def _chunks(first: int, last: int) -> Iterator[tuple[int, int]]:
         yield a, min(a + _GROUPS, last)
 
 
-def _table(flat: Tensor, mine: Span, first: int, last: int) -> Tensor:
+def _gather_table(flat: Tensor, mine: Span, first: int, last: int) -> Tensor:
     """Groups first to last of the whole parameter, [G, 128], from this rank's elements; zero where others' are."""
     a, b = max(first * GROUP, mine.start), min(last * GROUP, mine.stop)
     here = flat[a - mine.start : b - mine.start]
@@ -219,13 +219,13 @@ def _table(flat: Tensor, mine: Span, first: int, last: int) -> Tensor:
     return table.view(-1, GROUP)
 
 
-def _put(flat: Tensor, mine: Span, first: int, table: Tensor) -> None:
+def _scatter_table(flat: Tensor, mine: Span, first: int, table: Tensor) -> None:
     """The inverse: a table's elements of this rank, which begins with group `first`, into `flat`."""
     a, b = max(first * GROUP, mine.start), min(first * GROUP + table.numel(), mine.stop)
     flat[a - mine.start : b - mine.start].copy_(table.reshape(-1)[a - first * GROUP : b - first * GROUP])
 
 
-def _take(p: Tensor, group: Group, state: dict[str, Tensor], step: Tensor, m: Tensor, v: Tensor) -> None:
+def _set_moments(p: Tensor, group: Group, state: dict[str, Tensor], step: Tensor, m: Tensor, v: Tensor) -> None:
     """fp32 moments after `step` steps into a state; a new one for torch's AdamW, in the dtype of its parameter."""
     if "states" in group:
         encode(p, group, state, m, v)
@@ -233,10 +233,10 @@ def _take(p: Tensor, group: Group, state: dict[str, Tensor], step: Tensor, m: Te
         return
     shape, dtype = plain(p).shape, plain(p).dtype
     state["step"] = torch.tensor(float(step))
-    state["exp_avg"], state["exp_avg_sq"] = (like(p, x.view(shape).to(dtype)) for x in (m, v))
+    state["exp_avg"], state["exp_avg_sq"] = (shard_like(p, x.view(shape).to(dtype)) for x in (m, v))
 
 
-def _write(p: Tensor, state: Mapping[str, Tensor], weight: Tensor) -> None:
+def _write_weight(p: Tensor, state: Mapping[str, Tensor], weight: Tensor) -> None:
     """An fp32 weight into a parameter and what else holds it."""
     here = plain(p)
     if "master_low" in state:

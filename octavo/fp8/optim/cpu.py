@@ -35,21 +35,21 @@ def run(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> Non
     """Step every job, on as many threads as torch has."""
     workers = min(torch.get_num_threads(), len(jobs) // 4)
     if workers < 2:
-        _work(jobs, hyper, factor)
+        _run_jobs(jobs, hyper, factor)
         return
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(_work, jobs[i::workers], hyper, factor) for i in range(workers)]:
+        for done in [pool.submit(_run_jobs, jobs[i::workers], hyper, factor) for i in range(workers)]:
             done.result()
 
 
-def _work(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> None:
+def _run_jobs(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> None:
     scratch = _Scratch()
     with torch.no_grad():  # the mode belongs to a thread
         for piece, scalars, first, last in jobs:
             scratch.step(piece, scalars, first, last, hyper, factor)
 
 
-class _Stored(NamedTuple):
+class _StoredMoments(NamedTuple):
     """Both moments of a chunk in FP8: see :mod:`octavo.fp8.arithmetic.moments`."""
 
     codes: Tensor
@@ -84,12 +84,12 @@ class _Scratch:
         elif weight.dtype == torch.float32:
             w = weight
         else:
-            w = self._fp32(w32, weight, state["master_low"]) if hyper.master == "bf16+16" else w32.copy_(weight)
+            w = self._join_halves(w32, weight, state["master_low"]) if hyper.master == "bf16+16" else w32.copy_(weight)
 
         fp8, exact = hyper.states == "fp8", hyper.states == "fp32"
         if fp8:
             scale, range_ = piece.state["exp_avg_scale"][rows], piece.state["exp_avg_sq_range"][rows]
-            stored = _Stored(state["exp_avg_codes"], scale, state["exp_avg_sq_codes"], range_)
+            stored = _StoredMoments(state["exp_avg_codes"], scale, state["exp_avg_sq_codes"], range_)
             self._decode(m, v, t, stored)
         elif exact:
             m, v = state["exp_avg"], state["exp_avg_sq"]
@@ -114,10 +114,10 @@ class _Scratch:
                 self._encode(m, v, g, t, u, stored)
             else:
                 state["exp_avg"].copy_(m)
-                self._cut(state["exp_avg_sq"], v, u)
-        self._write(piece, hyper, first, last, w, weight, state)
+                self._round_to_bf16(state["exp_avg_sq"], v, u)
+        self._write_weight(piece, hyper, first, last, w, weight, state)
 
-    def _decode(self, m: Tensor, v: Tensor, t: Tensor, stored: _Stored) -> None:
+    def _decode(self, m: Tensor, v: Tensor, t: Tensor, stored: _StoredMoments) -> None:
         """m and v from their bytes."""
         codes, scale, sq_codes, range_ = stored
         a, b, _ = (x[: m.numel()] for x in self._ints)
@@ -134,7 +134,7 @@ class _Scratch:
         _rows(m).mul_(scale[:, None])
         m.mul_(sqrt(v, t))
 
-    def _encode(self, m: Tensor, v: Tensor, r: Tensor, t: Tensor, u: Tensor, stored: _Stored) -> None:
+    def _encode(self, m: Tensor, v: Tensor, r: Tensor, t: Tensor, u: Tensor, stored: _StoredMoments) -> None:
         """Their bytes from m and v; r, t and u are written over."""
         codes, scale, sq_codes, range_ = stored
         a, b, _ = (x[: m.numel()] for x in self._ints)
@@ -195,7 +195,7 @@ class _Scratch:
         u = self._ints[2][:n]
         return torch.add(self._ramp[:n], begin, out=u).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
-    def _cut(self, out: Tensor, v: Tensor, u: Tensor) -> None:
+    def _round_to_bf16(self, out: Tensor, v: Tensor, u: Tensor) -> None:
         """v to bfloat16, what is cut off rounded by u."""
         bits = v.view(torch.int32)
         u.add_(bits)
@@ -203,12 +203,12 @@ class _Scratch:
             u.masked_fill_(torch.bitwise_and(bits, _MAGNITUDE) >= 0x7F800000, _NAN)
         out.view(torch.int16).copy_(u.bitwise_right_shift_(16))
 
-    def _fp32(self, out: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    def _join_halves(self, out: Tensor, high: Tensor, low: Tensor) -> Tensor:
         bits, low32 = out.view(torch.int32), self._ints[0][: out.numel()]
         bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low32.copy_(low))
         return out
 
-    def _write(
+    def _write_weight(
         self, piece: Piece, hyper: Hyper, first: int, last: int, w: Tensor, weight: Tensor, state: dict[str, Tensor]
     ) -> None:
         if hyper.master == "fp32":

@@ -19,17 +19,20 @@ from octavo.fp8.optim import cpu
 Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "MaxOverRanks | None"], None]
 
 
-def engine(device: torch.device) -> Engine:
-    """What steps pieces on `device`: :func:`on_cpu`, a backend's kernel where there is one, else :func:`reference`.
+def select_engine(device: torch.device) -> Engine:
+    """What steps pieces on `device`: :func:`step_on_cpu`, a backend's kernel where there is one, else
+    :func:`reference`.
     Raises SelfCheckError for a kernel that computes otherwise than the reference in a version that was not tested."""
     if device.type == "cpu":
-        return on_cpu
+        return step_on_cpu
     backend = select("adamw", recipe_or_spec=CastSpec(), device=device).backend
     run_checks(adamw_checks(backend.name, device), device)
     return backend.adamw
 
 
-def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None) -> None:
+def step_on_cpu(
+    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None
+) -> None:
     """:func:`reference` bit for bit, in the cache: see :mod:`octavo.fp8.optim.cpu`."""
     if hyper.states == "coat":
         adamw.reference_step(pieces, hyper, factor, agree)
@@ -37,5 +40,5 @@ def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None,
     chunks = [(piece, *ends) for piece in pieces for ends in adamw._chunks(piece, adamw.CPU_CHUNK)]
     if factor is not None and not isinstance(factor, Tensor):
         factor = adamw._fp32(factor)
-    cpu.run([(p, Scalars.of(hyper, p.step), first, last) for p, first, last in chunks], hyper, factor)
+    cpu.run([(p, Scalars.compute(hyper, p.step), first, last) for p, first, last in chunks], hyper, factor)
     adamw._step_edges(adamw.find_edges(pieces), hyper, factor, agree)

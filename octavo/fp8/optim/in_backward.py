@@ -52,7 +52,7 @@ class PartialUpdate(Fp8Error, RuntimeError):
     """A gradient was not finite when other weights of the step had been written already."""
 
 
-class Updated(NamedTuple):
+class UpdateResult(NamedTuple):
     """``norm``: of all gradients before clipping, 0-d fp32, the same on every rank; ``applied``: False where it was not
     finite, so that nothing was written."""
 
@@ -87,12 +87,12 @@ class UpdateInBackward:
                 "would never free it. Freeze them (requires_grad_(False)) or give them to the optimizer."
             )
         self._hooks: dict[int, Any] = {}
-        self._act: Callable[[nn.Parameter], None] | None = None
+        self._action: Callable[[nn.Parameter], None] | None = None
         self._seen: set[int] = set()
         self._wrote = False
-        self._hook()
+        self._register_hooks()
 
-    def run(self, backward: Callable[[bool], None], clip: float = 0.0, undo: float = 1.0) -> Updated:
+    def run(self, backward: Callable[[bool], None], clip: float = 0.0, undo: float = 1.0) -> UpdateResult:
         """One step: ``backward(retain)`` must run the backward of the step's one loss, with ``retain_graph=retain``.
 
         Args:
@@ -104,7 +104,7 @@ class UpdateInBackward:
         finite, and with ``clip=0`` some weights had been written; RuntimeError where a parameter got a second gradient
         in this step, or had one before it, or none got any.
         """
-        parameters = self._hook()
+        parameters = self._register_hooks()
         held = sum(p.grad is not None for p in parameters)
         if held:
             raise RuntimeError(
@@ -115,20 +115,20 @@ class UpdateInBackward:
             raise ValueError(f"Gradients cannot be clipped to a norm of {clip}; use a positive one, or 0 for none.")
         norms: dict[int, Tensor] = {}
         if not clip:
-            return self._one_pass(backward, parameters, norms, undo)
+            return self._run_one_pass(backward, parameters, norms, undo)
         before = delayed.scaling_state(self._model) if self._model is not None else {}
-        with self._pass(lambda p: norms.__setitem__(id(p), _norm(p))):
+        with self._backward_pass(lambda p: norms.__setitem__(id(p), _local_norm(p))):
             backward(True)
-        norm = _total(parameters, norms) * undo
+        norm = _total_norm(parameters, norms) * undo
         if not bool(norm.isfinite()):
-            return Updated(norm, False)
+            return UpdateResult(norm, False)
         factor = clip_factor(norm, clip, undo)
         if before and self._model is not None:  # the same scales again, and one entry a step
             delayed.load_scaling_state(self._model, before)
-        with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.mute_reports():
+        with self._backward_pass(lambda p: self.optimizer.update([p], factor)), recorder.mute_reports():
             backward(False)
-        self._finish()
-        return Updated(norm, True)
+        self._notify_step()
+        return UpdateResult(norm, True)
 
     def remove(self) -> None:
         """Take the hooks off: gradients stay in ``.grad`` again."""
@@ -136,37 +136,37 @@ class UpdateInBackward:
             handle.remove()
         self._hooks.clear()
 
-    def _one_pass(
+    def _run_one_pass(
         self, backward: Callable[[bool], None], parameters: list[nn.Parameter], norms: dict[int, Tensor], undo: float
-    ) -> Updated:
-        watch = _Watch()
+    ) -> UpdateResult:
+        watch = _NonfiniteWatch()
 
         def update(p: nn.Parameter) -> None:
-            norms[id(p)] = _norm(p)
+            norms[id(p)] = _local_norm(p)
             watch.add(norms[id(p)])
-            if not watch.stopped():
+            if not watch.found_nonfinite():
                 self.optimizer.update([p], None if undo == 1 else undo)
                 self._wrote = True
 
         self._wrote = False
-        with self._pass(update):
+        with self._backward_pass(update):
             backward(False)
-        norm = _total(parameters, norms) * undo
+        norm = _total_norm(parameters, norms) * undo
         if not bool(norm.isfinite()):
             raise PartialUpdate(
                 f"The gradient norm of this step is {float(norm)}, and without clipping update in backward learns of "
                 "that after the first weights were updated: the model is updated in part. Resume from the last "
                 "checkpoint; with train.clip > 0 such a step is skipped whole, before anything is written."
             )
-        self._finish()
-        return Updated(norm, True)
+        self._notify_step()
+        return UpdateResult(norm, True)
 
-    def _finish(self) -> None:
+    def _notify_step(self) -> None:
         """A step without gradients updates nothing, and lets everybody who listens to steps know that weights moved:
         cached FP8 codes, schedules, hooks of the optimizer."""
         self.optimizer.step()
 
-    def _hook(self) -> list[nn.Parameter]:
+    def _register_hooks(self) -> list[nn.Parameter]:
         """The parameters that ask for a gradient, each with its hook: one thawed meanwhile gets one, too."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         new = [p for p in parameters if id(p) not in self._hooks]
@@ -181,16 +181,16 @@ class UpdateInBackward:
                 "and each can have only one. Go on with that one, or call its remove() first."
             )
         for p in new:
-            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._complete)
+            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._on_gradient)
         return parameters
 
     @contextmanager
-    def _pass(self, act: Callable[[nn.Parameter], None]) -> Iterator[None]:
-        self._act, self._seen = act, set()
+    def _backward_pass(self, act: Callable[[nn.Parameter], None]) -> Iterator[None]:
+        self._action, self._seen = act, set()
         try:
             yield
         finally:
-            self._act = None
+            self._action = None
         if self._hooks and not self._seen:
             raise RuntimeError(
                 "No gradient arrived: none of the parameters that ask for one got one in this pass, and nothing was "
@@ -198,10 +198,10 @@ class UpdateInBackward:
                 "called, on a loss that depends on the optimizer's parameters."
             )
 
-    def _complete(self, p: nn.Parameter) -> None:
+    def _on_gradient(self, p: nn.Parameter) -> None:
         """The hook: the gradient of ``p`` is complete."""
         try:
-            if self._act is None:
+            if self._action is None:
                 raise RuntimeError(
                     "A backward ran outside UpdateInBackward.run, where no update is due. Update in backward takes one "
                     "backward a step: to accumulate gradients over micro-batches use optimizer.update=step, else "
@@ -215,17 +215,17 @@ class UpdateInBackward:
                     + (" Some weights have been updated: resume from the last checkpoint." if self._wrote else "")
                 )
             self._seen.add(id(p))
-            self._act(p)
+            self._action(p)
         finally:
             p.grad = None
 
 
-class _Watch:
+class _NonfiniteWatch:
     """Whether a norm that was not finite has been seen, without waiting: where there are events each is copied to the
     host after the work before it and read when it has arrived, a few parameters later."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[Tensor, Any]] = deque()
+        self._pending: deque[tuple[Tensor, Any]] = deque()
         self._bad = False
 
     def add(self, norm: Tensor) -> None:
@@ -234,13 +234,13 @@ class _Watch:
             here.copy_(norm, non_blocking=True)
             event = accelerator.new_event(norm.device)
             event.record(accelerator.current_stream(norm.device))
-            self._under_way.append((here, event))
+            self._pending.append((here, event))
         else:
             self._bad |= not bool(norm.isfinite())
 
-    def stopped(self) -> bool:
-        while self._under_way and self._under_way[0][1].query():
-            self._bad |= not bool(self._under_way.popleft()[0].isfinite())
+    def found_nonfinite(self) -> bool:
+        while self._pending and self._pending[0][1].query():
+            self._bad |= not bool(self._pending.popleft()[0].isfinite())
         return self._bad
 
 
@@ -251,7 +251,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all gradients in ``.grad`` over all ranks, 0-d fp32: the same operations as the first pass, so that
     a step clips alike with both."""
     parameters = [p for p in parameters if p.requires_grad]
-    return _total(parameters, {id(p): _norm(p) for p in parameters if p.grad is not None})
+    return _total_norm(parameters, {id(p): _local_norm(p) for p in parameters if p.grad is not None})
 
 
 def clip_factor(norm: Tensor, clip: float, undo: float = 1.0) -> Tensor | float | None:
@@ -266,7 +266,7 @@ def clip_factor(norm: Tensor, clip: float, undo: float = 1.0) -> Tensor | float 
 _PART = 1 << 20  # elements
 
 
-def _norm(p: nn.Parameter) -> Tensor:
+def _local_norm(p: nn.Parameter) -> Tensor:
     """The norm of what this rank holds of a gradient, 0-d fp32."""
     assert p.grad is not None
     grad = plain(p.grad)
@@ -277,7 +277,7 @@ def _norm(p: nn.Parameter) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(parts))
 
 
-def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
+def _total_norm(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
     """The norm of norms, in the order of the parameters whatever that of the backward; shards summed over ranks."""
     if not parameters:
         return torch.zeros(())

@@ -32,18 +32,18 @@ def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec
     return (*moment_specs, StateSpec("master_low", torch.int16)) if master == "bf16+16" else moment_specs
 
 
-def groups(elements: int) -> int:
+def num_groups(elements: int) -> int:
     """Groups that begin within the first `elements` elements."""
     return -(-elements // GROUP)
 
 
-def touched(mine: Span) -> tuple[int, int]:
+def local_groups(mine: Span) -> tuple[int, int]:
     """Groups first to last (exclusive) of the whole parameter that have an element on this rank."""
     first = mine.start // GROUP
-    return (first, groups(mine.stop)) if mine.stop > mine.start else (first, first)
+    return (first, num_groups(mine.stop)) if mine.stop > mine.start else (first, first)
 
 
-def like(parameter: Tensor, local: Tensor) -> Tensor:
+def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
     """`local`, a plain tensor of the shape of this rank's part, as the parameter is: a DTensor where that is one."""
     if not is_dtensor(parameter):
         return local
@@ -59,14 +59,14 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def fresh(parameter: Tensor, group: Group) -> dict[str, Tensor]:
+def init_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     """A parameter's state before its first step, in its group's formats: both moments zero, its `master` its value."""
     here = plain(parameter)
-    first, last = touched(span(parameter))
+    first, last = local_groups(span(parameter))
     state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
     for spec in state_specs(group["states"], group["master"], here.dtype):
         if spec.row is None:
-            state[spec.name] = like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
+            state[spec.name] = shard_like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
         else:
             state[spec.name] = torch.zeros((last - first, *spec.row), dtype=spec.dtype, device=here.device)
     if "master" in state:

@@ -34,7 +34,7 @@ from octavo.base import accelerator
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, find_edges, slice_piece, whole_groups
 from octavo.fp8.arithmetic.moments import GROUP, MaxOverRanks
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.engine import Engine, engine
+from octavo.fp8.optim.engine import Engine, select_engine
 from octavo.fp8.optim.layout import Group
 from octavo.fp8.weights.shards import is_dtensor, plain
 
@@ -60,7 +60,7 @@ class Transfers(Protocol):
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         """Begin to copy host to device, once what was last written back from the slots ``behind`` has arrived."""
 
-    def arrive(self, slot: int) -> None:
+    def wait_for_fetch(self, slot: int) -> None:
         """Let the work that follows wait for the fetch of this slot."""
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
@@ -95,7 +95,7 @@ class StreamTransfers:
                 on_device.copy_(here, non_blocking=True)
             self._arrived[slot].record(self._inward)
 
-    def arrive(self, slot: int) -> None:
+    def wait_for_fetch(self, slot: int) -> None:
         accelerator.current_stream(self._on).wait_event(self._arrived[slot])
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
@@ -125,7 +125,7 @@ class _Batch(NamedTuple):
         return tuple((t.data_ptr(), t.numel()) for t in self.host)
 
 
-class _Fetched(NamedTuple):
+class _FetchedBatch(NamedTuple):
     slot: int
     stamp: tuple[tuple[int, int, int], ...]
     device: tuple[Tensor, ...]
@@ -160,7 +160,7 @@ class Offload:
         self._buffers: list[Tensor | None] = [None] * _BUFFERS
         self._wrote: list[set[int]] = [set() for _ in range(_BUFFERS)]  # addresses on the host
         self._next_slot = 0
-        self._ahead: _Fetched | None = None
+        self._ahead: _FetchedBatch | None = None
         self._after: dict[tuple[tuple[int, int], ...], _Batch] = {}
         self._last: _Batch | None = None
 
@@ -186,15 +186,15 @@ class Offload:
         cut = [] if agree is None else [slice_piece(e.piece, e.first, e.last) for e in find_edges(pieces)]
         batches = list(self._batches(pieces if agree is None else map(whole_groups, pieces)))
         if cut:
-            batches.append(_batch(cut))
+            batches.append(_make_batch(cut))
         for i, batch in enumerate(batches):
             fetched = self._take(batch)
             ahead = batches[i + 1] if i + 1 < len(batches) else self._after.get(batch.place)
             if ahead is not None:
                 self._ahead = self._fetch(ahead)
-            self._move.arrive(fetched.slot)
+            self._move.wait_for_fetch(fetched.slot)
             last = bool(cut) and i + 1 == len(batches)
-            engine(_on_device(batch, fetched.device), hyper, factor, agree if last else None)
+            engine(_with_device_states(batch, fetched.device), hyper, factor, agree if last else None)
             self._move.write_back(fetched.slot, list(zip(fetched.device, batch.host, strict=True)))
             self._wrote[fetched.slot] = {place for place, _ in batch.place}
             batch = _Batch((), batch.host)  # remembered without its gradients, which would not be freed otherwise
@@ -206,16 +206,16 @@ class Offload:
         """Wait until host memory holds what the last step wrote: before it is read, as by a state dict."""
         self._move.settle()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what was fetched ahead and what is known of the order: states were loaded or parameters removed."""
         self._ahead, self._last = None, None
         self._after.clear()
 
-    def _take(self, batch: _Batch) -> _Fetched:
+    def _take(self, batch: _Batch) -> _FetchedBatch:
         ahead, self._ahead = self._ahead, None
         return ahead if ahead is not None and ahead.stamp == batch.stamp else self._fetch(batch)
 
-    def _fetch(self, batch: _Batch) -> _Fetched:
+    def _fetch(self, batch: _Batch) -> _FetchedBatch:
         slot, self._next_slot = self._next_slot, (self._next_slot + 1) % _BUFFERS
         sizes = [-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in batch.host]
         buffer = self._buffers[slot]
@@ -232,7 +232,7 @@ class Offload:
         mine = {place for place, _ in batch.place}
         behind = [other for other, wrote in enumerate(self._wrote) if other == slot or not mine.isdisjoint(wrote)]
         self._move.fetch(slot, list(zip(device, batch.host, strict=True)), behind)
-        return _Fetched(slot, batch.stamp, tuple(device))
+        return _FetchedBatch(slot, batch.stamp, tuple(device))
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[_Batch]:
         """Pieces, cut where they are too large, as many together as a batch holds."""
@@ -240,18 +240,18 @@ class Offload:
         held = 0
         for piece in pieces:
             for cut in self._cut(piece) if piece.weight.numel() else ():
-                size = _bytes(cut)
+                size = _state_bytes(cut)
                 if group and held + size > self.batch:
-                    yield _batch(group)
+                    yield _make_batch(group)
                     group, held = [], 0
                 group.append(cut)
                 held += size
         if group:
-            yield _batch(group)
+            yield _make_batch(group)
 
     def _cut(self, piece: Piece) -> Iterator[Piece]:
         """Parts of at most a batch's size that begin where a group of the whole parameter begins."""
-        count, size = piece.weight.numel(), _bytes(piece)
+        count, size = piece.weight.numel(), _state_bytes(piece)
         if size <= self.batch:
             yield piece
             return
@@ -264,7 +264,7 @@ class Offload:
 
 
 @lru_cache(maxsize=16)
-def of(device: torch.device) -> Offload:
+def offload_for(device: torch.device) -> Offload:
     """The one that serves a device."""
     return Offload(device)
 
@@ -280,18 +280,18 @@ class OffloadedAdamW(AdamW):
     def __init__(self, params: ParamsT, *args: Any, **settings: Any) -> None:
         super().__init__(params, *args, **settings)
         for device in self._devices():
-            weakref.finalize(self, of(device).forget)  # of() raises where there is nothing to offload from
+            weakref.finalize(self, offload_for(device).reset)  # of() raises where there is nothing to offload from
         self.register_state_dict_pre_hook(lambda _: self.settle())
         self.register_load_state_dict_post_hook(lambda _: self._forget())
 
-    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
+    def init_state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """As AdamW's, on the host."""
-        state = super().fresh(p, group)
-        offload = of(plain(p).device)
+        state = super().init_state(p, group)
+        offload = offload_for(plain(p).device)
         for name, x in state.items():
             if name != "step":
                 on_host = offload.host(plain(x))
-                state[name] = _local(x, on_host) if is_dtensor(x) else on_host
+                state[name] = _wrap_like(x, on_host) if is_dtensor(x) else on_host
         return state
 
     def run(
@@ -299,37 +299,37 @@ class OffloadedAdamW(AdamW):
     ) -> None:
         """As AdamW's, with states that come to the device of their weight and go back."""
         device = pieces[0].weight.device
-        of(device).step(pieces, hyper, factor, agree, engine(device))
+        offload_for(device).step(pieces, hyper, factor, agree, select_engine(device))
 
     def settle(self) -> None:
         """Wait until host memory holds what the last step wrote: before ``optimizer.state`` is read."""
         for device in self._devices():
-            of(device).settle()
+            offload_for(device).settle()
 
     def _devices(self) -> set[torch.device]:
         return {plain(p).device for group in self.param_groups for p in group["params"]}
 
     def _forget(self) -> None:
         for device in self._devices():
-            of(device).forget()
+            offload_for(device).reset()
 
 
-def _local(like: Any, here: Tensor) -> Tensor:
+def _wrap_like(like: Any, here: Tensor) -> Tensor:
     """A DTensor like ``like`` whose part of this rank is ``here``, on whatever device: ``from_local`` would move it."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(here, like._spec, requires_grad=False)
 
 
-def _bytes(piece: Piece) -> int:
+def _state_bytes(piece: Piece) -> int:
     return sum(-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in piece.state.values())
 
 
-def _batch(pieces: list[Piece]) -> _Batch:
+def _make_batch(pieces: list[Piece]) -> _Batch:
     return _Batch(tuple(pieces), tuple(t for piece in pieces for t in piece.state.values()))
 
 
-def _on_device(batch: _Batch, device: tuple[Tensor, ...]) -> list[Piece]:
+def _with_device_states(batch: _Batch, device: tuple[Tensor, ...]) -> list[Piece]:
     """The pieces of a batch with the states that were fetched."""
     rest = iter(device)
     return [piece._replace(state={name: next(rest) for name in piece.state}) for piece in batch.pieces]

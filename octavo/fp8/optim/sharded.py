@@ -24,7 +24,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.adamw import find_edges as edges_of
 from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.optim.engine import Engine
-from octavo.fp8.weights.shards import borders, is_dtensor, sharded_over
+from octavo.fp8.weights.shards import is_dtensor, shard_borders, sharded_over
 
 # Rows of each exchange: the extrema as (-lo, hi) of v, for coat before it those of m; then the largest |r|.
 _ROUNDS = {"fp8": (2, 1), "coat": (4,), "bf16": (), "fp32": ()}
@@ -40,15 +40,15 @@ def cut_groups(parameter: Tensor) -> tuple[int, ...]:
     """The groups of the flattened whole parameter of which no rank holds all; the same on every rank."""
     if not is_dtensor(parameter) or not parameter.numel():
         return ()
-    return _cut(borders(parameter), parameter.shape[1:].numel())
+    return _groups_cut_at(shard_borders(parameter), parameter.shape[1:].numel())
 
 
-def _cut(rows: Sequence[int], row: int) -> tuple[int, ...]:
+def _groups_cut_at(rows: Sequence[int], row: int) -> tuple[int, ...]:
     """Groups inside which one of these rows, of so many elements, begins."""
     return tuple(sorted({first * row // GROUP for first in rows if first * row % GROUP}))
 
 
-def _groups_of(parameter: Any) -> tuple[Any, ...]:
+def _process_groups(parameter: Any) -> tuple[Any, ...]:
     """The process groups that share the rows of a DTensor: a maximum over each in turn is one over all ranks."""
     return tuple(parameter.device_mesh.get_group(dim) for dim in sharded_over(parameter))
 
@@ -85,7 +85,7 @@ class Agreement:
         slots: dict[tuple[int, int], tuple[Any, int]] = {}  # (parameter's number, group) -> (ranks, slot)
         self._sizes: dict[Any, int] = {}  # by process groups, in the order of the parameters
         for parameter, index in parameters:
-            ranks = _groups_of(parameter)
+            ranks = _process_groups(parameter)
             for group in cut_groups(parameter):
                 slot = self._sizes.get(ranks, 0)
                 slots[index, group] = (ranks, slot)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from octavo.fp8.optim.convert import encode
-from octavo.fp8.optim.layout import Group, groups, state_specs, touched
+from octavo.fp8.optim.layout import Group, local_groups, num_groups, state_specs
 from octavo.fp8.weights.shards import is_dtensor, plain, span
 
 _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
@@ -37,7 +37,7 @@ def load(
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
 
-    Warns of what :func:`note_on_old_coat` finds. Raises ValueError, before anything is changed, for a dict without
+    Warns of what :func:`old_coat_note` finds. Raises ValueError, before anything is changed, for a dict without
     states or groups, groups of other sizes, states of parameters in no group, other formats of states, missing or
     foreign tensors, other shapes or dtypes.
     """
@@ -66,7 +66,7 @@ def load(
             f"its groups of {sizes[0]} parameters. Load a state dict as optimizer.state_dict() gave it, whole."
         )
     # Everything is checked before the first tensor is written: a refused dict leaves the optimizer as it was.
-    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, document["state"])]
+    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _check_group(g, s, document["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
     for entry in work:
@@ -77,21 +77,21 @@ def load(
         state = optimizer.state[p] = state or fresh(p, group)
         if entry.foreign:
             zero = torch.zeros(plain(p).numel(), device=plain(p).device)
-            m, v = (_local(p, values[key]).reshape(-1).to(zero) if values else zero for key in _FP32)
+            m, v = (_local_values(p, values[key]).reshape(-1).to(zero) if values else zero for key in _FP32)
             encode(p, group, state, m, v)
         else:
             for spec in state_specs(group["states"], group["master"], plain(p).dtype):
                 value = values[spec.name]
-                value = _local(p, value) if spec.row is None else _rows(p, value)
+                value = _local_values(p, value) if spec.row is None else _local_rows(p, value)
                 plain(state[spec.name]).copy_(value.view(plain(state[spec.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
-    if note := note_on_old_coat(optimizer):
+    if note := old_coat_note(optimizer):
         warnings.warn(note, stacklevel=3)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
 
-def note_on_old_coat(optimizer: Optimizer) -> str | None:
+def old_coat_note(optimizer: Optimizer) -> str | None:
     """A warning about moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
     group exact where it is a multiple of 1/16 now; None where all are. k is stored with the codes, so that they decode
     as they did there, and the next step writes them again."""
@@ -119,7 +119,7 @@ class _Entry(NamedTuple):
     foreign: bool
 
 
-def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor]]) -> Iterator[_Entry]:
+def _check_group(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor]]) -> Iterator[_Entry]:
     # torch's AdamW has no formats of states; its moments are encoded as they are loaded.
     foreign = "states" not in saved
     first: list[str | None] = saved.get("param_names") or group.get("param_names") or [None] * len(group["params"])
@@ -145,11 +145,11 @@ def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor
     for name, number, p in zip(names, saved["params"], group["params"], strict=True):
         values = state.get(number) or {}
         if values:
-            _check(name, p, group, values, foreign)
+            _check_state(name, p, group, values, foreign)
         yield _Entry(p, group, values, foreign)
 
 
-def _check(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor], foreign: bool) -> None:
+def _check_state(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor], foreign: bool) -> None:
     kinds = {spec.name: spec for spec in state_specs(group["states"], group["master"], plain(p).dtype)}
     wanted = {"step", *(_FP32 if foreign else kinds)}
     if set(values) != wanted:
@@ -157,12 +157,12 @@ def _check(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor], for
             f"The state dict has {', '.join(sorted(values))} of {name}, where {', '.join(sorted(wanted))} are needed. "
             "Load a state dict of this kind of optimizer, whole."
         )
-    whole, (first, last) = list(p.shape), touched(span(p))
+    whole, (first, last) = list(p.shape), local_groups(span(p))
     here = list(plain(p).shape)
     for key in sorted(wanted - {"step"}):
         value, spec = values[key], kinds.get(key) if not foreign else None
         if spec is not None and spec.row is not None:
-            shapes = [[last - first, *spec.row], [groups(p.numel()), *spec.row]]
+            shapes = [[last - first, *spec.row], [num_groups(p.numel()), *spec.row]]
         else:
             shapes = [whole] if is_dtensor(value) or not is_dtensor(p) else [here, whole]
         right = value.is_floating_point() if spec is None else value.dtype == spec.dtype
@@ -174,7 +174,7 @@ def _check(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor], for
             )
 
 
-def _local(p: Tensor, value: Tensor) -> Tensor:
+def _local_values(p: Tensor, value: Tensor) -> Tensor:
     """This rank's part of a value an element, given as a shard or whole."""
     if is_dtensor(value) or not is_dtensor(p) or (value.shape == plain(p).shape and value.shape != p.shape):
         return plain(value)
@@ -182,7 +182,7 @@ def _local(p: Tensor, value: Tensor) -> Tensor:
     return value.reshape(-1)[mine.start : mine.stop]
 
 
-def _rows(p: Tensor, value: Tensor) -> Tensor:
+def _local_rows(p: Tensor, value: Tensor) -> Tensor:
     """This rank's rows of a value a group, given so or whole."""
-    first, last = touched(span(p))
+    first, last = local_groups(span(p))
     return value if len(value) == last - first else value[first:last]

@@ -1,6 +1,6 @@
 """Counted GEMMs against the plan, GEMMs computed again, what a measured plan predicts, whether two models agree."""
 
-from octavo.fp8.proof.checking import Check, Site, sites, sites_of_check, size_of
+from octavo.fp8.proof.checking import Check, CheckedGemm, check_size, fp8_gemms, select_gemms
 from octavo.fp8.proof.prediction import Prediction, predict
 from octavo.fp8.proof.proof import Proof
 from octavo.fp8.proof.reference import reference_note
@@ -9,10 +9,10 @@ __all__ = [
     "Check",
     "Prediction",
     "Proof",
-    "Site",
-    "sites_of_check",
+    "CheckedGemm",
+    "select_gemms",
     "predict",
     "reference_note",
-    "sites",
-    "size_of",
+    "fp8_gemms",
+    "check_size",
 ]

@@ -22,7 +22,7 @@ from octavo.fp8.arithmetic.recipe import GEMMS
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import Result
 from octavo.fp8.planning.plan import Plan
-from octavo.fp8.proof.comparing import Compared, Difference, compare
+from octavo.fp8.proof.comparing import ComparisonCounts, Difference, compare
 from octavo.fp8.weights.sums import stale_codes
 
 ROUND = 32  # checks in which all GEMMs come round, where there are enough of them
@@ -30,7 +30,7 @@ LEAST = 4  # GEMMs of a check
 FAULTS = 8  # that a check keeps
 
 
-class Site(NamedTuple):
+class CheckedGemm(NamedTuple):
     """A GEMM of a layer: fwd, dgrad or wgrad."""
 
     layer: str
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 class Fault:
     """A GEMM that gave something else than it should."""
 
-    site: Site
+    site: CheckedGemm
     backend: str
     difference: Difference
 
@@ -52,26 +52,26 @@ class Fault:
         return {**self.site._asdict(), "backend": self.backend, **self.difference.to_json(), "said": str(self)}
 
 
-def sites(plan: Plan) -> tuple[Site, ...]:
+def fp8_gemms(plan: Plan) -> tuple[CheckedGemm, ...]:
     """The GEMMs that a plan has in FP8; all experts of a layer count as one. A frozen weight has no gradient."""
     return tuple(
-        Site(row.name, gemm)
+        CheckedGemm(row.name, gemm)
         for row in plan.rows
         for gemm in GEMMS
         if row.recipe is not None and row.recipe.gemm(gemm) is not None and not (gemm == "wgrad" and row.row.frozen)
     )
 
 
-def size_of(count: int) -> int:
+def check_size(count: int) -> int:
     """How many of ``count`` GEMMs a check takes: all of them in :data:`ROUND` checks, and at least :data:`LEAST`."""
     return min(count, max(LEAST, -(-count // ROUND)))
 
 
-def sites_of_check(candidates: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
+def select_gemms(candidates: Sequence[CheckedGemm], seed: int, number: int) -> tuple[CheckedGemm, ...]:
     """The GEMMs of check ``number``, counted from 0. Each round goes through all of them, shuffled by the seed."""
     if not candidates:
         return ()
-    size, chosen = size_of(len(candidates)), []
+    size, chosen = check_size(len(candidates)), []
     for place in range(number * size, (number + 1) * size):
         order = list(candidates)
         random.Random(f"{seed} {place // len(candidates)}").shuffle(order)
@@ -84,10 +84,10 @@ class Check:
     ``faults`` are what differed, in the order of the step, ``done`` how much was compared, ``stale`` the layers whose
     codes belong to an earlier value of the weight."""
 
-    def __init__(self, chosen: Iterable[Site], draw: int = 0) -> None:
+    def __init__(self, chosen: Iterable[CheckedGemm], draw: int = 0) -> None:
         self.sites = tuple(chosen)
         self.faults: list[Fault] = []
-        self.done = Compared()
+        self.done = ComparisonCounts()
         self.stale: list[str] = []
         self._draw, self._random = draw, random.Random(draw)
         self._gemms: dict[str, set[str]] = {}
@@ -100,7 +100,7 @@ class Check:
         with recorder.attach(checker=self):
             yield self
 
-    def look_at_codes(self, model: nn.Module) -> None:
+    def check_weight_codes(self, model: nn.Module) -> None:
         """Compare the codes that the step multiplied by with the weights, before an optimizer step changes both."""
         self.stale += stale_codes(model, self._draw)
 
@@ -119,4 +119,4 @@ class Check:
         with torch.no_grad(), _disable_current_modes():
             difference = compare(result, self._random, self.done)
         if difference is not None:
-            self.faults.append(Fault(Site(layer, result.gemm), result.backend, difference))
+            self.faults.append(Fault(CheckedGemm(layer, result.gemm), result.backend, difference))

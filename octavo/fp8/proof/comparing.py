@@ -63,7 +63,7 @@ class Difference:
 
 
 @dataclass
-class Compared:
+class ComparisonCounts:
     """How much was compared: ``codes`` of operands, ``values`` of products, and ``unsteady``, how many products a
     kernel does not give alike twice."""
 
@@ -73,7 +73,7 @@ class Compared:
     unsteady: int = 0
 
 
-def compare(result: Result, draw: random.Random, done: Compared) -> Difference | None:
+def compare(result: Result, draw: random.Random, done: ComparisonCounts) -> Difference | None:
     """The first difference in a GEMM, operands before the product; None where there is none. ``done`` is added to."""
     done.products += 1
     names = OPERANDS[result.gemm]
@@ -84,7 +84,7 @@ def compare(result: Result, draw: random.Random, done: Compared) -> Difference |
         if (difference := compare_cast(name, x, q, noted=result.noted and name != "w")) is not None:
             return difference
     done.values += result.out.numel()
-    return _compare_repeated(result, done) or _tile(result, draw)
+    return _compare_repeated(result, done) or _compare_tile(result, draw)
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def compare_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Dif
             recast = cast.quantize(part, spec)
         else:
             recast = cast.quantize_with_scale(part, scale, spec, amax)
-        grid = _grid(rows, spec.block[0]), _grid(cols, spec.block[1])
+        grid = _block_range(rows, spec.block[0]), _block_range(cols, spec.block[1])
         for what, actual, wanted, first in (
             ("scale", q.scale[grid], recast.scale, (grid[0].start, grid[1].start)),
             ("code", q.data[rows, cols], recast.data, (rows.start, cols.start)),
@@ -127,14 +127,14 @@ def _bands(x: Tensor, spec: CastSpec) -> Iterator[tuple[slice, slice]]:
         yield (band, slice(0, cols)) if down else (slice(0, rows), band)
 
 
-def _grid(span: slice, block: int) -> slice:
+def _block_range(span: slice, block: int) -> slice:
     return slice(0, 1) if block == -1 else slice(span.start // block, ceil_div(span.stop, block))
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _compare_repeated(result: Result, done: Compared) -> Difference | None:
+def _compare_repeated(result: Result, done: ComparisonCounts) -> Difference | None:
     """The product against the same kernel's on the same operands; None too where that gives other bits each time."""
     again = result.again()
     difference = first_difference(
@@ -148,12 +148,12 @@ def _compare_repeated(result: Result, done: Compared) -> Difference | None:
     return None
 
 
-def _tile(result: Result, draw: random.Random) -> Difference | None:
+def _compare_tile(result: Result, draw: random.Random) -> Difference | None:
     """A tile of the product against the reference's, on the CPU."""
     a_dim, b_dim = CONTRACTED[result.gemm]
     k, on_cpu = result.a_q.data.shape[a_dim], result.out.device.type == "cpu"
-    rows, a = _lines(result.a_q, 1 - a_dim, draw)
-    cols, b = _lines(result.b_q, 1 - b_dim, draw)
+    rows, a = _read_lines(result.a_q, 1 - a_dim, draw)
+    cols, b = _read_lines(result.b_q, 1 - b_dim, draw)
     wanted, most = _multiply(result.gemm, a, b), _multiply(result.gemm, _magnitudes(a), _magnitudes(b))
     if result.bias is not None:
         bias = result.bias[cols].cpu().float()
@@ -166,7 +166,7 @@ def _tile(result: Result, draw: random.Random) -> Difference | None:
     close |= (values == wanted.to(result.out.dtype).float()) | (values.isnan() & wanted.isnan())
     if bool(close.all()):
         return None
-    at = _first(~close)
+    at = _first_index(~close)
     return Difference(
         f"a value of {RESULTS[result.gemm]}", (rows.start + at[0], cols.start + at[1]), f"{float(values[at]):.9g}",
         f"{float(wanted[at]):.9g}", None, int((~close).sum()), close.numel(),
@@ -174,7 +174,7 @@ def _tile(result: Result, draw: random.Random) -> Difference | None:
     )  # fmt: skip
 
 
-def _lines(q: Quantized, free: int, draw: random.Random) -> tuple[slice, Quantized]:
+def _read_lines(q: Quantized, free: int, draw: random.Random) -> tuple[slice, Quantized]:
     """Some rows (columns) of an operand with all that they are multiplied by, in host memory: whole blocks of them."""
     size, block = q.data.shape[free], max(q.spec.block[free], 1)
     side = ceil_div(TILE, block) * block
@@ -182,7 +182,7 @@ def _lines(q: Quantized, free: int, draw: random.Random) -> tuple[slice, Quantiz
     span = slice(start, min(start + side, size))
     data, scale = (
         t.narrow(free, part.start, part.stop - part.start).cpu().contiguous()
-        for t, part in ((q.data, span), (q.scale, _grid(span, q.spec.block[free])))
+        for t, part in ((q.data, span), (q.scale, _block_range(span, q.spec.block[free])))
     )
     return span, Quantized(data, scale, q.spec)
 
@@ -212,7 +212,7 @@ def first_difference(
         apart &= ~(actual.isnan() & wanted.isnan())
         if not bool(apart.any()):
             return None
-    at = _first(apart)
+    at = _first_index(apart)
     ours, theirs = int(a[at]), int(b[at])
     mask = (1 << (8 * actual.element_size())) - 1
     words = (f"{float(actual[at]):.9g}", f"{float(wanted[at]):.9g}") if plain else (f"0x{ours:02x}", f"0x{theirs:02x}")
@@ -224,6 +224,6 @@ def _as_bits(x: Tensor) -> Tensor:
     return x.view(_BITS[x.element_size()])
 
 
-def _first(apart: Tensor) -> tuple[int, int]:
+def _first_index(apart: Tensor) -> tuple[int, int]:
     at = int(apart.flatten().int().argmax())
     return at // apart.shape[1], at % apart.shape[1]

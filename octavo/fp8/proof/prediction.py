@@ -100,15 +100,15 @@ def predict(plan: Plan, more_flops: Mapping[str, float] | None = None) -> Predic
     )
     if prediction.gain >= WORTH:
         return prediction
-    causes = _causes(prediction, times, plan)
+    causes = _explain_small_gain(prediction, times, plan)
     warning = f"FP8 is predicted to gain {_percent(prediction.gain)}, less than {WORTH:.0%}: {'; '.join(causes)}"
     return Prediction(prediction.linear_high, prediction.linear_planned, estimated, plan.micro_steps, (warning,))
 
 
-def _causes(prediction: Prediction, times: Mapping[str, Times], plan: Plan) -> list[str]:
+def _explain_small_gain(prediction: Prediction, times: Mapping[str, Times], plan: Plan) -> list[str]:
     total = sum(t.high for t in times.values())
     lost = [t for t in times.values() if t.planned >= t.high]
-    host = [t for t in lost if t.best is not None and _host_bound(t, plan.micro_steps)]
+    host = [t for t in lost if t.best is not None and _is_host_bound(t, plan.micro_steps)]
     small = sum(t.high for t in lost if t not in host) / total
     causes = []
     if small >= _LARGE:
@@ -130,7 +130,7 @@ def _causes(prediction: Prediction, times: Mapping[str, Times], plan: Plan) -> l
     return causes or ["the layers that win are a small part of the step"]
 
 
-def _host_bound(times: Times, micro_steps: int) -> bool:
+def _is_host_bound(times: Times, micro_steps: int) -> bool:
     """True if only its launches make the best FP8 candidate slower."""
     assert times.best is not None
     entry = times.measured.entries[times.best]

@@ -10,7 +10,7 @@ For a step in which a component ran n forwards (micro-batches), every one of its
     dgrad      as often as a forward had an input that asked for a gradient
 
 each on the backend that the plan named; and none of a layer that the plan has in high precision in FP8. What differs
-stops the run with a :class:`ProofError`. Where plans follow each other (:meth:`Proof.follow`), each is proven.
+stops the run with a :class:`ProofError`. Where plans follow each other (:meth:`Proof.switch_plan`), each is proven.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Proof:
     def __init__(self, plan: Plan, dealt: int = 1, parts: Iterable[str] = (), step: int = 1) -> None:
         self.dealt, self.parts = dealt, frozenset(parts)
         self._spans: list[dict[str, Any]] = []
-        self.follow(plan, step)
+        self.switch_plan(plan, step)
         self.missing: list[str] = []
         self.unused: list[str] = []
         self._calls: Counter[tuple[str, str, str]] = Counter()  # (component, gemm, backend)
@@ -53,18 +53,18 @@ class Proof:
         waits = f"not reached yet: {', '.join(sorted(self.pending))}" if self.pending else "every component reached"
         return f"Proof({summary(self.plan.rows)}; {waits})"
 
-    def follow(self, plan: Plan, step: int) -> None:
+    def switch_plan(self, plan: Plan, step: int) -> None:
         """Another plan holds from ``step`` on, and its proof starts from nothing."""
         if self._spans:
-            self._end(step - 1)
+            self._finish_span(step - 1)
         self.plan, self.pending = plan, {r.component for r in plan.rows if r.fp8} | self.parts
         self._spans.append({"steps": [step, None]})
-        self._now: Counter[bool] = Counter()  # FLOPs under this plan, by whether they ran in FP8
+        self._span_flops: Counter[bool] = Counter()  # FLOPs under this plan, by whether they ran in FP8
 
-    def _end(self, step: int | None) -> None:
+    def _finish_span(self, step: int | None) -> None:
         """Write down what was counted under the plan so far."""
-        total = sum(self._now.values())
-        share = self._now[True] / total if total else None
+        total = sum(self._span_flops.values())
+        share = self._span_flops[True] / total if total else None
         self._spans[-1] |= {"share": share, "planned": self.plan.share, "pending": sorted(self.pending)}
         self._spans[-1]["steps"][1] = step
 
@@ -90,21 +90,21 @@ class Proof:
             if calls:
                 ran[layer][gemm, backend] = calls
         # Before the checks: the share that is reported includes the step that fails them.
-        self._add(counts)
+        self._add_counts(counts)
         problems: list[str] = []
         for component, n in forwards.items():
             rows = [r for r in self.plan.rows if r.component == component and r.fp8]
             if n <= 0 or not rows:
                 continue
-            unused = [r.name for r in rows if _unused(r, counts, ran[r.name])]
+            unused = [r.name for r in rows if _is_unused(r, counts, ran[r.name])]
             if len(unused) == len(rows):
                 problems.append(f"{component}: no backward reached any of its FP8 layers")
             for row in rows:
                 each = n * ((row.row.experts or self.dealt) // self.dealt)
-                mismatches = _mismatches(row, counts, ran[row.name], each, row.name in unused)
+                mismatches = _list_mismatches(row, counts, ran[row.name], each, row.name in unused)
                 problems += [f"{row.name}: {p}" for p in mismatches]
             self.unused += [u for u in unused if u not in self.unused]
-        problems += self._strays(ran)
+        problems += self._unplanned_fp8(ran)
         if problems:
             self.missing += problems
             rest = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -115,7 +115,7 @@ class Proof:
             )
         self.pending -= {c for c, n in forwards.items() if n > 0}
 
-    def _strays(self, ran: Mapping[str, _Ran]) -> list[str]:
+    def _unplanned_fp8(self, ran: Mapping[str, _Ran]) -> list[str]:
         """GEMMs in FP8 of layers that the plan has in high precision."""
         return [
             f"{row.name}: planned in high precision, {calls} {gemm} ran on {backend}"
@@ -125,7 +125,7 @@ class Proof:
             if backend != HIGH
         ]
 
-    def _add(self, counts: GemmCounts) -> None:
+    def _add_counts(self, counts: GemmCounts) -> None:
         """Add everything that ran to the share, whichever components the caller asked to check."""
         rows = {r.name: r for r in self.plan.rows}
         for key, calls in counts.items():
@@ -136,7 +136,7 @@ class Proof:
             self._calls[(row.component, gemm, backend)] += calls
             if row.kind not in OUTSIDE:
                 self._flops[(row.component, gemm, backend != HIGH)] += counts.flops[key]
-                self._now[backend != HIGH] += counts.flops[key]
+                self._span_flops[backend != HIGH] += counts.flops[key]
 
     def share(self, component: str | None = None) -> float | None:
         """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
@@ -153,7 +153,7 @@ class Proof:
         for (component, gemm, backend), calls in self._calls.items():
             components.setdefault(component, {}).setdefault(gemm, {})[backend] = calls
         seen = list(dict.fromkeys(c for c, _, _ in self._flops))
-        self._end(None)
+        self._finish_span(None)
         return {
             "share": self.share(),
             "shares": {c: self.share(c) for c in seen},
@@ -172,20 +172,20 @@ class Proof:
         return [dict(span) for span in self._spans]
 
 
-def _calls(ran: _Ran, gemm: str) -> int:
+def _count_calls(ran: _Ran, gemm: str) -> int:
     return sum(n for (g, _), n in ran.items() if g == gemm)
 
 
-def _unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
+def _is_unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
     """True if forwards announced backward GEMMs and none ran: the output did not reach the loss."""
     announced = any(counts.due(row.name, g) for g in _BACKWARD)
-    return announced and not any(_calls(ran, g) for g in _BACKWARD)
+    return announced and not any(_count_calls(ran, g) for g in _BACKWARD)
 
 
-def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: bool) -> list[str]:
+def _list_mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: bool) -> list[str]:
     """What differs for one layer after forwards of its component, as phrases; ``want``: how often its GEMMs were to run
     in each."""
-    forward, idle = _calls(ran, "fwd"), counts.idle[row.name]
+    forward, idle = _count_calls(ran, "fwd"), counts.idle[row.name]
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []
@@ -193,8 +193,8 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: 
     if forward < want if row.kind == "lm_head" else (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
     due = {g: counts.due(row.name, g) for g in _BACKWARD}
-    if any(due.values()) and _calls(ran, "recompute") > forward:
-        out.append(f"{forward} fwd were recomputed {_calls(ran, 'recompute')} times")
+    if any(due.values()) and _count_calls(ran, "recompute") > forward:
+        out.append(f"{forward} fwd were recomputed {_count_calls(ran, 'recompute')} times")
     planned = 0 if row.row.frozen else forward
     if due["wgrad"] != planned:
         no_grad = counts.no_grad[row.name]
@@ -207,7 +207,9 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: 
             why = f"the weight asked for {due['wgrad']} (was it frozen or thawed after the plan?)"
         out.append(f"planned {planned} wgrad, but {why}")
     if not unused:
-        out += [f"planned {due[g]} {g}, counted {_calls(ran, g)}" for g in _BACKWARD if _calls(ran, g) != due[g]]
+        out += [
+            f"planned {due[g]} {g}, counted {_count_calls(ran, g)}" for g in _BACKWARD if _count_calls(ran, g) != due[g]
+        ]
     for (gemm, backend), calls in ran.items():
         selection = row.selections.get("fwd" if gemm == "recompute" else gemm)
         named = HIGH if selection is None else selection.backend.name

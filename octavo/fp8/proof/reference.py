@@ -36,7 +36,7 @@ class _Operands(NamedTuple):
 def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
     """A sentence on the precision of a reference compared with its policy, and its effect on KL and DPO; None if both
     are in high precision. Wrappers (DDP, PEFT, torch.compile) are looked through. Nothing is computed."""
-    mine, theirs = _operands(policy), _operands(reference)
+    mine, theirs = _list_operands(policy), _list_operands(reference)
     names = [*mine, *(name for name in theirs if name not in mine)]
     if not names:
         return None
@@ -62,7 +62,7 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
     )
 
 
-def _operands(model: nn.Module) -> dict[str, _Operands]:
+def _list_operands(model: nn.Module) -> dict[str, _Operands]:
     """Parameter, by its name in the stock model -> how its layer computes, for all that are not in high precision."""
     operands = {}
     for path, module in model.named_modules():

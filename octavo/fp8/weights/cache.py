@@ -32,7 +32,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.capture import are_weights_constant, is_capturing
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import versions as clock
-from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
+from octavo.fp8.weights.fp8_tensor import Fp8Weight, Master, master_of
 from octavo.fp8.weights.shards import is_whole, local_of
 from octavo.fp8.weights.versions import watch_optimizers
 
@@ -120,25 +120,29 @@ class WeightCache:
         self._for_dgrad.clear()
         self._source, self._stamp = None, ()
 
-    def placed(self, value: object) -> None:
+    def on_parameter_set(self, value: object) -> None:
         """Called when a parameter is assigned to the module: under FSDP2 the sharded one (resharding) or the gathered
         one."""
         self.drop()
         if not is_whole(value):
             self._sharded = weakref.ref(value)  # type: ignore[assignment]
         elif isinstance(value, Tensor):
-            self.own(value)
+            self.register(value)
 
-    def own(self, weight: Tensor) -> None:
+    def register(self, weight: Tensor) -> None:
         """Register as the cache that :func:`codes_of` returns for this weight."""
         if isinstance(weight, Fp8Weight):
             return  # such layers run outside compiled graphs and pass their cache
         storage = weight.untyped_storage()
         address = storage._cdata
         if address != self._address:
-            _forget(self._address, self)
+            _unregister(self._address, self)
             self._address = address
-        _caches[address] = (StorageWeakRef(storage), weakref.ref(self, lambda _: _forget(address)), _geometry(weight))
+        _caches[address] = (
+            StorageWeakRef(storage),
+            weakref.ref(self, lambda _: _unregister(address)),
+            _geometry(weight),
+        )
 
     def get(
         self,
@@ -165,8 +169,10 @@ class WeightCache:
         if isinstance(parameter, Fp8Weight):
             codes = parameter.codes(spec, part.slot)
             if codes is not None:
-                return codes if forward or not shared else self._of_frozen(parameter, part, codes, backend)
-        self.captured = _capturing(parameter) and not (are_weights_constant() and self._holds(parameter, part, spec))
+                return codes if forward or not shared else self._frozen_codes(parameter, part, codes, backend)
+        self.captured = _is_capturing(parameter) and not (
+            are_weights_constant() and self._has_codes(parameter, part, spec)
+        )
         cast = cast or backend.quantize
         if isinstance(parameter, Fp8Weight) and parameter.frozen:  # a cast that differs from its codes is not cached
             self.casts += 1
@@ -182,7 +188,7 @@ class WeightCache:
             self._for_dgrad.clear()
             self._codes.clear()
             self._source, self._stamp = StorageWeakRef(parameter.untyped_storage()), stamp
-            self.own(parameter)
+            self.register(parameter)
         codes = self._codes.get((part, spec))
         if codes is None:
             # A later training step may use codes that were cast in inference mode.
@@ -201,13 +207,13 @@ class WeightCache:
         turned = self._for_dgrad.get((part, spec))
         if turned is None:
             with torch.inference_mode(False), torch.no_grad():
-                turned = self._for_dgrad[part, spec] = backend.scales_for(codes, 0)
+                turned = self._for_dgrad[part, spec] = backend.reorder_scales(codes, 0)
         return turned
 
-    def _of_frozen(self, parameter: Fp8Weight, part: WeightSlice, codes: Quantized, backend: Backend) -> Quantized:
+    def _frozen_codes(self, parameter: Fp8Weight, part: WeightSlice, codes: Quantized, backend: Backend) -> Quantized:
         """Existing codes in dgrad's layout. FSDP2 frees gathered codes with the layer: nothing of them is kept."""
-        stored = parameter.first()
-        if parameter.frozen is None or self._sharded() is not None or stored.is_inference() or _capturing(stored):
+        stored = parameter.first_tensor()
+        if parameter.frozen is None or self._sharded() is not None or stored.is_inference() or _is_capturing(stored):
             return codes
         stamp = (weakref.ref(parameter.frozen), stored._version, self.both)
         if self._stamp != stamp:
@@ -216,15 +222,15 @@ class WeightCache:
         turned = self._for_dgrad.get((part, codes.spec))
         if turned is None:
             with torch.inference_mode(False), torch.no_grad():
-                turned = backend.laid_for(codes, 0) if self.both else backend.scales_for(codes, 0)
+                turned = backend.copy_for_gemm(codes, 0) if self.both else backend.reorder_scales(codes, 0)
             self._for_dgrad[part, codes.spec] = turned
         return turned
 
-    def _holds(self, parameter: Tensor, part: WeightSlice, spec: CastSpec) -> bool:
+    def _has_codes(self, parameter: Tensor, part: WeightSlice, spec: CastSpec) -> bool:
         """Whether there are valid codes."""
-        return (part, spec) in self._codes and self.valid(parameter)
+        return (part, spec) in self._codes and self.is_valid(parameter)
 
-    def valid(self, parameter: Tensor) -> bool:
+    def is_valid(self, parameter: Tensor) -> bool:
         """Whether :meth:`get` would return cached codes for the parameter, by all that it can check."""
         if not self._codes or not is_whole(parameter) or parameter.is_inference():
             return False
@@ -240,11 +246,11 @@ class WeightCache:
         return (clock.now, storage, parameter._version, parameter.data_ptr(), parameter.dtype, version)
 
 
-def _capturing(weight: Tensor) -> bool:
+def _is_capturing(weight: Tensor) -> bool:
     return weight.device.type != "cpu" and is_capturing(weight.device)
 
 
-def _forget(address: int, codes: WeightCache | None = None) -> None:
+def _unregister(address: int, codes: WeightCache | None = None) -> None:
     """Unregister the cache of a storage; given a cache, only if it is still that one (tied layers share a storage)."""
     entry = _caches.get(address)
     if entry is not None and entry[1]() is codes:
@@ -265,12 +271,12 @@ class CachesWeights(nn.Module):
         if name in self.__dict__.get("_parameters", ()):
             codes = self._weight_codes().get(name)
             if codes is not None:
-                codes.placed(value)
+                codes.on_parameter_set(value)
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        clock.edited()
+        clock.record_edit()
         for codes in self._weight_codes().values():
             codes.drop()
 
@@ -303,19 +309,19 @@ class CachesWeights(nn.Module):
             ) from error
         finally:
             self._parameters.update({name: p for name, p in parameters.items() if self._parameters[name] is None})
-        self.own_weights()
+        self.register_caches()
         return out
 
     def __setstate__(self, state: dict[str, object]) -> None:  # of copies and pickles
         super().__setstate__(state)
-        self.own_weights()
+        self.register_caches()
 
-    def own_weights(self) -> None:
+    def register_caches(self) -> None:
         """Register the caches by weight for compiled graphs, which do not know the layer."""
         for name, codes in self._weight_codes().items():
             weight = self._parameters.get(name)
             if weight is not None and is_whole(weight):
-                codes.own(weight)
+                codes.register(weight)
 
 
 def invalidate(model: nn.Module) -> None:
@@ -329,7 +335,7 @@ def invalidate(model: nn.Module) -> None:
     two layers of one input if the input is written this way between their calls (``x.data.mul_()``).
     """
     clock.notify()
-    clock.edited()
+    clock.record_edit()
     for module in model.modules():
         if isinstance(module, CachesWeights):
             for codes in module._weight_codes().values():
@@ -357,7 +363,7 @@ def weight_cache_bytes(model: nn.Module) -> int:
     return sum(size for (storage, _), size in each.items() if storage not in frozen) + sum(rows.values())
 
 
-def masters(module: CachesWeights) -> list[Held]:
+def masters(module: CachesWeights) -> list[Master]:
     """The masters of a module's FP8 weights, also if FSDP2 has replaced them by gathered ones."""
     held = []
     for name, codes in module._weight_codes().items():

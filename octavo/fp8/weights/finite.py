@@ -30,7 +30,7 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
         order.append(name)
         for part in _parts(tensor):
             if part.is_floating_point() and part.numel():
-                marks.setdefault(part.device, []).append((name, _finite(part)))
+                marks.setdefault(part.device, []).append((name, _is_finite(part)))
     bad: set[str] = set()
     for on_device in marks.values():
         finite = torch.stack([mark for _, mark in on_device]).tolist()
@@ -45,7 +45,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [here.master] if here.stored is None else [part for q in here.stored.codes for part in (q.data, q.scale)]
 
 
-def _finite(x: Tensor) -> Tensor:
+def _is_finite(x: Tensor) -> Tensor:
     """Whether all of x is finite, 0-d, on its device."""
     if x.dtype is torch.float8_e8m0fnu:
         return x.view(torch.uint8).amax() < 0xFF

@@ -32,7 +32,7 @@ class Source(NamedTuple):
     keep: bool = True
 
 
-class Held:
+class Master:
     """A master, and the codes of its rows under FSDP2; one for all aliases of a weight. ``casts`` counts them."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -48,7 +48,7 @@ class Held:
         """A number that rises with every write to the tensor that torch detects."""
         return self.tensor._version
 
-    def sent(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: DeviceMesh) -> Rows:
+    def shard_rows(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: DeviceMesh) -> Rows:
         """The codes of this rank's rows, cast if ``values`` changed. A collective where blocks are cut."""
         # If blocks are cut, a cast is a collective, so all ranks must make the same decision. The master's version
         # cannot decide then: a rank without rows sees no write to it.
@@ -75,7 +75,7 @@ class Codes:
         self, codes: list[Quantized], source: Source, turned: bool, frozen: bool, lead: int = 0, shard: bool = False
     ) -> None:
         self.codes, self.source = codes, source
-        self.turned, self.frozen, self.lead, self.shard = turned, frozen, lead, shard
+        self.is_transposed, self.frozen, self.lead, self.shard = turned, frozen, lead, shard
 
     @classmethod
     def gathered(
@@ -84,7 +84,7 @@ class Codes:
         """The codes of the whole weight from the tensors of all ranks: new ones, or written into ``before``."""
         scales = None if before is None else [q.scale for q in before.codes]
         shards = Shards(source.whole[0], ranks, 0)
-        codes = fp8_rows.gathered(outputs, source.needs, source.whole, shards, scales)
+        codes = fp8_rows.unpack_gathered(outputs, source.needs, source.whole, shards, scales)
         if before is None:
             return cls(codes, source, source.needs[0].transposed, frozen)
         before.codes[:] = codes
@@ -106,25 +106,25 @@ class Codes:
         """code * scale of the rows here, in ``dtype``; zeros where a shard of ``shape`` has no codes."""
         if not self.codes:
             return torch.zeros(shape, dtype=dtype, device=device)
-        q = _by_row(self.codes[0], self.lead) if self.lead else self.codes[0]
+        q = _expand_scales(self.codes[0], self.lead) if self.lead else self.codes[0]
         values = fp8_rows.dequantize(q, self.need, dtype)
-        values = values.mT if self.turned else values
+        values = values.mT if self.is_transposed else values
         missing = shape[0] - values.shape[0]
         return values if not missing else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Codes:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
         """A copy with ``change`` applied to codes and to scales."""
         codes = [Quantized(change(q.data), change(q.scale), q.spec) for q in self.codes]
-        return Codes(codes, self.source, self.turned, self.frozen, self.lead, self.shard)
+        return Codes(codes, self.source, self.is_transposed, self.frozen, self.lead, self.shard)
 
     def transposed(self) -> Codes:
         """The codes of a weight that shows the transpose of this one."""
-        return Codes(self.codes, self.source, not self.turned, self.frozen, self.lead)
+        return Codes(self.codes, self.source, not self.is_transposed, self.frozen, self.lead)
 
     def expert(self, slot: int) -> Codes:
         """The codes of one expert."""
         codes = [Quantized(q.data[slot], q.scale[slot], q.spec) for q in self.codes]
-        return Codes(codes, self.source, self.turned, self.frozen)
+        return Codes(codes, self.source, self.is_transposed, self.frozen)
 
     def rows(self, start: int, end: int) -> Codes:
         """Rows (or experts) ``start`` to ``end`` with the scales of their blocks, as views; this object itself if these
@@ -139,9 +139,9 @@ class Codes:
         else:
             scale, lead = q.scale[first // height : ceil_div(end + self.lead, height)], first % height
         codes = [Quantized(q.data[start:end], scale, q.spec)] if end > start else []
-        return Codes(codes, self.source, self.turned, self.frozen, lead, self.shard)
+        return Codes(codes, self.source, self.is_transposed, self.frozen, lead, self.shard)
 
-    def receive(self, other: Codes) -> None:
+    def copy_from(self, other: Codes) -> None:
         """Write the codes and scales of ``other`` into these; an empty shard allocates memory for them."""
         if not self.codes:
             self.codes[:] = [Quantized(q.data.clone(), q.scale.clone(), q.spec) for q in other.codes]
@@ -151,7 +151,7 @@ class Codes:
             mine.data.view(torch.uint8).copy_(its.data.view(torch.uint8))
             mine.scale.copy_(its.scale)
 
-    def sent(self, shards: Shards, device: torch.device) -> Rows:
+    def shard_rows(self, shards: Shards, device: torch.device) -> Rows:
         """The tensors that this rank sends of a frozen weight: the codes of its rows as bytes, zeros in the padding,
         and the scales of the blocks that begin here (a block across a border has the same scale on every rank)."""
         whole, height = self.source.whole, self.need.spec.block[0]
@@ -165,17 +165,17 @@ class Codes:
             first, last = (shards.first_block(shards.rank + i, height) for i in (0, 1))
             before = first - (0 if height == -1 else shards.here[0] // height)
             scale = scale[before : before + last - first]
-        return Rows([_padded(q.data.view(torch.uint8), codes_shape, 0)], [_padded(scale, scale_shape, 1)])
+        return Rows([_pad_rows(q.data.view(torch.uint8), codes_shape, 0)], [_pad_rows(scale, scale_shape, 1)])
 
 
-def _by_row(q: Quantized, lead: int) -> Quantized:
+def _expand_scales(q: Quantized, lead: int) -> Quantized:
     """Codes with one scale per row; the first ``lead`` rows of their first block are on earlier ranks."""
     height, rows = q.spec.block[0], q.data.shape[0]
     scale = q.scale.expand(rows, -1) if height == -1 else q.scale.repeat_interleave(height, 0)[lead : lead + rows]
     return Quantized(q.data, scale.contiguous(), CastSpec(q.spec.format, (1, q.spec.block[1]), q.spec.scale))
 
 
-def _padded(part: Tensor, shape: torch.Size, fill: int) -> Tensor:
+def _pad_rows(part: Tensor, shape: torch.Size, fill: int) -> Tensor:
     missing = shape[0] - part.shape[0]
     part = part if not missing else torch.cat([part, part.new_full((missing, *part.shape[1:]), fill)])
     return part.contiguous()

@@ -21,7 +21,7 @@ __all__ = ["Fp8Weight"]  # importing it from here registers its operations
 aten = torch.ops.aten
 
 
-def _for(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _implements(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         Fp8Weight.operations.update(dict.fromkeys(operations, function))
         return function
@@ -29,14 +29,14 @@ def _for(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-@_for(aten.detach.default, aten.alias.default)
+@_implements(aten.detach.default, aten.alias.default)
 def _alias(weight: Fp8Weight, *_: object, **__: object) -> Fp8Weight:
     state = weight.held or weight.stored
     assert state is not None
     return Fp8Weight(weight, weight.source, state)
 
 
-@_for(aten.as_strided.default)
+@_implements(aten.as_strided.default)
 def _as_strided(
     weight: Fp8Weight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Fp8Weight | None:
@@ -44,7 +44,7 @@ def _as_strided(
     return _alias(weight) if same else None
 
 
-@_for(aten.view.default)
+@_implements(aten.view.default)
 def _view(weight: Fp8Weight, size: Sequence[int]) -> Tensor | None:
     """FSDP2 keeps the padded shard as one flat tensor, to detect whether it was moved: this returns its codes."""
     if weight.frozen is None:
@@ -52,13 +52,13 @@ def _view(weight: Fp8Weight, size: Sequence[int]) -> Tensor | None:
     if tuple(size) == tuple(weight.shape):
         return weight.detach()
     flat = list(size) in ([-1], [weight.numel()])
-    return weight.first().view(-1) if flat and weight.frozen.shard else None
+    return weight.first_tensor().view(-1) if flat and weight.frozen.shard else None
 
 
 # Rows: how FSDP2 splits weights ---------------------------------------------------------------------------------------
 
 
-@_for(aten.slice.Tensor)
+@_implements(aten.slice.Tensor)
 def _slice(
     weight: Fp8Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Fp8Weight | None:
@@ -66,50 +66,50 @@ def _slice(
         return None
     if weight.held is not None:
         return Fp8Weight.of(aten.slice.Tensor(weight.held.tensor.detach(), dim, start, end), weight.source)
-    codes = _by_rows(weight)
+    codes = _row_codes(weight)
     if codes is None:
         return None
     first, last, _ = slice(start, end).indices(weight.shape[0])
     last = max(first, last)
     shape = (last - first, *weight.shape[1:])
-    return Fp8Weight.of_codes(codes.rows(first, last), shape, weight.dtype, weight.device)
+    return Fp8Weight.from_codes(codes.rows(first, last), shape, weight.dtype, weight.device)
 
 
-@_for(aten.narrow.default)
+@_implements(aten.narrow.default)
 def _narrow(weight: Fp8Weight, dim: int, start: int, length: int) -> Fp8Weight | None:
     return _slice(weight, dim, start, start + length) if weight.frozen else None
 
 
-@_for(aten.split.Tensor)
+@_implements(aten.split.Tensor)
 def _split(weight: Fp8Weight, size: int, dim: int = 0) -> list[Fp8Weight | None] | None:
     sizes = [min(size, weight.shape[0] - at) for at in range(0, weight.shape[0], size)]
     return _split_sizes(weight, sizes, dim)
 
 
-@_for(aten.split_with_sizes.default)
+@_implements(aten.split_with_sizes.default)
 def _split_sizes(weight: Fp8Weight, sizes: list[int], dim: int = 0) -> list[Fp8Weight | None] | None:
-    if _by_rows(weight) is None or dim != 0:
+    if _row_codes(weight) is None or dim != 0:
         return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [_slice(weight, 0, at, at + size) for at, size in zip(starts, sizes, strict=True)]
 
 
-def _by_rows(weight: Fp8Weight) -> Codes | None:
+def _row_codes(weight: Fp8Weight) -> Codes | None:
     """Frozen codes with the same rows (or experts) as the weight; None otherwise."""
-    return None if weight.turned and weight.dim() == 2 else weight.frozen
+    return None if weight.is_transposed and weight.dim() == 2 else weight.frozen
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
 
 
-@_for(aten.clone.default)
+@_implements(aten.clone.default)
 def _clone(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
     if weight.held is not None:
-        return weight.changed(partial(aten.clone.default, **how))
-    return weight.changed(torch.clone) if weight.frozen else None
+        return weight.map(partial(aten.clone.default, **how))
+    return weight.map(torch.clone) if weight.frozen else None
 
 
-@_for(aten._to_copy.default)
+@_implements(aten._to_copy.default)
 def _to_copy(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
     dtype, device = how.get("dtype"), how.get("device")
     if weight.held is not None:
@@ -123,32 +123,32 @@ def _to_copy(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
         return None
     blocking = bool(how.get("non_blocking", False))
     target = weight.device if device is None else device
-    return weight.changed(lambda t: t.to(target, non_blocking=blocking, copy=True))
+    return weight.map(lambda t: t.to(target, non_blocking=blocking, copy=True))
 
 
-@_for(aten._pin_memory.default)
+@_implements(aten._pin_memory.default)
 def _pin(weight: Fp8Weight, device: object = None) -> Fp8Weight | None:
-    return weight.changed(lambda t: t.pin_memory()) if weight.frozen else None
+    return weight.map(lambda t: t.pin_memory()) if weight.frozen else None
 
 
-@_for(aten.is_pinned.default)
-def _pinned(weight: Fp8Weight, device: object = None) -> bool | None:
+@_implements(aten.is_pinned.default)
+def _is_pinned(weight: Fp8Weight, device: object = None) -> bool | None:
     return all(q.data.is_pinned() for q in weight.frozen.codes) if weight.frozen else None
 
 
-@_for(aten.copy_.default)
+@_implements(aten.copy_.default)
 def _copy(weight: object, source: object, non_blocking: bool = False) -> Fp8Weight | None:
     if not isinstance(weight, Fp8Weight) or not weight.frozen:
         return None
-    weight.receive(source)
+    weight.copy_from(source)
     return weight
 
 
 # Other views of codes -------------------------------------------------------------------------------------------------
 
 
-@_for(aten.t.default, aten.transpose.int)
-def _turned(weight: Fp8Weight, *dims: int) -> Fp8Weight | None:
+@_implements(aten.t.default, aten.transpose.int)
+def _transpose(weight: Fp8Weight, *dims: int) -> Fp8Weight | None:
     last = weight.dim() - 1
     if weight.stored is None or (dims and {d % weight.dim() for d in dims} != {last - 1, last}):
         return None
@@ -156,12 +156,12 @@ def _turned(weight: Fp8Weight, *dims: int) -> Fp8Weight | None:
     return Fp8Weight(like, weight.source, weight.stored.transposed(), weight.device)
 
 
-@_for(aten.select.int)
+@_implements(aten.select.int)
 def _select(weight: Fp8Weight, dim: int, index: int) -> Fp8Weight | None:
     return None if weight.stored is None or weight.dim() != 3 or dim != 0 else weight.expert(index)
 
 
-@_for(aten.unbind.int)
+@_implements(aten.unbind.int)
 def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
     if weight.stored is None or weight.dim() != 3 or dim != 0 or not weight.shape[0]:
         return None
@@ -191,14 +191,14 @@ for _op in (
     Fp8Weight.operations[_op] = partial(_like, _op)
 
 
-@_for(aten.new_zeros.default)
+@_implements(aten.new_zeros.default)
 def _new_zeros(weight: Fp8Weight, size: Sequence[int], **how: Any) -> Any:
     """If the width is the same: a master of zeros, or an empty frozen shard that ``copy_`` fills (until then zeros)."""
     other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
     if not other and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):
         if weight.held is not None:
             return Fp8Weight.of(weight.held.tensor.new_zeros(size), weight.source)
-        if _by_rows(weight) is not None:
+        if _row_codes(weight) is not None:
             codes = Codes([], weight.source, weight.source.needs[0].transposed, frozen=True, shard=True)
-            return Fp8Weight.of_codes(codes, size, weight.dtype, weight.device)
+            return Fp8Weight.from_codes(codes, size, weight.dtype, weight.device)
     return _like(aten.new_zeros.default, weight, size, **how)

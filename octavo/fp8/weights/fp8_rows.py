@@ -138,7 +138,9 @@ class Rows(NamedTuple):
 
 def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> Rows:
     """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` if blocks are cut."""
-    amaxes: list[dict[int, Tensor]] = [{}] * len(needs) if values.dim() == 3 else _exchange(values, needs, shards, mesh)
+    amaxes: list[dict[int, Tensor]] = (
+        [{}] * len(needs) if values.dim() == 3 else _reduce_amaxes(values, needs, shards, mesh)
+    )
     rows = Rows([], [])
     for need, amax in zip(needs, amaxes, strict=True):
         codes_shape, scale_shape = shapes(need, values.shape, shards)
@@ -146,13 +148,13 @@ def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh
         rows.scales.append(torch.ones(scale_shape, dtype=_scale_dtype(need), device=values.device))
         if values.dim() == 3:
             if values.shape[0]:
-                _put(need.cast(values), rows, slice(values.shape[0]), 0)
+                _write_codes(need.cast(values), rows, slice(values.shape[0]), 0)
         else:
-            _matrix(values, need, shards, amax, rows)
+            _cast_matrix(values, need, shards, amax, rows)
     return rows
 
 
-def _matrix(values: Tensor, need: Need, shards: Shards, amaxes: dict[int, Tensor], rows: Rows) -> None:
+def _cast_matrix(values: Tensor, need: Need, shards: Shards, amaxes: dict[int, Tensor], rows: Rows) -> None:
     height, begin = need.spec.block[0], shards.here[0]
     first = shards.first_block(shards.rank, height)
     for start, stop, block in shards.pieces(height):
@@ -161,11 +163,11 @@ def _matrix(values: Tensor, need: Need, shards: Shards, amaxes: dict[int, Tensor
             q = need.backend.quantize(piece, need.spec, need.contract)
             block = 0 if height == -1 else (begin + start) // height
         else:
-            q = _piece(piece, need, amaxes[block])
-        _put(q, rows, slice(start, stop), block - first)
+            q = _cast_piece(piece, need, amaxes[block])
+        _write_codes(q, rows, slice(start, stop), block - first)
 
 
-def _put(q: Quantized, rows: Rows, where: slice, block: int) -> None:
+def _write_codes(q: Quantized, rows: Rows, where: slice, block: int) -> None:
     """Write codes into the last tensor of ``rows``, and their scales from ``block`` on. The scales of a block that
     began on an earlier rank (``block`` below 0) are sent by that rank."""
     rows.codes[-1][where].copy_(q.data.view(torch.uint8))
@@ -173,7 +175,7 @@ def _put(q: Quantized, rows: Rows, where: slice, block: int) -> None:
         rows.scales[-1][block : block + q.scale.shape[0]].copy_(as_bytes(q.scale))
 
 
-def _piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
+def _cast_piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
     """The codes of this rank's rows of a cut block, with the amax [1, column blocks] of all its rows."""
     spec = CastSpec(need.spec.format, (-1, need.spec.block[1]), need.spec.scale)
     scale = scale_from_amax(amax, spec)
@@ -182,7 +184,7 @@ def _piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
     return quantize_with_scale(rows, scale, spec, amax)
 
 
-def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> list[dict[int, Tensor]]:
+def _reduce_amaxes(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> list[dict[int, Tensor]]:
     """For every need the amaxes [1, column blocks] of its cut blocks, over all ranks."""
     cols = values.shape[1]
     cuts = [shards.cut(need.spec.block[0]) for need in needs]
@@ -213,7 +215,7 @@ def _amax_bits(rows: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(bits, (0, pad)).view(-1, width).amax(1)
 
 
-def wire(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
+def pack_for_gather(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
     """The tensors that FSDP2 gathers: codes and scales of every need in turn; for one rank a single tensor of bytes,
     because FSDP2 then takes only the first tensor."""
     parts = [t for pair in zip(rows.codes, rows.scales, strict=True) for t in pair]
@@ -236,7 +238,7 @@ def gather(part: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole
 
 
-def gathered(
+def unpack_gathered(
     outputs: tuple[Tensor, ...],
     needs: Sequence[Need],
     whole: torch.Size,
@@ -249,18 +251,18 @@ def gathered(
     """
     sizes = [shapes(need, whole, shards) for need in needs]
     if shards.ranks == 1:
-        outputs = _split(outputs[0], needs, sizes)
+        outputs = _unpack_bytes(outputs[0], needs, sizes)
     codes = []
     for i, (need, (codes_shape, _)) in enumerate(zip(needs, sizes, strict=True)):
         sent = outputs[2 * i + 1]
         sent = sent.view(torch.uint8) if need.spec.scale == "e8m0" else sent
-        scale = assembled(sent, need, whole, shards, None if scales is None else scales[i])
+        scale = assemble_scales(sent, need, whole, shards, None if scales is None else scales[i])
         data = outputs[2 * i].view(-1, *codes_shape[1:])[: whole[0]].view(need.spec.fmt.dtype)
         codes.append(Quantized(data, scale, need.spec))
     return codes
 
 
-def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
+def assemble_scales(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
     """Scales of all row blocks (or experts), in order, from the scales of each rank, without padding."""
     if len(whole) == 3:
         parts = [sent[: whole[0]]]
@@ -277,8 +279,10 @@ def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into:
     return into
 
 
-def _split(flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[torch.Size, torch.Size]]) -> tuple[Tensor, ...]:
-    """The tensors that :func:`wire` joined into one."""
+def _unpack_bytes(
+    flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[torch.Size, torch.Size]]
+) -> tuple[Tensor, ...]:
+    """The tensors that :func:`pack_for_gather` joined into one."""
     wanted: list[tuple[torch.Size, torch.dtype]] = []
     for need, (codes, scale) in zip(needs, sizes, strict=True):
         wanted += [(codes, torch.uint8), (scale, _scale_dtype(need))]

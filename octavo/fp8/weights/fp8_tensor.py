@@ -43,43 +43,43 @@ from torch.utils._pytree import tree_map
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights import fp8_rows
-from octavo.fp8.weights.fp8_codes import Codes, Held, Source
+from octavo.fp8.weights.fp8_codes import Codes, Master, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards
 from octavo.fp8.weights.shards import local_of
-from octavo.fp8.weights.versions import called_by_conversion, writer
+from octavo.fp8.weights.versions import called_by_conversion, peft_advice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class Fp8Weight(Tensor):
-    """See the module's docstring. Created by :meth:`of` and :meth:`of_codes`."""
+    """See the module's docstring. Created by :meth:`of` and :meth:`from_codes`."""
 
     source: Source
-    held: Held | None
+    held: Master | None
     stored: Codes | None
     operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # those without values: fp8_ops registers them
 
     @staticmethod
     @torch._disable_dynamo  # a compiler must not trace into operations of a weight
     def __new__(
-        cls: type[Fp8Weight], like: Tensor, source: Source, state: Held | Codes, device: torch.device | None = None
+        cls: type[Fp8Weight], like: Tensor, source: Source, state: Master | Codes, device: torch.device | None = None
     ) -> Fp8Weight:
         """``like``: a tensor with the shape, strides, dtype and (by default) device of the new one."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )
         self.source = source
-        self.held, self.stored = (state, None) if isinstance(state, Held) else (None, state)
+        self.held, self.stored = (state, None) if isinstance(state, Master) else (None, state)
         return self
 
     @classmethod
     def of(cls, master: Tensor, source: Source) -> Fp8Weight:
         """The weight with its values in ``master``."""
-        return cls(master, source, Held(master))
+        return cls(master, source, Master(master))
 
     @classmethod
-    def of_codes(
+    def from_codes(
         cls,
         codes: Codes,
         shape: Sequence[int],
@@ -102,9 +102,9 @@ class Fp8Weight(Tensor):
         return self.stored if self.stored is not None and self.stored.frozen else None
 
     @property
-    def turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """Whether its codes are the codes of its transpose; False with a master."""
-        return self.stored is not None and self.stored.turned
+        return self.stored is not None and self.stored.is_transposed
 
     @property
     def master(self) -> Tensor:
@@ -125,7 +125,7 @@ class Fp8Weight(Tensor):
         """The codes of one expert."""
         assert self.stored is not None
         codes = self.stored.expert(slot)
-        return Fp8Weight.of_codes(codes, self.shape[1:], self.dtype, self.device, self.stride()[1:])
+        return Fp8Weight.from_codes(codes, self.shape[1:], self.dtype, self.device, self.stride()[1:])
 
     def dequantize(self) -> Tensor:
         """The values of codes, in this tensor's dtype; zeros where a shard has no codes."""
@@ -161,11 +161,11 @@ class Fp8Weight(Tensor):
         """The storage of the master, or of the first codes, by which FSDP2 detects that a shard was moved. A whole
         frozen weight has its wrapper's, which refuses its address to ``model.save_pretrained`` and safetensors."""
         if self.frozen is None or self.frozen.shard:
-            return self.first().untyped_storage()
+            return self.first_tensor().untyped_storage()
         storage, shape = super().untyped_storage(), self.shape  # not self: the storage would keep it alive
 
         def refuse() -> int:
-            raise RuntimeError(_no_values(shape))
+            raise RuntimeError(_no_values_message(shape))
 
         storage.data_ptr = refuse  # type: ignore[method-assign]
         return storage
@@ -173,10 +173,10 @@ class Fp8Weight(Tensor):
     def data_ptr(self) -> int:
         """The address of the master, or of gathered codes. RuntimeError for frozen codes, which are not values."""
         if self.frozen:
-            raise RuntimeError(_no_values(self.shape))
-        return self.first().data_ptr()
+            raise RuntimeError(_no_values_message(self.shape))
+        return self.first_tensor().data_ptr()
 
-    def first(self) -> Tensor:
+    def first_tensor(self) -> Tensor:
         """The master, or the first codes; an empty tensor if there are no codes."""
         if self.stored is None:
             return self.master
@@ -202,7 +202,7 @@ class Fp8Weight(Tensor):
             result = cls.operations[func](*args, **kwargs)
             if result is not None:
                 return result
-        written = _written(func, args, kwargs)
+        written = _weights_written(func, args, kwargs)
         for weight in written:
             if weight.held is None:
                 raise RuntimeError(weight._refusal(f"{func} writes to"))
@@ -244,7 +244,7 @@ class Fp8Weight(Tensor):
         self.held.tensor = value.detach()
         self.held.edits += 1
 
-    def receive(self, other: object) -> None:
+    def copy_from(self, other: object) -> None:
         """Become a copy of ``other``, a frozen weight like this one: fills shards and replaces codes. RuntimeError if
         they differ in more than codes."""
         assert self.stored is not None
@@ -254,7 +254,7 @@ class Fp8Weight(Tensor):
         if self.stored.codes and self.stored.lead != codes.lead:
             why = "rows that begin at another place in their block"
             raise RuntimeError(self._refusal(f"A tensor ({why}) was to be copied to"))
-        self.stored.receive(codes)
+        self.stored.copy_from(codes)
 
     def _codes_of(self, other: object, what: str) -> Codes:
         """The codes of another frozen weight. RuntimeError if this one cannot take them."""
@@ -271,16 +271,22 @@ class Fp8Weight(Tensor):
         assert self.stored is not None
         spec, shape = self.stored.need.spec, list(self.shape)
         codes = (spec.format, spec.block)
-        return {"shape": shape, "dtype": self.dtype, "device": self.device, "codes": codes, "orientation": self.turned}
+        return {
+            "shape": shape,
+            "dtype": self.dtype,
+            "device": self.device,
+            "codes": codes,
+            "orientation": self.is_transposed,
+        }
 
     # What a frozen weight refuses ------------------------------------------------------------------------------------
 
     def _refusal(self, what: str) -> str:
         if self.frozen:
             return (
-                f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. {writer()}Call "
-                "octavo.fp8.dequantize_weights(model) for weights in high precision that may be written, or "
-                "fp8.load_fp8_state_dict to exchange codes for others."
+                f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. "
+                f"{peft_advice()}Call octavo.fp8.dequantize_weights(model) for weights in high precision that may be "
+                "written, or fp8.load_fp8_state_dict to exchange codes for others."
             )
         return (
             f"{what} a gathered FP8 weight of shape {list(self.shape)}, which holds codes and no values. Write to the "
@@ -335,17 +341,17 @@ class Fp8Weight(Tensor):
 
     # How it is copied ------------------------------------------------------------------------------------------------
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
         """A copy with ``change`` applied to its master, or to its frozen codes and scales, which may move them."""
         if not self.frozen:
             return Fp8Weight.of(change(self.master.detach()), self.source)
-        codes = self.frozen.changed(change)
+        codes = self.frozen.map(change)
         here = codes.codes[0].data if codes.codes else change(torch.empty(0, device=self.device))
-        return Fp8Weight.of_codes(codes, self.shape, self.dtype, here.device, self.stride())
+        return Fp8Weight.from_codes(codes, self.shape, self.dtype, here.device, self.stride())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            copied: Tensor = self.changed(lambda t: copy.deepcopy(t, memo))
+            copied: Tensor = self.map(lambda t: copy.deepcopy(t, memo))
             memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         return memo[id(self)]
 
@@ -355,7 +361,7 @@ class Fp8Weight(Tensor):
             k: t.view(torch.uint8) if k == "codes_0" else t for k, t in inner.items()
         }  # pickle does not support FP8
         grad = self.requires_grad if isinstance(self, nn.Parameter) else None
-        return _unpickled, (inner, self._context(), self.shape, self.stride(), grad)
+        return _unpickle, (inner, self._context(), self.shape, self.stride(), grad)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Its inner tensors by name. Because it exists, ``module.to()`` replaces the whole object instead of setting
@@ -375,7 +381,7 @@ class Fp8Weight(Tensor):
         needs, whole, keep = self.source
         named = tuple((need.spec, need.backend.name, *need[2:]) for need in needs)
         codes = self.stored
-        state = None if codes is None else (codes.turned, codes.frozen, codes.lead, codes.shard)
+        state = None if codes is None else (codes.is_transposed, codes.frozen, codes.lead, codes.shard)
         return (named, tuple(whole), keep), self.dtype, self.device, state
 
     @staticmethod
@@ -386,7 +392,7 @@ class Fp8Weight(Tensor):
         if state is None:
             return Fp8Weight.of(inner["master"], source)
         codes = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], n.spec) for i, n in enumerate(needs) if inner]
-        return Fp8Weight.of_codes(Codes(codes, source, *state), size, dtype, device, stride)
+        return Fp8Weight.from_codes(Codes(codes, source, *state), size, dtype, device, stride)
 
     # How FSDP2 gathers it --------------------------------------------------------------------------------------------
 
@@ -396,13 +402,13 @@ class Fp8Weight(Tensor):
         return self.wire(mesh), mesh.size()
 
     def wire(self, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        """The tensors that this rank sends: see :func:`octavo.fp8.weights.fp8_rows.wire`. A collective if blocks of a
-        master cross shards; frozen codes are sent unchanged."""
+        """The tensors that this rank sends: see :func:`octavo.fp8.weights.fp8_rows.pack_for_gather`. A collective if
+        blocks of a master cross shards; frozen codes are sent unchanged."""
         shards = Shards(self.source.whole[0], mesh.size(), mesh.get_local_rank())
         if self.stored is not None:
-            return fp8_rows.wire(self.stored.sent(shards, self.device), shards)
+            return fp8_rows.pack_for_gather(self.stored.shard_rows(shards, self.device), shards)
         assert self.held is not None
-        return fp8_rows.wire(self.held.sent(self.values, self.source, shards, mesh), shards)
+        return fp8_rows.pack_for_gather(self.held.shard_rows(self.values, self.source, shards, mesh), shards)
 
     def fsdp_post_all_gather(
         self,
@@ -420,11 +426,11 @@ class Fp8Weight(Tensor):
         codes = Codes.gathered(all_gather_outputs, self.source, metadata, self.frozen is not None, before)
         if codes is before:
             return None
-        whole = Fp8Weight.of_codes(codes, self.source.whole, param_dtype, self.device)
+        whole = Fp8Weight.from_codes(codes, self.source.whole, param_dtype, self.device)
         return whole, tuple(q.scale for q in codes.codes)
 
 
-def _unpickled(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, grad: bool | None) -> Tensor:
+def _unpickle(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, grad: bool | None) -> Tensor:
     source, dtype, device, state = context
     if "codes_0" in inner:
         inner["codes_0"] = inner["codes_0"].view(source[0][0][0].fmt.dtype)
@@ -433,7 +439,7 @@ def _unpickled(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, g
     return weight if grad is None else nn.Parameter(weight, requires_grad=grad)
 
 
-def _no_values(shape: torch.Size) -> str:
+def _no_values_message(shape: torch.Size) -> str:
     return (
         f"A frozen FP8 weight of shape {list(shape)} has no values in memory that could be pointed at. Save "
         "fp8.fp8_state_dict(model) for its codes and scales, or fp8.dequantize_weights(model) first for values "
@@ -441,7 +447,7 @@ def _no_values(shape: torch.Size) -> str:
     )
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fp8Weight]:
+def _weights_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fp8Weight]:
     """The weights among the arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
@@ -468,7 +474,7 @@ def master_of(value: Any) -> Any:
     return held.dtensor
 
 
-def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
+def fill_parameter(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
     """A parameter like ``parameter``, which has no values, with the values ``rows`` (this rank's rows of a DTensor):
     the same sharding, ``requires_grad`` and FP8 state. A frozen weight takes a frozen weight as its rows.
 

@@ -36,7 +36,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.layout import grid_shape
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights.fp8_codes import Codes, Source
-from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
+from octavo.fp8.weights.fp8_rows import Need, Shards, assemble_scales, gather, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole, local_of, reshard
 
@@ -74,7 +74,7 @@ def frozen_from_codes(
     shape = codes.shape if not transposed else torch.Size((*codes.shape[:-2], codes.shape[-1], codes.shape[-2]))
     source = Source((Need(spec, get("reference"), 1, transposed),), shape)
     frozen = Codes([Quantized(codes.detach(), scale.detach(), spec)], source, transposed, frozen=True)
-    return nn.Parameter(Fp8Weight.of_codes(frozen, shape, dtype, codes.device), requires_grad=False)
+    return nn.Parameter(Fp8Weight.from_codes(frozen, shape, dtype, codes.device), requires_grad=False)
 
 
 def frozen_rows(
@@ -92,7 +92,7 @@ def frozen_rows(
     lead = 0 if codes.dim() == 3 else first if height == -1 else first % height
     held = [Quantized(codes.detach(), scale.detach(), spec)] if codes.shape[0] else []
     shard = Codes(held, source, transposed, frozen=True, lead=lead if held else 0, shard=True)
-    return Fp8Weight.of_codes(shard, (codes.shape[0], *whole[1:]), dtype, codes.device)
+    return Fp8Weight.from_codes(shard, (codes.shape[0], *whole[1:]), dtype, codes.device)
 
 
 def freeze_weight(
@@ -117,10 +117,10 @@ def freeze_weight(
 
 def is_frozen(value: object) -> bool:
     """Whether this is a frozen FP8 weight, or a DTensor of one."""
-    return _frozen(value) is not None
+    return _frozen_codes(value) is not None
 
 
-def _frozen(value: object) -> Codes | None:
+def _frozen_codes(value: object) -> Codes | None:
     """This rank's codes of a frozen weight; None for anything else."""
     local = local_of(value)
     return local.frozen if isinstance(local, Fp8Weight) else None
@@ -129,15 +129,15 @@ def _frozen(value: object) -> Codes | None:
 def codes_of_frozen(weight: Tensor) -> Quantized:
     """The codes and scales of a frozen weight, not copies; of a sharded one, of this rank's rows (none on a rank
     without rows). Raises ValueError for other weights."""
-    codes = _frozen(weight)
+    codes = _frozen_codes(weight)
     if codes is None:
         raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is not a frozen FP8 weight.")
-    return codes.codes[0] if codes.codes else _nothing(codes, local_of(weight).device)
+    return codes.codes[0] if codes.codes else _empty_codes(codes, local_of(weight).device)
 
 
 def codes_cast(weight: object) -> CastSpec | None:
     """The cast of the codes of a frozen weight, also of a sharded one; None for other weights."""
-    codes = _frozen(weight)
+    codes = _frozen_codes(weight)
     return None if codes is None else codes.need.spec
 
 
@@ -175,14 +175,14 @@ def _digest(weight: Any) -> str:
     digests = b"".join(hashlib.sha256(row.tobytes()).digest() for row in rows)
     scales = q.scale.detach()
     if not is_whole(weight):
-        digests, scales = _of_all_ranks(weight, digests)
+        digests, scales = _gather_digests(weight, digests)
     whole = hashlib.sha256(f"{q.spec.format} {q.spec.block} {list(source.whole)}".encode())
     whole.update(digests)
     whole.update(scales.contiguous().cpu().numpy().tobytes())
     return whole.hexdigest()
 
 
-def _of_all_ranks(weight: Any, digests_here: bytes) -> tuple[bytes, Tensor]:
+def _gather_digests(weight: Any, digests_here: bytes) -> tuple[bytes, Tensor]:
     """The digests of all rows, and all scales, of a weight whose rows are on several ranks. A collective."""
     mesh, local = shard_mesh(weight), local_of(weight)
     (need,), whole, _ = local.source
@@ -190,12 +190,12 @@ def _of_all_ranks(weight: Any, digests_here: bytes) -> tuple[bytes, Tensor]:
     mine = torch.zeros(shards.chunk, 32, dtype=torch.uint8)
     if digests_here:
         mine[: len(digests_here) // 32] = torch.frombuffer(bytearray(digests_here), dtype=torch.uint8).view(-1, 32)
-    scales = local.frozen.sent(shards, local.device).scales[0]
+    scales = local.frozen.shard_rows(shards, local.device).scales[0]
     digests, scales = (gather(part.to(local.device), mesh) for part in (mine, scales))
-    return digests[: whole[0]].cpu().numpy().tobytes(), assembled(scales, need, whole, shards, None)
+    return digests[: whole[0]].cpu().numpy().tobytes(), assemble_scales(scales, need, whole, shards, None)
 
 
-def _nothing(frozen: Codes, device: torch.device) -> Quantized:
+def _empty_codes(frozen: Codes, device: torch.device) -> Quantized:
     """Codes and scales of a weight without rows."""
     (need,), whole, _ = frozen.source
     n, k = (whole[-1], whole[-2]) if need.transposed else (whole[-2], whole[-1])

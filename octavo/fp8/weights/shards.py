@@ -48,22 +48,22 @@ def full(value: Any) -> Any:
     if not is_dtensor(value):
         return value
     over = sharded_over(value)
-    if len(over) < 2 or not ordinary(value._local_tensor):
+    if len(over) < 2 or not is_plain_tensor(value._local_tensor):
         return value.full_tensor()
     whole = value._local_tensor  # torch gathers twice too, with a warning on every rank
     for dim in reversed(over):
-        whole = _gathered(whole, value.device_mesh.get_group(dim))
+        whole = _gather_rows(whole, value.device_mesh.get_group(dim))
     return whole
 
 
-def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
+def _gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     """The concatenated rows of all ranks of a group, which have equally many."""
     whole = rows.new_empty((torch.distributed.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     torch.distributed.all_gather(list(whole.split(rows.shape[0])), rows.contiguous(), group=group)
     return whole
 
 
-def experts_here(value: Tensor) -> Tensor:
+def local_experts(value: Tensor) -> Tensor:
     """This rank's experts of a parameter whose experts are distributed over ranks: the local tensor, differentiable.
 
     Raises RuntimeError while FSDP2 has it sharded.
@@ -73,10 +73,10 @@ def experts_here(value: Tensor) -> Tensor:
             f"A parameter of experts of shape {list(value.shape)} is not gathered where it is multiplied by. Call the "
             "module that fully_shard wrapped, so that its hooks gather it first."
         )
-    return _Here.apply(value)
+    return _LocalTensor.apply(value)
 
 
-class _Here(torch.autograd.Function):
+class _LocalTensor(torch.autograd.Function):
     """The local tensor of a DTensor. (``to_local`` makes a view, which for FP8 codes would be values.)"""
 
     @staticmethod
@@ -111,7 +111,7 @@ def sharded_over(parameter: Any) -> tuple[int, ...]:
     return over
 
 
-def distributed(value: Tensor, like: Any) -> Tensor:
+def distribute_like(value: Tensor, like: Any) -> Tensor:
     """A tensor that every rank has whole, as a DTensor with the placements of ``like``; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -131,7 +131,7 @@ class Span(NamedTuple):
     total: int
 
 
-def ordinary(x: object) -> bool:
+def is_plain_tensor(x: object) -> bool:
     """Whether this is a plain tensor or parameter, not a subclass with its own operations. A fake tensor counts as
     plain: it lacks only the values."""
     return type(x) in (Tensor, nn.Parameter) or hasattr(x, "fake_mode")
@@ -156,27 +156,27 @@ def span(parameter: Tensor) -> Span:
         return Span(0, total, total)
     mesh, rows = parameter.device_mesh, parameter.shape[0] if parameter.ndim else 1  # type: ignore[attr-defined]
     here = mesh.get_coordinate()
-    first, last = _part(rows, [(mesh.size(dim), here[dim]) for dim in sharded_over(parameter)])
+    first, last = _split_rows(rows, [(mesh.size(dim), here[dim]) for dim in sharded_over(parameter)])
     row = parameter.shape[1:].numel()
     return Span(first * row, last * row, total)
 
 
-def borders(parameter: Any) -> tuple[int, ...]:
+def shard_borders(parameter: Any) -> tuple[int, ...]:
     """The rows of a DTensor at which another rank's rows begin, in order; the same on every rank."""
     sizes = tuple(parameter.device_mesh.size(dim) for dim in sharded_over(parameter))
-    return borders_of(parameter.shape[0], sizes)
+    return row_borders(parameter.shape[0], sizes)
 
 
 @lru_cache(maxsize=4096)
-def borders_of(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """:func:`borders` of ``rows`` rows that are split into ``sizes[0]`` parts, each of them into ``sizes[1]``, and so
-    on."""
+def row_borders(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """:func:`shard_borders` of ``rows`` rows that are split into ``sizes[0]`` parts, each of them into ``sizes[1]``,
+    and so on."""
     places = product(*(range(size) for size in sizes))
-    begin = {_part(rows, list(zip(sizes, place, strict=True)))[0] for place in places}
+    begin = {_split_rows(rows, list(zip(sizes, place, strict=True)))[0] for place in places}
     return tuple(sorted(begin - {0, rows}))
 
 
-def _part(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _split_rows(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The rows [first, last) that remain of ``rows`` after each of the cuts (number of parts, selected part), divided
     like `torch.chunk`."""
     first, last = 0, rows
@@ -186,7 +186,7 @@ def _part(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return first, last
 
 
-def rows_here(parameter: Tensor) -> tuple[int, int]:
+def local_rows(parameter: Tensor) -> tuple[int, int]:
     """The rows [first, last) of the whole parameter on this rank: all of them, unless it is a DTensor."""
     if not is_dtensor(parameter):
         return 0, parameter.shape[0]

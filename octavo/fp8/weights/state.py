@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.weights.cache import CachesWeights
-from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, shard_mesh
+from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, shard_mesh, unpack_gathered
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
 from octavo.fp8.weights.frozen import codes_of_frozen, frozen_from_codes, is_frozen
-from octavo.fp8.weights.shards import distributed, full, is_whole, local_of, reshard
+from octavo.fp8.weights.shards import distribute_like, full, is_whole, local_of, reshard
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -27,15 +27,15 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     blocks of 128 x 128, the name in DeepSeek's checkpoints, else ``<name>_scale`` [row blocks, column blocks]; experts
     have a leading dimension. Everything else is as in ``state_dict()``.
     """
-    weights = dict(_weights(model))
+    weights = dict(_fp8_weights(model))
     out: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if name not in weights:
             out[name] = full(value)
             continue
-        q = _codes(weights[name])
+        q = _forward_codes(weights[name])
         out[name] = q.data.contiguous()
-        out[f"{name}{_suffix(q.spec)}"] = q.scale.contiguous()
+        out[f"{name}{_scale_suffix(q.spec)}"] = q.scale.contiguous()
     return out
 
 
@@ -47,7 +47,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     blocks, and for values of a frozen weight, before anything changes; and the errors of ``load_state_dict`` for names
     and shapes.
     """
-    weights = dict(_weights(model))
+    weights = dict(_fp8_weights(model))
     plain = dict(state)
     exchanged: list[tuple[Fp8Weight, Fp8Weight]] = []
     for name, weight in weights.items():
@@ -62,15 +62,16 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     "fp8.dequantize_weights(model) first."
                 )
             continue  # in high precision
-        scale = plain.pop(name + _suffix(need.spec), None)
+        scale = plain.pop(name + _scale_suffix(need.spec), None)
         if scale is None:
             raise ValueError(
-                f"{name} holds FP8 codes without the scales {name}{_suffix(need.spec)} of its recipe ({need.spec}). "
-                "Load a state dict that fp8_state_dict gave for the same plan, or one in high precision."
+                f"{name} holds FP8 codes without the scales {name}{_scale_suffix(need.spec)} of its recipe "
+                f"({need.spec}). Load a state dict that fp8_state_dict gave for the same plan, or one in high "
+                "precision."
             )
         device = weight.device
         if is_frozen(weight):
-            exchanged.append((local_of(weight), _rows_of(state[name], scale, weight, name)))
+            exchanged.append((local_of(weight), _local_frozen_rows(state[name], scale, weight, name)))
             plain[name] = weight.detach()
             continue
         values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
@@ -85,13 +86,13 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, value in list(plain.items()):
         target = parameters.get(name)
         if not is_whole(target) and is_whole(value):
-            plain[name] = distributed(value, target)
+            plain[name] = distribute_like(value, target)
     model.load_state_dict(plain)
     for mine, its in exchanged:
-        mine.receive(its)
+        mine.copy_from(its)
 
 
-def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
+def _local_frozen_rows(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
     """This rank's rows of a frozen weight, from the codes and scales of all rows."""
     local = local_of(weight)
     need, on = local.source.needs[0], local.device
@@ -109,7 +110,7 @@ def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
     return whole
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The FP8 weights of a model with all their names, sharded ones as DTensors."""
     reshard(model)
     for prefix, module in model.named_modules():
@@ -119,15 +120,15 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def _codes(weight: Any) -> Quantized:
+def _forward_codes(weight: Any) -> Quantized:
     """The codes of the forward's cast of a whole weight, in the orientation of its GEMM."""
     source: Source = local_of(weight).source
     if is_whole(weight):
         return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())
     mesh = shard_mesh(weight)
     outputs = tuple(gather(part, mesh) for part in local_of(weight).wire(mesh))
-    return gathered(outputs, source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
+    return unpack_gathered(outputs, source.needs, source.whole, Shards(source.whole[0], mesh.size(), 0), None)[0]
 
 
-def _suffix(spec: CastSpec) -> str:
+def _scale_suffix(spec: CastSpec) -> str:
     return "_scale_inv" if spec.block == (128, 128) else "_scale"

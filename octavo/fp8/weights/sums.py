@@ -42,8 +42,8 @@ def weight_sums(model: nn.Module) -> WeightSums:
     """Checksums of this rank's part of all parameters of a model and of the FP8 codes in their layers' caches.
     Parameters that a forward left gathered are resharded first. Waits for the device once."""
     reshard(model)
-    named = dict(_bits(model))
-    each = [_sum(tensor) for tensor in named.values()]
+    named = dict(_named_tensors(model))
+    each = [_checksum(tensor) for tensor in named.values()]
     sums = [value.to(each[0].device) for value in each]  # a weight may be in host memory
     return dict(zip(named, torch.stack(sums).tolist() if sums else (), strict=True))
 
@@ -54,7 +54,7 @@ def changed_weights(before: WeightSums, now: WeightSums) -> list[str]:
     return [name for name, value in now.items() if before.get(name, value) != value]
 
 
-def _bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             weight, path = local_of(parameter), f"{name}.{key}" if name else key
@@ -65,10 +65,10 @@ def _bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             elif weight is not None:
                 yield path, weight
         if isinstance(module, CachesWeights):
-            yield from _cached(name, module)
+            yield from _cached_tensors(name, module)
 
 
-def _cached(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
+def _cached_tensors(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
     for key, cache in module._weight_codes().items():
         for kind, codes in (("", cache._codes), (", for dgrad", cache._for_dgrad)):
             for (part, spec), q in codes.items():
@@ -99,16 +99,16 @@ def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
             continue
         for key, cache in module._weight_codes().items():
             weight = module._parameters.get(key)
-            if weight is None or not cache.valid(weight):
+            if weight is None or not cache.is_valid(weight):
                 continue
             where = f"{name}.{key}" if key != "weight" else name or key
-            marks += [(where, _differs(part.of(weight), q, draw)) for (part, _), q in cache._codes.items()]
+            marks += [(where, _is_stale(part.of(weight), q, draw)) for (part, _), q in cache._codes.items()]
     home = marks[0][1].device if marks else None
     differ = torch.stack([mark.to(home) for _, mark in marks]).tolist() if marks else ()
     return list(dict.fromkeys(name for (name, _), is_stale in zip(marks, differ, strict=True) if is_stale))
 
 
-def stale_sentence(names: Sequence[str]) -> str:
+def stale_codes_message(names: Sequence[str]) -> str:
     """The text of an error for the result of :func:`stale_codes`, with the fix."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
@@ -118,7 +118,7 @@ def stale_sentence(names: Sequence[str]) -> str:
     )
 
 
-def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
+def _is_stale(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     """Whether a sample of rows of ``matrix`` [N, K] or [E, N, K] has other codes than ``q``; a 0-d bool on its device.
     Blocks whose scale is NaN are skipped: there one NaN or infinity determines the codes of all values."""
     *experts, n, k = matrix.shape
@@ -133,20 +133,20 @@ def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     fresh = quantize_with_scale(rows_now, scale, spec).data.view(torch.uint8)
     held = q.data.view(torch.uint8)[at]
     bad = scale.isnan()
-    known = ~_spread(bad, wide, k)
+    known = ~_expand_mask(bad, wide, k)
     zeros = ((fresh | held) & 0x7F) == 0  # of either sign
     # A block of zeros has the scale 1. Small values written into it would be zeros again under this scale, which a new
     # cast would not make them. (Other blocks have the scale 1 only if their largest value is in the hundreds.)
-    lost = zeros & _spread(scale == 1, wide, k) & (rows_now.abs() > _LEAST)
+    lost = zeros & _expand_mask(scale == 1, wide, k) & (rows_now.abs() > _LEAST)
     return ((fresh != held) & known & ~zeros | lost).any()
 
 
-def _spread(of_blocks: Tensor, wide: int, k: int) -> Tensor:
+def _expand_mask(of_blocks: Tensor, wide: int, k: int) -> Tensor:
     """A mask of blocks as a mask of columns."""
     return of_blocks if wide == -1 else of_blocks.repeat_interleave(wide, dim=1)[:, :k]
 
 
-def _sum(tensor: Tensor) -> Tensor:
+def _checksum(tensor: Tensor) -> Tensor:
     """The checksum of a tensor, 0-d int64 on its device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     aligned = len(flat) % 8 == 0 and flat.storage_offset() % 8 == 0

@@ -38,7 +38,7 @@ def notify() -> None:
         drop()
 
 
-def edited() -> None:
+def record_edit() -> None:
     """Record that weights were written, and not by an optimizer."""
     global edits
     edits += 1
@@ -49,17 +49,17 @@ def watch_optimizers() -> None:
     global _installed
     with _lock:
         if not _installed:
-            register_optimizer_step_post_hook(_stepped)
+            register_optimizer_step_post_hook(_on_optimizer_step)
             _installed = True
 
 
-def _stepped(*_: object) -> None:
+def _on_optimizer_step(*_: object) -> None:
     global now
     now += 1
     notify()
 
 
-def _callers(most: int = sys.maxsize) -> Iterator[FrameType]:
+def _caller_frames(most: int = sys.maxsize) -> Iterator[FrameType]:
     """The frames of the call stack, from the caller's caller outward, at most ``most``."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and most:
@@ -70,13 +70,13 @@ def _callers(most: int = sys.maxsize) -> Iterator[FrameType]:
 def called_by_conversion() -> bool:
     """Whether a module's ``_apply`` converts a weight to another dtype and will keep the result as its parameter:
     ``module.to()``, ``half()``, ``float()``. The tensor's method and the module's function are between the two."""
-    frames = _callers(most=8)
+    frames = _caller_frames(most=8)
     return any(f.f_code.co_name == "_apply" and isinstance(f.f_locals.get("self"), nn.Module) for f in frames)
 
 
-def writer() -> str:
+def peft_advice() -> str:
     """Advice for an error if PEFT is writing to a weight, a sentence and a space; "" for other callers."""
-    of_peft = [frame for frame in _callers() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"]
+    of_peft = [frame for frame in _caller_frames() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"]
     for frame in of_peft:
         name, adapter = frame.f_code.co_name, frame.f_locals.get("adapter_name")
         if name.endswith("_init"):

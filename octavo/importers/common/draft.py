@@ -1,9 +1,9 @@
-"""The draft of a translation: it reads the keys of the other framework, sets Octavo's, and records the outcome of each.
+"""The draft of a translation: reads keys of the source framework, sets keys of Octavo, and records each outcome.
 
-The module of a framework reads values (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of Octavo (``put``),
-or says why it does not (``same``, ``none``, ``dead``, ``table``). Every key that it reads, or names in a table, exists
-in that framework; any other key is reported as unknown. So no separate list of names can disagree with the code, and no
-key can be forgotten.
+The module of a framework reads values (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of Octavo (``set``),
+or records why it does not (``mark_default``, ``mark_unsupported``, ``mark_ignored``, ``mark_many``). Every key that it
+reads or names in a table exists in that framework; any other key is reported as unknown. So there is no separate list
+of names that could disagree with the code, and no key is forgotten.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from typing import Any, NoReturn
 from octavo.base import safe_read
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import ConfigError, Place, Problem, named, nearest
+from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value, nearest
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
 from octavo.importers.errors import TranslateError
-from octavo.importers.source.keys import Foreign, SourceKey
+from octavo.importers.source.keys import SourceConfig, SourceKey
 from octavo.importers.source.root_folder import Folder
 
-#: reasons for keys whose value a script or a file leaves open
-_OPEN = "its value is a variable that the script does not set ({}); set it with --set {}=VALUE"
-_RUN = "its value is known only when the script runs ({}), and nothing is run; write the value there"
-_REFERS = "its value refers to {}, which only a running process knows"
-_EMPTY = "empty, as if it were absent"
-#: bound on numbers: larger ones are mistakes, and products of them could overflow a float
+#: reasons for keys without a known value
+_OPEN = "the script does not set this variable ({}); pass --set {}=VALUE"
+_RUN = (
+    "the value is only known when the script runs ({}), and the importer runs nothing; write the value into the script"
+)
+_REFERS = "the value refers to {}, which is only known at run time"
+_EMPTY = "empty, same as absent"
+#: limit of numbers: larger ones are mistakes, and their products could overflow a float
 LARGEST = float(1 << 63)
-#: maximum words of one key, and of unknown keys that are compared with all known ones (each takes milliseconds)
-_MOST_WORDS, _SUGGESTIONS = 10_000, 40
+#: maximum number of words of a key, and of unknown keys that get a suggestion (each takes milliseconds)
+_MAX_WORDS, _MAX_SUGGESTIONS = 10_000, 40
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
 
 class Draft:
     """A translation in progress.
 
-    folder  the folder that relative paths start from; nothing outside it is read
-    out     the file that will be written
-    world   the number of processes, if the user gave it
-    sizes   the number of rows of the data, if the user gave it
+    folder          the folder that relative paths start from; files outside it are not read
+    out             the output file
+    num_processes   the number of processes, or None if the user did not set it
+    num_rows        the number of rows of the data, or None if unknown
 
     An invalid value (a word instead of a number) is recorded with its line, and reading continues with the default, so
     that all such values are reported at once: :meth:`finish` raises for them.
@@ -54,18 +56,18 @@ class Draft:
 
     def __init__(
         self,
-        foreign: Foreign,
+        source_config: SourceConfig,
         folder: Folder,
         out: Path,
         *,
-        world: int | None = None,
-        sizes: int | None = None,
+        num_processes: int | None = None,
+        num_rows: int | None = None,
     ) -> None:
-        self.source_keys = {entry.key: entry for entry in foreign.source_keys}
-        self.command, self.referred = foreign.words, foreign.referred
+        self.source_keys = {entry.key: entry for entry in source_config.source_keys}
+        self.command, self.referenced = source_config.words, source_config.referenced
         self.folder, self.root = folder, folder.root
-        self.home, self.world, self.sizes = out.parent, world, sizes
-        self.home_name = out.stem
+        self.out_dir, self.num_processes, self.num_rows = out.parent, num_processes, num_rows
+        self.out_name = out.stem
         self.rows: dict[str, Row] = {}
         self.settings: dict[str, Setting] = {}
         self.read_keys: set[str] = set()
@@ -73,7 +75,7 @@ class Draft:
         self.notes: list[str] = []
         self.problems: dict[Problem, None] = {}
         self.files: dict[str, str] = {}
-        self.sets: dict[str, str] = {}  # data.train.0 -> its path relative to the folder
+        self.dataset_paths: dict[str, str] = {}  # data.train.0 -> its path relative to the folder
         self._noted: set[str] = set()
         self._order = {key: number for number, key in enumerate(self.source_keys)}
         self._sorted = sorted(self.source_keys)
@@ -82,7 +84,7 @@ class Draft:
 
     def has(self, key: str) -> bool:
         """Whether a key has a known value, or is a flag whose value was an empty variable."""
-        return self.value(key) is not None or self._bare(key)
+        return self.value(key) is not None or self._is_bare(key)
 
     def value(self, key: str) -> Any:
         """Return the value of a key as it was written; None if it is absent, empty, or open."""
@@ -90,250 +92,257 @@ class Draft:
         entry = self.source_keys.get(key)
         return None if entry is None or entry.open or entry.bare else entry.value
 
-    def _bare(self, key: str) -> bool:
+    def _is_bare(self, key: str) -> bool:
         return key in self.source_keys and self.source_keys[key].bare
 
-    def number(self, key: str, usual: float | None = None) -> Any:
-        """Return a number; ``usual`` if there is none. 0 counts as a value."""
-        return self._number(key, self.value(key), usual)
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a number, or ``default`` if the key has no value. 0 is a value."""
+        return self._number(key, self.value(key), default)
 
     def number_in(self, key: str, name: str) -> Any:
-        """Return a number in a mapping (:meth:`mapping`); None if it has none with that name."""
+        """Return a number of a mapping (:meth:`mapping`), or None if it has no such name."""
         inner = f"{key}.{name}"
         return self._number(inner if inner in self.source_keys else key, self.mapping(key).get(name), None)
 
-    def _number(self, key: str, value: Any, usual: float | None) -> Any:
+    def _number(self, key: str, value: Any, default: float | None) -> Any:
         if isinstance(value, str):
             value = as_number(value)
         if value is None:
-            return usual
+            return default
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
             return value
-        self._wrong(key, "a number" if isinstance(value, str | bool | list | dict) else "a finite number below 2^63")
-        return usual
+        self._add_problem(
+            key, "a number" if isinstance(value, str | bool | list | dict) else "a finite number below 2^63"
+        )
+        return default
 
-    def whole(self, key: str, usual: int | None = None) -> Any:
-        """Return a whole number; ``usual`` if there is none."""
-        value = self.number(key, usual)
+    def integer(self, key: str, default: int | None = None) -> Any:
+        """Return a whole number, or ``default`` if the key has no value."""
+        value = self.number(key, default)
         if value is None or value == int(value):
             return None if value is None else int(value)
-        self._wrong(key, "a whole number")
-        return usual
+        self._add_problem(key, "a whole number")
+        return default
 
     def flag(self, key: str) -> bool | None:
-        value = True if self._bare(key) else self.value(key)
+        value = True if self._is_bare(key) else self.value(key)
         if value is None or isinstance(value, bool):
             return value
         known = _FLAGS.get(str(value).lower())
-        return self._wrong(key, "true or false") if known is None else known
+        return self._add_problem(key, "true or false") if known is None else known
 
     def text(self, key: str) -> str | None:
         value = self.value(key)
         if isinstance(value, dict | list):
-            return self._wrong(key, "a word")
+            return self._add_problem(key, "a word")
         return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
     def words(self, key: str, split: str = ",") -> list[str]:
-        """Return several words: from a list, or from a text that ``split`` separates."""
+        """Return a list of words, from a list or from a text separated by ``split``."""
         value = self.value(key)
         if value is None:
             return []
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
-            return self._wrong(key, "words") or []
+            return self._add_problem(key, "words") or []
         parts = value if isinstance(value, list) else [value]
         words = [word for part in parts for word in (w.strip() for w in str(part).split(split or "\0")) if word]
-        return words if len(words) <= _MOST_WORDS else self._wrong(key, f"at most {_MOST_WORDS:,} words") or []
+        return words if len(words) <= _MAX_WORDS else self._add_problem(key, f"at most {_MAX_WORDS:,} words") or []
 
     def scalar(self, key: str) -> Any:
-        """Return a single value of any kind: a word, a number, true or false."""
+        """Return a single value: a word, a number, or a boolean."""
         value = self.value(key)
         if isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
-            return self._wrong(key, "a word, a number, true or false")
+            return self._add_problem(key, "a word, a number, true or false")
         return value
 
     def numbers(self, key: str) -> list[float]:
-        """Return several numbers: from a list, or from a text with commas."""
+        """Return a list of numbers, from a list or from a comma-separated text."""
         numbers = [as_number(word) for word in self.words(key)]
         if any(isinstance(value, str) or not abs(value) <= LARGEST for value in numbers):
-            return self._wrong(key, "numbers") or []
+            return self._add_problem(key, "numbers") or []
         return [float(value) for value in numbers]
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """Return a mapping: one in YAML, whose keys are separate leaves that are collected here, or JSON in a text."""
+        """Return a mapping, from JSON in a text or from the leaves of a YAML mapping."""
         value = self.value(key)
         if isinstance(value, str):
             try:
                 value = safe_read.parse_json(value, key, wanted=None)
             except safe_read.Unreadable:
-                return self._wrong(key, "a mapping (JSON)") or {}
+                return self._add_problem(key, "a mapping (JSON)") or {}
         if value is not None and not isinstance(value, dict):
-            return self._wrong(key, "a mapping") or {}
-        inner = {k.removeprefix(f"{key}."): self.source_keys[k].value for k in self.under(f"{key}.")}
+            return self._add_problem(key, "a mapping") or {}
+        inner = {k.removeprefix(f"{key}."): self.source_keys[k].value for k in self.keys_under(f"{key}.")}
         return dict(value or {}) | inner
 
-    def under(self, prefix: str) -> list[str]:
+    def keys_under(self, prefix: str) -> list[str]:
         """Return the keys that begin with a prefix, in the order of the files."""
         first = bisect_left(self._sorted, prefix)
         keys = takewhile(lambda key: key.startswith(prefix), islice(self._sorted, first, None))
         return sorted(keys, key=self._order.__getitem__)
 
-    def entries(self, prefix: str) -> list[str]:
+    def list_entries(self, prefix: str) -> list[str]:
         """Return the entries of a list of mappings: ``datasets.0``, ``datasets.1`` for ``datasets.0.path``,
         ``datasets.1.path`` (flags may leave some out)."""
-        heads = {key[len(prefix) + 1 :].partition(".")[0] for key in self.under(f"{prefix}.")}
+        heads = {key[len(prefix) + 1 :].partition(".")[0] for key in self.keys_under(f"{prefix}.")}
         numbers = [head for head in heads if head.isdecimal() and head.isascii()]
         return [f"{prefix}.{head}" for head in sorted(numbers, key=lambda head: (len(head), head))]
 
     def add(self, entries: Iterable[SourceKey], prefix: str) -> None:
-        """Add the keys of a further file, which a key names."""
-        for one in entries:
-            self.source_keys.setdefault(f"{prefix}{one.key}", replace(one, key=f"{prefix}{one.key}"))
+        """Add the keys of another file that a key names."""
+        for entry in entries:
+            self.source_keys.setdefault(f"{prefix}{entry.key}", replace(entry, key=f"{prefix}{entry.key}"))
         self._order = {key: number for number, key in enumerate(self.source_keys)}
         self._sorted = sorted(self.source_keys)
 
     # ---- setting keys, and the outcome of each
 
-    def put(self, target: str, value: Any, *keys: str, why: str = "") -> None:
-        """Set Octavo's key ``target``. Its value comes from ``keys``; if none of them is present, it is the default of
-        the other framework."""
+    def set(self, target: str, value: Any, *keys: str, why: str = "") -> None:
+        """Set Octavo's key ``target``. Its value comes from ``keys``, or is the framework's default if none of them is
+        present."""
         self.read_keys.update(key for key in keys if key)
         source = tuple(self.source_keys[key] for key in dict.fromkeys(keys) if self.has(key))
         before = self.settings.get(target)
         for key in dict.fromkeys(keys):
             if (entry := self.source_keys.get(key)) is not None and entry.open:
-                why = f"{why}; to be filled in: {key} is open".removeprefix("; ")
-                self.note(
-                    f"{target} is to be filled in: {key} is {entry.value}, which is open; {value} is a placeholder"
+                why = f"{why}; TODO: {key} is not set in the script".removeprefix("; ")
+                self.add_note(
+                    f"TODO: set {target}; {key} is {entry.value}, which the script does not set, so {value} is a "
+                    "placeholder"
                 )
         self.settings[target] = Setting(value, source or (before.source if before else ()), why)
         for entry in source:
-            self._row(entry, "translated", why, (target, value))
+            self._add_outcome(entry, "translated", why, (target, value))
 
-    def put_outside(self, what: str, value: Any, *keys: str, why: str = "") -> None:
-        """Record keys that become something outside the file: a command-line option, an environment variable."""
+    def set_outside(self, what: str, value: Any, *keys: str, why: str = "") -> None:
+        """Record keys that become a command-line option or an environment variable instead of a key of the file."""
         self.read_keys.update(keys)
         for key in keys:
             if self.has(key):
-                self._row(self.source_keys[key], "translated", why, (what, value))
+                self._add_outcome(self.source_keys[key], "translated", why, (what, value))
 
-    def same(self, *keys: str, why: str) -> None:
-        """Record keys that ask for what Octavo does anyway."""
-        self._say("default", keys, why)
+    def mark_default(self, *keys: str, why: str) -> None:
+        """Record keys that request Octavo's default behavior."""
+        self._mark("default", keys, why)
 
-    def none(self, *keys: str, why: str, apart: bool = False) -> None:
-        """Record keys without equivalent: why, and what to do instead. ``apart``: no number of the training depends on
-        them."""
-        self._say("none", keys, why)
-        for key in keys if apart else ():
+    def mark_unsupported(self, *keys: str, why: str, affects_training: bool = True) -> None:
+        """Record keys without an equivalent, with the reason and the alternative. Keys with ``affects_training=False``
+        never count as lost."""
+        self._mark("none", keys, why)
+        for key in () if affects_training else keys:
             if key in self.rows:
-                self.rows[key].apart = True
+                self.rows[key].affects_training = False
 
-    def dead(self, *keys: str, why: str) -> None:
+    def mark_ignored(self, *keys: str, why: str) -> None:
         """Record keys that had no effect in the other framework."""
-        self._say("dead", keys, why)
+        self._mark("dead", keys, why)
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        """Raise TranslateError for a kind of run that is not translated: any substitute would be another run."""
+        """Raise TranslateError for a kind of run that cannot be translated."""
         entry = self.source_keys[key]
-        raise TranslateError(f"{entry.place}: {key}: {named(entry.value)} is not translated: {why}.")
+        raise TranslateError(f"{entry.place}: {key}: {describe_value(entry.value)} cannot be translated: {why}.")
 
-    def wrong(self, key: str, wanted: str, fix: str = "") -> None:
+    def mark_invalid(self, key: str, wanted: str, fix: str = "") -> None:
         """Record an invalid value as an error, with its line."""
-        self._wrong(key, wanted, fix)
+        self._add_problem(key, wanted, fix)
 
-    def table(self, kind: Kind, reasons: Mapping[str, str]) -> None:
-        """Record reasons, each for its keys (or globs), for keys that have no outcome yet."""
+    def mark_many(self, kind: Kind, reasons: Mapping[str, str]) -> None:
+        """Record the outcome of keys (or globs) that have none yet. ``reasons``: reason -> names separated by
+        spaces."""
         for why, names in reasons.items():
             for name in names.split():
                 self.read_keys.add(name)
                 if not any(sign in name for sign in "*?["):
-                    self._say(kind, (name,), why, late=True)
+                    self._mark(kind, (name,), why, late=True)
             if patterns := [name for name in names.split() if any(sign in name for sign in "*?[")]:
                 self.patterns += patterns
-                # A key that was read and is open gets its own reason in `finish`.
+                # A key that was read but has no known value gets its reason in `finish`.
                 matches = [
                     k
-                    for k in filter(_any_of(patterns), self.source_keys)
+                    for k in filter(_compile_globs(patterns), self.source_keys)
                     if not (k in self.read_keys and self.source_keys[k].open)
                 ]
-                self._say(kind, matches, why, late=True)
-                for key in matches:  # environment variables that no code here reads
+                self._mark(kind, matches, why, late=True)
+                for key in matches:  # environment variables that are not read above
                     if key.startswith("$") and key in self.rows:
-                        self.rows[key].apart = True
+                        self.rows[key].affects_training = False
 
-    def note(self, text: str) -> None:
+    def add_note(self, text: str) -> None:
         """Add a note that does not belong to a single key."""
         if text not in self._noted:
             self._noted.add(text)
             self.notes.append(text)
 
     def path(self, text: str, *, hub: bool = True) -> str:
-        """Return a path of the other framework relative to the folder of the file that is written."""
+        """Return a path of the source, relative to the folder of the output file."""
         if not text or text.startswith(("/", "~", "$")) or is_url(text):
             return text
-        if hub and is_name(text, self.root) and not self.folder.there(text):
+        if hub and is_name(text, self.root) and not self.folder.exists(text):
             return text
-        return os.path.relpath(self.root / text, self.home)
+        return os.path.relpath(self.root / text, self.out_dir)
 
     def finish(self) -> None:
-        """Record all keys without an outcome as open, empty or unknown. Raises ConfigError for invalid values."""
+        """Record the outcome of all remaining keys: no known value, empty, or unknown. Raises ConfigError for invalid
+        values."""
         if self.problems:
             raise ConfigError([*self.problems])
-        shared = self.settings.get("parallel.context")
-        if shared is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
-            self.note(
-                f"parallel.context: {shared.value} needs as many processes, and packed rows: train.global_batch "
-                "counts packs, each of which holds several samples; lower it to keep the samples of a step"
+        context = self.settings.get("parallel.context")
+        if context is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
+            self.add_note(
+                f"parallel.context: {context.value} needs that many processes and packed rows: train.global_batch "
+                "counts packs, each with several samples; lower it to keep the number of samples per step"
             )
         self._note_unsure()
         for name in self.folder.refused:
-            self.note(f"{name} is outside {self.root} and was not read; set --root to a folder that contains it")
+            self.add_note(f"{name} is outside {self.root} and was not read; set --root to a folder that contains it")
         known = sorted(name for name in self.read_keys if not any(sign in name for sign in "*?["))
-        matched, left = _any_of(self.patterns), _SUGGESTIONS
+        matched, suggestions_left = _compile_globs(self.patterns), _MAX_SUGGESTIONS
         for key, entry in self.source_keys.items():
             if key in self.rows:
                 continue
             # A key that was read, or matches a pattern, exists in the framework; any other one may be misspelled.
-            theirs = key in self.read_keys or matched(key)
+            is_known = key in self.read_keys or matched(key)
             if entry.open:
                 yaml = entry.place.source.endswith((".yaml", ".yml", ".json"))
                 settable = [name for name in entry.open if name.isidentifier()]
                 text = _REFERS if yaml else _OPEN if settable else _RUN
                 why = text.format(", ".join(entry.open), settable[0] if settable else "")
                 self.rows[key] = Row(entry, "none", why)
-            elif theirs and entry.value in (None, "", [], {}):
+            elif is_known and entry.value in (None, "", [], {}):
                 self.rows[key] = Row(entry, "default", _EMPTY)
-            elif not theirs and key in self.referred:
-                self.rows[key] = Row(entry, "default", "a value that other keys refer to")
-            elif theirs:
-                self.rows[key] = Row(entry, "none", "nothing in the translation depends on it")
+            elif not is_known and key in self.referenced:
+                self.rows[key] = Row(entry, "default", "only used by keys that refer to it")
+            elif is_known:
+                self.rows[key] = Row(entry, "none", "not used by the translation")
             else:
-                close = nearest(key, known) if left else None
-                left -= left > 0
-                why = "not a key of this framework that Octavo knows" + (f"; did you mean {close}?" if close else "")
+                close = nearest(key, known) if suggestions_left else None
+                suggestions_left -= suggestions_left > 0
+                why = "Octavo does not know this key of the framework" + (f"; did you mean {close}?" if close else "")
                 self.rows[key] = Row(entry, "unknown", why)
 
     # ---- helpers
 
     def _note_unsure(self) -> None:
-        """Add a note for each line of a script that was not followed, with the keys that it may change."""
+        """Add a note for each line of a script that was not evaluated, with the keys that it may change."""
         changed: dict[tuple[str, int], list[str]] = {}
         for entry in self.source_keys.values():
             for line in entry.unsure:
                 changed.setdefault((entry.place.source, line), []).append(entry.key)
         for (source, line), keys in changed.items():
             names = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
-            self.note(f"{Place(source, line)} is not followed and may change {names}: the values ignore that line")
+            self.add_note(
+                f"{Place(source, line)} is not evaluated and may change {names}; the translated values ignore that line"
+            )
 
-    def _say(self, kind: Kind, keys: Iterable[str], why: str, late: bool = False) -> None:
+    def _mark(self, kind: Kind, keys: Iterable[str], why: str, late: bool = False) -> None:
         for key in keys:
             self.read_keys.add(key)
             entry = self.source_keys.get(key)
             if entry is None or (entry.value is None and not entry.open) or (late and key in self.rows):
                 continue
-            self._row(entry, kind, why)
+            self._add_outcome(entry, kind, why)
 
-    def _row(self, entry: SourceKey, kind: Kind, why: str, target: tuple[str, Any] | None = None) -> None:
+    def _add_outcome(self, entry: SourceKey, kind: Kind, why: str, target: tuple[str, Any] | None = None) -> None:
         row = self.rows.get(entry.key)
         if row is None:
             self.rows[entry.key] = Row(entry, kind, why, (target,) if target else ())
@@ -342,20 +351,25 @@ class Draft:
                 row.kind = kind
             row.extend(why, target)
 
-    def _wrong(self, key: str, wanted: str, fix: str = "") -> Any:
+    def _add_problem(self, key: str, wanted: str, fix: str = "") -> Any:
         entry = self.source_keys[key]
-        problem = Problem(entry.place, key, f"{named(entry.value)}, where {wanted} belongs", fix or "correct it there")
+        problem = Problem(
+            entry.place,
+            key,
+            f"expected {wanted}, found {describe_value(entry.value)}",
+            fix or "correct it in this file",
+        )
         self.problems[problem] = None
         return None
 
 
-def _any_of(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Return a function that matches a text against several globs, as one expression: a file may have 50,000 keys."""
+def _compile_globs(patterns: Sequence[str]) -> Callable[[str], object]:
+    """Compile globs to one regular expression, because a file may have 50,000 keys. Returns its match function."""
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
 
 
 def as_number(text: str) -> float | str:
-    """Convert a text to a number if it is one. PyYAML reads 1e-4 as a text, and all frameworks convert it."""
+    """Convert a text to a number if possible. PyYAML reads 1e-4 as a text, and all frameworks convert it."""
     try:
         number = float(text.strip().replace("_", ""))
     except ValueError:
@@ -364,14 +378,14 @@ def as_number(text: str) -> float | str:
 
 
 def choice(draft: Draft, key: str, known: Mapping[str, Any]) -> Any:
-    """Return the meaning of one of several words; an unknown word is an error that names the nearest one."""
+    """Return the value that ``known`` has for a word. An unknown word is an error that suggests the closest one."""
     word = draft.text(key)
     if word is None:
         return None
     if word.lower() in known:
         return known[word.lower()]
     close = nearest(word, known)
-    draft.wrong(key, f"one of {', '.join(known)}", f"did you mean {close}?" if close else "")
+    draft.mark_invalid(key, f"one of {', '.join(known)}", f"did you mean {close}?" if close else "")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The outcome of each key: exactly one of five, so that no key is dropped silently."""
+"""The outcome of a key: exactly one of five kinds, so that no key is dropped silently."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from octavo.importers.source.keys import SourceKey
 
 Kind = Literal["translated", "default", "none", "dead", "unknown"]
 
-#: kind -> the heading of its part of a report
+#: kind -> heading in the report
 HEADINGS: dict[Kind, str] = {
     "translated": "Translated",
-    "default": "As Octavo does anyway",
-    "none": "Without equivalent here",
-    "dead": "Did nothing there",
-    "unknown": "Not known there",
+    "default": "Already the default",
+    "none": "No equivalent",
+    "dead": "Had no effect",
+    "unknown": "Unknown keys",
 }
 
 
@@ -23,15 +23,15 @@ HEADINGS: dict[Kind, str] = {
 class Row:
     """The outcome of one source key.
 
-    targets  the keys of Octavo that it became, with their values
-    apart    no number of the training depends on it, whatever its name (octavo/importers/lost_keys.py)
+    targets           the keys of Octavo that it became, with their values
+    affects_training  false if results do not depend on it (octavo/importers/lost_keys.py decides by name)
     """
 
     source_key: SourceKey
     kind: Kind
     why: str = ""
     targets: tuple[tuple[str, Any], ...] = ()
-    apart: bool = False
+    affects_training: bool = True
 
     def extend(self, why: str, target: tuple[str, Any] | None = None) -> None:
         """Add a second reason or target of the same key."""

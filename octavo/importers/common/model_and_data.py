@@ -1,4 +1,4 @@
-"""Settings that all frameworks have in some form: the model, adapters, frozen components, packing, and missing FP8."""
+"""Settings that all frameworks have: the model, adapters, frozen components, packing, and FP8 if it is not set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.base.hub import is_name
 from octavo.base.model_families import video_families
 from octavo.importers.common.draft import Draft, choice, globs
 from octavo.importers.errors import TranslateError
-from octavo.importers.source.root_folder import section, whole
+from octavo.importers.source.root_folder import get_mapping, get_positive_int
 
 _SEES = re.compile(
     r"(vl\b|[-_]vl[-_.\d]|vision|llava|vila|internvl|pixtral|smolvlm|idefics|mllama|gemma-3-(4|12|27)b|gemma-?(4|3n)|"
@@ -20,50 +20,52 @@ _SEES = re.compile(
 )
 #: maximum number of data sets of one file
 _MOST_SETS = 1000
-#: pixels of the side of an image token: two by two patches of 16 or 14
+#: side of an image token in pixels: two by two patches of 16 or 14
 _SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
 #: components that training can freeze, in Octavo's order
 TOWERS = ("image_encoder", "foundation")
 COMPONENTS = ("image_encoder", "image_projector", "foundation")
 
 
-def model(draft: Draft, *keys: str, why: str = "") -> str | None:
-    """Set model.path from the first of these keys that is present; without one it is left to be filled in."""
+def set_model_path(draft: Draft, *keys: str, why: str = "") -> str | None:
+    """Set model.path from the first of these keys that is present, or to a placeholder."""
     for key in keys:
         if word := draft.text(key):
-            draft.put("model.path", draft.path(word), key, why=why)
+            draft.set("model.path", draft.path(word), key, why=why)
             return word
-    draft.put("model.path", "/path/to/model", why="to be filled in: no key named a model")
-    draft.note("model.path is to be filled in: a folder of Hugging Face, or a name of the hub")
+    draft.set("model.path", "/path/to/model", why="TODO: no key names a model")
+    draft.add_note("TODO: set model.path to a Hugging Face folder or a hub name")
     return None
 
 
-def config_of(draft: Draft, path: str | None) -> dict[str, Any]:
-    """Return config.json of a model's folder; {} if the folder is not on this machine."""
+def read_config(draft: Draft, path: str | None) -> dict[str, Any]:
+    """Return config.json of a model folder, or {} if the folder is not on this machine."""
     if path is None or is_name(path, draft.root):
         return {}
     return draft.folder.json(path, "config.json")
 
 
-def sees(draft: Draft, path: str | None) -> bool:
-    """Whether a model has a vision tower, by its config.json if that is on this machine; otherwise by its name, with a
-    note."""
+def has_vision(draft: Draft, path: str | None) -> bool:
+    """Return whether a model has a vision tower, by its config.json if that is on this machine, otherwise by its name,
+    with a note."""
     if path is None:
         return False
-    config = config_of(draft, path)
+    config = read_config(draft, path)
     if config:
         return any(key in config for key in ("vision_config", "vision_tower_cfg", "mm_vision_tower"))
     by_name = _SEES.search(path) is not None
-    draft.note(f"{path} is not here, so by its name it {'sees images' if by_name else 'is a text model'}")
+    draft.add_note(
+        f"{path} is not on this machine; judging by its name it {'accepts images' if by_name else 'is a text model'}"
+    )
     return by_name
 
 
-def filmed(draft: Draft, path: str | None) -> str | None:
-    """Return the family of a model that Octavo trains with videos, by `model_type` of config.json if that is on this
-    machine, else by the model's name; None for other models."""
+def video_family(draft: Draft, path: str | None) -> str | None:
+    """Return the family of a model that Octavo can train on videos, by `model_type` of config.json if that is on this
+    machine, otherwise by the model's name; or None."""
     families = video_families()
-    if kind := str(config_of(draft, path).get("model_type") or ""):
-        return next((name for name in families if kind.startswith(name)), None)
+    if model_type := str(read_config(draft, path).get("model_type") or ""):
+        return next((name for name in families if model_type.startswith(name)), None)
     named = (name for name, video in families.items() if path and re.search(video.hub_name, path, re.IGNORECASE))
     return next(named, None)
 
@@ -71,8 +73,8 @@ def filmed(draft: Draft, path: str | None) -> str | None:
 _COPY = re.compile(r"([-_.](mcore|dcp|mm|hf|megatron|torch_dist|converted|(tp|pp|ep|etp|vpp)_?\d+))+$")
 
 
-def same_model(path: str, model: str) -> bool:
-    """Whether a checkpoint in another layout seems by its name to be a copy of a model's folder:
+def is_same_model(path: str, model: str) -> bool:
+    """Return whether a checkpoint in another layout seems by its name to be a copy of a model folder:
     ``ckpt/mm/Qwen3-VL-8B-dcp`` for ``Qwen/Qwen3-VL-8B``."""
     names = []
     for text in (path, model):
@@ -81,54 +83,58 @@ def same_model(path: str, model: str) -> bool:
     return bool(names[0]) and names[0] == names[1]
 
 
-def token_side(draft: Draft, path: str | None) -> int | None:
-    """Return the pixels of the side of an image token, for models with a variable number of tokens per image; None if
+def image_token_side(draft: Draft, path: str | None) -> int | None:
+    """Return the side of an image token in pixels, for models with a variable number of tokens per image, or None if
     unknown."""
-    vision = section(config_of(draft, path), "vision_config")
-    if (patch := whole(vision, "patch_size")) and (merged := whole(vision, "spatial_merge_size")):
+    vision = get_mapping(read_config(draft, path), "vision_config")
+    if (patch := get_positive_int(vision, "patch_size")) and (merged := get_positive_int(vision, "spatial_merge_size")):
         return patch * merged
     return next((side for name, side in _SIDES.items() if path and re.search(name, path, re.IGNORECASE)), None)
 
 
-def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], usual: dict[str, float]) -> None:
+def set_video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], defaults: dict[str, float]) -> None:
     """Translate the settings of video frames.
 
     keys    Octavo's name -> the source key
-    usual   the defaults of the other framework
+    defaults   the defaults of the other framework
 
     The source keys bound the pixels of each frame, as Octavo does for Qwen2.5-VL; for Qwen3-VL Octavo bounds all frames
     of a video together.
     """
-    theirs = [key for key in keys.values() if key in draft.source_keys]
-    taken = phase != "pretrain"
-    if not taken or family is None:
-        draft.none(*theirs, why=VIDEO if taken else "phase pretrain accepts no videos", apart=True)
+    present_keys = [key for key in keys.values() if key in draft.source_keys]
+    accepts_video = phase != "pretrain"
+    if not accepts_video or family is None:
+        draft.mark_unsupported(
+            *present_keys,
+            why=VIDEO_REASON if accepts_video else "phase pretrain accepts no videos",
+            affects_training=False,
+        )
         return
     budget = video_families()[family].budget
-    for ours, key in keys.items():
-        value = draft.number(key, usual.get(ours))
-        if ours.endswith("pixels") and budget != "frame":
-            whole = "data.video.max_pixels counts all frames of a video together: multiply this by your frames"
-            draft.none(key, why=whole if budget == "video" else "every frame is one tile of a fixed size")
-        elif value or (value == 0 and ours.endswith("pixels")):
-            draft.put(f"data.video.{ours}", value if ours == "fps" else max(1, int(value)), key)
+    for target, key in keys.items():
+        value = draft.number(key, defaults.get(target))
+        if target.endswith("pixels") and budget != "frame":
+            total = "data.video.max_pixels covers all frames of a video: multiply this value by the number of frames"
+            draft.mark_unsupported(key, why=total if budget == "video" else "each frame is one tile of a fixed size")
+        elif value or (value == 0 and target.endswith("pixels")):
+            draft.set(f"data.video.{target}", value if target == "fps" else max(1, int(value)), key)
 
 
 #: keys of LLaMA-Factory's video reader, which MindSpeed-MM uses too, and their defaults
-FILM = {"fps": "fps", "max_frames": "maxlen", "max_pixels": "max_pixels", "min_pixels": "min_pixels"}
-FILMED = {"fps": 2.0, "max_frames": 128, "max_pixels": 256 * 256, "min_pixels": 16 * 16}
+VIDEO_KEYS = {"fps": "fps", "max_frames": "maxlen", "max_pixels": "max_pixels", "min_pixels": "min_pixels"}
+VIDEO_DEFAULTS = {"fps": 2.0, "max_frames": 128, "max_pixels": 256 * 256, "min_pixels": 16 * 16}
 
 
-def last_answer(draft: Draft, key: str) -> None:
-    """Report that a loss only on the last answer is set in the rows."""
-    draft.none(
+def mark_last_answer_loss(draft: Draft, key: str) -> None:
+    """Record that a loss on the last answer only must be set in the rows."""
+    draft.mark_unsupported(
         key,
-        why="loss is on every answer; weight: 0 in earlier answers of a row removes it from them, and "
-        "data.split_turns makes each answer a separate row",
+        why="all answers have loss; weight: 0 removes it from an earlier answer of a row, and data.split_turns makes "
+        "each answer a separate row",
     )
 
 
-def lora(
+def set_lora(
     draft: Draft,
     rank: int,
     alpha: float,
@@ -136,160 +142,171 @@ def lora(
     targets: list[str],
     *,
     keys: dict[str, str],
-    but: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> None:
-    """Set adapters. ``targets``: components, or names of modules; ``but``: components whose modules get no adapters
+    """Set adapters. ``targets``: components or names of modules; ``exclude``: components whose modules get no adapters
     even if a name matches."""
-    draft.put("lora.rank", rank, keys.get("rank", ""))
-    draft.put("lora.alpha", float(alpha), keys.get("alpha", ""))
-    _dropout(draft, dropout, keys.get("dropout", ""))
+    draft.set("lora.rank", rank, keys.get("rank", ""))
+    draft.set("lora.alpha", float(alpha), keys.get("alpha", ""))
+    _set_dropout(draft, dropout, keys.get("dropout", ""))
     named = [word for word in targets if word not in COMPONENTS]
     chosen = [word for word in targets if word in COMPONENTS] + globs(named)
-    draft.put("lora.targets", chosen, keys.get("targets", ""))
-    if named and but:
-        draft.put("lora.exclude", list(but), why="modules with the same names may be there")
+    draft.set("lora.targets", chosen, keys.get("targets", ""))
+    if named and exclude:
+        draft.set("lora.exclude", list(exclude), why="these components may have modules of the same names")
 
 
-def _dropout(draft: Draft, share: float, key: str) -> None:
-    """Translate the dropout of adapters. Phase preference has none: it would be in the policy and not in its reference.
+def _set_dropout(draft: Draft, share: float, key: str) -> None:
+    """Translate the dropout of adapters. Phase preference has none: the policy would have it but not the reference.
 
     TRL's trainers for DPO, KTO, ORPO and CPO switch all dropout off (``disable_dropout`` is true by default), and so do
     LLaMA-Factory's and ms-swift's; Megatron's have no such switch."""
     if draft.settings["train.phase"].value != "preference":
-        draft.put("lora.dropout", float(share), key)
+        draft.set("lora.dropout", float(share), key)
     elif not share:
-        draft.same(key, why="off")
+        draft.mark_default(key, why="off")
     elif "megatron" in draft.command or draft.flag("disable_dropout") is False:
-        draft.none(key, why="dropout is off in phase preference: it would be in the policy, and not in its reference")
+        draft.mark_unsupported(
+            key, why="dropout is off in phase preference: the policy would have it, but not the reference"
+        )
     else:
-        draft.dead(key, why="switched off by their trainer: a policy with dropout is compared with a reference without")
-        draft.same("disable_dropout", why="all dropout is off in phase preference")
+        draft.mark_ignored(
+            key, why="the framework's trainer disables it: the policy would have dropout, but not the reference"
+        )
+        draft.mark_default("disable_dropout", why="all dropout is off in phase preference")
 
 
-def freeze(draft: Draft, frozen: Mapping[str, tuple[str, ...]]) -> None:
+def set_freeze(draft: Draft, frozen: Mapping[str, tuple[str, ...]]) -> None:
     """Set model.freeze. ``frozen``: component -> the keys that freeze it."""
     names = [name for name in COMPONENTS if name in frozen]
     if names:
         keys = [key for name in names for key in frozen[name]]
-        draft.put("model.freeze", names, *keys)
+        draft.set("model.freeze", names, *keys)
 
 
-def adapt(draft: Draft, keys: dict[str, str], rslora: str = "", dora: str = "") -> None:
+def set_lora_variants(draft: Draft, keys: dict[str, str], rslora: str = "", dora: str = "") -> None:
     """Translate the flags of rsLoRA and DoRA."""
     if rslora and draft.flag(rslora):
-        draft.put("lora.rslora", True, rslora)
+        draft.set("lora.rslora", True, rslora)
     if dora and draft.flag(dora):
-        draft.put("lora.dora", True, dora)
+        draft.set("lora.dora", True, dora)
 
 
-def packing(draft: Draft, *keys: str, why: str = "") -> None:
-    """Turn packing on."""
-    draft.put("data.packing", True, *keys, why=why or "samples of a row never see each other")
+def set_packing(draft: Draft, *keys: str, why: str = "") -> None:
+    """Enable packing."""
+    draft.set("data.packing", True, *keys, why=why or "samples of a pack do not attend to each other")
 
 
-def packs(draft: Draft, phase: str, key: str) -> bool:
-    """Translate the one flag for packing, whose meaning depends on the phase. Returns whether rows are packed."""
+def translate_packing(draft: Draft, phase: str, key: str) -> bool:
+    """Translate the packing flag, whose meaning depends on the phase. Returns whether rows are packed."""
     on = draft.flag(key)
     if phase == "sft" and on:
-        packing(draft, key)
+        set_packing(draft, key)
         return True
     if phase == "pretrain":
-        draft.same(key, why="documents are joined and cut to seq_length (data.join)")
+        draft.mark_default(key, why="documents are concatenated and split at seq_length (data.join)")
     elif on:
-        draft.none(key, why="pairs are rows of one batch")
+        draft.mark_unsupported(key, why="preference pairs are not packed")
     else:
-        draft.same(key, why="a row is a sample")
+        draft.mark_default(key, why="each row is one sample")
     return False
 
 
-def no_fp8(draft: Draft) -> None:
-    """Turn FP8 off if no key requested it, so that the run stays the same."""
+def disable_fp8_if_unset(draft: Draft) -> None:
+    """Disable FP8 if no key requested it, so that the run stays the same."""
     if not any(target.startswith(("fp8.", "model.load_in_fp8")) for target in draft.settings):
-        draft.put("fp8.recipe", "off", why="no FP8 there; blockwise is Octavo's default")
-        draft.note(
-            "there was no FP8: fp8.recipe is off; remove that line (or set --fp8-recipe blockwise) to train in FP8"
+        draft.set("fp8.recipe", "off", why="the source did not use FP8; blockwise is Octavo's default")
+        draft.add_note(
+            "the source did not use FP8, so fp8.recipe is off; remove that line (or set --fp8-recipe blockwise) to "
+            "train in FP8"
         )
 
 
-def eight_bits(draft: Draft, key: str, bits: int) -> None:
-    """Translate a quantized base: 8 bits become FP8 codes; 4 bits have no equivalent, and FP8 codes are the nearest."""
+def set_quantized_base(draft: Draft, key: str, bits: int) -> None:
+    """Translate a quantized base: 8 bits become FP8 codes, which are also the closest to 4 bits."""
     if bits == 8:
-        draft.put("model.load_in_fp8", "rowwise", key, why="8 bits, multiplied in FP8 with a scale for each row")
+        draft.set("model.load_in_fp8", "rowwise", key, why="8 bits; GEMMs run in FP8 with one scale per row")
     else:
-        why = "there is no 4-bit base; model.load_in_fp8 keeps it at a byte a parameter, twice QLoRA's"
-        draft.none(key, why=why)
-        draft.put("model.load_in_fp8", "rowwise", why=f"instead of {bits} bits, which Octavo lacks")
+        why = "a 4-bit base is not implemented; model.load_in_fp8 stores one byte per parameter, twice as much as QLoRA"
+        draft.mark_unsupported(key, why=why)
+        draft.set("model.load_in_fp8", "rowwise", why=f"instead of {bits} bits, which Octavo does not implement")
 
 
-def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
+def add_dataset(draft: Draft, group: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
     """Set the path of a data set. Returns the prefix of its other keys."""
     if number >= _MOST_SETS:
-        raise TranslateError(f"it names over {_MOST_SETS:,} data sets. Join them into fewer files, or name the folder.")
-    at = f"data.{of}.{number}"
-    draft.put(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
-    draft.sets[at] = path
+        raise TranslateError(
+            f"it has more than {_MOST_SETS:,} data sets. Join them into fewer files, or name the folder."
+        )
+    at = f"data.{group}.{number}"
+    draft.set(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
+    draft.dataset_paths[at] = path
     return at
 
 
-def stream(draft: Draft, at: str, key: str, why: str = "") -> bool:
-    """Stream a data set if possible; returns whether it is. A single JSON list, which a .json file is unless it is on
-    this machine and begins otherwise, has no rows that could be read one by one."""
-    path = draft.sets.get(at, "")
-    begins = draft.folder.begins(path)
+def set_streaming(draft: Draft, at: str, key: str, why: str = "") -> bool:
+    """Stream a data set if possible, and return whether it is. A single JSON list, which a .json file is unless it is
+    on this machine and begins otherwise, has no rows that could be read one by one."""
+    path = draft.dataset_paths.get(at, "")
+    begins = draft.folder.first_character(path)
     if begins == "[" or (not begins and path.endswith(".json")):
-        reason = f"{path} is one JSON list, which is read into the cache; JSONL (an object per line) can be streamed"
-        draft.none(key, why=reason, apart=True)
+        reason = f"{path} is one JSON list, which is read into the cache; JSONL (one object per line) can be streamed"
+        draft.mark_unsupported(key, why=reason, affects_training=False)
         return False
-    draft.put(f"{at}.stream", True, key, why=why)
+    draft.set(f"{at}.stream", True, key, why=why)
     return True
 
 
-def kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:
-    """Translate the name of an attention kernel; ``org/name`` is a kernel of the hub."""
+def set_attention_kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:
+    """Translate the name of an attention kernel; ``org/name`` is a kernel from the hub."""
     word = draft.text(key) or ""
     if "/" in word:
         if match := re.search(r"flash-attn-?([23])", word):
-            attend(draft, key, f"flash_attention_{match[1]}", packed)
+            set_attention(draft, key, f"flash_attention_{match[1]}", packed)
         else:
-            draft.none(key, why="a kernel of the hub; torch chooses one at each call (model.attention: sdpa)")
+            draft.mark_unsupported(
+                key, why="a kernel from the hub; with model.attention: sdpa torch selects a kernel at each call"
+            )
     elif name := choice(draft, key, known):
-        attend(draft, key, name, packed)
+        set_attention(draft, key, name, packed)
 
 
-def attend(draft: Draft, key: str, name: str, packed: bool) -> None:
-    """Set model.attention, to an equivalent kernel if packs do not support the given one."""
+def set_attention(draft: Draft, key: str, name: str, packed: bool) -> None:
+    """Set model.attention, to an equivalent kernel if packing does not support the requested one."""
     why = ""
     if packed and name.startswith("flash_attention"):
         name, why = "sdpa", "packs use torch's flash attention automatically"
     elif packed and name == "eager":
-        name, why = "sdpa", "packs are separated without a mask"
+        name, why = "sdpa", "packs need no mask to separate samples"
     elif name == "flex" and not packed:
-        name, why = "sdpa", "flex is only for packs"
-    draft.put("model.attention", name, key, why=why)
+        name, why = "sdpa", "flex is only used with packing"
+    draft.set("model.attention", name, key, why=why)
 
 
-def thinking(draft: Draft, *keys: str) -> None:
+def set_template_flags(draft: Draft, *keys: str) -> None:
     """Translate variables of the chat template such as `enable_thinking`. A variable that the template does not read is
     an error in Octavo, so the template is searched if the model's folder is on this machine."""
     for key in keys:
         if (value := draft.flag(key)) is not None:
-            _variable(draft, key, key.rpartition(".")[2], value)
+            _set_template_variable(draft, key, key.rpartition(".")[2], value)
 
 
-def _variable(draft: Draft, key: str, name: str, value: bool) -> None:
+def _set_template_variable(draft: Draft, key: str, name: str, value: bool) -> None:
     source = draft.settings["model.path"].source
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json") if source else ()
     read = [draft.folder.text(str(source[0].value), file) for file in names]
     texts = [text for text in read if text is not None]
     if texts and not any(name in text for text in texts):
-        draft.dead(key, why="the chat template of this model does not read this variable")
+        draft.mark_ignored(key, why="the chat template of this model does not read this variable")
         return
     before = draft.settings.get("data.template_args")
-    draft.put("data.template_args", {**(before.value if before else {}), name: value}, key,
-              why="a variable of the chat template")  # fmt: skip
+    draft.set("data.template_args", {**(before.value if before else {}), name: value}, key,
+              why="chat template variable")  # fmt: skip
     if not texts:
-        draft.note(f"data.template_args: remove {name} if the model's chat template does not read it")
+        draft.add_note(f"data.template_args: remove {name} if the model's chat template does not read it")
 
 
-TEMPLATE = "the chat template comes from the model's folder; templates selected by name have no equivalent"
-VIDEO = "videos train only with Qwen3-VL, Qwen2.5-VL and InternVL (data.video); other models refuse rows with videos"
+TEMPLATE_REASON = "the chat template comes from the model folder; templates cannot be selected by name"
+VIDEO_REASON = (
+    "training on video needs Qwen3-VL, Qwen2.5-VL or InternVL (data.video); other models reject rows with videos"
+)

@@ -1,4 +1,4 @@
-"""The same keys with a prefix: ``lr`` for ``training.lr``."""
+"""Access to keys with a common prefix: ``lr`` for ``training.lr``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from octavo.importers.common.draft import Draft
 
 
-class Under:
-    """A draft limited to a section of the source file; ``Under(draft)("lr")`` is the full name of a key.
+class PrefixedDraft:
+    """A draft limited to a section of the source file; calling it with ``"lr"`` returns the full name of the key.
 
     names   keys that another version renamed -> their names in this file
     """
@@ -23,11 +23,11 @@ class Under:
     def has(self, key: str) -> bool:
         return self.draft.has(self(key))
 
-    def number(self, key: str, usual: float | None = None) -> Any:
-        return self.draft.number(self(key), usual)
+    def number(self, key: str, default: float | None = None) -> Any:
+        return self.draft.number(self(key), default)
 
-    def whole(self, key: str, usual: int | None = None) -> Any:
-        return self.draft.whole(self(key), usual)
+    def integer(self, key: str, default: int | None = None) -> Any:
+        return self.draft.integer(self(key), default)
 
     def flag(self, key: str) -> bool | None:
         return self.draft.flag(self(key))
@@ -38,14 +38,14 @@ class Under:
     def words(self, key: str) -> list[str]:
         return self.draft.words(self(key))
 
-    def put(self, target: str, value: Any, *keys: str, why: str = "") -> None:
-        self.draft.put(target, value, *(self(key) for key in keys), why=why)
+    def set(self, target: str, value: Any, *keys: str, why: str = "") -> None:
+        self.draft.set(target, value, *(self(key) for key in keys), why=why)
 
-    def same(self, *keys: str, why: str) -> None:
-        self.draft.same(*(self(key) for key in keys), why=why)
+    def mark_default(self, *keys: str, why: str) -> None:
+        self.draft.mark_default(*(self(key) for key in keys), why=why)
 
-    def none(self, *keys: str, why: str) -> None:
-        self.draft.none(*(self(key) for key in keys), why=why)
+    def mark_unsupported(self, *keys: str, why: str) -> None:
+        self.draft.mark_unsupported(*(self(key) for key in keys), why=why)
 
-    def dead(self, *keys: str, why: str) -> None:
-        self.draft.dead(*(self(key) for key in keys), why=why)
+    def mark_ignored(self, *keys: str, why: str) -> None:
+        self.draft.mark_ignored(*(self(key) for key in keys), why=why)

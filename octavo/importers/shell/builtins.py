@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from octavo.importers.shell.expansion import EACH, Expander
+from octavo.importers.shell.expansion import WORD_COST, Expander
 from octavo.importers.shell.syntax import Assignment, Function, Item
 from octavo.importers.shell.values import Variable, Word
 
@@ -18,12 +18,12 @@ BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", 
 _NO_FUNCTION = "a shell accepts local only in functions, and sets nothing"
 
 
-class Exit(Exception):
+class ShellExit(Exception):
     """``exit``, or ``return`` from a function or a sourced file."""
 
-    def __init__(self, whole: bool) -> None:
+    def __init__(self, ends_script: bool) -> None:
         super().__init__()
-        self.whole = whole
+        self.ends_script = ends_script
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Command:
     words: list[Word]
     environment: dict[str, Word]
     exports: int
-    within: tuple[str, ...] = ()
+    enclosing: tuple[str, ...] = ()
 
 
 @dataclass
@@ -71,9 +71,9 @@ class Script:
 class Frame:
     """A function or a sourced file that is being executed."""
 
-    former: dict[str, Variable | None] = field(default_factory=dict)
-    journals: int = 0
-    returned: bool = False  # whether it may have ended already
+    saved: dict[str, Variable | None] = field(default_factory=dict)
+    open_journals: int = 0
+    may_have_returned: bool = False  # whether it may have ended already
     name: str = ""
     function: Function | None = None
 
@@ -81,9 +81,9 @@ class Frame:
 class Builtins(Expander):
     """Executes builtins on variables.
 
-    within   the conditions and loops around the current command that are not evaluated
-    dropped  depth of commands that a shell would skip
-    reading  the files being read: name, text, and the line that sources it
+    enclosing   the conditions and loops around the current command that are not evaluated
+    skip_depth  depth of commands that a shell would skip
+    open_files  the files being read: name, text, and the line that sources it
     """
 
     def __init__(self, text: str, known: Mapping[str, str], source: str) -> None:
@@ -91,71 +91,71 @@ class Builtins(Expander):
         self.script = Script()
         self.exported: dict[str, bool] = {}
         self.all_exported = False
-        self.last_here = False  # lastpipe: the last command of a pipe runs in the shell itself
+        self.lastpipe = False  # lastpipe: the last command of a pipe runs in the shell itself
         self.set_positional = 0  # how often set gave arguments
         self.frames = [Frame()]
-        self.within: list[str] = []
-        self.dropped = 0
-        self.quiet = 0
-        self.reading: list[tuple[str, str, int]] = [("", text, 0)]
+        self.enclosing: list[str] = []
+        self.skip_depth = 0
+        self.quiet_depth = 0
+        self.open_files: list[tuple[str, str, int]] = [("", text, 0)]
 
     def report_unread(self, line: int, text: str, why: str) -> None:
-        if self.quiet:
+        if self.quiet_depth:
             return
-        _, _, sourced = self.reading[-1]
+        _, _, sourced = self.open_files[-1]
         if sourced:
-            name = self.reading[-1][0]
+            name = self.open_files[-1][0]
             line, text = sourced, f"{name}: {text}"
         self.script.unread.append((line, text, why))
 
-    def line(self, line: int) -> int:
-        return self.reading[-1][2] or line
+    def report_line(self, line: int) -> int:
+        return self.open_files[-1][2] or line
 
-    def run_unknown(self, item: Item, why: str) -> None:
+    def mark_all_unsure(self, item: Item, why: str) -> None:
         """Record a command that is not followed and may set any variable."""
-        self.changes += 1
+        self.num_changes += 1
         self.report_unread(item.line, item.text, why)
-        self.spend(EACH * len(self.variables))
-        self.mark_unsure(list(self.variables), self.line(item.line))
+        self.charge(WORD_COST * len(self.variables))
+        self.mark_unsure(list(self.variables), self.report_line(item.line))
 
-    def exportable(self, name: str) -> Word | None:
+    def exported_value(self, name: str) -> Word | None:
         variable = self.variables.get(name)
         if variable is None or not self.exported.get(name) or variable.pieces is None:
             return None
-        return self.joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
+        return self.join(variable.pieces, self.current_line) if variable.pieces else Word("", self.current_line)
 
-    def arithmetic(self, whole: Word, item: Item) -> bool | None:
+    def run_arithmetic(self, whole: Word, item: Item) -> bool | None:
         """Evaluate ``(( ))`` and ``let``; a single assignment is followed."""
         match = _SUM_OF.fullmatch(whole.text) if not whole.open else None
         if match is None:
-            value, _, unsure = self.evaluate_sum(whole)
+            value, _, unsure = self.evaluate_arithmetic(whole)
             if any(sign in whole.text for sign in ("=", "++", "--")):
                 self.report_unread(item.line, item.text, RUN)
             return None if value is None or unsure else value != 0
         name, sign, text = match[1], match[2] or (match[4] or "")[:1], match[3] or "1"
-        value, needed, unsure = self.evaluate_sum(
+        value, needed, unsure = self.evaluate_arithmetic(
             Word(f"{name} {sign} ({text})" if sign else text, whole.line, (), whole.unsure)
         )
         if value is None:
             self.mark_unknown([name])
             self.report_unread(item.line, item.text, RUN)
         else:
-            self.put(name, [Word(str(value), self.now, (), unsure)])
+            self.assign_and_export(name, [Word(str(value), self.current_line, (), unsure)])
         return None
 
-    def put(self, name: str, pieces: list[Word], append: bool = False) -> None:
+    def assign_and_export(self, name: str, pieces: list[Word], append: bool = False) -> None:
         """Assign a variable, and update the environment if it is exported."""
         self.assign(name, pieces, append)
         if self.all_exported or self.exported.get(name):
-            self.mark(name, True)
-            self.script.exports.append((name, self.exportable(name)))
+            self.set_exported(name, True)
+            self.script.exports.append((name, self.exported_value(name)))
 
-    def mark(self, name: str, exported: bool) -> None:
-        if self.journals:
+    def set_exported(self, name: str, exported: bool) -> None:
+        if self.open_journals:
             self.journal.append((self.exported, name, self.exported.get(name)))
         self.exported[name] = exported
 
-    def assignment(self, node: Assignment, value: list[Word] | None = None) -> None:
+    def run_assignment(self, node: Assignment, value: list[Word] | None = None) -> None:
         """Execute an assignment. ``value``: its value or elements, if they are already expanded."""
         if node.name in self.readonly:
             return
@@ -163,24 +163,24 @@ class Builtins(Expander):
             self.mark_unknown([node.name])
             self.report_unread(node.line, f"{node.name}[{node.index}]=...", RUN)
         elif node.elements is not None:
-            items = self.several(node.elements) if value is None else value
+            items = self.expand_words(node.elements) if value is None else value
             if any(re.match(r"\[[^\]]*\]\+?=", word.text) for word in items):
                 self.mark_unknown([node.name])
             else:
                 self.assign_array(node.name, items, node.append)
         else:
-            self.put(node.name, self.pieces(node.value) if value is None else value, node.append)
+            self.assign_and_export(node.name, self.expand_pieces(node.value) if value is None else value, node.append)
 
-    def declare(self, name: str, words: Sequence[Word | Assignment], item: Item) -> bool | None:
+    def run_declaration(self, name: str, words: Sequence[Word | Assignment], item: Item) -> bool | None:
         options = "".join(w.text[1:] for w in words if isinstance(w, Word) and w.text.startswith("-"))
         if "f" in options or "p" in options or any(isinstance(w, Word) and w.text.startswith("+") for w in words):
             return None
         if name == "local" and not any(frame.name for frame in self.frames):
-            self.changes += 1
+            self.num_changes += 1
             self.report_unread(item.line, item.text, _NO_FUNCTION)
             return None
         if "n" in options:  # a reference to another variable: assignments to it change that one
-            self.run_unknown(item, RUN)
+            self.mark_all_unsure(item, RUN)
         if set(options) & set("nilucA"):
             self.report_unread(item.line, item.text, RUN)
             self.mark_unknown(
@@ -194,7 +194,7 @@ class Builtins(Expander):
         frame = self.frames[-1]
         # A shell expands all of them before it assigns the first: in local A=1 B=$A, A is the former value.
         values = {
-            id(word): self.several(word.elements) if word.elements is not None else self.pieces(word.value)
+            id(word): self.expand_words(word.elements) if word.elements is not None else self.expand_pieces(word.value)
             for word in words
             if isinstance(word, Assignment)
         }
@@ -206,7 +206,7 @@ class Builtins(Expander):
                 value = VALUE.fullmatch(word.text)
                 label = value[1] if value else word.text
                 if word.open and not value:
-                    self.changes += 1
+                    self.num_changes += 1
                     self.report_unread(item.line, item.text, RUN)
                 if not label.isidentifier() or (word.open and not value):
                     continue
@@ -216,22 +216,22 @@ class Builtins(Expander):
                 name in ("local", "declare", "typeset")
                 and frame.name
                 and "g" not in options
-                and label not in frame.former
+                and label not in frame.saved
             ):
-                if frame.journals == self.journals:
-                    frame.former[label] = self.variables.get(label)
+                if frame.open_journals == self.open_journals:
+                    frame.saved[label] = self.variables.get(label)
                 if value is None and isinstance(word, Word) and label not in self.forced:
-                    self.store(label, Variable())
+                    self.store_variable(label, Variable())
             if isinstance(target, Assignment):
-                self.assignment(target, values[id(target)])
+                self.run_assignment(target, values[id(target)])
             elif value:
-                self.put(label, [Word(value[2], target.line, target.open, target.unsure)])
+                self.assign_and_export(label, [Word(value[2], target.line, target.open, target.unsure)])
             if name == "export" or "x" in options:
-                self.changes += 1
-                self.mark(label, True)
-                self.script.exports.append((label, self.exportable(label)))
+                self.num_changes += 1
+                self.set_exported(label, True)
+                self.script.exports.append((label, self.exported_value(label)))
             if name == "readonly" or "r" in options:
-                if self.journals:
+                if self.open_journals:
                     self.report_unread(item.line, item.text, ON_CONDITION)
                 else:
                     self.readonly.add(label)
@@ -241,18 +241,18 @@ class Builtins(Expander):
         for word in words:
             if word.open or "[" in word.text:
                 self.mark_unknown([word.text.partition("[")[0]] if not word.open else [])
-                self.changes += 1
+                self.num_changes += 1
                 self.report_unread(item.line, item.text, RUN)
             elif word.text in self.forced or word.text in self.readonly or word.text.startswith("-"):
                 continue
             elif word.text in self.functions and word.text not in self.variables:
-                if self.journals:
+                if self.open_journals:
                     self.journal.append((self.functions, word.text, self.functions[word.text]))
                 del self.functions[word.text]
-                self.changes += 1
+                self.num_changes += 1
             else:
-                self.store(word.text, Variable())
-                self.mark(word.text, False)
+                self.store_variable(word.text, Variable())
+                self.set_exported(word.text, False)
                 self.script.exports.append((word.text, None))
         return True
 
@@ -266,8 +266,8 @@ class Builtins(Expander):
             rest = words[texts.index("--") + 1 :] if "--" in texts else words
             self.positional = None if any(word.open for word in rest) else rest
             self.set_positional += 1
-            self.changes += 1
-            if self.within:
+            self.num_changes += 1
+            if self.enclosing:
                 self.report_unread(item.line, item.text, ON_CONDITION)
         return True
 
@@ -275,22 +275,22 @@ class Builtins(Expander):
         texts = [word.text for word in words]
         if "-s" in texts or "-u" in texts:
             changed = {"nocasematch", "lastpipe"} & set(texts)
-            if changed and (self.within or self.dropped):
-                self.changes += 1
+            if changed and (self.enclosing or self.skip_depth):
+                self.num_changes += 1
                 self.report_unread(item.line, item.text, ON_CONDITION)
             elif changed:
-                self.cased = "-u" in texts if "nocasematch" in changed else self.cased
-                self.last_here = "-s" in texts if "lastpipe" in changed else self.last_here
+                self.case_sensitive = "-u" in texts if "nocasematch" in changed else self.case_sensitive
+                self.lastpipe = "-s" in texts if "lastpipe" in changed else self.lastpipe
         return True
 
     def _trap(self, words: list[Word], item: Item) -> bool | None:
         """A trap that runs at errors or before each command may change anything; one at the end changes nothing."""
         if {word.text.upper().removeprefix("SIG") for word in words[1:]} & {"ERR", "DEBUG", "RETURN"} and words[0].text:
-            self.run_unknown(item, RUN)
+            self.mark_all_unsure(item, RUN)
         return True
 
     def _shift(self, words: list[Word], item: Item) -> bool | None:
-        self.changes += 1
+        self.num_changes += 1
         if self.positional is not None and not words and not any(word.open for word in self.positional[:1]):
             self.positional = self.positional[1:]
         else:
@@ -313,5 +313,5 @@ class Builtins(Expander):
     def _let(self, words: list[Word], item: Item) -> bool | None:
         status: bool | None = None
         for word in words:
-            status = self.arithmetic(word, item)
+            status = self.run_arithmetic(word, item)
         return status

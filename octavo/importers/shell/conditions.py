@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from octavo.importers.shell.expansion import Expander, Word, glob
+from octavo.importers.shell.expansion import Expander, Word, glob_pattern
 from octavo.importers.shell.syntax import Condition, ShellWord
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
@@ -54,7 +54,7 @@ def evaluate_condition(expander: Expander, node: Condition) -> bool | None:
     if any(isinstance(word, str) for word in words):
         for word in words:
             if isinstance(word, ShellWord):
-                expander.text(word)
+                expander.expand_text(word)
         return None
     answer = _comparison(expander, [word for word in words if isinstance(word, ShellWord)])
     return answer if answer is None or not negated else not answer
@@ -63,18 +63,18 @@ def evaluate_condition(expander: Expander, node: Condition) -> bool | None:
 def _comparison(expander: Expander, words: list[ShellWord]) -> bool | None:
     sign = words[1].literal if len(words) == 3 else None
     if sign in ("=", "==", "!="):
-        left, pattern = expander.text(words[0]), glob(expander, words[2], 2, expander.cased)
+        left, pattern = expander.expand_text(words[0]), glob_pattern(expander, words[2], 2, expander.case_sensitive)
         if left.open or left.unsure or pattern is None or len(left.text) > 1000:
             return None
-        expander.spend(10 * len(left.text))
+        expander.charge(10 * len(left.text))
         return (pattern.fullmatch(left.text) is not None) == (sign != "!=")
     if len(words) == 3 and sign not in _NUMBERS:
         for word in words:
-            expander.text(word)
+            expander.expand_text(word)
         return None
     if len(words) not in (1, 2, 3):
         return None
-    plain = [expander.text(word) for word in words]
+    plain = [expander.expand_text(word) for word in words]
     # [[ evaluates arithmetic, in which 010 is 8 and 08 is invalid; [ compares decimal numbers.
     if sign in _NUMBERS and any(_OCTAL.match(word.text) for word in (plain[0], plain[2])):
         return None

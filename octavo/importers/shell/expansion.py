@@ -16,31 +16,33 @@ from octavo.importers.shell.syntax import (
     Parameter,
     Part,
     ShellWord,
-    Simple,
+    SimpleCommand,
     Substitution,
 )
-from octavo.importers.shell.values import LINES, Fields, Variable, Word, joined
+from octavo.importers.shell.values import MAX_UNSURE_LINES, Variable, Word, WordSplitter, join_pieces
 from octavo.importers.shell.words import PATTERNS
 
-#: maximum characters of all expansions together, where each word and each piece counts as EACH; maximum executed
+#: maximum characters of all expansions together, where each word and each piece counts as WORD_COST; maximum executed
 #: commands; maximum nesting of commands
-LETTERS, STEPS, LEVELS = 1 << 24, 200_000, 90
-EACH = 32
+MAX_CHARACTERS, MAX_STEPS, MAX_NESTING = 1 << 24, 200_000, 90
+WORD_COST = 32
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[0-9]+")
 _TERM = re.compile(r"-?[0-9]+|[-+*/%()]")
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _EXTENDED = re.compile(r"[@!+*?]\(")
 #: variables that a shell sets itself, whatever a script assigns
-_OWN = ("LINENO", "RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "BASHPID", "PPID", "UID", "EUID",
-        "GROUPS", "FUNCNAME", "DIRSTACK", "BASH_COMMAND", "HISTCMD")  # fmt: skip
+_SHELL_VARIABLES = (
+    "LINENO", "RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "BASHPID", "PPID", "UID",
+    "EUID", "GROUPS", "FUNCNAME", "DIRSTACK", "BASH_COMMAND", "HISTCMD",
+)  # fmt: skip
 _CHANGES = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
 
 
 @dataclass
-class Spent:
+class Usage:
     """The use of the bounds above by a script."""
 
     letters: int = 0
@@ -52,38 +54,38 @@ class Expander:
 
     def __init__(self, known: Mapping[str, str], source: str) -> None:
         self.source = source
-        self.spent = Spent()
+        self.usage = Usage()
         self.variables: dict[str, Variable] = {name: Variable([Word(text, 0)]) for name, text in known.items()}
         self.forced = frozenset(known)
         self.readonly: set[str] = set()
         self.positional: list[Word] | None = None
-        self.splits = True  # IFS has its default
-        self.cased = True  # patterns are case-sensitive: nocasematch is off
+        self.ifs_is_default = True  # IFS has its default
+        self.case_sensitive = True  # patterns are case-sensitive: nocasematch is off
         self.journal: list[tuple[Any, ...]] = []
-        self.journals = 0  # number of open journals
+        self.open_journals = 0  # number of open journals
         self.functions: dict[str, tuple[tuple[Function, ...], bool]] = {}  # name -> candidates, whether certain
-        self.undone: dict[str, list[tuple[tuple[Function, ...], bool]]] = {}
-        self.changes = 0
-        self.now = 0  # the line of the current command
+        self.undone_functions: dict[str, list[tuple[tuple[Function, ...], bool]]] = {}
+        self.num_changes = 0
+        self.current_line = 0  # the line of the current command
 
     # ---- variables
 
-    def store(self, name: str, value: Variable | None) -> None:
+    def store_variable(self, name: str, value: Variable | None) -> None:
         """Set a variable; None removes it."""
-        self.changes += 1
-        if self.journals:
+        self.num_changes += 1
+        if self.open_journals:
             self.journal.append((self.variables, name, self.variables.get(name)))
         if value is None:
             self.variables.pop(name, None)
         else:
             self.variables[name] = value
         if name == "IFS":
-            self.splits = False
+            self.ifs_is_default = False
 
-    def extend(self, name: str, into: list[Word], added: Sequence[Word]) -> None:
+    def extend_in_place(self, name: str, into: list[Word], added: Sequence[Word]) -> None:
         """Append in place, so that the time does not depend on the existing length."""
-        self.changes += 1
-        if self.journals:
+        self.num_changes += 1
+        if self.open_journals:
             self.journal.append((into, len(into), name))
         into.extend(added)
 
@@ -104,45 +106,46 @@ class Expander:
             if where is self.variables:
                 names[key] = None
             elif where is self.functions and now is not None:
-                self.undone.setdefault(key, []).append(now)
+                self.undone_functions.setdefault(key, []).append(now)
         return names
 
     def mark_unsure(self, names: Iterable[str], line: int) -> None:
         """Record that a line that was not followed may have set these variables."""
         for name in names:
-            former = self.variables.get(name)
+            previous = self.variables.get(name)
             if name in self.forced:
                 continue
-            if former is None:
-                former = Variable(unknown=True)
-            lines = former.unsure if line in former.unsure else (*former.unsure, line)[:LINES]
-            self.store(name, Variable(former.pieces, former.items, former.unknown, lines, former.lost))
+            if previous is None:
+                previous = Variable(unknown=True)
+            lines = previous.unsure if line in previous.unsure else (*previous.unsure, line)[:MAX_UNSURE_LINES]
+            self.store_variable(name, Variable(previous.pieces, previous.items, previous.unknown, lines, previous.lost))
 
     def mark_unknown(self, names: Iterable[str]) -> None:
         """Record that the values of these variables are only known when the script runs."""
         for name in names:
             if name not in self.forced and name not in self.readonly:
-                self.store(name, Variable(unknown=True, lost=True))
+                self.store_variable(name, Variable(unknown=True, lost=True))
 
-    def spend(self, letters: int) -> None:
+    def charge(self, letters: int) -> None:
         """Count characters. Raises TranslateError for a script whose variables grow exponentially."""
-        self.spent.letters += letters + 1
-        if self.spent.letters > LETTERS:
+        self.usage.letters += letters + 1
+        if self.usage.letters > MAX_CHARACTERS:
             raise TranslateError(
-                f"{self.source}:{self.now}: its variables exceed {LETTERS} characters here. Write the values."
+                f"{self.source}:{self.current_line}: its variables exceed {MAX_CHARACTERS} characters here. Write the "
+                "values."
             )
 
     # ---- words
 
-    def joined(self, pieces: Sequence[Word], line: int) -> Word:
-        self.spend(EACH * len(pieces))
-        return joined(pieces, line)
+    def join(self, pieces: Sequence[Word], line: int) -> Word:
+        self.charge(WORD_COST * len(pieces))
+        return join_pieces(pieces, line)
 
-    def fields(self, word: ShellWord) -> list[Word]:
+    def expand_word(self, word: ShellWord) -> list[Word]:
         """Expand a word of a command to no, one or several words."""
         if (text := word.literal) is not None:
-            return self.braces(text, word.line)
-        into = Fields(word.line)
+            return self.expand_braces(text, word.line)
+        into = WordSplitter(word.line)
         bare = "".join(p.text if isinstance(p, Literal) and not p.quoted else "\0" for p in word.parts)
         if "{" in bare and _BRACES.search(bare):  # several words, which are not followed
             into.open.append("{...}")
@@ -150,15 +153,15 @@ class Expander:
             if isinstance(part, Literal):
                 into.add(part.text, part.line)
                 continue
-            values = self.part(part)
+            values = self.expand_part(part)
             for number, value in enumerate(values):
                 if number:
                     into.close()
                 for piece in value:
-                    self.spend(len(piece.text))
+                    self.charge(len(piece.text))
                     if part.quoted or piece.whole:
                         into.add(piece.text, piece.line, piece)
-                    elif not self.splits:  # a script that sets IFS
+                    elif not self.ifs_is_default:  # a script that sets IFS
                         into.add(piece.text, piece.line, Word("", 0, (*piece.open, "IFS"), piece.unsure))
                     else:
                         into.split(piece)
@@ -170,21 +173,21 @@ class Expander:
                         name = part.name if isinstance(part, Parameter) else part.written
                         into.add(f"${name}", part.line, Word("", part.line, (name,), unsure))
         into.close()
-        self.spend(EACH * len(into.words))
+        self.charge(WORD_COST * len(into.words))
         return into.words
 
-    def several(self, words: Iterable[ShellWord]) -> list[Word]:
+    def expand_words(self, words: Iterable[ShellWord]) -> list[Word]:
         """Expand all words of a command or of an array."""
         expanded: list[Word] = []
         for word in words:
-            fields = self.fields(word)
+            fields = self.expand_word(word)
             if not fields and expanded and expanded[-1].text.startswith("--"):
                 expanded[-1] = replace(expanded[-1], bare=True)
             expanded += fields
         return expanded
 
     @staticmethod
-    def braces(text: str, line: int) -> list[Word]:
+    def expand_braces(text: str, line: int) -> list[Word]:
         """Expand ``{a,b}`` to two words; more complex braces are left open."""
         if "{" not in text or not _BRACES.search(text):
             return [Word(text, line)]
@@ -194,7 +197,7 @@ class Expander:
             return [Word(f"{head}{middle}{tail}", line) for middle in inside.split(",")]
         return [Word(text, line, (text,))]
 
-    def pieces(self, word: ShellWord | None, splits: bool = False) -> list[Word]:
+    def expand_pieces(self, word: ShellWord | None, splits: bool = False) -> list[Word]:
         """Expand a word without splitting: an assigned value or an arithmetic expression. With ``splits``: a default
         that will be split later, except its quoted parts."""
         pieces: list[Word] = []
@@ -202,7 +205,7 @@ class Expander:
             if isinstance(part, Literal):
                 pieces.append(Word(part.text, part.line, whole=splits and part.quoted))
                 continue
-            for number, value in enumerate(self.part(part)):
+            for number, value in enumerate(self.expand_part(part)):
                 if number:
                     pieces.append(Word(" ", part.line))
                 if splits and part.quoted:
@@ -211,24 +214,24 @@ class Expander:
                     pieces += value
                 else:
                     pieces += [replace(piece, whole=False) if piece.whole else piece for piece in value]
-        self.spend(sum(len(piece.text) + EACH for piece in pieces))
+        self.charge(sum(len(piece.text) + WORD_COST for piece in pieces))
         return pieces
 
-    def text(self, word: ShellWord | None) -> Word:
+    def expand_text(self, word: ShellWord | None) -> Word:
         return (
-            self.joined(self.pieces(word), word.line if word else self.now)
+            self.join(self.expand_pieces(word), word.line if word else self.current_line)
             if word and word.parts
-            else Word("", self.now)
+            else Word("", self.current_line)
         )
 
-    def part(self, part: Part) -> list[list[Word]]:
+    def expand_part(self, part: Part) -> list[list[Word]]:
         """Return the values of a part, each as pieces: one value, or one for each element of an array."""
         if isinstance(part, Parameter):
-            return self.parameter(part)
+            return self.expand_parameter(part)
         if isinstance(part, Arithmetic):
-            return [[self.sum(part)]]
+            return [[self.expand_arithmetic(part)]]
         if isinstance(part, Substitution):
-            return [self.substitution(part)]
+            return [self.expand_substitution(part)]
         return [[self.unknown_word(part)]]
 
     @staticmethod
@@ -237,12 +240,12 @@ class Expander:
 
     # ---- ${...}
 
-    def parameter(self, part: Parameter) -> list[list[Word]]:
+    def expand_parameter(self, part: Parameter) -> list[list[Word]]:
         if part.name in ("@", "*") or part.index in ("@", "*"):
-            return self.elements(part)
-        value = self.value(part)
+            return self.expand_elements(part)
+        value = self.lookup(part)
         if part.length:
-            whole = self.joined(value, part.line) if value is not None else None
+            whole = self.join(value, part.line) if value is not None else None
             if whole is None or whole.open or part.operator:
                 return [[self.unknown_word(part, part.name)]]
             return [[Word(str(len(whole.text)), part.line, (), whole.unsure)]]
@@ -251,7 +254,7 @@ class Expander:
         if not part.operator:
             return [[Word(f"${part.name}", part.line, (part.name,))] if value is None else value]
         if not sign or sign not in "-=?+":
-            return [self.changed(part, value)]
+            return [self.strip_pattern(part, value)]
         variable = self.variables.get(part.name)
         absent = value is None or (variable is not None and self.is_unset(variable) and part.index is None)
         if colon and value is not None and not any(piece.text or piece.open for piece in value):
@@ -262,32 +265,34 @@ class Expander:
         if sign == "+":
             if value is None or any(piece.open for piece in value):
                 return [[self.unknown_word(part, part.name)]]
-            return [self.with_doubt([] if absent else self.default(part), unsure, part.line)]
+            return [self.mark_pieces_unsure([] if absent else self.expand_default(part), unsure, part.line)]
         if not absent:
             return [value or []]
         if sign == "?" or (variable is not None and variable.lost):
             return [[Word(f"${part.name}", part.line, (part.name,))]]
-        pieces = self.with_doubt(self.default(part), unsure, part.line)
+        pieces = self.mark_pieces_unsure(self.expand_default(part), unsure, part.line)
         if sign == "=" and part.index is None:
             self.assign(part.name, pieces)
         return [pieces]
 
-    def default(self, part: Parameter) -> list[Word]:
+    def expand_default(self, part: Parameter) -> list[Word]:
         """Return the default in ``${name:-default}``. A value that ``=`` assigns is split like any value."""
-        return self.pieces(part.argument, not part.quoted and part.operator.lstrip(":") in ("-", "+"))
+        return self.expand_pieces(part.argument, not part.quoted and part.operator.lstrip(":") in ("-", "+"))
 
     @staticmethod
-    def with_doubt(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
+    def mark_pieces_unsure(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
         """Return the pieces marked as unsure, because they depend on unsure lines."""
         return (
-            [replace(p, unsure=(*p.unsure, *unsure)[:LINES]) for p in pieces or [Word("", line)]] if unsure else pieces
+            [replace(p, unsure=(*p.unsure, *unsure)[:MAX_UNSURE_LINES]) for p in pieces or [Word("", line)]]
+            if unsure
+            else pieces
         )
 
     @staticmethod
     def is_unset(variable: Variable) -> bool:
         return variable.pieces is None and not variable.items and not variable.unknown
 
-    def value(self, part: Parameter) -> list[Word] | None:
+    def lookup(self, part: Parameter) -> list[Word] | None:
         """Return the pieces of a scalar or of one element; None if they are unknown."""
         name = part.name
         if name.isdigit():
@@ -296,10 +301,10 @@ class Expander:
             if len(name) > 6:
                 return []
             before = self.positional[: int(name) - 1]
-            self.spend(EACH * len(before))
+            self.charge(WORD_COST * len(before))
             if any(word.open for word in before):  # an open word may be any number of words
                 return [Word(f"${name}", part.line, (name,))]
-            unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:LINES]
+            unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:MAX_UNSURE_LINES]
             pieces = self.positional[int(name) - 1 : int(name)]
             return (
                 [replace(w, unsure=(*w.unsure, *unsure)) for w in pieces or [Word("", part.line)]] if unsure else pieces
@@ -307,16 +312,16 @@ class Expander:
         if name == "#" and self.positional is not None:
             if any(word.open for word in self.positional):
                 return [Word("$#", part.line, ("#",))]
-            unsure = tuple(dict.fromkeys(line for word in self.positional for line in word.unsure))[:LINES]
+            unsure = tuple(dict.fromkeys(line for word in self.positional for line in word.unsure))[:MAX_UNSURE_LINES]
             return [Word(str(len(self.positional)), part.line, (), unsure)]
         variable = self.variables.get(name)
         if variable is None or variable.unknown:
             return None
-        index = self.text(part.index).text if isinstance(part.index, ShellWord) else "0"
+        index = self.expand_text(part.index).text if isinstance(part.index, ShellWord) else "0"
         if variable.items is not None:
             if not _NUMBER.fullmatch(index):
                 return None
-            self.spend(EACH * min(int(index[:7]), len(variable.items)))
+            self.charge(WORD_COST * min(int(index[:7]), len(variable.items)))
             if any(word.open for word in variable.items[: int(index[:7]) + 1]):
                 return None
             pieces = variable.items[int(index[:7]) : int(index[:7]) + 1]
@@ -328,7 +333,7 @@ class Expander:
             return [Word(p.text, p.line, p.open, variable.unsure) for p in pieces or [Word("", part.line)]]
         return pieces
 
-    def elements(self, part: Parameter) -> list[list[Word]]:
+    def expand_elements(self, part: Parameter) -> list[list[Word]]:
         """Expand ``$@``, ``${NAME[@]}`` and the forms with ``*``."""
         star = "*" in (part.name, part.index)
         variable = self.variables.get(part.name) if part.name not in ("@", "*") else Variable(items=self.positional)
@@ -336,27 +341,27 @@ class Expander:
         if variable is not None and not variable.unknown:
             items = variable.items
             if items is None and part.name not in ("@", "*"):
-                items = [self.joined(variable.pieces, part.line)] if variable.pieces is not None else []
+                items = [self.join(variable.pieces, part.line)] if variable.pieces is not None else []
         if items is None or part.operator:
             if items is not None or part.operator.lstrip(":")[:1] != "-":
                 return [[self.unknown_word(part, part.name)]]
-            return [self.default(part)]
+            return [self.expand_default(part)]
         if variable is not None and variable.unsure:
             items = [Word(w.text, w.line, w.open, variable.unsure) for w in items or [Word("", part.line)]]
         if part.length:
             known = not any(word.open or word.unsure for word in items)
             return [[Word(str(len(items)), part.line) if known else self.unknown_word(part, part.name)]]
-        self.spend(EACH * len(items))
-        if star and part.quoted and not self.splits and len(items) > 1:  # by the first letter of IFS
+        self.charge(WORD_COST * len(items))
+        if star and part.quoted and not self.ifs_is_default and len(items) > 1:  # by the first letter of IFS
             return [[self.unknown_word(part, "IFS")]]
         if star and part.quoted:
             return [[piece for word in items for piece in (word, Word(" ", word.line))][:-1]]
         return [[word] for word in items]
 
-    def changed(self, part: Parameter, value: list[Word] | None) -> list[Word]:
+    def strip_pattern(self, part: Parameter, value: list[Word] | None) -> list[Word]:
         """Expand ``${name%pattern}`` and ``${name#pattern}``; other operators are left open."""
-        whole = self.joined(value, part.line) if value else None
-        pattern = glob(self, part.argument, 1) if part.operator in PATTERNS else None
+        whole = self.join(value, part.line) if value else None
+        pattern = glob_pattern(self, part.argument, 1) if part.operator in PATTERNS else None
         if whole is None or whole.open or pattern is None or len(whole.text) > 300:
             return [self.unknown_word(part)]
         text, places = whole.text, range(len(whole.text) + 1)
@@ -366,7 +371,7 @@ class Expander:
         else:
             order = reversed(places) if part.operator == "%" else places
             cut = next((text[:at] for at in order if pattern.fullmatch(text[at:])), text)
-        self.spend(len(text) ** 2)
+        self.charge(len(text) ** 2)
         return [Word(cut, whole.line, (), whole.unsure)]
 
     # ---- assignments
@@ -375,55 +380,63 @@ class Expander:
         """Assign to a scalar, or to the first element of an array."""
         if name in self.forced or name in self.readonly:
             return
-        if name in _OWN:
+        if name in _SHELL_VARIABLES:
             self.mark_unknown([name])
             return
-        former = self.variables.get(name)
-        if former is not None and former.items is not None:
-            first = [*former.items[:1], *pieces] if append else pieces
-            items = [self.joined(first, self.now), *former.items[1:]]
-            self.spend(EACH * len(items))
-            self.store(name, Variable(items=items, unsure=former.unsure))
-        elif append and former is not None and former.pieces is not None:
-            self.extend(name, former.pieces, pieces)
-        elif append and (former is None or former.unknown):
-            lines = former.unsure if former else ()
-            self.store(name, Variable([Word(f"${name}", self.now, (name,)), *pieces], unsure=lines))
+        previous = self.variables.get(name)
+        if previous is not None and previous.items is not None:
+            first = [*previous.items[:1], *pieces] if append else pieces
+            items = [self.join(first, self.current_line), *previous.items[1:]]
+            self.charge(WORD_COST * len(items))
+            self.store_variable(name, Variable(items=items, unsure=previous.unsure))
+        elif append and previous is not None and previous.pieces is not None:
+            self.extend_in_place(name, previous.pieces, pieces)
+        elif append and (previous is None or previous.unknown):
+            lines = previous.unsure if previous else ()
+            self.store_variable(name, Variable([Word(f"${name}", self.current_line, (name,)), *pieces], unsure=lines))
         else:
-            self.store(name, Variable(list(pieces), unsure=former.unsure if append and former is not None else ()))
+            self.store_variable(
+                name, Variable(list(pieces), unsure=previous.unsure if append and previous is not None else ())
+            )
 
     def assign_array(self, name: str, items: list[Word], append: bool) -> None:
         if name in self.forced or name in self.readonly:
             return
-        former = self.variables.get(name)
-        if append and former is not None and former.items is not None:
-            self.extend(name, former.items, items)
-        elif append and former is not None and former.pieces is not None:
-            self.store(name, Variable(items=[self.joined(former.pieces, self.now), *items], unsure=former.unsure))
-        elif append and (former is None or former.unknown):
-            lines = former.unsure if former else ()
-            self.store(name, Variable(items=[Word(f"${name}", self.now, (name,)), *items], unsure=lines))
+        previous = self.variables.get(name)
+        if append and previous is not None and previous.items is not None:
+            self.extend_in_place(name, previous.items, items)
+        elif append and previous is not None and previous.pieces is not None:
+            self.store_variable(
+                name, Variable(items=[self.join(previous.pieces, self.current_line), *items], unsure=previous.unsure)
+            )
+        elif append and (previous is None or previous.unknown):
+            lines = previous.unsure if previous else ()
+            self.store_variable(
+                name, Variable(items=[Word(f"${name}", self.current_line, (name,)), *items], unsure=lines)
+            )
         else:
-            self.store(name, Variable(items=list(items), unsure=former.unsure if append and former is not None else ()))
+            self.store_variable(
+                name, Variable(items=list(items), unsure=previous.unsure if append and previous is not None else ())
+            )
 
     # ---- sums, and what commands print
 
-    def sum(self, part: Arithmetic) -> Word:
+    def expand_arithmetic(self, part: Arithmetic) -> Word:
         """Evaluate ``$((...))``, in which names of variables need no ``$``."""
-        whole = self.text(part.expression)
-        value, needed, unsure = self.evaluate_sum(whole)
+        whole = self.expand_text(part.expression)
+        value, needed, unsure = self.evaluate_arithmetic(whole)
         if value is None:
             return self.unknown_word(part, *needed)
         return Word(str(value), part.line, (), unsure)
 
-    def evaluate_sum(self, whole: Word) -> tuple[int | None, list[str], tuple[int, ...]]:
+    def evaluate_arithmetic(self, whole: Word) -> tuple[int | None, list[str], tuple[int, ...]]:
         """Return (value or None, names that it would need, lines that may change it). Variables that the expression
         assigns become unknown."""
         needed, unsure = list(whole.open), list(whole.unsure)
-        if self.changed_by(whole.text):
+        if self.mark_assigned_unknown(whole.text):
             return None, needed, ()
 
-        def value(match: re.Match[str]) -> str:
+        def lookup(match: re.Match[str]) -> str:
             variable = self.variables.get(match[0])
             pieces = variable.items[:1] if variable and variable.items else variable.pieces if variable else None
             if pieces is None:
@@ -432,15 +445,15 @@ class Expander:
                 else:  # unset, but a line that was not followed may set it
                     unsure.extend(variable.unsure)
                 return "0"
-            known = self.joined(pieces, 0) if pieces else Word("0", 0)
+            known = self.join(pieces, 0) if pieces else Word("0", 0)
             needed.extend(known.open)
             unsure.extend([*known.unsure, *(variable.unsure if variable else ())])
             return known.text.strip() if _NUMBER.fullmatch(known.text.strip()) else f"({known.text.strip() or 0})"
 
-        filled = whole.text if whole.open else _NAME.sub(value, whole.text[:400])
-        return (None if needed else evaluate(filled)), needed, tuple(dict.fromkeys(unsure))[:LINES]
+        filled = whole.text if whole.open else _NAME.sub(lookup, whole.text[:400])
+        return (None if needed else evaluate(filled)), needed, tuple(dict.fromkeys(unsure))[:MAX_UNSURE_LINES]
 
-    def changed_by(self, text: str) -> list[str]:
+    def mark_assigned_unknown(self, text: str) -> list[str]:
         """Return the names that an arithmetic expression assigns, and mark them as unknown."""
         signs = any(sign in text for sign in ("=", "++", "--"))
         if len(text) > 4000 and signs:
@@ -450,11 +463,11 @@ class Expander:
         self.mark_unknown(names)
         return names
 
-    def substitution(self, part: Substitution) -> list[Word]:
+    def expand_substitution(self, part: Substitution) -> list[Word]:
         """Evaluate ``$(...)`` with expr or echo; other commands are not followed."""
         node = part.commands[0].node if len(part.commands) == 1 and not part.commands[0].background else None
         if (
-            not isinstance(node, Simple)
+            not isinstance(node, SimpleCommand)
             or node.assignments
             or not node.words
             or not isinstance(node.words[0], ShellWord)
@@ -463,9 +476,9 @@ class Expander:
         name = node.words[0].literal
         if name not in ("expr", "echo"):
             return [self.unknown_word(part)]
-        words = [field for word in node.words[1:] if isinstance(word, ShellWord) for field in self.fields(word)]
+        words = [field for word in node.words[1:] if isinstance(word, ShellWord) for field in self.expand_word(word)]
         missing = [name for word in words for name in word.open]
-        unsure = tuple(dict.fromkeys(line for word in words for line in word.unsure))[:LINES]
+        unsure = tuple(dict.fromkeys(line for word in words for line in word.unsure))[:MAX_UNSURE_LINES]
         text = " ".join(word.text for word in words)
         if missing or node.redirected:
             return [self.unknown_word(part, *dict.fromkeys(missing))]
@@ -477,14 +490,16 @@ class Expander:
         return [self.unknown_word(part)]
 
 
-def glob(expander: Expander, word: ShellWord | None, stars: int, cased: bool = True) -> re.Pattern[str] | None:
+def glob_pattern(expander: Expander, word: ShellWord | None, stars: int, cased: bool = True) -> re.Pattern[str] | None:
     """Convert a shell pattern to a regular expression; None if it is not followed. Unquoted variables are patterns."""
     written: list[str] = []
     for part in word.parts if word else ():
         if isinstance(part, Literal) and part.quoted:
             written.append(re.escape(part.text))
             continue
-        pieces = [Word(part.text, 0)] if isinstance(part, Literal) else [p for v in expander.part(part) for p in v]
+        pieces = (
+            [Word(part.text, 0)] if isinstance(part, Literal) else [p for v in expander.expand_part(part) for p in v]
+        )
         for piece in pieces:
             if piece.open or piece.unsure:
                 return None

@@ -62,7 +62,7 @@ class Arithmetic:
 
 
 @dataclass(slots=True)
-class Unfollowed:
+class UnknownExpansion:
     """An expansion that is only known when the script runs: ``${!name}``, ``<(command)`` and the like."""
 
     quoted: bool
@@ -70,7 +70,7 @@ class Unfollowed:
     written: str
 
 
-Part = Literal | Parameter | Substitution | Arithmetic | Unfollowed
+Part = Literal | Parameter | Substitution | Arithmetic | UnknownExpansion
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class Assignment:
 
 
 @dataclass(slots=True)
-class Simple:
+class SimpleCommand:
     assignments: list[Assignment]
     words: list[ShellWord | Assignment]
     line: int
@@ -149,7 +149,7 @@ class Loop:
     body: list[Item]
     line: int
     heading: str
-    leaves: bool  # break or continue is in it
+    has_break: bool  # break or continue is in it
     arithmetic: ShellWord | None = None  # of for (( ... ))
 
 
@@ -187,7 +187,7 @@ class ArithmeticCommand:
     line: int
 
 
-Node = Simple | AndOr | Pipeline | Group | If | Loop | Case | Function | Condition | ArithmeticCommand
+Node = SimpleCommand | AndOr | Pipeline | Group | If | Loop | Case | Function | Condition | ArithmeticCommand
 
 
 @dataclass(slots=True)

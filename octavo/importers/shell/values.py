@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 #: maximum number of recorded lines that may change a value
-LINES = 8
+MAX_UNSURE_LINES = 8
 _SPACES = re.compile(r"[ \t\n]+")
 
 
@@ -47,7 +47,7 @@ class Variable:
     lost: bool = False
 
 
-class Fields:
+class WordSplitter:
     """Builds words from pieces."""
 
     def __init__(self, line: int) -> None:
@@ -86,29 +86,29 @@ class Fields:
 
     def close(self) -> None:
         if self.begun:
-            self.words.append(merged(self.texts, self.at, self.open, self.unsure))
+            self.words.append(merge_word(self.texts, self.at, self.open, self.unsure))
         self.texts, self.begun, self.open, self.unsure = [], False, [], []
 
 
-def merged(texts: Sequence[str], line: int, missing: Iterable[str], unsure: Iterable[int]) -> Word:
-    return Word("".join(texts), line, tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(unsure))[:LINES])
+def merge_word(texts: Sequence[str], line: int, missing: Iterable[str], unsure: Iterable[int]) -> Word:
+    return Word("".join(texts), line, tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(unsure))[:MAX_UNSURE_LINES])
 
 
-def joined(pieces: Sequence[Word], line: int) -> Word:
+def join_pieces(pieces: Sequence[Word], line: int) -> Word:
     """Join pieces to one word."""
     if len(pieces) == 1:
         return pieces[0]
     at = next((piece.line for piece in pieces if piece.text), line)
-    return merged(
+    return merge_word(
         [p.text for p in pieces], at, (n for p in pieces for n in p.open), (n for p in pieces for n in p.unsure)
     )
 
 
 def flag_words(pieces: Sequence[Word] | None) -> list[Word]:
     """Return the words of a text of flags (``"--lr 1 --bf16"``); [] for any other text."""
-    if not pieces or not joined(pieces[:8], 0).text.lstrip().startswith("--"):
+    if not pieces or not join_pieces(pieces[:8], 0).text.lstrip().startswith("--"):
         return []
-    into = Fields(pieces[0].line)
+    into = WordSplitter(pieces[0].line)
     for piece in pieces:
         into.split(piece)
     into.close()

@@ -13,7 +13,7 @@ from octavo.config.yaml.problems import ConfigError, Place, Problem, brief, dott
 from octavo.importers.errors import TranslateError
 from octavo.importers.shell import interpreter as shell_script
 from octavo.importers.source import training_command, yaml_references
-from octavo.importers.source.keys import Foreign, SourceKey
+from octavo.importers.source.keys import SourceConfig, SourceKey
 from octavo.importers.source.root_folder import Folder
 
 #: maximum bytes of a file; those that people write by hand are smaller
@@ -40,14 +40,14 @@ class Part(NamedTuple):
     words: set[str]
 
 
-def read(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) -> list[Part]:
+def read_files(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) -> list[Part]:
     """Read the files. ``known``: variables of scripts with values from the user; ``folder``: the folder that the run
     was started in. Raises ConfigError for files with a wrong syntax, and for text that is not valid Unicode."""
-    parts = [Part(path, *_one(path, known, folder)) for path in paths]
+    parts = [Part(path, *_read_file(path, known, folder)) for path in paths]
     for part in parts:
         if len(part.source_keys) > _MOST_KEYS:
-            held = f"{printable(part.path.name)} holds {len(part.source_keys):,} keys"
-            raise TranslateError(f"{held}, and {_MOST_KEYS:,} are the most here.")
+            message = f"{printable(part.path.name)} holds {len(part.source_keys):,} keys"
+            raise TranslateError(f"{message}, and {_MOST_KEYS:,} are the most here.")
         check_text(part.source_keys)
     return parts
 
@@ -59,7 +59,7 @@ def check_text(entries: Iterable[SourceKey]) -> None:
     for entry in entries:
         values = entry.value if isinstance(entry.value, list) else [entry.value]
         for what, text in (("the key", entry.key), *(("its value", text) for text in values)):
-            if isinstance(text, str) and (why := _no_text(text)):
+            if isinstance(text, str) and (why := _text_error(text)):
                 problem_text = f"{what} is no valid Unicode: it {why}"
                 problems.append(Problem(entry.place, entry.key, problem_text, "write it again"))
                 break
@@ -67,16 +67,16 @@ def check_text(entries: Iterable[SourceKey]) -> None:
         raise ConfigError(problems)
 
 
-def _no_text(text: str) -> str | None:
+def _text_error(text: str) -> str | None:
     if text.isprintable() or ("\0" not in text and text.isascii()):
         return None
     if "\0" in text:
         return "holds a NUL character"
-    half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
-    return f"holds half a character (\\u{ord(half):04x})" if half else None
+    surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    return f"holds half a character (\\u{ord(surrogate):04x})" if surrogate else None
 
 
-def merged(parts: Sequence[Part], first_wins: bool) -> Foreign:
+def merge_parts(parts: Sequence[Part], first_wins: bool) -> SourceConfig:
     """Merge the keys of the files. ``first_wins``: which file wins if both give a key."""
     by_key: dict[str, SourceKey] = {}
     lost: list[tuple[SourceKey, str]] = []
@@ -93,49 +93,53 @@ def merged(parts: Sequence[Part], first_wins: bool) -> Foreign:
             lost.append((before, f"{entry.place} sets it too, and wins"))
             by_key[entry.key] = entry
     unread = [line for part in parts for line in part.unread if line[2] != KEYS or Path(line[1]).name not in names]
-    return Foreign(
+    return SourceConfig(
         tuple(by_key.values()), tuple(part.kind for part in parts), tuple(lost), tuple(unread),
         frozenset(word for part in parts for word in part.words),
         frozenset(name for entry in by_key.values() for name in entry.refers),
     )  # fmt: skip
 
 
-def _one(
+def _read_file(
     path: Path, known: Mapping[str, str], folder: Folder
 ) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
     text = safe_read.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
     name = printable(path.name)
 
-    def look(named: str) -> str | None:
+    def find_file(named: str) -> str | None:
         """Return the text of a file that a script sources."""
-        file = folder.named(named)
+        file = folder.find(named)
         return None if file is None else safe_read.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
 
     if path.suffix in (".yaml", ".yml", ".json"):
-        return _mapping(text, name, path.suffix == ".json")
+        return _parse_mapping(text, name, path.suffix == ".json")
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ".txt", ".flags", ".args") or text.startswith("#!"):
-        return _script(text, name, known, look)
+        return _parse_script(text, name, known, find_file)
     if text.lstrip().startswith(("--", "{")):
-        return _script(text, name, known, look) if text.lstrip().startswith("--") else _mapping(text, name, True)
+        return (
+            _parse_script(text, name, known, find_file)
+            if text.lstrip().startswith("--")
+            else _parse_mapping(text, name, True)
+        )
     raise TranslateError(
         f"{name}: {path.suffix or 'a file without ending'} is not read here. Give .yaml, .yml or .json, a launch "
         "script (.sh), or flags in a .txt file."
     )
 
 
-def _script(
-    text: str, name: str, known: Mapping[str, str], look: shell_script.Look
+def _parse_script(
+    text: str, name: str, known: Mapping[str, str], find_file: shell_script.FindFile
 ) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
     # Everything in the script that was not read, or not certainly, is listed in the report.
-    script = shell_script.read(text, known, name, look)
-    command = training_command.command_of(script, name)
+    script = shell_script.read(text, known, name, find_file)
+    command = training_command.find_training_command(script, name)
     words = command.words
     skipped = [(Place(name, line or None), what, why) for line, what, why in script.unread]
-    if command.within:
-        why = f"it trains, and is in {command.within[0]} that is not evaluated: it is used as if that held"
-        skipped.append((Place(name, words[0].line or None), _line_of(words), why))
+    if command.enclosing:
+        why = f"it trains, and is in {command.enclosing[0]} that is not evaluated: it is used as if that held"
+        skipped.append((Place(name, words[0].line or None), _command_text(words), why))
     skipped += [
-        (Place(name, other.words[0].line or None), _line_of(other.words), "no command: the one above it ended")
+        (Place(name, other.words[0].line or None), _command_text(other.words), "no command: the one above it ended")
         for other in script.commands
         if other.words[0].text.startswith("--") and not words[0].text.startswith("-")
     ]
@@ -145,43 +149,51 @@ def _script(
             word.text,
             f"words of the command that only a run knows ({', '.join(word.open)})",
         )
-        for word in training_command.unplaced(words)
+        for word in training_command.unknown_words(words)
     ]
-    if (file := training_command.configuration(words)) is not None:
+    if (file := training_command.config_argument(words)) is not None:
         skipped.append((Place(name, file.line or None), file.text, KEYS))
     kind = "flags" if words[0].text.startswith("-") else "script"
-    entries = [*training_command.flags(words, name), *training_command.environment(script, command, name)]
+    entries = [*training_command.parse_flags(words, name), *training_command.read_environment(script, command, name)]
     return kind, entries, skipped, {word.text for word in words if not word.text.startswith("-")}
 
 
-def _line_of(words: Sequence[shell_script.Word]) -> str:
+def _command_text(words: Sequence[shell_script.Word]) -> str:
     """Return a command as the report shows it."""
     return brief(" ".join(word.text for word in words[:40]), 200)
 
 
-def _mapping(text: str, name: str, json: bool) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
+def _parse_mapping(
+    text: str, name: str, json: bool
+) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
     # JSON is YAML except for tabs between values. Inside strings JSON escapes tabs, so all of them can be replaced.
     document = read_text(text.replace("\t", " ") if json else text, name, "write a mapping: `key: value` lines")
-    odd = [problem for problem in document.problems if problem.reason == _WORD_KEYS]
-    if document.broken or len(odd) < len(document.problems):
-        raise ConfigError([problem for problem in document.problems if problem not in odd])
-    entries = _leaves(document)
+    key_problems = [problem for problem in document.problems if problem.reason == _WORD_KEYS]
+    if document.broken or len(key_problems) < len(document.problems):
+        raise ConfigError([problem for problem in document.problems if problem not in key_problems])
+    entries = _source_keys(document)
     # Keys that are numbers (ids of a tokenizer, devices) are never translated, but they are reported.
-    entries += [SourceKey(problem.key, "(a key that is no word)", problem.place) for problem in odd]
+    entries += [SourceKey(problem.key, "(a key that is no word)", problem.place) for problem in key_problems]
     return "json" if json else "yaml", entries, [], set()
 
 
-def _leaves(document: Document) -> list[SourceKey]:
+def _source_keys(document: Document) -> list[SourceKey]:
     return [
-        SourceKey(_joined(dotted(path)), _joined(value), yaml_references.place_of(document, path), still_open, refers)
+        SourceKey(
+            _join_surrogates(dotted(path)),
+            _join_surrogates(value),
+            yaml_references.place_of(document, path),
+            still_open,
+            refers,
+        )
         for path, (value, refers, still_open) in yaml_references.resolve(document).items()
     ]
 
 
-def _joined(value: Any) -> Any:
+def _join_surrogates(value: Any) -> Any:
     """Join the surrogate pairs that JSON writes for characters beyond 16 bits (``"\\ud83d\\ude00"``)."""
     if isinstance(value, list):
-        return [_joined(one) for one in value]
+        return [_join_surrogates(item) for item in value]
     if not isinstance(value, str) or value.isprintable() or value.isascii():
         return value
     return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

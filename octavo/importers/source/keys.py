@@ -30,35 +30,35 @@ class SourceKey:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class SourceConfig:
     """Everything that was read: keys in the order of the files, and the rest for the report.
 
     kinds   the kinds of the files: yaml, json, script, flags
-    lost    keys that another value overrides: (key, which one wins)
+    overridden    keys that another value overrides: (key, which one wins)
     unread  lines of scripts that set or start something and were not read: (place, text, why)
     words   the words of the commands other than flags
-    referred  keys that other values refer to (``${a.b}``)
+    referenced  keys that other values refer to (``${a.b}``)
     """
 
     source_keys: tuple[SourceKey, ...]
     kinds: tuple[str, ...]
-    lost: tuple[tuple[SourceKey, str], ...] = ()
+    overridden: tuple[tuple[SourceKey, str], ...] = ()
     unread: tuple[tuple[Place, str, str], ...] = ()
     words: frozenset[str] = field(default_factory=frozenset)
-    referred: frozenset[str] = field(default_factory=frozenset)
+    referenced: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def keys(self) -> frozenset[str]:
         return frozenset(entry.key for entry in self.source_keys)
 
 
-def flat(value: Any, path: tuple[str | int, ...] = ()) -> Iterable[tuple[tuple[str | int, ...], Any]]:
+def iter_leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterable[tuple[tuple[str | int, ...], Any]]:
     """Yield (path, value) of the leaves: scalars, lists of scalars, and empty values. Lists of mappings are entered."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from flat(inner, (*path, key))
+            yield from iter_leaves(inner, (*path, key))
     elif isinstance(value, list) and any(isinstance(entry, dict | list) for entry in value):
         for index, inner in enumerate(value):
-            yield from flat(inner, (*path, index))
+            yield from iter_leaves(inner, (*path, index))
     else:
         yield path, value

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
-from octavo.config.sections.text_types import not_a_path
+from octavo.config.sections.text_types import path_problem
 from octavo.importers.errors import TranslateError
 
 #: maximum bytes of a file that a configuration names
@@ -24,7 +24,7 @@ class Folder:
     """
 
     def __init__(self, root: Path, homes: Iterable[Path] = ()) -> None:
-        self.root, self.homes = root, tuple(dict.fromkeys(homes))
+        self.root, self.search_dirs = root, tuple(dict.fromkeys(homes))
         self._inside = os.path.realpath(root)
         self.refused: dict[str, None] = {}
 
@@ -39,14 +39,14 @@ class Folder:
         self.refused["/".join(names)] = None
         return None
 
-    def named(self, name: str) -> Path | None:
+    def find(self, name: str) -> Path | None:
         """Return a file that a script sources, or that a configuration takes keys from, relative to the folder or to
         the folder of the file that names it."""
         if Path(name).is_absolute():
             return self.file(name)
-        return next((file for home in (self.root, *self.homes) if (file := self.file(str(home / name)))), None)
+        return next((file for home in (self.root, *self.search_dirs) if (file := self.file(str(home / name)))), None)
 
-    def there(self, *names: str) -> bool:
+    def exists(self, *names: str) -> bool:
         """Whether a path in this folder exists."""
         path = self._path(*names)
         return path is not None and path.is_relative_to(self._inside) and os.path.exists(path)
@@ -61,7 +61,7 @@ class Folder:
         file = self.file(*names)
         return None if file is None else safe_read.read_text(file, TranslateError, _LIMIT)
 
-    def begins(self, *names: str) -> str:
+    def first_character(self, *names: str) -> str:
         """Return the first character of a text file that is not white space; "" if there is none."""
         file = self.file(*names)
         if file is None:
@@ -72,16 +72,16 @@ class Folder:
     def _path(self, *names: str) -> Path | None:
         path = str(self.root.joinpath(*names))
         # An impossible file name (with a NUL, or 5,000 letters) would make realpath raise.
-        return None if not_a_path(path) else Path(os.path.realpath(path))
+        return None if path_problem(path) else Path(os.path.realpath(path))
 
 
-def section(config: Any, key: str) -> dict[str, Any]:
+def get_mapping(config: Any, key: str) -> dict[str, Any]:
     """Return an object within untrusted JSON; {} if the value is not an object."""
     value = config.get(key) if isinstance(config, dict) else None
     return value if isinstance(value, dict) else {}
 
 
-def whole(config: Any, key: str) -> int | None:
+def get_positive_int(config: Any, key: str) -> int | None:
     """Return a positive whole number within untrusted JSON; None if the value is not one."""
     value = config.get(key) if isinstance(config, dict) else None
     return value if type(value) is int and value > 0 else None

@@ -38,27 +38,29 @@ _NUMBER = re.compile(r"-\.?[0-9][\w.+-]*")
 _FLAGS = 5_000
 
 
-def command_of(script: Script, source: str) -> Command:
+def find_training_command(script: Script, source: str) -> Command:
     """Return the one command that trains, or flags without a command: from a file of flags, or from arrays of flags
     that no command uses. A command within a condition is only used if there is no other. Raises TranslateError for none
     and for several."""
     trainings = [
-        command for command in script.commands if _LAUNCHER.fullmatch(command.words[0].text) and _trains(command.words)
+        command
+        for command in script.commands
+        if _LAUNCHER.fullmatch(command.words[0].text) and _is_training(command.words)
     ]
-    certain = [command for command in trainings if not command.within]
-    conditional = [command for command in trainings if command.within and "a loop" not in command.within]
+    certain = [command for command in trainings if not command.enclosing]
+    conditional = [command for command in trainings if command.enclosing and "a loop" not in command.enclosing]
     chosen = certain or conditional
     if len(chosen) == 1:
         return chosen[0]
-    if not chosen and (flags_alone := _flags_alone(script)):
-        return flags_alone
+    if not chosen and (flags_only := _flags_without_command(script)):
+        return flags_only
     if not chosen:
         seen = ", ".join(dict.fromkeys(command.words[0].text for command in script.commands[:8])) or "no command"
         stopped = next((f" Line {line}: {why}." for line, _, why in script.unread if "stops reading" in why), "")
         raise TranslateError(
-            f"{source}: no command that trains was found in this script (it has: {seen}).{stopped} "
-            "Looked for torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or "
-            "python with a training script; a file of flags only (--lr 1e-4 ...) is read too."
+            f"{source}: no command that trains was found in this script (it has: {seen}).{stopped} Looked for "
+            "torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or python with a "
+            "training script; a file of flags only (--lr 1e-4 ...) is read too."
         )
     lines = ", ".join(str(command.words[0].line or "of a file that it sources") for command in chosen)
     raise TranslateError(
@@ -67,7 +69,7 @@ def command_of(script: Script, source: str) -> Command:
     )
 
 
-def _flags_alone(script: Script) -> Command | None:
+def _flags_without_command(script: Script) -> Command | None:
     """Return the flags of a file that has nothing else, or of its arrays and texts of flags (``ARGS=(--lr 1e-4)``)."""
     commands = script.commands
     if commands and all(command.words[0].text.startswith("-") for command in commands):
@@ -80,7 +82,7 @@ def _flags_alone(script: Script) -> Command | None:
     return None
 
 
-def configuration(words: Sequence[Word]) -> Word | None:
+def config_argument(words: Sequence[Word]) -> Word | None:
     """Return the configuration that a command trains from: ``axolotl train FILE``, ``composer train.py FILE``."""
     for word, following in zip(words, words[1:], strict=False):
         if _TRAINS.fullmatch(word.text) and following.text.endswith((".yaml", ".yml", ".json")):
@@ -88,18 +90,18 @@ def configuration(words: Sequence[Word]) -> Word | None:
     return None
 
 
-def _trains(words: Sequence[Word]) -> bool:
+def _is_training(words: Sequence[Word]) -> bool:
     script = next((at for at, word in enumerate(words) if word.text.endswith(".py")), 0)
     plain = [word.text for word in words[1 : max(12, script + 1)] if not word.text.startswith("-")]
     return not any(word in _OTHER for word in plain[:1]) and any(_TRAINS.fullmatch(word) for word in plain)
 
 
-def flags(words: Sequence[Word], source: str) -> list[SourceKey]:
+def parse_flags(words: Sequence[Word], source: str) -> list[SourceKey]:
     """Return every flag with its value: one word, several as a list, or true without one. ``key=value`` and
     ``+key=value`` are overrides; other words before the first flag belong to the command. Raises TranslateError for
     too many flags."""
     entries: list[SourceKey] = []
-    at, script = 0, _script(words)
+    at, script = 0, _script_index(words)
     while at < len(words):
         word = words[at]
         at += 1
@@ -110,7 +112,7 @@ def flags(words: Sequence[Word], source: str) -> list[SourceKey]:
                 not equals
                 and at < len(words)
                 and at != script
-                and not _begins(words[at].text)
+                and not _begins_flag(words[at].text)
                 and not _all_arguments(words[at])
             ):
                 values.append(words[at])
@@ -132,7 +134,7 @@ def flags(words: Sequence[Word], source: str) -> list[SourceKey]:
     return entries
 
 
-def unplaced(words: Sequence[Word]) -> list[Word]:
+def unknown_words(words: Sequence[Word]) -> list[Word]:
     """Return words that are only known when the script runs and that belong to no flag: words before the first flag,
     and the arguments of the script (``"$@"``)."""
     first = next((at for at, word in enumerate(words) if word.text.startswith("--")), len(words))
@@ -144,14 +146,14 @@ def _all_arguments(word: Word) -> bool:
     return word.text in ("$@", "$*", "${@}", "${*}")
 
 
-def _script(words: Sequence[Word]) -> int | None:
+def _script_index(words: Sequence[Word]) -> int | None:
     """Return the index of the script that a launcher starts, after the launcher's own flags."""
     if words[0].text.rpartition("/")[2] in _NO_SCRIPT:
         return None
     return next((at for at, word in enumerate(words) if word.text.endswith(".py")), None)
 
 
-def _begins(text: str) -> bool:
+def _begins_flag(text: str) -> bool:
     """Whether a word begins another flag, or an override after the last flag."""
     if text.startswith("-") and len(text) > 1 and not _NUMBER.fullmatch(text):
         return True
@@ -159,7 +161,7 @@ def _begins(text: str) -> bool:
     return override is not None and (bool(override[1]) or "." in override[2])
 
 
-def environment(script: Script, command: Command, source: str) -> list[SourceKey]:
+def read_environment(script: Script, command: Command, source: str) -> list[SourceKey]:
     """Return the environment variables that a script sets for the command, as ``$NAME``."""
     return [
         SourceKey(f"${name}", scalar(word.text), Place(source, word.line or None), word.open, (), word.unsure)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from octavo.config.yaml.document import Document, Path, scalar
 from octavo.config.yaml.problems import ConfigError, Place, Problem, dotted
-from octavo.importers.source.keys import flat
+from octavo.importers.source.keys import iter_leaves
 
 #: the innermost references of a text
 WITHIN = re.compile(r"\$\{([^${}]*)\}")
@@ -21,7 +21,7 @@ _MOST_STEPS, _MOST_OF_ONE, _MOST_OF_ALL = 64, 1 << 16, 1 << 22
 _FIX = "write the value out"
 
 
-class Resolved(NamedTuple):
+class ResolvedValue(NamedTuple):
     """A value with its references resolved.
 
     refers  names in the text as it was written
@@ -33,11 +33,11 @@ class Resolved(NamedTuple):
     open: tuple[str, ...]
 
 
-def resolve(document: Document) -> dict[Path, Resolved]:
+def resolve(document: Document) -> dict[Path, ResolvedValue]:
     """Resolve the leaves of a document. Raises ConfigError for cycles, and for values beyond the bounds."""
     resolver = _Resolver(document)
     return {
-        path: Resolved(value := resolver.value(path), _names(written), _names(value))
+        path: ResolvedValue(value := resolver.resolve_value(path), _reference_names(written), _reference_names(value))
         for path, written in resolver.leaves.items()
     }
 
@@ -49,7 +49,7 @@ def place_of(document: Document, path: Path) -> Place:
     return document.places[path]
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _reference_names(value: Any) -> tuple[str, ...]:
     texts = value if isinstance(value, list) else [value]
     return tuple(match[1] for text in texts if isinstance(text, str) for match in WITHIN.finditer(text))
 
@@ -57,39 +57,41 @@ def _names(value: Any) -> tuple[str, ...]:
 class _Resolver:
     def __init__(self, document: Document) -> None:
         self.document, self.root = document, document.value
-        self.leaves: dict[Path, Any] = {path: value for path, value in flat(document.value) if path}
+        self.leaves: dict[Path, Any] = {path: value for path, value in iter_leaves(document.value) if path}
         self.values: dict[Path, Any] = {}
         self.chain: dict[Path, None] = {}  # keys whose values are being computed, the outermost first
         self.characters = 0
 
-    def value(self, path: Path) -> Any:
+    def resolve_value(self, path: Path) -> Any:
         if path not in self.values:
             if path in self.chain or len(self.chain) == _MOST_STEPS:
-                raise self.refused(path)
+                raise self.cycle_error(path)
             self.chain[path] = None
             written = self.leaves[path]
-            whole = written if isinstance(written, list) else [written]
-            values = [self.text(one, path) if isinstance(one, str) and "${" in one else one for one in whole]
+            items = written if isinstance(written, list) else [written]
+            values = [
+                self.resolve_text(item, path) if isinstance(item, str) and "${" in item else item for item in items
+            ]
             self.values[path] = values if isinstance(written, list) else values[0]
             del self.chain[path]
         return self.values[path]
 
-    def refused(self, path: Path) -> ConfigError:
+    def cycle_error(self, path: Path) -> ConfigError:
         """Return the error for a cycle, or for a chain that is too long, at the key where it begins."""
         chain = [*self.chain]
         if path in self.chain:
             chain = [*chain[chain.index(path) :], path]
-            circle = "refers to itself"
+            description = "refers to itself"
         else:
-            circle = f"refers to itself, or through more than {_MOST_STEPS} others"
+            description = f"refers to itself, or through more than {_MOST_STEPS} others"
         names = [dotted(key) for key in chain]
         shown = " -> ".join([*names[:4], *(["..."] if len(names) > 5 else []), *names[4:][-1:]])
-        return self.problem(chain[0], f"{self.leaves[chain[0]]!r:.60} {circle}: {shown}")
+        return self.make_error(chain[0], f"{self.leaves[chain[0]]!r:.60} {description}: {shown}")
 
-    def problem(self, path: Path, reason: str) -> ConfigError:
+    def make_error(self, path: Path, reason: str) -> ConfigError:
         return ConfigError([Problem(place_of(self.document, path), dotted(path), reason, _FIX)])
 
-    def text(self, written: str, path: Path) -> Any:
+    def resolve_text(self, written: str, path: Path) -> Any:
         """Resolve the references in a text, inner ones first. A text that is only a reference gets the type of the
         value that it refers to."""
         parts: list[list[str]] = [[]]  # pieces of the text, and of each reference that has begun and not ended
@@ -104,23 +106,23 @@ class _Resolver:
                 parts[0].append("}")
                 continue
             inside = "".join(parts.pop())
-            known, value = self.look(inside, path)
+            known, value = self.lookup(inside, path)
             if known and len(parts) == 1 and at == len(written) and not "".join(parts[0]):
                 return value
-            put = str(value) if known and not isinstance(value, list) else f"${{{inside}}}"
-            size += len(put)
-            self.characters += len(put)
+            replacement = str(value) if known and not isinstance(value, list) else f"${{{inside}}}"
+            size += len(replacement)
+            self.characters += len(replacement)
             if size > _MOST_OF_ONE or self.characters > _MOST_OF_ALL:
-                raise self.problem(path, f"{written!r:.60} becomes a text of over {size:,} characters")
-            parts[-1].append(put)
+                raise self.make_error(path, f"{written!r:.60} becomes a text of over {size:,} characters")
+            parts[-1].append(replacement)
         parts[-1].append(written[at:])
         return "${".join("".join(part) for part in parts)
 
-    def look(self, inside: str, path: Path) -> tuple[bool, Any]:
+    def lookup(self, inside: str, path: Path) -> tuple[bool, Any]:
         """Return (whether it is known, its value) for a reference in the value at ``path``."""
         if inside.startswith("oc.env:"):
-            _, comma, usual = inside.partition(",")
-            return bool(comma), scalar(usual) if comma else None
+            _, comma, default = inside.partition(",")
+            return bool(comma), scalar(default) if comma else None
         name = inside.lstrip(".")
         if ":" in inside or not name:
             return False, None
@@ -128,5 +130,5 @@ class _Resolver:
         up = len(inside) - len(name)
         keys: Path = (*(path[:-up] if up else ()), *name.split("."))
         if keys in self.leaves:
-            return True, self.value(keys)
+            return True, self.resolve_value(keys)
         return False, None

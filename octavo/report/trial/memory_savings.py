@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from octavo.config import Config
 from octavo.config.sections.model import LoadInFp8Section
-from octavo.config.sections.names import COMPONENTS, one_word
+from octavo.config.sections.names import COMPONENTS, canonical_name
 from octavo.config.sections.train import RecomputeSection
 
 HEAD = "lm_head in FP8"
@@ -59,7 +59,7 @@ def base_of(cfg: Config) -> str:
     kinds = cfg.model.load_in_fp8.kinds
     if kinds:
         alike = len(set(kinds.values())) == 1
-        words = [one_word(kind) if alike else f"{name}: {one_word(kind)}" for name, kind in kinds.items()]
+        words = [canonical_name(kind) if alike else f"{name}: {canonical_name(kind)}" for name, kind in kinds.items()]
         return f"base in FP8 ({', '.join(words[:1] if alike else words)})"
     if cfg.lora is None:
         return ""
@@ -77,7 +77,7 @@ def _on_disk(cfg: Config) -> str:
     from octavo.models.folder.quantization import read_quantization
 
     quantization = read_quantization(cfg.model.path)
-    return "" if quantization is None else str(one_word(quantization.kind))
+    return "" if quantization is None else str(canonical_name(quantization.kind))
 
 
 def _high_base(cfg: Config) -> Config:

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import environment
-from octavo.fp8.proof import Check, sites, sites_of_check, size_of
-from octavo.fp8.weights import stale_sentence
+from octavo.fp8.proof import Check, check_size, fp8_gemms, select_gemms
+from octavo.fp8.weights import stale_codes_message
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches
 
-NAMED = 3  # the maximum number of faults described in a message
+MAX_NAMED = 3  # the maximum number of faults described in a message
 
 
-class Checking(Callback):
+class CorruptionCheck(Callback):
     """Checks every `run.check_every`-th step.
 
     A fault stops the run on all ranks before the step is logged or saved. The rows of checked steps contain the number
@@ -41,8 +41,8 @@ class Checking(Callback):
     def begin(self, run: Run) -> None:
         self.clean = 0
         self.exchanged = True  # whether weights may have been swapped since the last step
-        every, count = run.cfg.run.check_every, len(sites(run.job.plan))
-        size = size_of(count)
+        every, count = run.cfg.run.check_every, len(fp8_gemms(run.job.plan))
+        size = check_size(count)
         run.say(
             f"every {every} steps {size} of {count} FP8 GEMMs are recomputed, all of them within "
             f"{every * -(-count // max(size, 1))} steps (run.check_every)"
@@ -51,7 +51,7 @@ class Checking(Callback):
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         every, seed = run.cfg.run.check_every, run.cfg.run.seed
         if number % every == 0:
-            chosen = sites_of_check(sites(run.job.plan), seed, number // every - 1)
+            chosen = select_gemms(fp8_gemms(run.job.plan), seed, number // every - 1)
             run.job.stepper.check = Check(chosen, draw=number)
         elif self.exchanged:
             run.job.stepper.check = Check((), draw=number)
@@ -84,7 +84,7 @@ class Checking(Callback):
         if faults:
             raise TrainError(_sentence(step.number, faults, self.clean))
         if stale:
-            raise TrainError(f"step {step.number}: {stale_sentence(stale)} The step is not saved")
+            raise TrainError(f"step {step.number}: {stale_codes_message(stale)} The step is not saved")
         if check.sites:
             self.clean = step.number
 
@@ -106,8 +106,8 @@ def _append(run: Run, line: Mapping[str, object]) -> None:
 
 def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
     who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
-    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
-    rest = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
+    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:MAX_NAMED])
+    rest = f"; {len(faults) - MAX_NAMED} more are in {run_dir.CHECKS}" if len(faults) > MAX_NAMED else ""
     since = f"the last check without a fault was at step {clean}" if clean else "no check before it in this session"
     return (
         f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "

@@ -26,26 +26,26 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
         ulysses_size(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
     if layout.expert > 1:
         recipes = {row.row.module: row.recipe for row in plan.rows if row.kind == "experts"}
-        late = {name: recipe.short() for name, recipe in recipes.items() if recipe and recipe.delayed is not None}
+        late = {name: recipe.summary() for name, recipe in recipes.items() if recipe and recipe.delayed is not None}
         check_experts(model, layout, lambda name, module: late.get(name))
     if cfg.train.exchange == "fp8" and (layout.context > 1 or layout.expert > 1):
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        outputs, *rest = (layers for layers, _ in coded(plan, size, text.hidden_size))
+        outputs, *rest = (layers for layers, _ in count_coded_layers(plan, size, text.hidden_size))
         if not (outputs and layout.context > 1) and not (any(rest) and layout.expert > 1):
             raise WorldError(NO_CODED_EXCHANGE)
 
 
-def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
+def count_coded_layers(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
     """(layers, bytes per value) of what ranks send as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows
     dispatched to experts, gradients of their results."""
 
     def of(name: str, coding: Callable[[fp8.Recipe | None, int], WireFormat | None], piece: int) -> tuple[int, float]:
         mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
         codings = [coding_of_layer for recipe in mine if (coding_of_layer := coding(recipe, piece)) is not None]
-        return len(codings), codings[0].width if codings else 0.0
+        return len(codings), codings[0].bytes_per_value if codings else 0.0
 
     return [
-        of(".o_proj", WireFormat.of_x, head_dim),
-        of(".experts.gate_up_proj", WireFormat.of_x, hidden),
-        of(".experts.down_proj", WireFormat.of_dy, hidden),
+        of(".o_proj", WireFormat.for_inputs, head_dim),
+        of(".experts.gate_up_proj", WireFormat.for_inputs, hidden),
+        of(".experts.down_proj", WireFormat.for_gradients, hidden),
     ]

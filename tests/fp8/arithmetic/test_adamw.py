@@ -6,7 +6,7 @@ import torch
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, find_edges, reference_step
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.optim import cpu
-from octavo.fp8.optim.engine import on_cpu
+from octavo.fp8.optim.engine import step_on_cpu
 
 MASTERS = [
     ("fp32", torch.float32),
@@ -56,7 +56,7 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
         if bad is not None:
             g[7] = g[cpu.CHUNK + 9000] = g[2 * cpu.CHUNK + 6] = bad
             g[n - 500 : n - 100] = bad
-        for engine, weight, state in zip((reference_step, on_cpu), weights, both, strict=True):
+        for engine, weight, state in zip((reference_step, step_on_cpu), weights, both, strict=True):
             engine([Piece(weight, g, state, 0, 3, step)], Hyper(1e-3, states=states, master="bf16+16"), None, None)
         assert same(*weights)
         for name in both[0]:
@@ -77,7 +77,7 @@ def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dty
         g = gradient(n, step)
         if step == 4:
             g[5000], g[9000] = float("nan"), float("inf")
-        for engine, weight, state in zip((reference_step, on_cpu), weights, both, strict=True):
+        for engine, weight, state in zip((reference_step, step_on_cpu), weights, both, strict=True):
             engine([Piece(weight, g, state, start, 3, step)], hyper, 0.7, None)
         assert same(*weights)
         for name in both[0]:
@@ -96,8 +96,8 @@ def test_a_parameter_steps_alike_in_one_piece_and_in_parts_of_whole_groups(state
     split = [fresh(w[a:b], a, states, master) for a, b in cuts]
     for step in range(1, 6):
         g = gradient(n, step)
-        on_cpu([Piece(one, g, state, 0, 1, step)], hyper, None, None)
-        on_cpu(
+        step_on_cpu([Piece(one, g, state, 0, 1, step)], hyper, None, None)
+        step_on_cpu(
             [Piece(parts[a:b], g[a:b], s, a, 1, step) for (a, b), s in zip(cuts, split, strict=True)], hyper, None, None
         )
     assert same(one, parts)
@@ -116,7 +116,7 @@ def test_fp32_states_follow_torch():
         g = gradient(n, step)
         theirs.grad = g.clone()
         optimizer.step()
-        on_cpu([Piece(ours, g, state, 0, 0, step)], hyper, None, None)
+        step_on_cpu([Piece(ours, g, state, 0, 0, step)], hyper, None, None)
     assert float((ours - theirs.detach()).norm() / (ours - w).norm()) < 1e-5
 
 
@@ -130,8 +130,8 @@ def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, s
     whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
     for step in range(1, 151):
         g = (gradient(n, step) * 0.98**step).to(grad_dtype)
-        on_cpu([Piece(high, g, split_state, 0, 0, step)], split_hyper, None, None)
-        on_cpu([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper, None, None)
+        step_on_cpu([Piece(high, g, split_state, 0, 0, step)], split_hyper, None, None)
+        step_on_cpu([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper, None, None)
     bits = (high.view(torch.int16).to(torch.int32) << 16) + split_state["master_low"]
     assert torch.equal(bits, whole.view(torch.int32))
     assert float((high.float() - whole).abs().max() / whole.abs().max()) < 2**-8
@@ -147,8 +147,8 @@ def test_weights_rounded_by_chance_move_as_much_as_exact_ones_on_average():
     steps = 20
     for step in range(1, steps + 1):
         g = torch.ones(n)
-        on_cpu([Piece(rounded, g, state, 0, 0, step)], hyper, None, None)
-        on_cpu([Piece(exact, g, exact_state, 0, 0, step)], Hyper(1e-4, 0.0, 0.0, 0.0, states="fp32"), None, None)
+        step_on_cpu([Piece(rounded, g, state, 0, 0, step)], hyper, None, None)
+        step_on_cpu([Piece(exact, g, exact_state, 0, 0, step)], Hyper(1e-4, 0.0, 0.0, 0.0, states="fp32"), None, None)
     moved, want = float((w - rounded.float()).double().mean()), float((w - exact).double().mean())
     deviation = (steps * 1e-4 * 2**-7 / n) ** 0.5  # a sum of draws that are mostly 0 and seldom 2^-7
     assert want > 100 * deviation and abs(moved - want) < 4 * deviation
@@ -160,9 +160,9 @@ def test_a_gradient_that_is_no_number_makes_its_weight_nan_and_no_other():
         state = fresh(w, 0, states, "fp32")
         g = torch.ones(300)
         g[130] = float("nan")
-        on_cpu([Piece(w, g, state, 0, 0, 1)], Hyper(1e-3, states=states), None, None)
+        step_on_cpu([Piece(w, g, state, 0, 0, 1)], Hyper(1e-3, states=states), None, None)
         assert w.isnan().nonzero().flatten().tolist() == [130]
-        on_cpu([Piece(w, torch.ones(300), state, 0, 0, 2)], Hyper(1e-3, states=states), None, None)
+        step_on_cpu([Piece(w, torch.ones(300), state, 0, 0, 2)], Hyper(1e-3, states=states), None, None)
         spread = list(range(128, 256)) if states in ("fp8", "coat") else [130]
         assert w.isnan().nonzero().flatten().tolist() == spread
 
@@ -175,16 +175,16 @@ def test_no_second_moment_is_lost_in_a_run():
     for step in range(1, 301):
         g = gradient(n, step) * 0.97**step
         exact = exact * 0.999 + g * g * 0.001
-        on_cpu([Piece(w, g, state, 0, 0, step)], Hyper(1e-3), None, None)
+        step_on_cpu([Piece(w, g, state, 0, 0, step)], Hyper(1e-3), None, None)
     lost = (state["exp_avg_sq_codes"] == 0) & (state["exp_avg_codes"] & 1 == 0) & (exact > 1e-37)
     assert int(lost.sum()) == 0 and w.isfinite().all() and float(w.abs().max()) < 0.3
 
 
 def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
     # "meta" has no values: what is computed must not be read; a CPU tensor's is
-    number = Scalars.of(Hyper(3e-4, weight_decay=0.1), 7)
-    assert Scalars.of(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
-    assert isinstance(Scalars.of(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
+    number = Scalars.compute(Hyper(3e-4, weight_decay=0.1), 7)
+    assert Scalars.compute(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
+    assert isinstance(Scalars.compute(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
 
 
 def test_edges_are_the_groups_that_a_piece_holds_in_part():

@@ -55,9 +55,9 @@ def test_codes_of_w_serve_twice_where_the_recipe_says_so() -> None:
 def test_each_gemm_can_stay_in_high_precision() -> None:
     r = recipe("blockwise", wgrad="bf16")
     assert r.wgrad is None and r.fwd is not None and r.gemm("wgrad") is None and r.gemm("fwd") is r.fwd
-    assert r.short() == str(r) == "blockwise e4m3 wgrad=bf16"
-    assert recipe("tensorwise", fwd="bf16", dgrad="bf16").short() == "tensorwise hybrid fwd=bf16 dgrad=bf16"
-    assert recipe("mxfp8").short() == "mxfp8 e4m3"
+    assert r.summary() == str(r) == "blockwise e4m3 wgrad=bf16"
+    assert recipe("tensorwise", fwd="bf16", dgrad="bf16").summary() == "tensorwise hybrid fwd=bf16 dgrad=bf16"
+    assert recipe("mxfp8").summary() == "mxfp8 e4m3"
 
 
 def test_describe_shows_three_equations() -> None:
@@ -85,8 +85,11 @@ def test_recipes_are_values() -> None:
         ({"name": "zzz"}, "'zzz' does not exist. There are: tensorwise"),
         ({"name": "off"}, "'off' is the absence of a recipe: leave the layer out of the plan"),
         ({"name": "rowwise", "format": "e5m2"}, "format='e5m2' does not exist; use 'e4m3'.*or 'hybrid'"),
-        ({"name": "mxfp8", "format": "hybrid"}, "'mxfp8' with format='hybrid' cannot be.*Use format='e4m3'"),
-        ({"name": "rowwise", "wgrad": "fp16"}, "wgrad='fp16' is not a precision; use 'fp8' or 'bf16'"),
+        ({"name": "mxfp8", "format": "hybrid"}, "'mxfp8' does not support format='hybrid'.*Use format='e4m3'"),
+        (
+            {"name": "rowwise", "wgrad": "fp16"},
+            "wgrad='fp16' is not a precision; use 'fp8', 'bf16' or the recipe of its casts",
+        ),
         (
             {"name": "rowwise", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"},
             "leaves nothing in FP8; keep one of them 'fp8', or leave the layer out",
@@ -107,8 +110,8 @@ def test_a_history_has_a_length(length: object) -> None:
 def test_a_gemm_may_have_the_casts_of_another_recipe_in_its_own_format() -> None:
     r = recipe("tensorwise", fwd="blockwise", wgrad="bf16")
     assert (r.fwd, r.dgrad, r.wgrad) == (recipe("blockwise").fwd, recipe("tensorwise").dgrad, None)
-    assert r.words() == {"fwd": "blockwise", "dgrad": "fp8", "wgrad": "bf16"}
-    assert r.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert r.gemm_precisions() == {"fwd": "blockwise", "dgrad": "fp8", "wgrad": "bf16"}
+    assert r.summary() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
     assert recipe("tensorwise", fwd="tensorwise") == recipe("tensorwise")
     assert recipe("rowwise", format="hybrid", dgrad="rowwise") == recipe("rowwise", format="hybrid")
     for name in ("delayed", "off", "rowwize"):

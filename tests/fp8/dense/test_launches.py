@@ -44,7 +44,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cast, "launch", lambda kernel, *given, **options: found.append(kernel.__name__))
     monkeypatch.setattr(triton_backend, "_why_not", lambda *device: None)
-    monkeypatch.setattr(triton_backend.TritonBackend, "auto_unsupported", lambda self, device: None)
+    monkeypatch.setattr(triton_backend.TritonBackend, "why_not_auto", lambda self, device: None)
     monkeypatch.setattr(torch_backend, "_why_not", lambda *kind: None)
     monkeypatch.setattr(torch_backend, "multiply", multiply)
     return found

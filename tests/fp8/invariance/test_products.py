@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import fp8
-from octavo.fp8.invariance import ROWS, Rows, active, products, row_linear
+from octavo.fp8.invariance import ROWS, BatchInvariantMode, is_active, products, row_linear
 
 COUNTS = (1, 2, 3, 5, 16, 17, 64, 127, 200)
 
@@ -36,7 +36,7 @@ def alone_and_together(function, x: Tensor) -> int:
 @pytest.mark.parametrize(("k", "n"), [(64, 128), (72, 3), (100, 1), (320, 97), (8, 64), (1024, 16)])
 def test_a_row_of_a_product_has_its_bits_in_any_number(threads: int, dtype: torch.dtype, k: int, n: int) -> None:
     x, w, b = random(207, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
-    with Rows():
+    with BatchInvariantMode():
         for call in (
             lambda x: F.linear(x, w, b),
             lambda x: F.linear(x.unsqueeze(0), w)[0],
@@ -78,7 +78,7 @@ FUNCTIONS = {
 def test_an_element_has_its_bits_anywhere(threads: int, name: str, dtype: torch.dtype) -> None:
     function, x = FUNCTIONS[name], 2 * random(207, 172, dtype=dtype)
     stock = function(x.double())
-    with Rows():
+    with BatchInvariantMode():
         assert alone_and_together(function, x) == 0
         ours = function(x)
     assert float((ours.double() - stock).abs().max()) <= 4 * torch.finfo(dtype).eps * float(stock.abs().max())
@@ -88,7 +88,7 @@ def test_an_element_has_its_bits_anywhere(threads: int, name: str, dtype: torch.
 def test_gradients_are_those_of_torch(name: str) -> None:
     x = torch.tensor([-200.0, -3.0, 0.0, 0.1, 5.0, 90.0], requires_grad=True)
     (stock,) = torch.autograd.grad(FUNCTIONS[name](x)[:5].sum(), x)
-    with Rows():
+    with BatchInvariantMode():
         y = FUNCTIONS[name](x)
     (ours,) = torch.autograd.grad(y[:5].sum(), x)
     assert torch.equal(ours, stock)
@@ -97,14 +97,14 @@ def test_gradients_are_those_of_torch(name: str) -> None:
 def test_gradients_of_a_padded_product() -> None:
     x, w, b = (t.requires_grad_() for t in (random(3, 5, 24), random(40, 24, seed=1), random(40, seed=2)))
     stock = torch.autograd.grad(F.linear(x, w, b).square().sum(), (x, w, b))
-    with Rows():
+    with BatchInvariantMode():
         ours = torch.autograd.grad(F.linear(x, w, b).square().sum(), (x, w, b))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-4) for a, b in zip(ours, stock, strict=True))
 
 
 def test_patches_are_rows() -> None:
     conv, image = nn.Conv2d(3, 16, kernel_size=4, stride=4), random(5, 3, 14, 8)
-    with Rows(), torch.no_grad():
+    with BatchInvariantMode(), torch.no_grad():
         whole = conv(image)
         assert torch.allclose(whole, conv._conv_forward(image, conv.weight, conv.bias), atol=1e-5)
         assert torch.equal(conv(image[2:3]), whole[2:3])
@@ -116,7 +116,7 @@ def test_patches_are_rows() -> None:
 
 def test_rows_of_experts(threads: int) -> None:
     x, w, ends = random(50, 24), random(3, 24, 40, seed=1), torch.tensor([1, 1, 49], dtype=torch.int32)
-    with Rows():
+    with BatchInvariantMode():
         y = torch._grouped_mm(x, w, offs=ends)
         assert torch.equal(y[0], torch.mm(x[:1], w[0])[0]) and torch.equal(y[1:49], torch.mm(x[1:49], w[2]))
         assert not y[49:].any()
@@ -124,7 +124,7 @@ def test_rows_of_experts(threads: int) -> None:
 
 def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is tried is what is computed: rows of BF16 products, by the kernel of BF16."""
-    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_test_results", {})
     x, w, b, ends = random(50, 24), random(3, 24, 40, seed=1), random(40, seed=2), torch.tensor([1, 1, 50]).int()
     for call in (
         lambda: torch.mm(x, w[0]),
@@ -132,12 +132,12 @@ def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.
         lambda: F.linear(x, w[0].t(), b),
         lambda: torch._grouped_mm(x, w, offs=ends),
     ):
-        products._known.clear()
+        products._test_results.clear()
         with torch.autocast("cpu", torch.bfloat16):
             stock = call()
-            with Rows():
+            with BatchInvariantMode():
                 ours = call()
-        assert ours.dtype == stock.dtype and {key[0] for key in products._known} == {stock.dtype}
+        assert ours.dtype == stock.dtype and {key[0] for key in products._test_results} == {stock.dtype}
         torch.testing.assert_close(ours, stock)
 
 
@@ -152,13 +152,13 @@ def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.
     ],
 )
 def test_what_depends_on_other_rows_is_refused_by_name(call, said: str) -> None:
-    with Rows(), pytest.raises(fp8.InvarianceError, match=said):
+    with BatchInvariantMode(), pytest.raises(fp8.InvarianceError, match=said):
         call()
 
 
 def test_a_product_of_one_term_is_no_sum() -> None:
     a, b = random(2, 3, 1), random(2, 1, 5)
-    with Rows():
+    with BatchInvariantMode():
         assert torch.equal(a @ b, a * b)
 
 
@@ -169,16 +169,16 @@ def test_a_forward_that_runs_again_runs_as_before() -> None:
             self.mlp, self.seen = nn.Sequential(nn.Linear(24, 40), nn.SiLU(), nn.Linear(40, 24)), []
 
         def forward(self, x: Tensor) -> Tensor:
-            self.seen.append((active(), self.mlp(x).detach()))
+            self.seen.append((is_active(), self.mlp(x).detach()))
             return self.mlp(x)
 
     block = Block()
     fp8.activation_checkpointing([("block", block)], "full")
-    with Rows():
+    with BatchInvariantMode():
         y = block(random(3, 24).requires_grad_())
     y.sum().backward()
     (first, before), (second, after) = block.seen
-    assert first and second and torch.equal(before, after) and not active()
+    assert first and second and torch.equal(before, after) and not is_active()
 
 
 def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,11 +190,11 @@ def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch)
         return stock(a, b) * (1 + 1e-3 * len(a))
 
     x, w = random(40, 24), random(24, 32, seed=1)
-    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_test_results", {})
     monkeypatch.setattr(products.torch, "mm", counting)
     y = products.mm(x, w)
     assert set(calls[-3:]) == {ROWS} and torch.equal(y[5:6], products.mm(x[5:6], w))
-    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_test_results", {})
     monkeypatch.setattr(products.torch, "mm", lambda a, b: stock(a, b) + torch.arange(len(a))[:, None])
     with pytest.raises(fp8.InvarianceError, match="another place"):
         products.mm(x, w)
@@ -206,7 +206,7 @@ def test_log_probabilities_are_the_same_with_logits_and_without(threads: int, dt
     """4100 leaves a block of 4 columns over."""
     h, w = random(300, 48, dtype=dtype), random(size, 48, seed=1, dtype=dtype)
     target = torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(2))
-    with Rows():
+    with BatchInvariantMode():
         without = fp8.token_log_probs(h, w, target, temperature=0.7, entropy=True)
         for start, count in ((0, 300), (3, 1), (10, 5)):
             part = slice(start, start + count)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo import fp8
-from octavo.fp8.invariance import Rows
+from octavo.fp8.invariance import BatchInvariantMode
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
 
 pytestmark = [
@@ -53,7 +53,7 @@ def test_values_dtypes_and_gradients_are_those_of_torch(name: str) -> None:
         x = random(3, 5, 12, dtype=dtype).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             stock = function(x)
-            with Rows():
+            with BatchInvariantMode():
                 with launches() as seen:
                     ours = function(x)
         assert seen["sums_kernel"] == count and ours.dtype == stock.dtype
@@ -68,13 +68,13 @@ def test_weights_of_norms_get_gradients() -> None:
     for norm in (lambda x, w, b: F.layer_norm(x, (12,), w, b), lambda x, w, b: F.rms_norm(x, (12,), w) + b):
         given = [t.clone().requires_grad_() for t in (random(4, 12), W, B)]
         stock = torch.autograd.grad(norm(*given).square().sum(), given)
-        with Rows():
+        with BatchInvariantMode():
             ours = torch.autograd.grad(norm(*given).square().sum(), given)
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, stock, strict=True))
 
 
 def test_sums_of_everything_of_integers_and_of_nothing_are_torchs() -> None:
-    with Rows(), launches() as seen:
+    with BatchInvariantMode(), launches() as seen:
         assert random(3, 4).sum() == random(3, 4).sum() and int((random(3, 4) > 0).sum(1).sum()) >= 0
         assert random(3, 0).sum(1).tolist() == [0, 0, 0] and random(0, 3).softmax(-1).shape == (0, 3)
         assert torch.ones(3, dtype=torch.bool).sum() == 3
@@ -82,7 +82,7 @@ def test_sums_of_everything_of_integers_and_of_nothing_are_torchs() -> None:
 
 
 def test_equal_values_are_chosen_by_their_place() -> None:
-    with Rows():
+    with BatchInvariantMode():
         assert torch.topk(torch.ones(3, 500), 2).indices.tolist() == [[0, 1]] * 3
 
 
@@ -95,14 +95,14 @@ def test_products_have_gradients() -> None:
         lambda: (x @ w.t()) + b,
     ):
         stock = torch.autograd.grad(call().square().sum(), (x, w, b))
-        with Rows():
+        with BatchInvariantMode():
             ours = torch.autograd.grad(call().square().sum(), (x, w, b))
         assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-3) for one, other in zip(ours, stock, strict=True))
 
 
 def test_weights_of_codes_are_decoded() -> None:
     x, codes = random(3, 64), fp8.freeze_weight(random(32, 64, seed=1), "block")
-    with Rows():
+    with BatchInvariantMode():
         ours = F.linear(x, codes)
     assert type(ours) is Tensor and torch.allclose(ours, F.linear(x, codes), atol=1e-4)
 
@@ -112,7 +112,7 @@ def test_rows_of_experts_have_gradients() -> None:
     x, w = random(9, 12).requires_grad_(), random(3, 12, 8, seed=1).requires_grad_()
     ends = torch.tensor([2, 2, 8]).int()
     stock = torch.cat([x[:2] @ w[0], x[2:8] @ w[2], x.new_zeros(1, 8)])
-    with Rows():
+    with BatchInvariantMode():
         ours = torch._grouped_mm(x, w, offs=ends)
     assert torch.allclose(ours, stock, atol=1e-5)
     found = [torch.autograd.grad(y.square().sum(), (x, w)) for y in (stock, ours)]
@@ -129,5 +129,5 @@ def test_rows_of_experts_have_gradients() -> None:
     ],
 )
 def test_what_nothing_stands_in_for_is_refused_by_name(call, said: str) -> None:
-    with Rows(), pytest.raises(fp8.InvarianceError, match=said):
+    with BatchInvariantMode(), pytest.raises(fp8.InvarianceError, match=said):
         call(random(3, 4))

@@ -83,4 +83,4 @@ def operand(spec: CastSpec, contract: int, *shape: int) -> Quantized:
         codes = torch.empty(*experts, *sizes, dtype=spec.fmt.dtype, device="meta")
         return Quantized(codes[:, :rows, :cols] if contract == 1 else codes[:, :cols, :rows].mT, scale, spec)
     codes = layout.codes_buffer(rows, cols, spec, contract, torch.device("meta"))[1]
-    return layout.scales_for(Quantized(codes, scale, spec), contract)
+    return layout.reorder_scales(Quantized(codes, scale, spec), contract)

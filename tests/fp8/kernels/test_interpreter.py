@@ -93,7 +93,7 @@ OPERATIONS = sorted(
     for name, method in vars(Backend).items()
     if inspect.isfunction(method)
     and not name.startswith("_")
-    and name not in ("version", "auto_unsupported", "supports", "scales_for")
+    and name not in ("version", "why_not_auto", "supports", "reorder_scales")
 )
 
 
@@ -116,8 +116,8 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "quantize_with_scale": lambda: backend.quantize_with_scale(one, torch.tensor(0.5), whole),
         "quantize_both_with_scale": lambda: backend.quantize_both_with_scale(one, torch.tensor(0.5), whole),
         "dequantize": lambda: backend.dequantize(q),
-        "laid_for": lambda: backend.laid_for(cast.quantize(one, CastSpec(block=(128, 128))), 0),
-        "relay": lambda: backend.relay(cast.quantize(one, CastSpec(block=(128, 128))), 0),
+        "copy_for_gemm": lambda: backend.copy_for_gemm(cast.quantize(one, CastSpec(block=(128, 128))), 0),
+        "copy_to_layout": lambda: backend.copy_to_layout(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
         "gemm_decode": lambda: backend.gemm_decode(q, q, torch.float32),
         "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),

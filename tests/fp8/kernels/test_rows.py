@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from octavo import fp8
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.invariance import KERNELS, devices, row_mm
-from octavo.fp8.invariance.attention import Seen, _forward, attention
+from octavo.fp8.invariance.attention import Visibility, _forward, attention
 from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import gemm, row_attention, row_products, row_sums, rows, tiles
@@ -78,7 +78,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_that_of_the_reference(case: str, dtype: torch.dtype) -> None:
     q, k, v = (random(2, h, 70, n, seed=n, dtype=dtype) for h, n in ((4, 24), (2, 24), (2, 40)))
-    seen = Seen(*(CASES[case].get(name) for name in Seen._fields))
+    seen = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
     got, lse = row_attention.attend(q, k, v, *seen, 0.3)
     want, other = _forward(q, k, v, seen, 0.3)
     other = other.view(2, 4, -1)[:, :, :70]

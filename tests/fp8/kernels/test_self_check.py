@@ -137,7 +137,7 @@ FAULTS = {
     "one value": (
         "gemm_dgrad",
         add,
-        r"dgrad of rowwise e4m3 on triton computes wrongly: result in bf16 at \[2, 3\] is",
+        r"dgrad of rowwise e4m3 on triton computes wrong results: result in bf16 at \[2, 3\] is",
     ),
     "a NaN": (
         "gemm_wgrad",
@@ -225,12 +225,14 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
     newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))
     newer.setattr(engine, "adamw_checks", lambda name, device: self_check.adamw_checks(name, CPU))
     newer.setattr(engine, "select", lambda op, **_: registry.Selection(TRITON, "", ()))
-    assert engine.engine(torch.device("meta")) == TRITON.adamw
+    assert engine.select_engine(torch.device("meta")) == TRITON.adamw
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "adamw", errs)
-    with pytest.raises(SelfCheckError, match=r"adamw on triton computes wrongly: weight with states in fp8 at \[7\]"):
-        engine.engine(torch.device("meta"))
+    with pytest.raises(
+        SelfCheckError, match=r"adamw on triton computes wrong results: weight with states in fp8 at \[7\]"
+    ):
+        engine.select_engine(torch.device("meta"))
 
 
 def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> None:
@@ -288,7 +290,9 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
 def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     checks, _ = counting("a")
-    with pytest.warns(UserWarning, match="the self-check of kernels cannot be saved .* it runs at each start"):
+    with pytest.warns(
+        UserWarning, match="the result of the kernel self-check cannot be saved .* it will run at each start"
+    ):
         assert ran(checks) == ("a",)
 
 
@@ -297,7 +301,7 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "ok" and "tested up to 2.0" in check.found
     assert "the reference is chosen for all GEMMs on cpu" in check.found
-    newer.setattr(type(TRITON), "auto_unsupported", lambda self, device: None)
+    newer.setattr(type(TRITON), "why_not_auto", lambda self, device: None)
     newer.setattr(fp8, "RECIPES", ("rowwise",))
     check = fp8_backends.versions_tested("cpu")
     assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
@@ -305,5 +309,5 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))
     check = fp8_backends.versions_tested("cpu")
-    assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrongly" in check.found
+    assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrong results" in check.found
     assert "fp8.backend: reference" in check.fix

@@ -309,7 +309,7 @@ def test_codes_of_one_contraction_are_laid_out_for_the_other(block):
     for q in (cast.quantize(x, spec, 1), cast.quantize(x, spec, 0), reference.quantize(x, spec)):
         for contract in (1, 0):
             with launches() as seen:
-                got, want = cast.relaid(q, contract), layout.k_major(q, contract)
+                got, want = cast.convert_to_k_major(q, contract), layout.k_major(q, contract)
             assert seen == ({} if layout.is_k_major(q, contract) else {"relay_kernel": 1}), seen
             assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
             assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]

@@ -158,7 +158,7 @@ def test_each_experts_weights_are_cast_as_if_alone(block, contract):
 def test_weights_are_laid_out_for_the_other_contraction():
     q = grouped_cast.quantize_experts(weights(2, 70, 150), CastSpec("e4m3", (128, 128), "pow2"))
     for contract in (1, 0):
-        got, want = grouped_cast.relaid(q, contract), layout.experts_k_major(q, contract)
+        got, want = grouped_cast.convert_to_k_major(q, contract), layout.experts_k_major(q, contract)
         assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
         assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]
 

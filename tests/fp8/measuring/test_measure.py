@@ -13,8 +13,8 @@ from octavo import fp8
 from octavo.fp8.kernels import registry
 from octavo.fp8.measuring import Machine, choose, timing
 from octavo.fp8.measuring import measure as measurements
-from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, cases_of
-from octavo.fp8.measuring.timing import Timed, time_calls
+from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, make_cases
+from octavo.fp8.measuring.timing import Timing, time_calls
 from octavo.fp8.proof.prediction import predict
 
 measure = importlib.import_module("octavo.fp8.measuring.bench")  # fp8.measure is the function
@@ -41,7 +41,7 @@ def fake(seconds):
         for name in calls:
             given = seconds(case, name.removesuffix(", cold"))
             device_s, host = given if isinstance(given, tuple) else (given, given / 10)
-            out[name] = Timed(device_s * (1.5 if name.endswith(", cold") else 1), host, 0.0, 4)
+            out[name] = Timing(device_s * (1.5 if name.endswith(", cold") else 1), host, 0.0, 4)
         return out
 
     return timer
@@ -91,7 +91,7 @@ def test_a_gpu_waits_while_the_host_queues_the_call(monkeypatch):
     clock = timing._Clock(torch.device("cuda"), flush=False)
     clock._scratch = type("Scratch", (), {"zero_": lambda self: order.append("flush")})()
     clock.time("a", lambda: order.append("call"))
-    clock.settle()
+    clock.collect_times()
     assert order == ["flush", timing.LEAD, "event", "call", "event", "wait"] and clock.result("a").device == 3e-3
     assert 1.5e-3 < timing.LEAD / 1.98e9 < 2.7e-3 and timing.LEAD / 1.4e9 < 3e-3  # at an H200's clocks, high and low
     order.clear()
@@ -107,19 +107,19 @@ def test_time_calls_sees_which_is_slower():
 
 def test_each_distinct_shape_is_one_case():
     model = Net()
-    cases = cases_of(model, fp8.describe_layers(model), TOKENS)
+    cases = make_cases(model, fp8.describe_layers(model), TOKENS)
     assert set(cases) == {f"layers.{i}.{n}" for i in range(3) for n in "qk"} | {"frozen"}
     assert set(cases.values()) == {
         Case("linear", 64, 32, 32, True), Case("linear", 64, 16, 32, True), Case("linear", 64, 48, 32, frozen=True),
     }  # fmt: skip
-    assert not cases_of(model, fp8.describe_layers(model), {"foundation": 0})
+    assert not make_cases(model, fp8.describe_layers(model), {"foundation": 0})
 
 
 def test_an_input_without_gradient_needs_no_dgrad():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[1].requires_grad_(True)
     model.append(nn.Linear(8, 8).requires_grad_(False))
-    cases = cases_of(model, fp8.describe_layers(model), {"foundation": 4})
+    cases = make_cases(model, fp8.describe_layers(model), {"foundation": 4})
     assert [cases[n].dgrad for n in "012"] == [False, False, True]
     assert "frozen no dgrad" in str(cases["0"])
 
@@ -156,7 +156,7 @@ def test_a_model_on_which_fp8_always_loses_is_planned_without_it():
 @pytest.mark.parametrize("ratio", [0.3, 0.9, 0.975, 0.985, 1.0, 1.01, 1.04, 1.5])
 def test_fp8_runs_where_it_wins_by_more_than_the_margin(ratio):
     found = Measured({HIGH: Entry("", {}, 1.0), "a": Entry("rowwise e4m3", {}, ratio)})
-    choice = choose.by_measurement(found, [fp8.recipe("rowwise")])
+    choice = choose.choose_by_measurement(found, [fp8.recipe("rowwise")])
     assert (choice.entry is not None) == (ratio < 0.98) and choice.best[1].seconds == ratio
 
 
@@ -207,10 +207,10 @@ def test_near_ties_go_to_the_finest_scales():
     fast = {"tensorwise hybrid": 0.50, "blockwise e4m3": 0.51, "rowwise e4m3": 0.60}
     found = Measured({HIGH: high, **{f"{n} on x": Entry(n, {}, s) for n, s in fast.items()}})
     allowed = [fp8.recipe(n.split()[0]) for n in fast]
-    assert choose.by_measurement(found, allowed).entry.recipe == "blockwise e4m3"
-    assert choose.by_measurement(found, allowed[2:]).entry.recipe == "rowwise e4m3"
+    assert choose.choose_by_measurement(found, allowed).entry.recipe == "blockwise e4m3"
+    assert choose.choose_by_measurement(found, allowed[2:]).entry.recipe == "rowwise e4m3"
     edge = Measured({HIGH: high, "a": Entry("tensorwise hybrid", {}, 0.97), "b": Entry("blockwise e4m3", {}, 0.99)})
-    assert choose.by_measurement(edge, allowed).entry.recipe == "tensorwise hybrid"  # the finer one does not win
+    assert choose.choose_by_measurement(edge, allowed).entry.recipe == "tensorwise hybrid"  # the finer one does not win
 
 
 def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
@@ -224,7 +224,7 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
 
     monkeypatch.setattr(registry, "_backends", {"reference": registry.get("reference"), "half": Half()})
     cases = [Case("linear", 64, 32, 32), Case("linear", 64, 16, 32)]
-    found = [[n for n, _, _ in measure.candidates(c, [fp8.recipe("rowwise")], torch.device("cpu"))] for c in cases]
+    found = [[n for n, _, _ in measure.list_candidates(c, [fp8.recipe("rowwise")], torch.device("cpu"))] for c in cases]
     assert found == [["rowwise e4m3 on half + reference"], ["rowwise e4m3 on reference"]]
     model = Net()
     plan = fp8.plan(
@@ -249,7 +249,7 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
     ],
 )
 def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spoil, why):
-    real = measure._Bench.converted
+    real = measure._Bench.make_fp8_module
 
     def converted(self, recipe, chosen):
         module = real(self, recipe, chosen)
@@ -257,7 +257,7 @@ def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spo
             module.register_forward_hook(lambda m, a, y: spoil(y))
         return module
 
-    monkeypatch.setattr(measure._Bench, "converted", converted)
+    monkeypatch.setattr(measure._Bench, "make_fp8_module", converted)
     model = Net()
     found = measured(model)
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found)
@@ -372,9 +372,9 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch, tmp_path):
 def test_what_a_measurement_needs():
     with pytest.raises(fp8.MeasureError, match="give the tokens"):
         fp8.measure(Net())
-    with pytest.raises(fp8.PlanError, match="Give tokens as well"):
+    with pytest.raises(fp8.PlanError, match="measurements also need tokens"):
         fp8.plan(Net(), "auto", measurements=fp8.Measurements(GPU))
-    with pytest.raises(fp8.PlanError, match="tokens says nothing about foundation"):
+    with pytest.raises(fp8.PlanError, match="tokens has no entry for foundation"):
         fp8.measure(Net(), tokens={})
 
 
@@ -398,14 +398,17 @@ def test_what_a_measurement_needs():
 )
 def test_the_documented_table(sm, shape, allowed, chosen, why):
     names = allowed or ("blockwise", "mxfp8", "rowwise", "tensorwise")
-    recipe, reason = choose.by_table(sm, shape, {n: fp8.recipe(n) for n in names})
+    recipe, reason = choose.choose_by_table(sm, shape, {n: fp8.recipe(n) for n in names})
     assert (recipe and recipe.name) == chosen and why in reason
 
 
 def test_auto_without_measurements_says_so_and_takes_the_table():
     plan = fp8.plan(Net(), "auto")
     assert {r.recipe.name for r in plan.rows if r.fp8} == {"blockwise"}
-    assert any(n.startswith("recipe auto: nothing was measured; recipes come from the documented") for n in plan.notes)
+    assert any(
+        n.startswith("recipe auto: nothing was measured; recipes come from the table in docs/plan.md")
+        for n in plan.notes
+    )
     assert "auto, not measured: blockwise by the table" in plan.table()
     mixed = fp8.plan(Net(), fp8.Policy("rowwise", rules=[{"match": "frozen", "recipe": "auto"}]))
     assert {r.name: r.recipe.name for r in mixed.rows if r.fp8}["frozen"] == "blockwise"
@@ -438,5 +441,5 @@ def test_a_plan_says_what_each_backend_lacks():
 
 @pytest.mark.parametrize("tokens", [{"foundation": -5}, {"foundation": 0}, {"foundation": 2.5}])
 def test_tokens_that_mean_nothing_are_refused(tokens):
-    with pytest.raises(fp8.PlanError, match="tokens holds .* whole number of tokens a forward"):
+    with pytest.raises(fp8.PlanError, match="tokens has .* whole number of tokens per forward"):
         fp8.measure(nn.Sequential(nn.Linear(16, 16)), "auto", tokens=tokens)

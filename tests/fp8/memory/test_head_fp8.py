@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.fp8.memory import ChunkedHead, chunk_head
-from octavo.fp8.memory.head_gemms import Call, begin
+from octavo.fp8.memory.head_gemms import HeadCall, begin_head
 from octavo.fp8.metrics import calc_diff
 from octavo.fp8.proof import Proof
 from tests.fp8.memory.test_chunked_head import asked, tiny
@@ -59,7 +59,7 @@ def test_losses_and_gradients_are_those_of_its_logits(recipe):
 def test_logits_are_those_of_the_layer_bit_for_bit(recipe):
     model, _ = planned(head={"recipe": recipe})
     h, weight = torch.randn(7, model.lm_head.in_features), model.lm_head.weight
-    head = begin(h, weight, Call(128, torch.float32, model.lm_head._site, False), (False, False))
+    head = begin_head(h, weight, HeadCall(128, torch.float32, model.lm_head._site, False), (False, False))
     found = [head.product(slice(start, start + 128), None) for start in range(0, ROWS, 128)]
     assert torch.equal(torch.cat(found, 1), model.lm_head(h))
 

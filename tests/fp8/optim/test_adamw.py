@@ -321,7 +321,7 @@ def test_masters_keep_every_bit_where_what_was_written_is_what_they_round_to(fp8
 
 def test_a_master_is_not_compared_while_nobody_writes(monkeypatch):
     model, optimizer = _masters()
-    monkeypatch.setattr("octavo.fp8.optim.adamw._adopt_written", lambda *_: pytest.fail("compared without cause"))
+    monkeypatch.setattr("octavo.fp8.optim.adamw._update_master", lambda *_: pytest.fail("compared without cause"))
     _step(model, optimizer, 3)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from octavo.fp8.optim import convert, sharded
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.weights.shards import borders_of, span
+from octavo.fp8.weights.shards import row_borders, span
 from octavo.parallel import World
 from tests import ranks
 
@@ -128,7 +128,7 @@ def test_ranks_agree_with_one_process_bit_for_bit(size):
 
 def test_cut_groups_follow_from_shapes():
     def cut(rows: int, row: int, *ranks: int) -> tuple[int, ...]:
-        return sharded._cut(borders_of(rows, ranks), row)
+        return sharded._groups_cut_at(row_borders(rows, ranks), row)
 
     assert cut(4, 128, 4) == ()
     assert cut(7, 40, 2) == (1,)  # four rows and three: element 160

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo.fp8.arithmetic import moments
-from octavo.fp8.optim import convert, layout, note_on_old_coat
+from octavo.fp8.optim import convert, layout, old_coat_note
 from octavo.fp8.optim.adamw import AdamW
 
 SHAPES = [(5, 60), (3,), (2, 128), (1, 2), (7, 40)]
@@ -59,7 +59,7 @@ def test_what_is_kept_is_what_the_layout_says_and_comes_back(states, master, dty
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state.get(p, {})
-            made = layout.fresh(p, group)
+            made = layout.init_state(p, group)
             if state:
                 assert {k: (v.dtype, v.shape) for k, v in state.items()} == {
                     k: (v.dtype, v.shape) for k, v in made.items()
@@ -307,7 +307,7 @@ def test_coat_of_0_4_0_is_read_exactly_told_and_converted_by_a_step(monkeypatch)
         optimizer.load_state_dict(saved)
     assert _bits(optimizer.state_dict()["state"]) == _bits(saved["state"])
     _run(optimizer, range(2, 3))
-    assert note_on_old_coat(optimizer) is None and note_on_old_coat(former) is not None
+    assert old_coat_note(optimizer) is None and old_coat_note(former) is not None
     for p, q in zip(_weights(optimizer), _weights(former), strict=True):
         state = optimizer.state.get(p, {}), former.state.get(q, {})
         for now, then in zip(*(convert.decode(p, {"states": "coat"}, s) if s else () for s in state), strict=True):

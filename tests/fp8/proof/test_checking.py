@@ -16,9 +16,9 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.observe import recorder
-from octavo.fp8.proof import Check, Site, checking, comparing, sites, sites_of_check, size_of
+from octavo.fp8.proof import Check, CheckedGemm, check_size, checking, comparing, fp8_gemms, select_gemms
 
-ALL = tuple(Site("one", gemm) for gemm in ("fwd", "dgrad", "wgrad"))
+ALL = tuple(CheckedGemm("one", gemm) for gemm in ("fwd", "dgrad", "wgrad"))
 
 
 class Faulty(ReferenceBackend):
@@ -119,7 +119,7 @@ def test_what_overflowed_is_no_fault() -> None:
 
 
 def test_layers_that_nobody_asked_for_pay_nothing() -> None:
-    check = Check([Site("another", "fwd")])
+    check = Check([CheckedGemm("another", "fwd")])
     trained("blockwise", check)
     assert check.done.products == 0
     with check.attach():
@@ -150,7 +150,7 @@ def test_a_flipped_bit_of_a_cast(faulty: Faulty, recipe, shape, part, at, wanted
         once(q.data)
 
     faulty.cast = cast
-    check = Check([Site("one", gemm)])
+    check = Check([CheckedGemm("one", gemm)])
     trained(recipe, check, backend="faulty")
     (fault,) = check.faults
     found = fault.difference
@@ -166,7 +166,7 @@ def test_codes_that_changed_while_they_were_kept(faulty: Faulty) -> None:
     """Memory that loses a bit between forward and backward: what wgrad multiplies is no more what x casts to."""
     kept: list[Quantized] = []
     faulty.cast = lambda q: kept.append(q) if tuple(q.data.shape) == (150, 136) else None
-    check = Check([Site("one", "wgrad")])
+    check = Check([CheckedGemm("one", "wgrad")])
     trained("blockwise", check, "faulty", lambda y: [flip(q.data.data, (5, 6), 3) for q in kept])
     assert [f.difference.what for f in check.faults] == ["a code of x"]
 
@@ -225,13 +225,13 @@ def test_bands_cover_an_operand(monkeypatch: pytest.MonkeyPatch, block: tuple[in
 
 
 def test_every_gemm_comes_round() -> None:
-    there = tuple(Site(f"layers.{n}", gemm) for n in range(50) for gemm in ("fwd", "dgrad", "wgrad"))
-    size = size_of(len(there))
-    assert size == 5 and size_of(3) == 3 and size_of(40) == checking.LEAST and size_of(0) == 0
-    rounds = [[site for n in range(first, first + 30) for site in sites_of_check(there, 7, n)] for first in (0, 30)]
+    there = tuple(CheckedGemm(f"layers.{n}", gemm) for n in range(50) for gemm in ("fwd", "dgrad", "wgrad"))
+    size = check_size(len(there))
+    assert size == 5 and check_size(3) == 3 and check_size(40) == checking.LEAST and check_size(0) == 0
+    rounds = [[site for n in range(first, first + 30) for site in select_gemms(there, 7, n)] for first in (0, 30)]
     assert all(sorted(found) == sorted(there) for found in rounds) and rounds[0] != rounds[1]
-    assert sites_of_check(there, 7, 3) == sites_of_check(there, 7, 3) != sites_of_check(there, 8, 3)
-    assert sites_of_check((), 7, 3) == () and set(sites_of_check(there[:3], 7, 9)) == set(there[:3])
+    assert select_gemms(there, 7, 3) == select_gemms(there, 7, 3) != select_gemms(there, 8, 3)
+    assert select_gemms((), 7, 3) == () and set(select_gemms(there[:3], 7, 9)) == set(there[:3])
 
 
 def test_sites_are_what_a_plan_has_in_fp8() -> None:
@@ -239,4 +239,4 @@ def test_sites_are_what_a_plan_has_in_fp8() -> None:
     model["two"].weight.requires_grad_(False)
     rules = (fp8.Rule("one", dgrad="bf16"), fp8.Rule("out", recipe="off"))
     plan = fp8.plan(model, fp8.Policy(recipe="blockwise", rules=rules))
-    assert sites(plan) == (("one", "fwd"), ("one", "wgrad"), ("two", "fwd"), ("two", "dgrad"))
+    assert fp8_gemms(plan) == (("one", "fwd"), ("one", "wgrad"), ("two", "fwd"), ("two", "dgrad"))

@@ -244,7 +244,7 @@ def test_what_counts_as_capturing(monkeypatch):
 def test_a_graph_reads_cached_codes_only_where_weights_stay_and_while_they_are_valid(monkeypatch):
     m = layer()
     m(X)
-    monkeypatch.setattr("octavo.fp8.weights.cache._capturing", lambda weight: True)
+    monkeypatch.setattr("octavo.fp8.weights.cache._is_capturing", lambda weight: True)
     cache = m[0]._site.codes
     for stay, edited, captured in ((False, False, True), (True, False, False), (True, True, True), (True, False, True)):
         before = casts(m)

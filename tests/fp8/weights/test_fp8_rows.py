@@ -45,10 +45,10 @@ def gather(values, casts, ranks, monkeypatch):
         mesh.calls, sent = 0, []
         for rank in range(ranks):
             shards = Shards(values.shape[0], ranks, rank)
-            sent.append(fp8_rows.wire(fp8_rows.cast(chunks[rank], casts, shards, mesh), shards))
+            sent.append(fp8_rows.pack_for_gather(fp8_rows.cast(chunks[rank], casts, shards, mesh), shards))
     assert all(a.shape == b.shape for parts in zip(*sent, strict=True) for a, b in zip(parts, parts[1:], strict=False))
     whole = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
-    codes = fp8_rows.gathered(whole, casts, values.shape, Shards(values.shape[0], ranks, 0), None)
+    codes = fp8_rows.unpack_gathered(whole, casts, values.shape, Shards(values.shape[0], ranks, 0), None)
     return codes, mesh.calls / ranks, sum(t.numel() * t.element_size() for t in sent[0])
 
 
@@ -139,11 +139,11 @@ def test_scales_are_written_where_they_lay(monkeypatch):
         mesh = Mesh(monkeypatch)
         for _ in range(2):
             sent = [
-                fp8_rows.wire(fp8_rows.cast(part, casts, Shards(70, 3, r), mesh), Shards(70, 3, r))
+                fp8_rows.pack_for_gather(fp8_rows.cast(part, casts, Shards(70, 3, r), mesh), Shards(70, 3, r))
                 for r, part in enumerate(other.split(24))
             ]
         whole = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
-        again = fp8_rows.gathered(whole, casts, other.shape, Shards(70, 3, 0), held)
+        again = fp8_rows.unpack_gathered(whole, casts, other.shape, Shards(70, 3, 0), held)
         for q, need, old in zip(again, casts, held, strict=True):
             assert q.scale is old
             same(q, need.cast(other))

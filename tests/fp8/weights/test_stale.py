@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.weights import stale_codes, stale_sentence
+from octavo.fp8.weights import stale_codes, stale_codes_message
 from tests.fp8.moe.expert_modules import FAMILIES, E, H
 
 X = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
@@ -123,7 +123,7 @@ def test_a_merge_of_peft_on_fp8_layers_is_found(how: str) -> None:
     merged = getattr(wrapped, how)() or wrapped
     (name,) = stale_codes(merged)
     assert name.split(".")[-2:] == ["1", "base_layer"] if how == "merge_adapter" else name == "1"
-    assert "Call octavo.fp8.invalidate(model)" in stale_sentence([name])
+    assert "Call octavo.fp8.invalidate(model)" in stale_codes_message([name])
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])

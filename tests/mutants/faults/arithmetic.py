@@ -325,7 +325,7 @@ area(
     ),
     (
         "written-weight-ignored", "fp8/optim/adamw.py",
-        'elif "master" in state and self._written.get(p) != _mark(p):', "elif False:",
+        'elif "master" in state and self._written.get(p) != _version_stamp(p):', "elif False:",
         "a weight that was loaded between two steps is overwritten by its former master",
         "fp8/optim/test_adamw.py",
     ),

@@ -19,7 +19,7 @@ area(
     ),
     (
         "load-state-dict-not-told", "fp8/weights.py",
-        "super()._load_from_state_dict(*args, **kwargs) clock.edited()",
+        "super()._load_from_state_dict(*args, **kwargs) clock.record_edit()",
         "super()._load_from_state_dict(*args, **kwargs)",
         "ranks do not learn together that weights were loaded",
         "fp8/test_fsdp_cache.py", "parallel/test_param_gather.py", "fp8/weights/test_fp8_tensor.py",
@@ -87,7 +87,7 @@ area(
     ),
     (
         'asked-and-not-met', 'fp8/planning/decide.py',
-        'check_met(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)',
+        'check_requests(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)',
         'None',
         'a component that asks for FP8 and cannot run in it stays in high precision in silence',
         'fp8/test_plan.py',
@@ -174,7 +174,7 @@ area(
     ),
     (
         "proof-does-not-count-recomputation", "fp8/proof.py",
-        'if any(due.values()) and _calls(ran, "recompute") > forward:', "if False:",
+        'if any(due.values()) and _count_calls(ran, "recompute") > forward:', "if False:",
         "forwards recomputed more often than they ran pass",
         "fp8/test_proof.py",
         "fp8/test_recompute.py",

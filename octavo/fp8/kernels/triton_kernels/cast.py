@@ -370,14 +370,14 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
-def relaid(q: Quantized, contract: int) -> Operand:
+def convert_to_k_major(q: Quantized, contract: int) -> Operand:
     """``layout.k_major``, with a kernel for the copy of codes where one is needed."""
-    return layout.k_major(q, contract, relay)
+    return layout.k_major(q, contract, copy_to_layout)
 
 
-def relay(q: Quantized, contract: int) -> Quantized:
-    """See ``Backend.relay``. Tiles of 128 x 128 bytes read whole lines along one dimension and write them along the
-    other."""
+def copy_to_layout(q: Quantized, contract: int) -> Quantized:
+    """See ``Backend.copy_to_layout``. Tiles of 128 x 128 bytes read whole lines along one dimension and write them
+    along the other."""
     data = q.data
     place, grid, numbers, sizes, constants = _plan_relay(data.shape, data.stride(), q.spec, contract)
     codes = torch.empty_strided(place.codes, place.strides, dtype=torch.uint8, device=data.device)
@@ -390,7 +390,7 @@ def relay(q: Quantized, contract: int) -> Quantized:
 def _plan_relay(
     shape: torch.Size, strides: tuple[int, ...], spec: CastSpec, contract: int
 ) -> tuple[Room, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, object]]:
-    """(buffer, grid, strides of the input, sizes, constants) of :func:`relay`."""
+    """(buffer, grid, strides of the input, sizes, constants) of :func:`copy_to_layout`."""
     place, (batch, rows, cols), steps = room(shape, spec, contract, None), _batched(shape), _in_batch(shape, strides)
     down, wide = layout.padded_sizes(rows, cols, spec, contract)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)

@@ -126,7 +126,7 @@ def decode(
     out = torch.empty(rows, cols, dtype=out_dtype, device=x_q.data.device)
     if not rows or not cols:
         return out
-    x, w, tile, parts = cast.relaid(x_q, 1), cast.relaid(w_q, 1), plan.tile, plan.parts
+    x, w, tile, parts = cast.convert_to_k_major(x_q, 1), cast.convert_to_k_major(w_q, 1), plan.tile, plan.parts
     bias = None if bias is None else bias.contiguous()
     sums, first_bias = out, bias
     if parts > 1:  # the bias is added once, by the second kernel

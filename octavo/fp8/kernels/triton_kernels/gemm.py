@@ -1,8 +1,8 @@
 """The three GEMMs of every recipe in one kernel: out [M, N] = a contracted with b.
 
 fwd contracts dimension 1 of both (x [M, K], w [N, K]), dgrad dimension 1 of dy [M, N] and 0 of w [N, K], wgrad
-dimension 0 of both (dy [M, N], x [M, K]). ``cast.relaid`` brings each operand into one layout, rows of codes with the
-contraction contiguous, so that the kernel has a single case; its arithmetic is in ``contraction``.
+dimension 0 of both (dy [M, N], x [M, K]). ``cast.convert_to_k_major`` brings each operand into one layout, rows of
+codes with the contraction contiguous, so that the kernel has a single case; its arithmetic is in ``contraction``.
 :mod:`tiles` chooses the form of the kernel.
 """
 
@@ -104,7 +104,7 @@ def gemm(
     if 0 in plan.grid:
         return out
     # Operands that were cast for another contraction are copied into the kernel's layout here.
-    a, b, tile = cast.relaid(a_q, a_contract), cast.relaid(b_q, b_contract), plan.tile
+    a, b, tile = cast.convert_to_k_major(a_q, a_contract), cast.convert_to_k_major(b_q, b_contract), plan.tile
     bias = None if bias is None else bias.contiguous()
     launch(
         gemm_kernel,

@@ -260,7 +260,7 @@ def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtyp
 def _of_rows(q: Quantized, contract: int) -> _Held:
     """Codes [R, columns] of all experts' rows, contracted along ``contract``; scales as ``Backend.quantize_rows``."""
     whole = q.spec.block[contract] == -1  # one scale a row, a column of an expert, or an expert
-    held = cast.relaid(q._replace(scale=q.scale[:1]) if whole else q, contract)
+    held = cast.convert_to_k_major(q._replace(scale=q.scale[:1]) if whole else q, contract)
     scale = layout.as_bytes(q.scale if whole else held.scale)
     if not whole:
         strides = (0, *scale.stride())
@@ -273,7 +273,7 @@ def _of_rows(q: Quantized, contract: int) -> _Held:
 
 def _of_experts(q: Quantized, contract: int) -> _Held:
     """Codes [E, N, K], contracted along ``contract`` of each [N, K], as rows of codes."""
-    held = grouped_cast.relaid(q, contract)
+    held = grouped_cast.convert_to_k_major(q, contract)
     experts, rows, width = held.codes.shape
     scale = layout.as_bytes(held.scale)
     if q.spec.block[1 - contract] == 1 and q.spec.block[contract] != -1 and q.spec.scale != "e8m0":

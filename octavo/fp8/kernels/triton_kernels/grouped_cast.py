@@ -13,7 +13,7 @@ Weights [E, N, K]: a batch of matrices in the same layout, one after the other::
 
 where contract 1 has N free and K contracted, contract 0 the reverse. ``data`` [E, N, K] and ``scale`` [E, N / r, K / c]
 are views of the real elements, transposed for contract 0. ``layout.experts_k_major`` takes the codes as they are;
-:func:`relaid` copies them for the other contraction where a block serves both.
+:func:`convert_to_k_major` copies them for the other contraction where a block serves both.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     return Quantized(out.data, out.scale, spec)
 
 
-def relaid(q: Quantized, contract: int) -> Operand:
+def convert_to_k_major(q: Quantized, contract: int) -> Operand:
     """``layout.experts_k_major``, with a kernel for the copy of codes where one is needed."""
-    return layout.experts_k_major(q, contract, cast.relay)
+    return layout.experts_k_major(q, contract, cast.copy_to_layout)

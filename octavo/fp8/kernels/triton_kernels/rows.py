@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import Quantized
-from octavo.fp8.invariance import ROWS_OF_TRIAL, InvarianceError, prove
+from octavo.fp8.invariance import TRIAL_ROWS, InvarianceError, prove
 from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.kernels.triton_kernels import cast, gemm, grouped, grouped_cast, row_attention, row_products, row_sums
 
@@ -29,7 +29,7 @@ def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: floa
     inner, cols, laid = b.shape[0], _few(b.shape[1]), b.stride(0) <= b.stride(1)
 
     def begin() -> _Run:
-        x, w = _random(1, a, ROWS_OF_TRIAL, inner), _laid(_random(2, a, cols, inner), laid)
+        x, w = _random(1, a, TRIAL_ROWS, inner), _laid(_random(2, a, cols, inner), laid)
         return lambda which: row_products.product(x[which], w, None, 1.0, 1.0, dtype)
 
     key = ("product", a.device, a.dtype, dtype, inner, cols, laid)
@@ -43,7 +43,7 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     inner, cols, laid = b.shape[1], _few(b.shape[2]), b.stride(1) <= b.stride(2)
 
     def begin() -> _Run:
-        x, w = _random(1, a, ROWS_OF_TRIAL, inner), _laid(_random(2, a, _EXPERTS, cols, inner), laid)
+        x, w = _random(1, a, TRIAL_ROWS, inner), _laid(_random(2, a, _EXPERTS, cols, inner), laid)
 
         def run(which: Tensor) -> Tensor:
             expert = which % _EXPERTS
@@ -65,7 +65,7 @@ def attend(
     """Arguments and result as ``row_attention.attend``. Raises InvarianceError for a dtype that no kernel takes."""
     k, v = k.to(q.dtype), v.to(q.dtype)  # lossless: a cache that was read in fp32 holds numbers of q's dtype
     _check("attention", q, k, v)
-    heads, size, wide, count = q.shape[1] // k.shape[1], q.shape[3], v.shape[3], ROWS_OF_TRIAL
+    heads, size, wide, count = q.shape[1] // k.shape[1], q.shape[3], v.shape[3], TRIAL_ROWS
 
     def begin() -> _Run:
         """All queries as one sequence with a mask; fewer queries as one sequence each, by their positions; a single
@@ -93,7 +93,7 @@ def sums(x: Tensor) -> Tensor:
     """The sum of each row of x [R, N], as ``row_sums.sums``."""
 
     def begin() -> _Run:
-        trial = _random(1, x, ROWS_OF_TRIAL, x.shape[1])
+        trial = _random(1, x, TRIAL_ROWS, x.shape[1])
         return lambda which: row_sums.sums(trial[which])
 
     prove(("sums", x.device, x.dtype, x.shape[1]), f"the sum of a row of {x.shape[1]} in {x.dtype}", begin)
@@ -105,7 +105,7 @@ def fp8_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | N
     cols, inner = w.data.shape
 
     def begin() -> _Run:
-        trial = _random(1, w.scale, ROWS_OF_TRIAL, inner, dtype=torch.float32)
+        trial = _random(1, w.scale, TRIAL_ROWS, inner, dtype=torch.float32)
         other = cast.quantize(_random(2, w.scale, _few(cols), inner, dtype=torch.float32), w.spec, 1)
         return lambda which: gemm.gemm(cast.quantize(trial[which], x.spec, 1), 1, other, 1, dtype, fixed=True)
 
@@ -122,7 +122,7 @@ def fp8_grouped_product(
 
     def begin() -> _Run:
         device = w.data.device
-        trial = _random(1, w.scale, ROWS_OF_TRIAL, inner, dtype=torch.float32)
+        trial = _random(1, w.scale, TRIAL_ROWS, inner, dtype=torch.float32)
         weights = _random(2, w.scale, _EXPERTS, _few(cols), inner, dtype=torch.float32)
         other = grouped_cast.quantize_experts(weights, w.spec)
 

@@ -52,5 +52,5 @@ def variants() -> list[Variant]:
     found.append(form("amax columns", lambda x: cast.quantize(x, SPECS["row"][1], 0), at=0))
     back = SPECS["1x128"][0]
     found.append(form("dequantize 1x128", lambda x: cast.dequantize(cast.quantize(x, back), torch.bfloat16)))
-    found.append(form("relay", lambda x: cast.relaid(cast.quantize(x, square), 0)))
+    found.append(form("relay", lambda x: cast.convert_to_k_major(cast.quantize(x, square), 0)))
     return found
