@@ -49,7 +49,7 @@ def folder(checkpoint, tmp_path, monkeypatch):
         ("{{ raise_exception('n\x1bo') }}", r"(TemplateError: n\x1bo)"),
         ("{{ messages[0].x.y }}", "(UndefinedError: 'dict object' has no attribute 'x')"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "(RecursionError"),
-        ("x" * (1 << 20), "characters, and no template has"),
+        ("x" * (1 << 20), "characters; the limit is 1,048,576"),
     ],
     ids=lambda text: text[:20],
 )
@@ -190,7 +190,7 @@ def test_generate_adds_template_variables_to_those_of_a_run(folder, monkeypatch,
         ({"tones": 1}, "not accept the variable tones (data.template_args), which it does not read. Did you mean to"),
         ({"thinking": True}, "which it does not read. It reads mood, tone."),
         ({"messages": []}, "the variable messages (data.template_args), which is reserved for Octavo. Remove it."),
-        ({"bos_token": "x"}, "which Octavo sets itself"),
+        ({"bos_token": "x"}, "which is reserved for Octavo"),
         ({"m": 1}, "which it does not read"),
     ],
 )

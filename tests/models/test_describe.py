@@ -71,7 +71,7 @@ def test_unlisted_decoder_is_described():
 
 
 def test_models_without_decoder_are_rejected():
-    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images or sound and text"):
+    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images or audio and text"):
         models.empty(T5Config())
     with torch.device("meta"):
         bert = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=1))

@@ -130,7 +130,11 @@ def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
     ("family", "asked", "message"),
     [
         ("llama", "rows", "has 'rows' for foundation; it must be rowwise, blockwise, tensorwise"),
-        ("llama", 7, "load_in_fp8=7: give rowwise, blockwise, tensorwise, or one of them for each component"),
+        (
+            "llama",
+            7,
+            "load_in_fp8 is 7; it must be rowwise, blockwise, tensorwise, or a mapping from components to these",
+        ),
         ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are image_encoder, .*, foundation"),
         ("llama", {"image_encoder": "row"}, "names image_encoder, but .* has no linear layers there.*foundation"),
     ],

@@ -128,7 +128,7 @@ def test_config_of_unknown_or_unsupported_model_is_rejected(folder):
     edit_config(folder, model_type="never_heard_of")
     refused(folder, "config.json cannot be used.*never_heard_of")
     edit_config(folder, model_type="clip")
-    refused(folder, "model_type 'clip' is neither a model of images or sound and text")
+    refused(folder, "model_type 'clip' is neither a model of images or audio and text")
 
 
 def test_a_field_of_the_wrong_type(folder):
@@ -176,7 +176,7 @@ def test_header_length_that_looks_like_a_pickle_is_read(tmp_path, length: int):
     assert int.from_bytes(file.read_bytes()[:8], "little") == length
     assert [entry.name for entry in headers.read(file).entries] == ["a" * n]
     file.write_bytes(b"\x80\x04\x95" + bytes(64))
-    with pytest.raises(headers.HeaderError, match="a pickle with the name of another format"):
+    with pytest.raises(headers.HeaderError, match="a pickle with the suffix of a different format"):
         headers.read(file)
 
 
@@ -191,7 +191,7 @@ def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
     kept = load_file(file)
     lost = sorted(kept)[0]
     save_file({name: value for name, value in kept.items() if name != lost}, file, metadata={"format": "pt"})
-    refused(folder, f"lacks '{lost}'")
+    refused(folder, f"does not contain '{lost}'")
     assert index[lost] == file.name
     file.unlink()
     refused(folder, "model-00002-of-00002.safetensors is missing, although .*index.json names it")

@@ -229,7 +229,8 @@ def test_folder_with_inconsistent_parts_is_rejected(checkpoint, tmp_path) -> Non
         raw = json.loads((checkpoint("nvila_lite") / "config.json").read_text())
         raw[key] = {**raw[key], **value} if isinstance(value, dict) else value
         (folder / "config.json").write_text(json.dumps(raw))
-        with pytest.raises(models.ModelError, match=f"gives {key if isinstance(value, int) else 'size'}"):
+        message = f"{key} is {value} in config.json" if isinstance(value, int) else "has size"
+        with pytest.raises(models.ModelError, match=message):
             models.load_processor(folder)
     shutil.copy(checkpoint("nvila_lite") / "config.json", folder)
     edit(folder / "preprocessor_config.json", size=1_000_000)  # no image is made so large to find out

@@ -103,7 +103,7 @@ def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
     with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. writes it as one"):
         verify(folder)
-    with pytest.raises(models.ModelError, match="octavo convert takes only models in one folder"):
+    with pytest.raises(models.ModelError, match="octavo convert supports only models in one folder"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
     exported = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
     assert not any(file.is_dir() for file in exported.iterdir())

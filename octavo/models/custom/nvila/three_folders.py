@@ -138,9 +138,8 @@ def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
         )
     scales = tuple(sorted(map(int, stated.split(","))))
     key = "s2_resize_output_to_scale_idx"
-    _check_value(
-        folder, key, top.get(key), (-1, len(scales) - 1)
-    )  # VILA uses the smallest scale if the field is missing
+    # VILA uses the smallest scale if the field is missing.
+    _check_value(folder, key, top.get(key), (-1, len(scales) - 1))
     return scales
 
 
