@@ -220,7 +220,7 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
     for changes, why in (
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
         ({"layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "8 tokens back"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "only 8 earlier tokens"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "angles depend on the longest sample"),
     ):
         model = models.empty(checkpoint("qwen3"))

@@ -158,7 +158,7 @@ def test_a_token_for_images_that_config_json_leaves_out_is_held_against_the_toke
         models.load_processor(folder)
     assert any(f"has no {key}" in finding.text for finding in verify(folder, quick=True).failures)
     file.write_text(json.dumps({**raw, key: number + 1}))
-    with pytest.raises(ModelError, match=f"gives {key} {number + 1}, and tokenizer_config.json {number}"):
+    with pytest.raises(ModelError, match=f"{key} is {number + 1} in config.json but {number} in tokenizer_config.json"):
         models.load_processor(folder)
     file.write_text(json.dumps({**raw, key: number}))
     models.load_processor(folder)
