@@ -104,7 +104,7 @@ area(
     ),
     (
         "template-args-of-few-words-alone", "models/folder/chat.py",
-        "{**args_of_template, **kwargs}", "kwargs",
+        "{**variables, **kwargs}", "kwargs",
         "renderings by transformers itself lack the variables",
         "data/test_thinking.py",
     ),
