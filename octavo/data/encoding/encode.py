@@ -232,10 +232,10 @@ class Encoder:
         """Return the text of a row that is tokenized, without opening an image. Raises the errors of `encode`, and
         those of the template, an image or the processor."""
         conversation, *_, text, videos = self._render_row(row, 0)
-        left = iter(videos)
+        remaining_videos = iter(videos)
         if videos:
             place = re.escape(self.processor.video_token)
-            text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
+            text = re.sub(place, lambda _: self.processor.video_text(next(remaining_videos)), text)
         return TokenizerInput(
             text, conversation.images, self.multimodal and not self.calls.starts_with_bos(text), False
         )
@@ -298,7 +298,11 @@ class Encoder:
         """Make the sample of a row from the outputs of the processor."""
         ids = as_array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
-        frames = sum(len(film.indices) for film in videos) if getattr(self.processor, "frames_are_images", False) else 0
+        frames = (
+            sum(len(selection.indices) for selection in videos)
+            if getattr(self.processor, "frames_are_images", False)
+            else 0
+        )
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
@@ -418,12 +422,12 @@ class Encoder:
         rows, ids = getattr(self.processor, "embedding_rows", None), sample.input_ids
         if rows is None or not len(ids) or ids.max() < rows:
             return
-        beyond = ids[(ids >= rows) & ~self._image_mask(ids)]
-        if len(beyond):
-            text = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+        unknown_ids = ids[(ids >= rows) & ~self._image_mask(ids)]
+        if len(unknown_ids):
+            text = self.tokenizer.convert_ids_to_tokens(int(unknown_ids[0]))
             raise BadSample(
                 sample.file, sample.row,
-                f"has the token {beyond[0]} ({text!r:.80}), but the model's embedding has {rows} rows; use the "
+                f"has the token {unknown_ids[0]} ({text!r:.80}), but the model's embedding has {rows} rows; use the "
                 "tokenizer of the model", sample.id,
             )  # fmt: skip
 

@@ -118,7 +118,7 @@ class MappedTable:
         return int(self._table.num_rows)
 
     @property
-    def gone(self) -> bool:
+    def is_deleted(self) -> bool:
         """True if the file that rows are read from was deleted: another process evicted it."""
         return not self._on_disk().exists()
 

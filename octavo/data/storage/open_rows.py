@@ -86,8 +86,8 @@ def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) 
 
 def _count_rows(form: Format, file: Path) -> int:
     assert form.count_rows is not None
-    with open_file(file, DataError, buffering=0) as opened:
-        return form.count_rows(file, opened)
+    with open_file(file, DataError, buffering=0) as stream:
+        return form.count_rows(file, stream)
 
 
 def _check_stream(path: Path, form: Format, stream: bool) -> None:

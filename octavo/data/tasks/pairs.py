@@ -257,9 +257,9 @@ def labelled_batches(
     samples = [sample for _, sample in rows if sample is not None]
     # The source of each crossed answer: this rank's rows shifted by one.
     answer_sources = [before or sample for sample in samples[-1:]] + samples[:-1]
-    alone = before is None and len(samples) == 1
+    is_single = before is None and len(samples) == 1
     paired = [
-        (n, sample and (sample, _cross_answer(sample, answer_sources.pop(0), longest, alone))) for n, sample in rows
+        (n, sample and (sample, _cross_answer(sample, answer_sources.pop(0), longest, is_single))) for n, sample in rows
     ]
     return make_micro_batches(paired, micro_batch, pad_id, _collate_labelled)
 
@@ -276,13 +276,13 @@ def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: in
     return batch | {"desirable": good, "crossed": collate([crossed for _, crossed in pairs], pad_id)}
 
 
-def _cross_answer(sample: Sample, other: Sample, max_length: int, single: bool) -> Sample:
-    """Return the prompt of `sample` with the answer of `other`, at most `max_length` tokens; `single`: without
+def _cross_answer(sample: Sample, answer_source: Sample, max_length: int, single: bool) -> Sample:
+    """Return the prompt of `sample` with the answer of `answer_source`, at most `max_length` tokens; `single`: without
     labels."""
-    start, answer_start = _answer_start(sample), _answer_start(other)
-    answer = other.input_ids[answer_start:]
+    start, answer_start = _answer_start(sample), _answer_start(answer_source)
+    answer = answer_source.input_ids[answer_start:]
     ids = np.concatenate([sample.input_ids[:start], answer])[:max_length]
-    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[answer_start:]])[:max_length]
+    labels = np.concatenate([np.full_like(ids[:start], IGNORE), answer_source.labels[answer_start:]])[:max_length]
     if single:
         labels[:] = IGNORE
     kinds = None
@@ -321,10 +321,12 @@ def _count_shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
     images = sum(isinstance(part, ImageRef) for turn in first[:shared] for part in turn.parts)
-    if differ := [pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2]:
+    if different_images := [
+        pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2
+    ]:
         raise RowProblem(
-            f"has the image {quote_value(differ[0][0])} in the prompt of chosen and {quote_value(differ[0][1])} in the "
-            "prompt of rejected; both must answer the same prompt"
+            f"has the image {quote_value(different_images[0][0])} in the prompt of chosen and "
+            f"{quote_value(different_images[0][1])} in the prompt of rejected; both must answer the same prompt"
         )
     if len(first) == len(second) == shared:
         raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")

@@ -198,7 +198,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     return Source(rows, format, images, dataset.max_samples, kind, window)
 
 
-def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
+def detect_preference_kind(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, by the first readable row of a data set; None: neither. Raises `DataError`."""
     return next(map(row_preference_kind, _readable_rows(open_dataset(dataset, cache))), None)
 
