@@ -56,7 +56,7 @@ class AdaptedWeight:
         """The indices of the experts; (None,) for a linear layer."""
         return (None,) if self.count is None else tuple(range(self.count))
 
-    def base(self, slot: int | None = None) -> Tensor:
+    def base_values(self, slot: int | None = None) -> Tensor:
         """W in fp32, [N, K]: the dequantized codes, or the parameter."""
         if is_frozen(self.weight):
             q = codes_of_frozen(self.weight)
@@ -67,9 +67,9 @@ class AdaptedWeight:
         values = values if slot is None else values[slot]
         return (values.mT if self.transposed else values).float()
 
-    def folded(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
+    def merged(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
         """W' in fp32, [N, K]; ``base``: W, if the caller has computed it."""
-        w = self.base(slot) if base is None else base
+        w = self.base_values(slot) if base is None else base
         a, b = self._factors(slot)
         out = torch.addmm(w, b, a, alpha=float(self.layer.scaling[NAME]))
         if self.count is None and self.layer.use_dora.get(NAME, False):
@@ -77,14 +77,14 @@ class AdaptedWeight:
             out.mul_((m / out.norm(dim=1)).unsqueeze(1))
         return out
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def merged_parameter(self, dtype: torch.dtype) -> Tensor:
         """Return the merged parameter as the stock model stores it, each value rounded once."""
         if self.count is None:
-            return self.folded().to(dtype)
+            return self.merged().to(dtype)
         n, k = self.shape
         out = torch.empty(self.count, n, k, dtype=dtype, device=self.weight.device)
         for slot in range(self.count):
-            out[slot] = self.folded(slot)
+            out[slot] = self.merged(slot)
         return out.mT if self.transposed else out
 
     def _factors(self, slot: int | None) -> tuple[Tensor, Tensor]:
@@ -121,8 +121,8 @@ def adapted_weights(model: nn.Module, base: nn.Module | None = None) -> dict[str
             )
         if weight.shape != inside._parameters[projection or "weight"].shape:
             raise AdapterError(f"{name} has the shape {list(weight.shape)} in `base`, and another one in the model.")
-        turned = projection is not None and bool(getattr(inside, "is_transposed", False))
-        by_name[name] = AdaptedWeight(name, layer, weight, None if projection is None else weight.shape[0], turned)
+        transposed = projection is not None and bool(getattr(inside, "is_transposed", False))
+        by_name[name] = AdaptedWeight(name, layer, weight, None if projection is None else weight.shape[0], transposed)
     return by_name
 
 
@@ -153,7 +153,7 @@ def _iter_values(
             continue
         if stock in by_name:
             with torch.no_grad():  # not around the yield, where it would apply to the caller's code
-                folded = by_name[stock].whole(dtype)
+                folded = by_name[stock].merged_parameter(dtype)
             yield stock, folded
         elif is_frozen(value):
             yield stock, codes_of_frozen(value)

@@ -18,7 +18,8 @@ So a merge is judged by two figures, in which each weight counts by its relative
 
 - ``kept`` of at least :data:`MIN_KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the
   merged model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
-- ``drowned`` of at most 1: error * sqrt(r / K). For an input along its directions, a D of rank r has the output
+- ``noise_ratio`` of at most 1 ("drowned" in reports): error * sqrt(r / K). For an input along its directions, a D of
+  rank r has the output
   |D| / sqrt(r), and the rounding noise, spread over all K directions, has |D' - D| / sqrt(K). Above 1 the noise is
   larger than the adapter's output even for the inputs with the largest output.
 """
@@ -82,12 +83,13 @@ class WeightErrors:
         return self.moved / self.elements if self.elements else 0.0
 
     @property
-    def drowned(self) -> float:
+    def noise_ratio(self) -> float:
         return self.error * math.sqrt(self.rank / self.inputs)
 
     def to_json(self) -> dict[str, object]:
-        figures = ("relative", "kept", "error", "cosine", "changed", "drowned")
-        return {"name": self.name, "fp8": self.fp8, **{figure: getattr(self, figure) for figure in figures}}
+        metrics = ("relative", "kept", "error", "cosine", "changed")
+        values = {metric: getattr(self, metric) for metric in metrics}
+        return {"name": self.name, "fp8": self.fp8, **values, "drowned": self.noise_ratio}
 
 
 class MergeErrors:
@@ -113,18 +115,18 @@ class MergeErrors:
             assert isinstance(value, Tensor)  # codes of experts are written one by one
             for expert in range(fold.count):
                 matrix = value[expert]
-                self._take(fold, expert, None, matrix.mT if fold.transposed else matrix)
+                self._accumulate(fold, expert, None, matrix.mT if fold.transposed else matrix)
         else:
-            self._take(fold, slot, rows, value)
+            self._accumulate(fold, slot, rows, value)
 
-    def _take(
+    def _accumulate(
         self, fold: AdaptedWeight, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized
     ) -> None:
         sums = self.weights[fold.name]
         span = slice(*(rows or (0, fold.shape[0])))
         if self._last is None or self._last[0] != (fold.name, slot):
-            base = fold.base(slot)
-            self._last = (fold.name, slot), base, fold.folded(slot, base) - base
+            base = fold.base_values(slot)
+            self._last = (fold.name, slot), base, fold.merged(slot, base) - base
         w, d = self._last[1][span], self._last[2][span]
         if isinstance(value, Tensor):
             v, unchanged = value.float(), w.to(value.dtype).float()
@@ -145,22 +147,22 @@ class MergeErrors:
 
     # Results ---------------------------------------------------------------------------------------------------------
 
-    def in_fp8(self) -> list[WeightErrors]:
+    def fp8_weights(self) -> list[WeightErrors]:
         """Return the weights that were written as codes and that the adapter changes."""
         return [w for w in self.weights.values() if w.fp8 and w.delta]
 
     @property
     def kept(self) -> float:
         """The mean over all weights in FP8, weighted by relative energy; 1 if there are none."""
-        return _weighted_mean([(w.relative**2, w.kept) for w in self.in_fp8()], 1.0)
+        return _weighted_mean([(w.relative**2, w.kept) for w in self.fp8_weights()], 1.0)
 
     @property
-    def drowned(self) -> float:
-        return math.sqrt(_weighted_mean([(w.relative**2, w.drowned**2) for w in self.in_fp8()], 0.0))
+    def noise_ratio(self) -> float:
+        return math.sqrt(_weighted_mean([(w.relative**2, w.noise_ratio**2) for w in self.fp8_weights()], 0.0))
 
     @property
     def error(self) -> float:
-        return math.sqrt(_weighted_mean([(w.relative**2, w.error**2) for w in self.in_fp8()], 0.0))
+        return math.sqrt(_weighted_mean([(w.relative**2, w.error**2) for w in self.fp8_weights()], 0.0))
 
     @property
     def relative(self) -> float:
@@ -168,17 +170,17 @@ class MergeErrors:
         return math.sqrt(_weighted_mean([(1.0, w.relative**2) for w in self.weights.values()], 0.0))
 
     @property
-    def lost(self) -> bool:
-        return self.kept < MIN_KEPT or self.drowned > MAX_NOISE_RATIO
+    def is_lost(self) -> bool:
+        return self.kept < MIN_KEPT or self.noise_ratio > MAX_NOISE_RATIO
 
     def worst(self, count: int = 3) -> list[WeightErrors]:
         """Return the weights with the smallest ``kept``, or if that is above the limit, with the largest
-        ``drowned``."""
+        ``noise_ratio``."""
         if self.kept < MIN_KEPT:
-            return sorted(self.in_fp8(), key=lambda w: w.kept)[:count]
-        return sorted(self.in_fp8(), key=lambda w: -w.drowned)[:count]
+            return sorted(self.fp8_weights(), key=lambda w: w.kept)[:count]
+        return sorted(self.fp8_weights(), key=lambda w: -w.noise_ratio)[:count]
 
-    def rounded(self) -> list[WeightErrors]:
+    def rounded_weights(self) -> list[WeightErrors]:
         """Weights in high precision with ``kept`` below :data:`MIN_KEPT`: BF16 rounds too."""
         return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < MIN_KEPT]
 
@@ -187,9 +189,9 @@ class MergeErrors:
             "relative": self.relative,
             "kept": self.kept,
             "error": self.error,
-            "drowned": self.drowned,
+            "drowned": self.noise_ratio,
             "limits": {"kept": MIN_KEPT, "drowned": MAX_NOISE_RATIO},
-            "lost": self.lost,
+            "lost": self.is_lost,
             "weights": [w.to_json() for w in self.weights.values()],
         }
 

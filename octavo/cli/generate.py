@@ -162,7 +162,7 @@ def inspect_target(args: argparse.Namespace, base: str | None) -> Any:
         from octavo.fp8 import kernels
         from octavo.train import artifacts
 
-    target = artifacts.look(folder, base)
+    target = artifacts.inspect_target(folder, base)
     if args.step is not None and target.kind != "run":
         raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is not a run directory; remove --step")
     if args.backend != "auto" and args.recipe == "off":

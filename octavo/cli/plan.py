@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace) -> int:
     # Measurements are of one rank's forward, which has a part of the tokens under context parallelism.
     rank_tokens = None if tokens is None else tokens.shared(cfg.parallel.context)
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, rank_tokens, measurements)
-    plans = planning.scheduled(cfg, plan, model, measurements)
+    plans = planning.make_schedule(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _show_layers_only(args, plan, family, notes, why)
     steps, reference = _describe_phase(cfg, args.ranks)
@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace) -> int:
         fixed = [pair.partition("=")[0] for pair in arguments.overrides(args)]
         return plan_memory.show_fit(sizes, message, args, fixed)
     prediction = None if rank_tokens is None else planning.predict(plan, model, rank_tokens)
-    if args.measure and not planning.leaves_open(cfg):
+    if args.measure and not planning.has_open_recipes(cfg):
         notes = (*notes, _TRAIN_HINT)
     sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.card, reference)
     if args.json:
@@ -156,7 +156,11 @@ def _run(args: argparse.Namespace) -> int:
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **extra})
     else:
         print("\n".join(summary.verdict(plan)))
-        for sentence in [*planning.spans_told(plans), *steps, *([] if prediction is None else prediction.sentences())]:
+        for sentence in [
+            *planning.describe_spans(plans),
+            *steps,
+            *([] if prediction is None else prediction.sentences()),
+        ]:
             print(sentence)
         shown = _unless_unpredictable(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
         show(plan, notes, everything=args.all, why=args.why)
@@ -320,19 +324,19 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     from octavo.models.structure import shapes
     from octavo.train.setup import frozen_base, planning
     from octavo.train.setup import token_counts as tokens
-    from octavo.train.setup.resolve_config import data_settings, processor_of
+    from octavo.train.setup.resolve_config import data_settings, load_processor
 
     model: nn.Module
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
-        frozen_base.prepare(model, family, cfg)
+        frozen_base.prepare_meta_model(model, family, cfg)
     else:
-        model, family = planning.model_of(cfg)
+        model, family = planning.meta_model(cfg)
 
     def count() -> Any:
         if args.tokens is not None:
-            return tokens.given(cfg, family, args.tokens)
-        return tokens.count(data_settings(cfg), processor_of(cfg), family, model.config)
+            return tokens.complete_tokens(cfg, family, args.tokens)
+        return tokens.count_tokens(data_settings(cfg), load_processor(cfg), family, model.config)
 
     return model, family, count
 
@@ -380,7 +384,7 @@ def _measure(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count:
     tokens = count()
     rank_tokens = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, fallback=_note_measured) as progress:
-        measurements = planning.measured(
+        measurements = planning.measure_recipes(
             cfg, model, family, accelerator.default_device(), rank_tokens, progress, args.cache
         )
     return tokens, measurements
@@ -462,7 +466,7 @@ def layers(plan: Any, everything: bool = False) -> list[str]:
 
     rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan.rows)
     parts = {name: [row[1:] for row in rows if row[0] == name] for name in dict.fromkeys(row[0] for row in rows)}
-    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 a token)"
+    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 per token)"
     widths = [max(map(len, shapes.values())), *(max(len(row[n]) for row in rows) for n in (3, 4))]
     out: list[str] = []
     for component, layer_rows in parts.items():

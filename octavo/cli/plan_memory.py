@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.cli import arguments, terminal
 from octavo.train.estimate.memory import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
-from octavo.train.setup.token_counts import assumed
+from octavo.train.setup.token_counts import assume_tokens
 
 RL_KINDS = ("reference", "kv_cache")  # only in phases rl and preference
 
@@ -19,7 +19,7 @@ def predicted(
     """Return (memory predictor of this model, message about the assumed tokens). ``card``: the memory that rollouts
     must fit in; ``reference``: base, copy or none."""
     if counted is None:
-        tokens, message = assumed(cfg, family.components, model.config)
+        tokens, message = assume_tokens(cfg, family.components, model.config)
     else:
         counts = ", ".join(f"{name} {n}" for name, n in counted.counts.items())
         tokens, message = counted, f"tokens of one micro-batch: {counts}"

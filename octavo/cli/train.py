@@ -73,14 +73,14 @@ def plan_printer(
     prediction."""
     from octavo import rl
     from octavo.cli.plan import layers
-    from octavo.train.loop.summary import in_full, summary
+    from octavo.train.loop.summary import describe_in_full, summary
 
     def describe_plan(planned: Any) -> list[str]:
         cfg = planned.cfg
         with_phase = dataclasses.replace(
             planned, reference=rl.reference_kind(cfg), steps=rl.describe_step(cfg, planned.ranks)
         )
-        return in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
+        return describe_in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
 
     return describe_plan
 

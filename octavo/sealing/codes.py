@@ -47,13 +47,13 @@ class Fp8Weights:
             yield m.name, torch.float8_e4m3fn, m.shape
             yield _scale_name(m, self.quantization), *self.scales[_scale_name(m, self.quantization)]
 
-    def moved(
-        self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Permute, turned: bool
+    def permute(
+        self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Permute, transposed: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `turned`: the layout is
-        of a parameter that is stored as [E, K, N]."""
+        """Yield (name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `transposed`: the layout
+        is of a parameter that is stored as [E, K, N]."""
         assert self.quantization is not None
-        if turned:
+        if transposed:
             layout = Layout(layout.axes, each=tuple(axes[::-1] for axes in layout.each))
         height, width = value.spec.block
         data = move(value.data.view(torch.uint8), layout, orders).view(value.data.dtype)

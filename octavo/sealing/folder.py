@@ -166,14 +166,14 @@ def _write_weights(
         for name, value in models.iter_weights(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
-                pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))
+                pieces = codes.permute(name, value, axes.layouts[name], orders, move, stock.is_transposed(name))
             elif name in group_of:  # other tensors are computed by transformers, and not saved
                 waiting[name] = move(value, axes.layouts[name], orders)
                 if all(one in waiting for one in group_of[name]):
                     pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
             for disk, tensor in pieces:
-                turned = _stored_shape(tuple(tensor.shape), shapes.get(disk)) != tuple(tensor.shape)
-                shards.write(disk, tensor.mT if turned else tensor)
+                is_transposed = _stored_shape(tuple(tensor.shape), shapes.get(disk)) != tuple(tensor.shape)
+                shards.write(disk, tensor.mT if is_transposed else tensor)
                 done += nbytes(tensor.dtype, tuple(tensor.shape))
                 progress(done, total)
         shards.finish()

@@ -1,7 +1,7 @@
 """The axes of tensors as data, and the permutation of tensors: bits are copied, nothing is computed.
 
-stretch   (name of a permutation, unit): its items in sequence, each with `unit` positions
-axis      a sequence of stretches; an axis without any is not permuted
+segment   (name of a permutation, unit): its items in sequence, each with `unit` positions
+axis      a sequence of segments; an axis without any is not permuted
 layout    the axes of a tensor, in its shape or another view; for expert tensors a list of axes per expert
 
 `width`: for scales, the number of positions of the last axis that an entry covers (-1: all); such blocks stay together.
@@ -53,12 +53,12 @@ def source_positions(axis: Axis, orders: Orders) -> np.ndarray | None:
     """For each position of the sealed axis its position in the plain axis; None if it is not permuted."""
     if not axis:
         return None
-    stretches, start = [], 0
+    segments, start = [], 0
     for name, unit in axis:
         order = orders[name]
-        stretches.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
+        segments.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
         start += len(order) * unit
-    return np.concatenate(stretches)
+    return np.concatenate(segments)
 
 
 def axis_size(axis: Axis, sizes: Mapping[str, int]) -> int:

@@ -64,7 +64,7 @@ def near(ours: Tensor, theirs: Tensor, ulps: float = 256) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [*USUAL, *(pytest.param(*x, marks=pytest.mark.long) for x in OTHERS)])
-def test_the_merged_model_answers_as_the_adapted_one(name: str, kind: str | None, folder: Folder) -> None:
+def test_merged_model_matches_adapted_model(name: str, kind: str | None, folder: Folder) -> None:
     path = folder(name)
     model = adapted(path, kind, rslora=True)
     batch = inputs(model, models.describe(models.load(path)))
@@ -75,7 +75,7 @@ def test_the_merged_model_answers_as_the_adapted_one(name: str, kind: str | None
 
 @pytest.mark.parametrize("settings", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_path: Path) -> None:
+def test_merge_matches_peft(name: str, settings: dict, folder: Folder, tmp_path: Path) -> None:
     if name == "qwen3_moe" and "dora" in settings:
         settings = {**settings, "exclude": ("**.experts",)}
     path = folder(name)
@@ -94,7 +94,7 @@ def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_pa
                 assert torch.equal(value.to(dtype), theirs[stock]), stock
 
 
-def test_what_has_no_adapter_comes_as_it_is(folder: Folder) -> None:
+def test_weights_without_adapter_are_unchanged(folder: Folder) -> None:
     path = folder("qwen3_moe")
     model = adapted(path, "block", targets=("q_proj", "**.layers.0.mlp.experts.down_proj"))
     before = {n.replace(".base_layer", ""): w for n, w in frozen_weights(model)}
@@ -112,7 +112,7 @@ def test_what_has_no_adapter_comes_as_it_is(folder: Folder) -> None:
     assert codes == len(before) - len(changed)
 
 
-def test_into_another_base(folder: Folder) -> None:
+def test_merge_into_another_base(folder: Folder) -> None:
     """The adapter of a model over codes, folded into the high-precision weights."""
     path = folder("qwen3")
     model, plain = adapted(path, "block"), models.load(path)
@@ -125,7 +125,7 @@ def test_into_another_base(folder: Folder) -> None:
         adapted_weights(model, nn.Linear(2, 2))
 
 
-def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
+def test_iteration_keeps_the_callers_grad_mode(folder: Folder) -> None:
     model = adapted(folder("qwen3"))
     taken = merged_weights(model)
     assert all(torch.is_grad_enabled() for _ in taken)
@@ -136,7 +136,7 @@ def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_without_adapters_or_with_merged_ones_it_says_so(folder: Folder) -> None:
+def test_missing_and_merged_adapters_raise(folder: Folder) -> None:
     model = models.load(folder("qwen3"))
     with pytest.raises(adapters.AdapterError, match="no adapters to merge"):
         merged_weights(model)
@@ -159,19 +159,19 @@ def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Adap
     for _, p in adapters.adapter_parameters(block):
         p.data.copy_(torch.randn(p.shape, generator=g))
     made = adapted_weights(block)["q_proj.weight"]
-    size = (made.folded() - made.base()).norm()
-    block["q_proj"].lora_B["default"].weight.data.mul_(scale * made.base().norm() / size)
-    return made, made.base()
+    size = (made.merged() - made.base_values()).norm()
+    block["q_proj"].lora_B["default"].weight.data.mul_(scale * made.base_values().norm() / size)
+    return made, made.base_values()
 
 
 def survived(made: AdaptedWeight, kind: str) -> MergeErrors:
     found = MergeErrors({made.name: made})
-    found.add(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), FROZEN[kind]))
+    found.add(made.name, None, (0, made.shape[0]), fp8.quantize(made.merged(), FROZEN[kind]))
     return found
 
 
 @pytest.mark.parametrize("kind", ["block", "row"])
-def test_over_codes_a_small_change_is_rounded_away(kind: str) -> None:
+def test_small_change_is_rounded_away_in_codes(kind: str) -> None:
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     kept = []
     for scale in (1e-5, 1e-2, 0.1, 1.0):
@@ -181,37 +181,37 @@ def test_over_codes_a_small_change_is_rounded_away(kind: str) -> None:
         assert abs(own.relative - scale) < 1e-2 * scale
         if scale < 0.5:
             assert own.error <= 1 + 1e-6  # no element moves further than it was pushed
-        assert found.lost == (own.kept < MIN_KEPT)
+        assert found.is_lost == (own.kept < MIN_KEPT)
     assert kept == sorted(kept) and kept[0] < 1e-2 and 0.1 < kept[1] < 0.6 and kept[3] > 0.98
 
 
-def test_between_codes_it_survives_until_it_is_drowned() -> None:
+def test_small_change_survives_in_bf16_until_noise_exceeds_it() -> None:
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     figures = {scale: survived(fold(w, scale, None)[0], "block") for scale in (1e-3, 1e-2, 0.1)}
     own = {scale: found.weights["q_proj.weight"] for scale, found in figures.items()}
     assert 0.95 < own[0.1].kept < 1.05 and 0.7 < own[1e-2].kept < 1.3
     assert 2 < own[1e-2].error < 4  # 2 to 3 % of W over 1 %
-    assert [found.lost for found in figures.values()] == [True, False, False]
-    assert figures[1e-3].drowned > 1 > figures[1e-2].drowned
+    assert [found.is_lost for found in figures.values()] == [True, False, False]
+    assert figures[1e-3].noise_ratio > 1 > figures[1e-2].noise_ratio
     # louder along its own directions than its norm says, as `drowned` has it
     made, _ = fold(w, 1e-2, None)
-    d = made.folded() - made.base()
-    noise = fp8.dequantize(fp8.quantize(made.folded(), FROZEN["block"])) - made.folded()
+    d = made.merged() - made.base_values()
+    noise = fp8.dequantize(fp8.quantize(made.merged(), FROZEN["block"])) - made.merged()
     along = torch.linalg.svd(d).Vh[:4]
     loud = float((noise @ along.T).norm() / (d @ along.T).norm())
-    assert 0.8 < loud / own[1e-2].drowned < 1.2
+    assert 0.8 < loud / own[1e-2].noise_ratio < 1.2
 
 
-def test_figures_are_those_of_their_definitions() -> None:
+def test_metrics_match_their_definitions() -> None:
     w = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
     made, base = fold(w, 0.2, "row")
-    q = fp8.quantize(made.folded(), FROZEN["row"])
+    q = fp8.quantize(made.merged(), FROZEN["row"])
     found = MergeErrors({made.name: made})
     for rows in ((0, 16), (16, 64)):  # in pieces
         found.add(made.name, None, rows, fp8.Quantized(q.data[slice(*rows)], q.scale[slice(*rows)], q.spec))
     found.add("another.weight", None, None, torch.zeros(1))
     own = found.weights[made.name]
-    d, applied = made.folded() - base, fp8.dequantize(q) - base
+    d, applied = made.merged() - base, fp8.dequantize(q) - base
     want = {
         "relative": d.norm() / base.norm(),
         "kept": (applied * d).sum() / d.square().sum(),
@@ -225,6 +225,8 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found.to_json()["weights"][0]["kept"] == own.kept
 
 
-def test_an_adapter_that_changes_nothing_is_not_lost() -> None:
+def test_adapter_without_change_is_not_lost() -> None:
     found = survived(fold(torch.randn(32, 32), 0.0, "row")[0], "row")
-    assert not found.lost and found.in_fp8() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1
+    assert (
+        not found.is_lost and found.fp8_weights() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1
+    )

@@ -18,7 +18,7 @@ def empty(name: str) -> tuple[torch.nn.Module, models.Family]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_components_are_all_their_linear_layers(name: str) -> None:
+def test_component_target_selects_its_linear_layers(name: str) -> None:
     model, family = empty(name)
     text = resolve_targets(model, family, ["foundation"])
     assert text and all(family.component_of(n) == "foundation" for n in text)
@@ -31,7 +31,7 @@ def test_components_are_all_their_linear_layers(name: str) -> None:
         assert every == tuple(sorted(every, key=linear.index))  # in model order
 
 
-def test_globs_suffixes_and_modules() -> None:
+def test_globs_suffixes_and_modules_select_layers() -> None:
     model, family = empty("qwen3_vl")
     of = lambda *t, exclude=(): resolve_targets(model, family, t, exclude)  # noqa: E731
     q = of("**.q_proj")
@@ -55,7 +55,7 @@ def test_globs_suffixes_and_modules() -> None:
         ("patch_embed.proj", "patch_embed"),
     ],
 )
-def test_what_never_gets_one_is_refused_with_the_reason(target: str, says: str) -> None:
+def test_unadaptable_layers_are_rejected_with_reason(target: str, says: str) -> None:
     model, family = empty("qwen3_vl")
     with pytest.raises(AdapterError, match=says):
         resolve_targets(model, family, [target])
@@ -74,19 +74,19 @@ def test_what_never_gets_one_is_refused_with_the_reason(target: str, says: str) 
         (["foundation"], ["foundation"], "nothing is left.*Exclude less"),
     ],
 )
-def test_what_means_nothing_is_an_error(targets: list[str], exclude: list[str], says: str) -> None:
+def test_unmatched_target_raises(targets: list[str], exclude: list[str], says: str) -> None:
     model, family = empty("qwen3_vl")
     with pytest.raises(AdapterError, match=says):
         resolve_targets(model, family, targets, exclude)
 
 
-def test_a_component_that_the_model_lacks() -> None:
+def test_missing_component_raises() -> None:
     model, family = empty("llama")
     with pytest.raises(AdapterError, match="no linear layers in image_encoder; it has foundation"):
         resolve_targets(model, family, ["image_encoder"])
 
 
-def test_experts_and_their_router() -> None:
+def test_experts_are_adapted_without_their_router() -> None:
     model, family = empty("qwen3_vl_moe")
     names = resolve_targets(model, family, ["foundation"])
     experts = [n for n in names if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]

@@ -148,18 +148,18 @@ def test_transformers_reads_a_bf16_export(source, tmp_path, family):
         assert torch.equal(read_back.state_dict()[name], value.bfloat16()), name
 
 
-def test_bf16_experts_in_one_tensor_lie_as_they_are_published(source, tmp_path):
+def test_stacked_bf16_experts_have_published_layout(source, tmp_path):
     """vLLM and SGLang turn Qwen3-VL-MoE's round without looking; transformers looks at the shape."""
     folder = source("qwen3_vl_moe")
     export(iter_values(models.load(folder)), folder, tmp_path / "out", "bf16")
     stem = "model.language_model.layers.0.mlp.experts"
     assert read(tmp_path / "out", f"{stem}.down_proj").shape == (4, 128, 256)  # [E, I, H]
     # gate and up together are square here (2 * 128 = 256), which no shape can tell: as transformers saves it
-    turned = plan_layout(folder, "bf16").names.turned
-    assert turned == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
+    transposed = plan_layout(folder, "bf16").names.written_transposed
+    assert transposed == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
 
 
-def test_a_block_export_says_what_every_loader_looks_for(source, tmp_path):
+def test_block_export_has_the_config_that_loaders_read(source, tmp_path):
     folder = source("qwen2_5_vl")
     export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -178,7 +178,7 @@ def test_a_block_export_says_what_every_loader_looks_for(source, tmp_path):
         assert not matches_exactly(taken, skipped) and not matches_pattern(taken, skipped)
 
 
-def test_compressed_tensors_exports_ignore_by_name(source, tmp_path):
+def test_compressed_tensors_export_ignores_by_name(source, tmp_path):
     folder = source("qwen3_vl")
     for format, strategy, shape in (("fp8-dynamic", "channel", (256, 1)), ("fp8-tensor", "tensor", (1,))):
         export(iter_values(models.load(folder)), folder, tmp_path / format, format)
@@ -193,7 +193,7 @@ def test_compressed_tensors_exports_ignore_by_name(source, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_5_vl"])
-def test_a_tensor_export_shares_scales_within_what_engines_fuse(source, tmp_path, family):
+def test_tensor_export_shares_scales_in_fused_layers(source, tmp_path, family):
     folder = source(family)
     include = ["image_encoder"] if models.describe(models.empty(folder)).has_vision else []
     export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-tensor", include=include)
@@ -207,7 +207,7 @@ def test_a_tensor_export_shares_scales_within_what_engines_fuse(source, tmp_path
     assert len({next(iter(s)) for s in groups.values()}) > len(groups) // 2  # each group its own
 
 
-def test_what_stays_is_reported_with_its_reason(tmp_path):
+def test_layers_in_bf16_are_reported_with_reason(tmp_path):
     """k has 64 outputs: q, k and v stay together. down has 320 inputs: it stays alone."""
     folder = write("qwen3", tmp_path / "m", head_dim=32, num_key_value_heads=2, intermediate_size=320)
     done = export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
@@ -222,7 +222,7 @@ def test_what_stays_is_reported_with_its_reason(tmp_path):
     stock(tmp_path / "out")
 
 
-def test_experts_of_other_sizes_stay_in_one_piece(tmp_path):
+def test_experts_with_ragged_sizes_stay_stacked(tmp_path):
     folder = write("qwen3_moe", tmp_path / "m", moe_intermediate_size=192)
     plan = plan_layout(folder, "fp8-block")
     assert plan.skipped["model.layers.0.mlp.experts"].startswith("192 ")
@@ -234,7 +234,7 @@ def test_experts_of_other_sizes_stay_in_one_piece(tmp_path):
     stock(tmp_path / "out")
 
 
-def test_zero_blocks_and_zero_layers_have_the_scale_one(source, tmp_path):
+def test_zero_blocks_and_layers_have_scale_one(source, tmp_path):
     folder = source("qwen3")
     model = models.load(folder)
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_shards_have_an_index_and_equal_contents(source, tmp_path):
     stock(tmp_path / "many", quantization_config=CompressedTensorsConfig(dequantize=True))
 
 
-def test_what_was_written_is_counted(source, tmp_path):
+def test_written_tensors_are_counted(source, tmp_path):
     folder = source("qwen3_vl")
     done = export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     document = done.to_json()
@@ -291,7 +291,7 @@ def test_what_was_written_is_counted(source, tmp_path):
     assert marker["format"] == "fp8-block" and marker["directory"] == "out"
 
 
-def test_values_of_another_model_and_bad_values_are_refused(source, tmp_path):
+def test_values_of_another_model_and_nonfinite_values_are_rejected(source, tmp_path):
     folder = source("qwen3")
     model = models.load(folder)
     state = dict(iter_values(model))
@@ -321,7 +321,7 @@ def test_values_of_another_model_and_bad_values_are_refused(source, tmp_path):
     refused({**state, "model.norm.weight": huge}, "model.norm.weight has values beyond bfloat16")
 
 
-def test_unknown_formats_and_components_are_refused(source, tmp_path):
+def test_unknown_formats_and_components_are_rejected(source, tmp_path):
     folder = source("qwen3")
     with pytest.raises(CheckpointError, match="no format 'fp4'; there are bf16, fp8-block"):
         export([], folder, tmp_path / "out", "fp4")
@@ -339,7 +339,7 @@ def test_unknown_formats_and_components_are_refused(source, tmp_path):
         export(iter_values(model), folder, tmp_path / "out", "bf16")
 
 
-def test_servers_take_no_codes_of_a_tower_of_sound(source, tmp_path):
+def test_audio_tower_codes_give_a_warning(source, tmp_path):
     """vLLM and SGLang run it by transformers' own modules, which multiply values; the layers of words are theirs."""
     folder = source("qwen2_audio")
     for include, verdicts in (([], ["ok"] * 3), (["audio_projector"], ["ok", "refuses", "refuses"])):
@@ -352,7 +352,7 @@ def test_servers_take_no_codes_of_a_tower_of_sound(source, tmp_path):
     assert [one.kind for one in verify(out, quick=True).findings if one.status == "fail"] == ["companion"]
 
 
-def test_transformers_config_takes_the_skip_list(source, tmp_path):
+def test_transformers_config_has_the_skip_list(source, tmp_path):
     """Every layer in FP8 is converted by transformers' own rule, and no other."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 

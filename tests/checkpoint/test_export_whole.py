@@ -54,7 +54,7 @@ def forked(work) -> tuple[int, int]:
     return pid, read
 
 
-def test_a_killed_export_leaves_the_earlier_one_and_the_next_one_clears_up(folder, model, tmp_path):
+def test_killed_export_keeps_earlier_one_and_next_cleans_up(folder, model, tmp_path):
     """kill -9 while tensors are written, in the first export of a folder and in those that replace another."""
     out = tmp_path / "out"
 
@@ -85,7 +85,7 @@ def tensors_of(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
 
-def test_a_file_that_the_machine_lets_grow_no_further(folder, model, tmp_path):
+def test_file_size_limit_is_reported(folder, model, tmp_path):
     """A real refusal of the machine (the limit of ulimit -f), in the middle of a file."""
 
     def work(tell) -> None:
@@ -108,7 +108,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Killed()])
 @pytest.mark.parametrize("when", ["write", "finish", "rename"])
-def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path, monkeypatch, error, when):
+def test_failed_export_keeps_earlier_one(folder, model, tmp_path, monkeypatch, error, when):
     out = tmp_path / "out"
     export(iter_values(model), folder, out, "bf16")
     before = contents(out)
@@ -140,7 +140,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
         assert now == before or json.loads(now[MARKER])["format"] == "fp8-block"
 
 
-def test_a_disk_without_room_is_reported_before_anything_is_written(folder, model, tmp_path, monkeypatch):
+def test_missing_disk_space_is_reported_before_writing(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs 0.00 GB, and 0.00 GB are free .*free some space"):
@@ -169,7 +169,7 @@ def test_only_an_earlier_export_is_replaced(folder, model, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "photos"]
 
 
-def test_what_judges_the_values_may_stop_the_export(folder, model, tmp_path):
+def test_written_callback_can_stop_the_export(folder, model, tmp_path):
     seen: dict[str, list] = {}
 
     def judge(name, slot, rows, value):
@@ -190,7 +190,7 @@ def test_what_judges_the_values_may_stop_the_export(folder, model, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_progress_ends_at_the_whole(folder, model, tmp_path):
+def test_progress_ends_at_the_total(folder, model, tmp_path):
     seen: list[tuple[int, int]] = []
     done = export(
         iter_values(model),
@@ -205,7 +205,7 @@ def test_progress_ends_at_the_whole(folder, model, tmp_path):
 # The files ----------------------------------------------------------------------------------------------------------
 
 
-def test_files_are_laid_out_before_values_come(tmp_path):
+def test_files_are_planned_before_values_arrive(tmp_path):
     tensors = {
         "a": torch.arange(5, dtype=torch.uint8),
         "b": torch.randn(3, 3),
@@ -233,7 +233,7 @@ def test_files_are_laid_out_before_values_come(tmp_path):
             shards.finish()
 
 
-def test_sizes():
+def test_parse_size():
     assert [parse_size(t) for t in ("5GB", "500 MB", "2GiB", "1.5kb", "77", "1b")] == [
         5 * 10**9, 5 * 10**8, 2 * 2**30, 1500, 77, 1,
     ]  # fmt: skip

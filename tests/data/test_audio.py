@@ -252,7 +252,7 @@ def test_text_only_models_and_audio_placeholders_in_text_are_rejected(folder, pr
         Encoder(models.load_processor(tmp_path / "text"), 128).encode(row(folder, "half.wav"))
     with pytest.raises(BadSample, match="contains the model's placeholder"):
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
-    with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
+    with pytest.raises(models.ModelError, match="1 sounds were passed for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
     with pytest.raises(models.ModelError, match="a model without images. Remove the limit"):
         models.load_processor(folder / "tiny", max_pixels=4096)

@@ -163,17 +163,17 @@ def test_run_detects_changes_after_the_first_64_mib(tmp_path, monkeypatch, kind)
     path = {"file": file, "folder": file.parent, "url": f"file://{file}"}[kind]
     cfg = config(path, tmp_path)
     saved = json.loads(json.dumps(input_fingerprints.fingerprints(cfg)))
-    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
     new = tmp_path / "new.jsonl"
     new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
     replace_by_rename(file, new)
     remote.list_files.cache_clear()
-    with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
-        input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    with pytest.raises(TrainError, match="was made with different data: .*, and the contents differ"):
+        input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
     for prints in saved["data"].values():  # of 0.4.0, which compared the first 64 MiB
         del prints["whole"]
-    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
 def test_run_resumes_with_a_copy_of_its_data(tmp_path):
@@ -183,7 +183,7 @@ def test_run_resumes_with_a_copy_of_its_data(tmp_path):
     saved = input_fingerprints.fingerprints(cfg)
     shutil.copy(file, tmp_path / "copy")
     os.replace(tmp_path / "copy", file)
-    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
 def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):

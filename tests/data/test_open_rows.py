@@ -287,12 +287,12 @@ def test_images_in_a_data_folder_are_not_listed(folder, monkeypatch):
     shards = folder.path / "shards"
     folder.image("shards/a.png"), folder.image("shards/deep/b.png")
     folder.json(ROWS[:9], "shards/one.jsonl")
-    before, prints = cache._identity(shards), input_fingerprints._of_data(shards, folder.path)
+    before, prints = cache._identity(shards), input_fingerprints._data_fingerprint(shards, folder.path)
     folder.image("shards/deep/c.png"), folder.image("shards/a.png", color=0)
-    assert (before, prints) == (cache._identity(shards), input_fingerprints._of_data(shards, folder.path))
+    assert (before, prints) == (cache._identity(shards), input_fingerprints._data_fingerprint(shards, folder.path))
     assert [file.name for file in cache.list_row_files(shards)] == ["one.jsonl"]
     folder.json(ROWS[:8], "shards/one.jsonl")
-    assert before != cache._identity(shards) and prints != input_fingerprints._of_data(shards, folder.path)
+    assert before != cache._identity(shards) and prints != input_fingerprints._data_fingerprint(shards, folder.path)
 
 
 def test_failed_conversion_leaves_no_files(folder, logged_lines, monkeypatch):

@@ -64,7 +64,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
             def read(model=model, optimizer=optimizer) -> None:
                 got = load(folder / "step_2", model, optimizer)
-                Progress.of(got.counters)
+                Progress.from_counters(got.counters)
 
             refused = outcome(read, folder, case, found)
             if refused is None and "sealed" not in case and not same(snapshot(model, optimizer), saved):

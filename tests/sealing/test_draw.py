@@ -28,7 +28,7 @@ USES = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_blocks_stay_together(key, name):
+def test_permutation_keeps_blocks_together(key, name):
     size, uses = USES[name]
     order = draw_block_order(key, name, size, uses)
     assert sorted(order) == list(range(size)) and (order != np.arange(size)).any()
@@ -49,7 +49,7 @@ def test_heads_stay_in_their_group(key):
     assert alone.tolist() == [0, 1] and fixed[6] == 6 and fixed[7] == 7
 
 
-def test_the_draw_is_the_same_on_every_machine(key):
+def test_draw_is_the_same_on_every_machine(key):
     drawn = (
         draw_order(key, "vocab", 1000).astype("<i8").tobytes()
         + draw_block_order(key, "res", 300, [(1, 0)]).astype("<i8").tobytes()
@@ -70,7 +70,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_scales_of_fp8_move_along(key, spec):
+def test_fp8_scales_move_with_their_blocks(key, spec):
     """The codes of a sealed matrix are the sealed codes, bit for bit, and its scales those of the plain one."""
     values = torch.randn(344, 320, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 320)
     rows, columns = (
@@ -81,7 +81,7 @@ def test_scales_of_fp8_move_along(key, spec):
     assert torch.equal(dequantize(sealed), dequantize(plain)[rows][:, columns])
 
 
-def test_a_key_is_not_shown(tmp_path, key_file, key):
+def test_key_is_not_shown(tmp_path, key_file, key):
     """Key files are the vault's; tests/encryption/test_key.py has what else is refused."""
     new_secret(tmp_path / "new.key")
     assert read_key(tmp_path / "new.key").fingerprint != read_key(key_file).fingerprint == key.fingerprint

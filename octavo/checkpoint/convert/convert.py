@@ -151,15 +151,15 @@ def dcp_to_hf(
         # A part is one output file; its note is the list of the CRC-32 of its tensors.
 
         def write(part: int, stop: threading.Event, advance: Advance) -> Any:
-            return write_shard(work.made / shards[part].file, shards[part], opens, places, stop, advance)
+            return write_shard(work.result_dir / shards[part].file, shards[part], opens, places, stop, advance)
 
         def whole(part: int, note: Any) -> bool:
-            return is_intact(work.made / shards[part].file, shards[part], note)
+            return is_intact(work.result_dir / shards[part].file, shards[part], note)
 
         resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
-        _copy_companions(folder, work.made, plan.sums)
+        _copy_companions(folder, work.result_dir, plan.sums)
         if to_bf16:
-            _write_bf16_config(folder, shards, work.made)
+            _write_bf16_config(folder, shards, work.result_dir)
         work.publish()
     return _conversion_result(destination, shards, resumed)
 
@@ -200,7 +200,7 @@ def _to_dcp(
     if folder.left:
         log(f"not copied: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
     with begin_work(destination, {"command": command, "source": _source_identity(folder.path), **options}) as work:
-        release = work.made / dcp.RELEASE
+        release = work.result_dir / dcp.RELEASE
         release.mkdir(exist_ok=True)
 
         def write(part: int, stop: threading.Event, advance: Advance) -> Any:
@@ -211,14 +211,14 @@ def _to_dcp(
             return dcp.is_intact(release, [dcp.WrittenTensor.from_json(one) for one in note])
 
         resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
-        written = [[dcp.WrittenTensor.from_json(one) for one in work.finished(part)] for part in range(len(shards))]
+        written = [[dcp.WrittenTensor.from_json(one) for one in work.read_note(part)] for part in range(len(shards))]
         dcp.write_metadata(release, (one for part in written for one in part))
-        (work.made / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
-        (work.made / CARRIED).mkdir(exist_ok=True)
-        _copy_companions(folder, work.made / CARRIED)
+        (work.result_dir / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
+        (work.result_dir / CARRIED).mkdir(exist_ok=True)
+        _copy_companions(folder, work.result_dir / CARRIED)
         if options["to_bf16"]:
-            _write_bf16_config(folder, shards, work.made / CARRIED)
-        write_manifest(work.made, command, options, shards, written)
+            _write_bf16_config(folder, shards, work.result_dir / CARRIED)
+        write_manifest(work.result_dir, command, options, shards, written)
         work.publish()
     return _conversion_result(destination, shards, resumed)
 

@@ -213,7 +213,7 @@ class Reader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metadata = metadata = SafeReader(directory, pass_over_bytes=True).read_metadata()
+        self._metadata = metadata = SafeReader(directory, skip_byte_entries=True).read_metadata()
         entries = metadata.state_dict_metadata
         nested = any(key.startswith((f"{MODEL}.{MODEL}.", f"{MODEL}.base_model.")) for key in entries)
         at = self._prefix = f"{MODEL}." if nested else ""

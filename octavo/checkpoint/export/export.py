@@ -210,7 +210,7 @@ def export(
         _check_free_space(folder, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
-            writer.take(name, value)
+            writer.add(name, value)
         writer.finish()
         shards.finish()
         quantization = None if plan.quantization is None else to_config(plan.quantization)
@@ -303,7 +303,7 @@ class _Writer:
         self._waiting: dict[str, list[tuple[Matrix, Tensor | None, Any]]] = {}
         self._together: dict[str, Tensor] = {}  # parameters that wait for others that they are converted with
 
-    def take(self, name: str, value: Value) -> None:
+    def add(self, name: str, value: Value) -> None:
         if name in self.plan.names.tied:
             return
         if name not in self.plan.together or name in self._seen:

@@ -141,7 +141,7 @@ def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) ->
         plain,
         {name: together.get(name, (name,)) for name in names.weights},
         names,
-        frozenset(row.name for row in rows if row.kind == "experts" and names.transposed(row.name)),
+        frozenset(row.name for row in rows if row.kind == "experts" and names.is_transposed(row.name)),
         {row.module: stays[row.name] for row in rows if row.name in stays},
         aliases,
         {row.module: row.component for row in rows},

@@ -76,18 +76,18 @@ def _trained_weight(module: Any, name: str, values: Tensor) -> Value:
         return TrainedWeight(values, need.cast(values))
 
 
-def select_matrix(value: Value, slot: int | None, rows: tuple[int, int], turned: bool) -> tuple[Tensor | None, Any]:
+def select_matrix(value: Value, slot: int | None, rows: tuple[int, int], transposed: bool) -> tuple[Tensor | None, Any]:
     """Return (values, codes) of one matrix of a parameter; None for the one that `value` does not have.
 
     slot    index of the expert; None for a linear layer
     rows    (first, last + 1)
-    turned  whether the values are stored as [.., K, N]
+    transposed  whether the values are stored as [.., K, N]
     """
     values = value.values if isinstance(value, TrainedWeight) else value if isinstance(value, Tensor) else None
     codes = value.codes if isinstance(value, TrainedWeight) else value if isinstance(value, fp8.Quantized) else None
     if values is not None:
         values = values if slot is None else values[slot]
-        values = (values.mT if turned else values)[rows[0] : rows[1]]
+        values = (values.mT if transposed else values)[rows[0] : rows[1]]
     if codes is not None:
         data, scale = codes.data, codes.scale
         if slot is not None:

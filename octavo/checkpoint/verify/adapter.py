@@ -38,7 +38,7 @@ def check_adapter(folder: Path, base: Path | None, findings: Findings) -> tuple[
     """
     headers = read_folder(folder, findings, STEM)
     config: dict[str, Any] | None = None
-    with findings.failing("adapter_config.json"):
+    with findings.collect_errors("adapter_config.json"):
         config = read_json(folder / "adapter_config.json")
     if config is None:
         return headers, {}

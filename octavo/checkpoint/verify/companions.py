@@ -81,7 +81,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
         return
     kind = "" if stock is None else stock.model.config.model_type
     part = "image" if trains_on(kind, "images") else "audio" if trains_on(kind, "sound") else None
-    with findings.failing("tokenizer.json", "companion"):
+    with findings.collect_errors("tokenizer.json", "companion"):
         loaded: Any = models.load_processor(folder) if part and processor else models.load_tokenizer(folder)
         _check_ids(loaded, stock, folder, findings)
         if not loaded.chat_template:
@@ -94,7 +94,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
 def check_companion_files(folder: Path, findings: Findings) -> None:
     """Read every companion of a folder and report those that are not what their name says."""
     for file in companions(folder):
-        with findings.failing(file.name, "companion"):
+        with findings.collect_errors(file.name, "companion"):
             read_companion(file)
 
 
@@ -128,7 +128,7 @@ def _check_end_token(loaded: Any, folder: Path, findings: Findings) -> None:
 
     vLLM and SGLang also stop at the end token of the tokenizer, transformers only at tokens in generation_config.json.
     """
-    with findings.failing("generation_config.json"):
+    with findings.collect_errors("generation_config.json"):
         end = stop_tokens.missing_end_token(folder, loaded)
         if end is None:
             return
@@ -173,7 +173,7 @@ def check_checksums(folder: Path, quick: bool, findings: Findings) -> None:
     if not (folder / MARKER).is_file():
         return
     sums: dict[str, str] = {}
-    with findings.failing(MARKER, "export-note"):
+    with findings.collect_errors(MARKER, "export-note"):
         note = read_note(folder)
         sums = note["sha256"]
         if is_changed(note):

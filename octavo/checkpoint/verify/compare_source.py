@@ -45,27 +45,27 @@ class Source:
     """One matrix of a folder: its bytes, its scales, and its part of a stack.
 
     block   (rows, columns) that share a scale, -1 for the whole side
-    turned  whether it is stored as [K, N] (experts of some families)
+    transposed  whether it is stored as [K, N] (experts of some families)
     part    its rows of the stored matrix; None: all
     """
 
     held: FileTensor
     scale: Tensor | None = None
     block: tuple[int, int] = (-1, -1)
-    turned: bool = False
+    transposed: bool = False
     part: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.held.matrix
-        if self.turned:
+        if self.transposed:
             rows, columns = columns, rows
         return (self.part[1] - self.part[0], columns) if self.part else (rows, columns)
 
     def window(self, first: int, last: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows first to last in fp32, and the scale of each element (None without scales)."""
         base = self.part[0] if self.part else 0
-        if self.turned:
+        if self.transposed:
             whole = self.held.window(0, self.held.matrix[0])
             return whole.float().T[base + first : base + last].contiguous(), None
         raw = self.held.window(base + first, base + last)
@@ -106,12 +106,12 @@ def _unstack_experts(
     name: str, held: FileTensor, singles: tuple[str, ...], stock: StockModel
 ) -> Iterator[tuple[str, Source]]:
     wanted = tuple(stock.state[stock.to_module(name)].shape)
-    turned = held.shape != wanted
+    transposed = held.shape != wanted
     each = len(singles) // wanted[0]
     rows = wanted[1] // each
     for i, matrix in enumerate(split_experts(held)):
         for j in range(each):
-            yield singles[i * each + j], Source(matrix, turned=turned, part=(j * rows, (j + 1) * rows))
+            yield singles[i * each + j], Source(matrix, transposed=transposed, part=(j * rows, (j + 1) * rows))
 
 
 def compare(
@@ -207,8 +207,8 @@ def _measure_error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | 
     noise = power = allowed = 0.0
     worst = 0.0
     relative = _relative_bound(a, b)
-    for first in range(0, rows, rows if a.turned or b.turned else step):
-        last = rows if a.turned or b.turned else min(first + step, rows)
+    for first in range(0, rows, rows if a.transposed or b.transposed else step):
+        last = rows if a.transposed or b.transposed else min(first + step, rows)
         x, s = a.window(first, last, scale)
         y, t = b.window(first, last, b.scale)
         difference = (x.double() - y.double()).square().sum(1)

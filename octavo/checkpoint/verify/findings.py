@@ -116,7 +116,7 @@ class Findings:
         self.items.append(Finding(status, kind.partition("/")[0], file, tensor, printable(text)))
 
     @contextmanager
-    def failing(self, file: str, kind: str = "config") -> Iterator[None]:
+    def collect_errors(self, file: str, kind: str = "config") -> Iterator[None]:
         """Turn an error of a reader in the block into a failure about the file."""
         try:
             yield

@@ -115,7 +115,7 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
     headers = Headers(folder)
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     placed: dict[str, str] | None = None
-    with findings.failing(index.name, "index"):
+    with findings.collect_errors(index.name, "index"):
         placed = weight_map(index) if os.path.lexists(index) else None
     _check_pickles(folder, findings, any(folder.glob("*.safetensors")))
     if os.path.lexists(single):

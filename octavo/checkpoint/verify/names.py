@@ -77,8 +77,8 @@ def _check_shape(name: str, held: FileTensor, stock: StockModel, findings: Findi
         wanted = stock.shapes[stock.tied_on_disk[name]]
     else:
         wanted = stock.shapes.get(name) or (stock.linears[name].shape if name in stock.linears else ())
-    turned = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
-    if held.shape != tuple(wanted) and not turned:
+    transposed = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
+    if held.shape != tuple(wanted) and not transposed:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
         findings.fail("shape", held, wanted=list(wanted), hint=hint)
 

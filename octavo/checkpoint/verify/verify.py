@@ -124,11 +124,11 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
     stock   the model, if it is already known
     """
     raw: Mapping[str, Any] = {}
-    with findings.failing("config.json"):
+    with findings.collect_errors("config.json"):
         raw = read_json(folder / "config.json")
         if not raw:
             findings.fail("config/empty", "config.json")
-    with findings.failing("generation_config.json"):
+    with findings.collect_errors("generation_config.json"):
         check_generation_config(folder)
     inspected = _Inspection(raw, read_folder(folder, findings))
     headers = inspected.headers
@@ -146,7 +146,7 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
             if unread:
                 findings.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
-        with findings.failing("config.json"):
+        with findings.collect_errors("config.json"):
             stock = StockModel(empty(stock_config(folder)))
     inspected.stock = stock
     if raw:
@@ -176,7 +176,7 @@ def _parse_autofp8(block: Mapping[str, Any], headers: Headers, findings: Finding
     codes = [name for name, held in headers.tensors.items() if held.fp8]
     if not any(f"{name}_scale" in headers.tensors for name in codes):
         return None  # transformers writes the same block over scales of another name
-    with findings.failing("config.json", "quantization"):
+    with findings.collect_errors("config.json", "quantization"):
         quantization = parse_autofp8(block, "config.json")
         if quantization is not None:
             findings.warn("autofp8", "config.json", q=quantization)
