@@ -1,4 +1,4 @@
-"""Prefetching of files of remote data sets, before their rows are read.
+"""Prefetches files of remote data sets before their rows are read.
 
 A thread of the trainer downloads the files that the order needs next: of the current window and of the one after it. A
 reader that needs a missing file downloads it, or waits for the process that is downloading it; so the rows never depend
@@ -27,8 +27,8 @@ class Prefetcher:
     """`prefetch_from(n)`: rows from the n-th on will be read next. `sets`: number in the mixture -> rows of a remote
     data set.
 
-    Raises `DataError` where the files of a window exceed the disk limit of a data set: nearly every row would download
-    a file again."""
+    Raises `DataError` if the files of a window exceed the disk limit of a data set: nearly every row would download a
+    file again."""
 
     def __init__(self, mixture: Mixture, sets: Mapping[int, FetchedRows]) -> None:
         self.mixture, self._sets = mixture, sets
@@ -80,7 +80,8 @@ def _fetched_rows(source: object) -> FetchedRows | None:
 
 
 def _check_disk_limit(rows: FetchedRows, used_rows: Sequence[int], order: FullShuffle | WindowShuffle) -> None:
-    """`used_rows`: the number of rows used of each file."""
+    """Check that a window fits into the disk limit; `used_rows` is the number of used rows in each file. Raises
+    `DataError`."""
     total = sum(shard.size for shard, count in zip(rows.files, used_rows, strict=True) if count)
     needed = total
     if isinstance(order, WindowShuffle):  # a window begins and ends within a file: two more files

@@ -8,7 +8,7 @@
     train_prompts.json           a row for each question about a training image, with the earlier turns
     train_captions.json          each training image with its digits, for pretraining
     test_captions.json
-    train_text.json  the same handwriting for text-only models: one digit a row, drawn in characters
+    train_text.json  the same handwriting for text-only models: one digit per row, drawn in characters
     test_text.json
 
 The handwriting is the 1797 samples of UCI that scikit-learn has as `load_digits`, in uci_digits/. Every fifth sample is

@@ -1,4 +1,4 @@
-"""Preferences: two answers to one prompt, of which the first is better (pairs), or one answer that is good or bad
+"""Preferences: two answers to one prompt, the first of which is better (pairs), or one answer that is good or bad
 (labelled).
 
 Pairs have `chosen` and `rejected`, as in TRL, LLaMA-Factory and rows of messages:
@@ -9,8 +9,9 @@ Pairs have `chosen` and `rejected`, as in TRL, LLaMA-Factory and rows of message
     {"instruction", "input"?, "system"?, "chosen": TEXT, "rejected": TEXT}                 LLaMA-Factory (alpaca)
 
 An ANSWER is a text, an assistant turn or a list of turns; turns have role/content or from/value. If `chosen` and
-`rejected` are whole conversations, their common beginning is the prompt, and a `prompt`, which repeats it, is ignored.
-`images` and `videos` as in `prompts.py`.
+`rejected` are whole conversations, their common beginning is the prompt, and a `prompt`, which would repeat it, is
+ignored.
+`images` and `videos` are read as in `prompts.py`.
 
 Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`; in the form
 of LLaMA-Factory `instruction`, `input`, `output`, and `kto_tag` for `label`.
@@ -250,8 +251,8 @@ def labelled_batches(
     `crossed` a batch of the same size, with the same prompts and the answers to other prompts.
 
     KTO estimates its KL term from the crossed batch. The crossed answer comes from the previous row of the step that is
-    not left out, for the first row from the last one, whatever the number of ranks that share the step. `before`: the
-    sample before this rank's first row (None: no other rank has one, and it is this rank's last row). Tokens over
+    not left out (for the first row, from the last one), for any number of ranks that share the step. `before` is the
+    sample before this rank's first row, or None if no other rank has one; then it is this rank's last row. Tokens over
     `longest` are cut. If a step has only one row, its crossed answer has no labels.
     """
     samples = [sample for _, sample in rows if sample is not None]
