@@ -24,11 +24,12 @@ def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
 
 
 class Prefetcher:
-    """`prefetch_from(n)`: rows from the n-th on will be read next. `sets`: number in the mixture -> rows of a remote
-    data set.
+    """Downloads the files of the next rows in the background. `sets` maps the number of a remote data set in the mixture
+    to its rows.
 
     Raises `DataError` if the files of a window exceed the disk limit of a data set: nearly every row would download a
-    file again."""
+    file again.
+    """
 
     def __init__(self, mixture: Mixture, sets: Mapping[int, FetchedRows]) -> None:
         self.mixture, self._sets = mixture, sets
@@ -39,7 +40,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def prefetch_from(self, n: int) -> None:
-        """Download in the background what the rows from the n-th on need."""
+        """Download the files that the rows from the n-th on need, in the background."""
         if self._closed:
             return
         wanted = [*self.mixture.shards(n, self._sets)]
@@ -52,7 +53,7 @@ class Prefetcher:
             self._thread.start()
 
     def close(self) -> None:
-        """Start no further download."""
+        """Stop after the current download."""
         self._closed = True
         self._changed.set()
 

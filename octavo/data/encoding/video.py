@@ -44,7 +44,7 @@ DIGITS = re.compile(r"(\d+)")
 
 
 class FrameSampler(Protocol):
-    """How a family samples and resizes videos (`octavo.models.processors.video.VideoProcessor`)."""
+    """Samples and resizes videos for a family (`octavo.models.processors.video.VideoProcessor`)."""
 
     def indices(self, total: int, fps: float) -> list[int]: ...
 
