@@ -24,8 +24,8 @@ def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
 
 
 class Prefetcher:
-    """Downloads the files of the next rows in the background. `sets` maps the number of a remote data set in the mixture
-    to its rows.
+    """Downloads the files of the next rows in the background. `sets` maps the number of a remote data set in the
+    mixture to its rows.
 
     Raises `DataError` if the files of a window exceed the disk limit of a data set: nearly every row would download a
     file again.
