@@ -146,7 +146,7 @@ area(
         "data/test_pixels.py",
     ),
     (
-        "long-rows-are-rendered", "data/encoding/encode.py",
+        "long-rows-are-rendered", "data/encoding/truncate.py",
         "if chars_left >= 0 and len(turns) <= tokens:", "if True:",
         "a row of 20 MB is rendered before it is dropped",
         "data/test_encode.py",
