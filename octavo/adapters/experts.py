@@ -204,7 +204,7 @@ class _LowRank(torch.autograd.Function):
             h = moe.grouped_fwd(x, _contiguous_factor(down, x.dtype), None, groups) * scale
             y = moe.grouped_fwd(h, _contiguous_factor(up, x.dtype), None, groups)
         saved = (x,) if source is None else source.tensors
-        ctx.remake = None if source is None else source.remake
+        ctx.recompute = None if source is None else source.recompute
         ctx.save_for_backward(*groups[:3], h, down, up, *(saved if ctx.needs_input_grad[1] else ()))
         ctx.scale, ctx.rows, ctx.dtype = scale, groups.rows, x.dtype
         return y
@@ -222,7 +222,7 @@ class _LowRank(torch.autograd.Function):
             if needs_x or needs_down:
                 dh = moe.grouped_dgrad(dy, _contiguous_factor(up, dy.dtype), groups) * ctx.scale
             if needs_down:
-                x = saved[0] if ctx.remake is None else ctx.remake(*saved).to(ctx.dtype)
+                x = saved[0] if ctx.recompute is None else ctx.recompute(*saved).to(ctx.dtype)
                 ddown = moe.grouped_wgrad(dh, x, groups, down.dtype)
             if needs_x:
                 dx = moe.grouped_dgrad(dh, _contiguous_factor(down, dy.dtype), groups)

@@ -51,7 +51,7 @@ class Space:
         """The space of a configuration and the plan.json of a run of it. Recipes that a plan file or a measurement
         chose become rules, layer by layer."""
         rows = plan["rows"]
-        if planning.leaves_open(cfg):
+        if planning.has_open_recipes(cfg):
             cfg = _by_rules(cfg, plan)
         gemms = tuple(
             Candidate(row["name"], gemm, row["component"], float(row["flops"]))

@@ -98,7 +98,7 @@ def _overlaps(path: Path, bad: Path) -> bool:
 
 
 def _without_wrong_values(value: dict[str, Any], bad: list[Path]) -> Config | None:
-    """The configuration without its wrong values, so that the rules over the other keys can be checked too."""
+    """Validate the configuration without its wrong values, so that the rules over the other keys can be checked too."""
     for whole_lists in (False, True):  # a list entry may be invalid without the key that was removed from it
         repaired = copy.deepcopy(value)
         for path in bad:

@@ -133,7 +133,8 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
 
 
 def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | int | None:
-    """The key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no meaning."""
+    """Return the key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no
+    meaning."""
     where = dotted(path)
     fix = f"set the whole list: {where}=[...]"
     if isinstance(node, list):
@@ -236,7 +237,7 @@ def _suggest_file(path: FilePath) -> str:
 
 
 def _display_path(path: FilePath) -> str:
-    """A file's name for a message: relative to the working directory if it is inside."""
+    """Return the name of a file for a message: relative to the working directory if it is inside."""
     absolute = FilePath(os.path.normpath(path.absolute()))
     here = FilePath.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

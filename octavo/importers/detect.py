@@ -45,13 +45,15 @@ def detect_framework(source_config: SourceConfig) -> ModuleType:
         return FRAMEWORKS[best]
     first, rest = [brief(key, 60) for key in sorted(keys)[:12]], " ..." if len(keys) > 12 else ""
     if not seen[best] or len(seen[best]) < 2:
-        if named := next((text for _, text, why in source_config.unread if why == KEYS), None):
-            raise TranslateError(f"this script trains from {named}: pass both files: octavo import {named} SCRIPT.")
+        if config_file := next((text for _, text, why in source_config.unread if why == KEYS), None):
+            raise TranslateError(
+                f"this script trains from {config_file}: pass both files: octavo import {config_file} SCRIPT."
+            )
         raise TranslateError(
             f"the framework of this file was not recognized; its keys are {', '.join(first)}{rest}. Name it with "
             f"--from NAME: {', '.join(FRAMEWORKS)}."
         )
-    both = [f"{name} ({', '.join(seen[name])})" for name in ranked if len(seen[name]) == len(seen[best])]
+    candidates = [f"{name} ({', '.join(seen[name])})" for name in ranked if len(seen[name]) == len(seen[best])]
     raise TranslateError(
-        f"several frameworks could have written this file: {'; '.join(both)}. Name one with --from NAME."
+        f"several frameworks could have written this file: {'; '.join(candidates)}. Name one with --from NAME."
     )

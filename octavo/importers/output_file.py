@@ -22,19 +22,19 @@ def nest_settings(settings: dict[str, Setting]) -> dict[str, Any]:
     """Convert dotted keys (``data.train.0.path``) to nested mappings and lists."""
     root: dict[str, Any] = {}
     for target, setting in settings.items():
-        at: Any = root
+        node: Any = root
         *heads, last = target.split(".")
-        for head, following in zip(heads, [*heads[1:], last], strict=True):
-            fresh: Any = [] if following.isdecimal() else {}
-            if isinstance(at, list):
-                while len(at) <= int(head):
-                    at.append({})
-                at = at[int(head)]
+        for head, next_key in zip(heads, [*heads[1:], last], strict=True):
+            container: Any = [] if next_key.isdecimal() else {}
+            if isinstance(node, list):
+                while len(node) <= int(head):
+                    node.append({})
+                node = node[int(head)]
             else:
-                if not isinstance(at.get(head), dict | list):
-                    at[head] = fresh
-                at = at[head]
-        at[last] = setting
+                if not isinstance(node.get(head), dict | list):
+                    node[head] = container
+                node = node[head]
+        node[last] = setting
     return root
 
 

@@ -88,13 +88,15 @@ def markdown(translation: Translation) -> str:
 
 
 def _table(rows: Sequence[Row], kind: Kind) -> list[str]:
-    became = kind == "translated"
+    is_translated = kind == "translated"
     lines = [
-        "| source key | value | line | Octavo setting | note |" if became else "| source key | value | line | note |"
+        "| source key | value | line | Octavo setting | note |"
+        if is_translated
+        else "| source key | value | line | note |"
     ]
-    lines += ["|---|---|---|---|---|" if became else "|---|---|---|---|"]
+    lines += ["|---|---|---|---|---|" if is_translated else "|---|---|---|---|"]
     for row in rows:
-        ours = ", ".join(
+        settings = ", ".join(
             f"`{_cell(target)}: {_cell(shorten_value(found_value))}`" for target, found_value in row.targets
         )
         cells = [
@@ -102,7 +104,7 @@ def _table(rows: Sequence[Row], kind: Kind) -> list[str]:
             f"`{_cell(shorten_value(row.source_key.value))}`",
             str(row.source_key.place),
         ]
-        lines.append("| " + " | ".join([*cells, *([ours] if became else []), _cell(row.why)]) + " |")
+        lines.append("| " + " | ".join([*cells, *([settings] if is_translated else []), _cell(row.why)]) + " |")
     return lines
 
 

@@ -277,7 +277,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gem"], "there is no suite 'gem'; there are: all, cast, gemm"),
+        (["gem"], "there is no suite 'gem'; suites are: all, cast, gemm"),
         ([], "required: SUITE"),
         (["gemm", "--tokens", "0"], "expected a whole number of at least 1, found '0'"),
         (["gemm", "--tokens", "x"], "expected a whole number of at least 1, found 'x'"),

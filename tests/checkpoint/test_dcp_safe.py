@@ -88,7 +88,9 @@ def test_planted_metadata_is_rejected_without_running_code(tmp_path):
         kept = getattr(metadata, place)
         setattr(metadata, place, Payload(flag))
         _plant(path, ".metadata", pickle.dumps(metadata))
-        with pytest.raises(CheckpointError, match=r"\.metadata was refused: it names posix\.system, which DCP does not write"):
+        with pytest.raises(
+            CheckpointError, match=r"\.metadata was refused: it names posix\.system, which DCP does not write"
+        ):
             load(path, *fresh())
         setattr(metadata, place, kept)
     assert not flag.exists()

@@ -277,7 +277,7 @@ def test_command_rejects_invalid_arguments(place, tmp_path, capsys):
         ([model, out], 2, "--format"),
         ([model, out, "--format", "fp4"], 2, "invalid choice"),
         ([model, out, "--format", "bf16", "--max-shard-size", "many"], 2, "expected a size such as 5GB"),
-        ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is no device"),
+        ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is not a device"),
         ([model, out, "--format", "bf16", "--step", "3"], 1, "is not a run directory"),
         ([str(tmp_path / "none"), out, "--format", "bf16"], 1, "there is no folder"),
         ([model, model, "--format", "bf16"], 1, "is the folder that is exported"),

@@ -80,7 +80,11 @@ def test_torch_adamw_checkpoints_load_with_fp32_states_and_back(tmp_path):
     [
         (("fp32", "fp32"), ("fp8", "fp32"), "optimizer.states: fp32, but this run has optimizer.states: fp8"),
         (("fp8", "fp32"), ("bf16", "fp32"), "Continue with optimizer.states=fp8, or start a new run from its weights"),
-        (("fp8", "bf16+16"), ("fp8", "bf16+sr"), r"optimizer.master: bf16\+16, .* this run has optimizer.master: bf16\+sr"),
+        (
+            ("fp8", "bf16+16"),
+            ("fp8", "bf16+sr"),
+            r"optimizer.master: bf16\+16, .* this run has optimizer.master: bf16\+sr",
+        ),
         (("fp8", "bf16+16"), ("fp8", "fp32"), r"optimizer.master: bf16\+16, .* this run has optimizer.master: fp32"),
         (None, ("fp8", "fp32"), "optimizer.states: fp32, but this run has optimizer.states: fp8"),
         (("fp8", "fp32"), None, "optimizer.states: fp8, but this run has optimizer.states: fp32"),
@@ -109,9 +113,7 @@ def test_missing_or_resized_state_is_reported(tmp_path):
     train(model, optimizer, range(1))
     p = optimizer.param_groups[0]["params"][0]
     scale = optimizer.state[p].pop("exp_avg_scale")
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"of embed.weight, but .* has exp_avg_codes, exp_avg_scale"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"of embed.weight, but .* has exp_avg_codes, exp_avg_scale"):
         load(save(tmp_path, 1, model, optimizer), *small())
     optimizer.state[p]["exp_avg_scale"] = scale[1:].clone()
     with pytest.raises(checkpoint.CheckpointError, match=r"embed.weight.exp_avg_scale is float32 \[2\], .* \[3\]"):

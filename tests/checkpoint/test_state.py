@@ -309,7 +309,9 @@ def test_full_disk_is_reported_and_previous_checkpoint_is_kept(tmp_path, monkeyp
         raise OSError(28, "No space left on device", "__0_0.distcp")
 
     monkeypatch.setattr("torch.save", full)
-    with pytest.raises(CheckpointError, match=r"could not write .*step_4.*No space left.*Existing checkpoints are untouched"):
+    with pytest.raises(
+        CheckpointError, match=r"could not write .*step_4.*No space left.*Existing checkpoints are untouched"
+    ):
         save(tmp_path, 4, model, optimizer)
     monkeypatch.undo()
     monkeypatch.setattr("octavo.checkpoint.run_state.files.write_state", full)

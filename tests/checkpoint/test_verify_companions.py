@@ -191,7 +191,7 @@ def test_unread_files_are_listed(good: Good, tmp_path: Path, capsys: pytest.Capt
     assert verified.ok and not verified.findings and verified.unread == ("README.md", "runs/")
     assert main(["verify", str(folder), "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "Not read: README.md, runs/." in out and "Nothing is wrong" not in out
+    assert "Not read: README.md, runs/." in out and "No problems found" not in out
     assert "values were not read" in out
 
 

@@ -233,13 +233,13 @@ def test_each_finding_has_a_sentence_and_a_consequence() -> None:
 def test_verify_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(good("fp8-block")), "--against", str(good("plain"))]) == 0
     out = capsys.readouterr().out
-    assert "FP8, fp8 block 128x128" in out and "Nothing is wrong, no warnings." in out and "worst first" in out
+    assert "FP8, fp8 block 128x128" in out and "No problems found, no warnings." in out and "worst first" in out
     folder = copy("fp8-block")
     planted.dropped_scale(folder)
     planted.skip_list_names_nothing(folder)
     assert main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert f"fail: {folders.Q!r}" in out and "1 thing is wrong, 1 warning." in out
+    assert f"fail: {folders.Q!r}" in out and "1 problem, 1 warning." in out
     assert main(["verify", str(folder), "--json", "--quick"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False and document["scanned"] is False

@@ -76,6 +76,6 @@ def test_every_key_is_documented(written):
     assert not missing, "on no page of docs/ and in no example: " + ", ".join(missing)
 
 
-def test_what_counts_as_documented():
+def test_documented_keys_are_recognized():
     assert documented("train.z_loss", set(), "Set `train.z_loss`.") and documented("rl.top_p", set(), "`top_p: 0.9`")
     assert documented("run.keep", {"run.keep"}, "") and not documented("rl.top_p", set(), "top_p without code")

@@ -21,7 +21,7 @@ def text(more: str = "", overrides=()):
     return load_config_text(BASE + more, overrides)
 
 
-def test_steps_and_epochs_take_each_others_place_as_later_wins():
+def test_override_of_steps_replaces_epochs_and_vice_versa():
     text = "model: {path: m}\ndata: {train: [{path: a}]}\ntrain: {epochs: 2.5}\n"
     cfg = load_config_text(text)
     assert (cfg.train.steps, cfg.train.epochs) == (None, 2.5)
@@ -56,7 +56,7 @@ def test_defaults():
         ("{rules: [{match: '**.o_proj', recipe: off}]}", ("blockwise", "blockwise", "blockwise", "blockwise")),
     ],
 )
-def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(asked, expected):
+def test_recipe_applies_to_whole_model_or_named_components(asked, expected):
     """(the whole model, encoder, projector, foundation); those of sound, which nobody names here, as the whole model;
     written out it says the same."""
     cfg = text(f"fp8: {asked}\n")
@@ -67,7 +67,7 @@ def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_al
     assert override(cfg, ["fp8.recipe=delayed"]).fp8.recipe == "delayed"
 
 
-def test_the_example_of_the_design():
+def test_example_configuration():
     cfg = load_config_text(
         """
 model:
@@ -126,12 +126,12 @@ def test_scalars_are_yaml_1_2(written, read):
     assert got == read and type(got) is type(read)
 
 
-def test_a_yaml_1_1_header_changes_nothing():
+def test_yaml_1_1_header_changes_nothing():
     cfg = load_config_text("%YAML 1.1\n---" + BASE + "fp8: {recipe: off}\n")
     assert cfg.fp8.recipe == "off"
 
 
-def test_frozen():
+def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         text().train.steps = 3
     hash(text())
@@ -158,13 +158,13 @@ def test_extends_chain_and_relative_paths(tmp_path, monkeypatch):
     assert (cfg.train.steps, cfg.train.lr) == (7, 3e-4)
 
 
-def test_home_and_absolute_paths(tmp_path, monkeypatch):
+def test_home_and_absolute_paths_are_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert text(overrides=["model.path=~/m"]).model.path == str(tmp_path / "m")
     assert text(overrides=["model.path=/m/../n"]).model.path == "/n"
 
 
-def test_a_url_of_data_stays_as_it_is(tmp_path):
+def test_data_url_is_unchanged(tmp_path):
     url = "s3://bucket/../set/part-{000..127}.tar"
     (tmp_path / "a.yaml").write_text(f"model: {{path: ./m}}\ndata: {{train: [{{path: '{url}', fetch_gb: 2}}]}}\n")
     cfg = load_config(tmp_path / "a.yaml", ["train.steps=1"])
@@ -177,7 +177,7 @@ def test_a_url_of_data_stays_as_it_is(tmp_path):
     assert "data.eval.0.shuffle_buffer: held-out rows are read in the order of their file" in told[1]
 
 
-def test_overrides_reach_everything():
+def test_overrides_reach_every_key():
     cfg = text(
         "fp8: {image_encoder: {recipe: rowwise, format: e4m3}, rules: [{match: a, recipe: off}]}\n",
         [
@@ -204,7 +204,7 @@ def test_overrides_reach_everything():
     assert cfg.run.dir == "12" and cfg.run.threads is None
 
 
-def test_variables_of_the_chat_template_are_any_mapping():
+def test_template_args_accept_any_mapping():
     cfg = text(overrides=["data.template_args.enable_thinking=false", "data.template_args={effort: low, n: [1, null]}"])
     assert cfg.data.template_args == {"enable_thinking": False, "effort": "low", "n": [1, None]}
     assert load_config_text(to_yaml(cfg)) == cfg
@@ -214,7 +214,7 @@ def test_the_last_override_wins():
     assert text(overrides=["run.seed=1", "run={seed: 2}", "run.seed=3"]).run.seed == 3
 
 
-def test_overrides_alone():
+def test_config_from_overrides_only():
     cfg = load_config(None, ["model.path=m", "data.train=[{path: a}]", "train.steps=1"])
     assert cfg.train.steps == 1
 
@@ -238,7 +238,7 @@ train: {steps: 3}
     assert (cfg.fp8.foundation.recipe, cfg.fp8.foundation.fwd) == ("rowwise", "fp8")
 
 
-def test_override_leaves_the_original():
+def test_override_does_not_change_the_original():
     cfg = text()
     other = override(cfg, ["fp8.recipe=off", "run.seed=4"])
     assert (other.fp8.recipe, other.run.seed) == ("off", 4)
@@ -249,7 +249,7 @@ def test_override_leaves_the_original():
         override(cfg, ["train.stpes=1"])
 
 
-def test_recompute_takes_a_word_for_all_components_or_one_for_each():
+def test_recompute_accepts_a_word_or_a_mapping():
     assert text().train.recompute.foundation == "none"
     both = override(text(), ["train.recompute=full"]).train.recompute
     assert (both.image_encoder, both.foundation) == ("full", "full")
@@ -259,7 +259,7 @@ def test_recompute_takes_a_word_for_all_components_or_one_for_each():
         override(text(), ["train.recompute=ful"])
 
 
-def test_a_config_built_in_python_obeys_the_rules_too():
+def test_config_built_in_python_is_checked():
     with pytest.raises(ValueError, match="makes a BF16 model, which does not compute in fp32"):
         Config(
             model={"path": "m"}, data={"train": [{"path": "a"}]}, train={"steps": 1, "precision": "fp32"},
@@ -286,7 +286,7 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
     lr=st.floats(min_value=1e-300, max_value=1000),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
 )
-def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):
+def test_resolved_yaml_preserves_texts_and_numbers(system, lr, seed):
     cfg = text()
     cfg = cfg.model_copy(
         update={
@@ -298,7 +298,7 @@ def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):
     assert load_config_text(to_yaml(cfg)) == cfg
 
 
-def test_a_plan_takes_the_place_of_an_earlier_recipe_and_loads_again():
+def test_plan_override_replaces_recipe_and_reloads():
     text = BASE + "fp8: {recipe: rowwise}\n"
     cfg = load_config_text(text, ["fp8.plan=p.json"])
     assert cfg.fp8.plan.endswith("p.json") and cfg.fp8.recipe == "blockwise"

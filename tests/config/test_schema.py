@@ -7,12 +7,12 @@ import sys
 from octavo.config import RECIPES, SCHEMA_FILE, Config, json_schema, schema_text
 
 
-def test_the_committed_schema_is_current():
+def test_committed_schema_is_current():
     again = "from octavo.config import SCHEMA_FILE, schema_text; SCHEMA_FILE.write_text(schema_text())"
     assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), f"run: python -c '{again}'"
 
 
-def test_the_schema_teaches():
+def test_schema_has_descriptions_and_constraints():
     schema = json_schema()
     assert list(schema["properties"]) == ["extends", *Config.model_fields]
     for name, part in schema["$defs"].items():
@@ -21,24 +21,24 @@ def test_the_schema_teaches():
             assert len(field.get("description", "")) > 10, f"{name}.{key} is not described"
 
 
-def test_a_file_that_extends_another_may_be_partial():
+def test_extending_file_may_be_partial():
     schema = json_schema()
     assert "required" not in schema
     demanding = {name for name, part in schema["$defs"].items() if part.get("required")}
     assert demanding == {"Dataset", "Rule"}
 
 
-def test_the_schema_is_plain_json():
+def test_schema_is_plain_json():
     assert json.loads(schema_text()) == json.loads(json.dumps(json_schema()))
 
 
-def test_recipes_are_those_of_the_arithmetic():
+def test_recipes_match_fp8_package():
     from octavo import fp8
 
     assert tuple(fp8.RECIPES) == RECIPES[1:] and RECIPES[0] == "off"
 
 
-def test_the_configuration_imports_quickly_and_without_torch():
+def test_config_imports_quickly_without_torch():
     code = (
         "import sys, time; t = time.process_time(); import pydantic.main, ruamel.yaml; u = time.process_time();"
         "import octavo.config; print((time.process_time() - u) / (u - t),"

@@ -80,7 +80,7 @@ def row(folder: Path, *names: str, text: str = "<audio>what?", **more):
     return parse({"messages": turns, **listed, **more}, "messages", file="rows", row=3, images=folder)
 
 
-def test_three_ways_to_say_where_a_sound_stands(folder):
+def test_sound_positions_are_read_from_three_layouts(folder):
     listed = row(folder, "half.wav", "half.flac", text="a<audio>b<audio>c")
     parts = [{"type": "text", "text": "a"}, {"type": "audio", "audio": "half.wav"}, {"type": "text", "text": "b"},
              {"type": "audio", "path": "half.flac"}, {"type": "text", "text": "c"}]  # fmt: skip
@@ -112,7 +112,7 @@ def test_three_ways_to_say_where_a_sound_stands(folder):
         ((3,), "<audio>", "expected a wav or flac file, by its name or as bytes"),
     ],
 )
-def test_what_no_row_may_say(folder, names, text, said):
+def test_invalid_media_rows_are_rejected(folder, names, text, said):
     with pytest.raises(BadSample, match=said):
         row(folder, *names, text=text)
 
@@ -120,25 +120,25 @@ def test_what_no_row_may_say(folder, names, text, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("long.wav", r"is too long: 1.00 s, and the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
+        ("long.wav", r"is too long: 1.00 s; the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
         ("one_token.wav", "is too short"),  # which the model would take for a placeholder that has not grown
         ("empty.wav", "is empty"),
-        ("slowest.wav", "has 100 samples a second, and 4000 to 384000 are read"),
+        ("slowest.wav", "has 100 samples per second, outside the range of 4000 to 384000"),
         ("almost.wav", "is too long: 1.00 s"),  # a sample of the model's more
         ("nan.wav", "no numbers"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
-        ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
+        ("cut.wav", "is truncated: 80.. bytes fewer than its header"),  # libsndfile takes the half that is there
         ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
 )
-def test_files_that_are_refused(folder, processor, name, said):
+def test_invalid_audio_files_are_rejected(folder, processor, name, said):
     with pytest.raises(BadSample, match=said):
         Encoder(processor, 128).encode(row(folder, name))
 
 
-def test_a_sound_takes_its_place(folder, processor):
+def test_sound_expands_at_its_placeholder(folder, processor):
     """As many tokens as the model makes of it; answers alone are learned; neighbours change nothing."""
     encoder = Encoder(processor, 128)
     rows = [row(folder, "half.wav"), row(folder, text="no sound"), row(folder, "two_tokens.wav", "whole.wav",
@@ -159,7 +159,7 @@ def test_a_sound_takes_its_place(folder, processor):
     assert not collate([alone[1]], 0)["meta"].has_sound
 
 
-def test_numbers_are_those_of_the_stock_processor(processor):
+def test_features_match_stock_processor(processor):
     """Tokens and features, of sounds of every length in tokens."""
     stock = Qwen2AudioProcessor(processor.feature_extractor, processor.tokenizer, audio_token=processor.audio_token)
     rng = np.random.default_rng(0)
@@ -170,7 +170,7 @@ def test_numbers_are_those_of_the_stock_processor(processor):
         assert np.array_equal(ours[name], theirs[name]), name
 
 
-def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
+def test_flac_equals_wav_and_channels_are_averaged(folder):
     limits = audio_files.Limits(RATE, 961, RATE)
     names = ("half.wav", "half.flac", "both.wav", "piped.wav")
     wav, flac, both, piped = (audio_files.load(folder / name, limits) for name in names)
@@ -179,7 +179,7 @@ def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
     assert np.allclose(2 * both, wav, atol=1e-3)
 
 
-def test_other_rates_become_the_models(folder, processor):
+def test_sounds_are_resampled_to_model_rate(folder, processor):
     """Tones keep their pitch, what the model's rate cannot hold is gone and no false tone comes; as stock loads it."""
     pytest.importorskip("soxr", reason="the extra `audio`")
     limits, inner, true = audio_files.Limits(RATE, 961, RATE), slice(500, -500), pitch(RATE, 1000)
@@ -195,7 +195,7 @@ def test_other_rates_become_the_models(folder, processor):
         assert np.array_equal(audio_files.load(folder / "cd.wav", limits), stock)
 
 
-def test_sounds_may_stand_in_the_rows(folder, processor):
+def test_sounds_are_read_from_bytes_in_rows(folder, processor):
     """As `datasets` writes them: numbers are those of the files; one of neither bytes nor path is none."""
     turns = row(folder, "half.wav").turns
     held = {"bytes": (folder / "half.wav").read_bytes(), "path": "half.wav"}
@@ -219,7 +219,7 @@ def test_sounds_may_stand_in_the_rows(folder, processor):
     )
 
 
-def test_no_sound_is_passed_over_in_silence(folder, processor):
+def test_sounds_are_never_dropped_silently(folder, processor):
     """In rows of every shape it is taken or refused, and the word for its place is never learned."""
     where = {"file": "rows", "row": 3, "images": folder}
     asked = {"prompt": "<audio>what?", "audio": "half.wav"}
@@ -243,11 +243,11 @@ def test_rows_with_sound_are_not_cut(folder, processor):
         Encoder(processor, 16, on_long="error").encode(row(folder, "half.wav"))
 
 
-def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, processor, tmp_path):
+def test_text_only_models_and_audio_placeholders_in_text_are_rejected(folder, processor, tmp_path):
     tiny.write("qwen3", tmp_path / "text", size="mini")
-    with pytest.raises(BadSample, match="holds a sound, but the model takes none"):
+    with pytest.raises(BadSample, match="has a sound, but the model takes no audio"):
         Encoder(models.load_processor(tmp_path / "text"), 128).encode(row(folder, "half.wav"))
-    with pytest.raises(BadSample, match="spells the model's own placeholder"):
+    with pytest.raises(BadSample, match="contains the model's placeholder"):
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
     with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
@@ -255,9 +255,9 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
         models.load_processor(folder / "tiny", max_pixels=4096)
 
 
-def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
+def test_missing_audio_packages_are_named(folder, processor, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
-    with pytest.raises(DataError, match="the model takes 16000, and soxr resamples, .*octavo.audio") as other:
+    with pytest.raises(DataError, match="to 16000 samples per second, .*octavo.audio") as other:
         audio_files.load(folder / "slow.wav", audio_files.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:

@@ -33,7 +33,7 @@ def stream(samples):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
-def test_every_token_once_and_any_sample_at_once(folder, models, family):
+def test_samples_cover_every_token_once(folder, models, family):
     source, tokenizer = read(folder, *WORDS), models(family).tokenizer
     single = [[*tokenizer(words)["input_ids"], tokenizer.eos_token_id] for words in WORDS]
     in_order = sum(single, [])
@@ -51,13 +51,13 @@ def test_every_token_once_and_any_sample_at_once(folder, models, family):
     assert mixed == again and mixed != other and sorted(mixed) == sorted(other)
     at = [i + 1 for i, token in enumerate(mixed) if token == tokenizer.eos_token_id]
     assert sorted(mixed[a:b] for a, b in zip([0, *at], at, strict=False)) == sorted(single)
-    with pytest.raises(IndexError, match="makes .* samples of 5 tokens, asked for 999"):
+    with pytest.raises(IndexError, match="has .* samples of 5 tokens; 999 was requested"):
         join(source, DocumentEncoder(models(family), 5), "error", 1)[999]
     with pytest.raises(DataError, match="seq_length is 1, and joined documents need 2"):
         join(source, DocumentEncoder(models(family), 1), "error", 1)
 
 
-def test_tokens_are_made_once(folder, models, kept, monkeypatch):
+def test_documents_are_tokenized_once(folder, models, kept, monkeypatch):
     source, said, calls = read(folder, *WORDS), [], []
     plain = DocumentEncoder.tokenize
     monkeypatch.setattr(DocumentEncoder, "tokenize", lambda self, texts: calls.append(len(texts)) or plain(self, texts))
@@ -80,7 +80,7 @@ def test_tokens_are_made_once(folder, models, kept, monkeypatch):
     assert not list(kept.glob(".*"))
 
 
-def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypatch):
+def test_file_that_changes_during_tokenization_is_rejected(folder, models, kept, monkeypatch):
     source = read(folder, *WORDS)
     plain = DocumentEncoder.tokenize
 
@@ -99,7 +99,7 @@ def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypa
     assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
 
 
-def test_a_damaged_file_of_the_cache_is_named(folder, models, kept):
+def test_damaged_cache_file_is_named(folder, models, kept):
     source, encoder = read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8)
     join(source, encoder, "error", None)
     (file,) = kept.glob("*.tokens")
@@ -115,7 +115,7 @@ def test_a_damaged_file_of_the_cache_is_named(folder, models, kept):
     assert len(join(source, encoder, "error", None))
 
 
-def test_bad_rows_are_named_when_made_and_when_found(folder, models):
+def test_bad_rows_are_reported_with_and_without_cache(folder, models):
     image = folder.image("a.png")
     rows = ["good", {"text": 7, "id": "seven"}, {"text": "a <|im_end|> b"}, {"text": "see", "image": image}, "also"]
     encoder = DocumentEncoder(models("qwen3_vl"), 8)
@@ -132,11 +132,11 @@ def test_bad_rows_are_named_when_made_and_when_found(folder, models):
     with pytest.raises(BadSample, match=r"row 1 \(id seven\): 'text' is 7; expected a text"):
         join(source, encoder, "error", None)
     empty = read(folder, {"text": ""}, {"text": "a <|image_pad|>"}, name="bad.jsonl", format="text")
-    with pytest.raises(DataError, match=r"every one of its 2 rows was left out; the last one \(row 1\) because it its"):
+    with pytest.raises(DataError, match=r"all 2 rows were left out; the last one \(row 1\) because it its"):
         join(empty, encoder, "skip", None)
 
 
-def test_which_data_sets_are_joined(folder):
+def test_only_plain_text_is_joined(folder):
     image = folder.image("a.png")
     assert is_plain_text(read(folder, *WORDS))
     assert is_plain_text(read(folder, "a", {"text": 7}, {"text": "b", "images": None}))
@@ -166,7 +166,7 @@ def batches(loader, steps):
         loader.close()
 
 
-def test_one_number_resumes_for_any_ranks_and_workers(folder, models, tmp_path):
+def test_resume_is_exact_for_any_ranks_and_workers(folder, models, tmp_path):
     path = folder.json([{"text": words} for words in (*WORDS, " ")], "rows.jsonl")
     cfg, report = config(path, tmp_path / "skipped.jsonl"), tmp_path / "skipped.jsonl"
     whole = batches(train_loader(cfg, models("qwen3"), report_path=report), 9)
@@ -182,7 +182,7 @@ def test_one_number_resumes_for_any_ranks_and_workers(folder, models, tmp_path):
     assert apart != whole[:2]
 
 
-def test_a_joined_set_is_small_to_send(folder, models):
+def test_pickle_of_joined_documents_is_small(folder, models):
     source = read(folder, *(["long " * 1000] * 50))
     whole = join(source, DocumentEncoder(models("qwen3"), 64), "error", 5)
     sent = pickle.dumps(Loader(Mixture([whole]), SimpleNamespace(pad_id=0), 1, 1).mixture)
@@ -190,14 +190,14 @@ def test_a_joined_set_is_small_to_send(folder, models):
     assert stream(pickle.loads(sent).sources[0]) == stream(whole)
 
 
-def test_a_folder_that_cannot_keep_it_is_named(folder, models, monkeypatch, kept):
+def test_unwritable_cache_folder_is_named(folder, models, monkeypatch, kept):
     kept.write_text("in the way")
     with pytest.raises(DataError, match=r"cannot keep rows.jsonl as tokens: .*Name a folder"):
         join(read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8), "error", None)
     assert cache.default_folder() == kept
 
 
-def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
+def test_changed_documents_at_url_are_joined_again(folder, models):
     path = folder.json([{"text": f"Once {n}."} for n in range(9)], "text.jsonl")
     cfg = SimpleNamespace(
         data=SimpleNamespace(join=True, cache=str(folder.path / "cache"), on_bad_sample="error"),

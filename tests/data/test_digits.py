@@ -22,7 +22,7 @@ def quarters(path):
     return [image[r : r + 8, c : c + 8] for r in (0, 8) for c in (0, 8)]
 
 
-def test_the_shipped_handwriting_is_that_of_scikit_learn():
+def test_handwriting_equals_scikit_learn():
     levels, labels = digits.samples()
     bunch = load_digits()
     assert levels.dtype == labels.dtype == np.uint8 and levels.shape == (1797, 8, 8)
@@ -35,7 +35,7 @@ def test_the_shipped_handwriting_is_that_of_scikit_learn():
 
 
 @pytest.mark.parametrize("damage", (lambda raw: raw[:-9], lambda raw: b"", lambda raw: raw[:3000] + b"x" + raw[3001:]))
-def test_damaged_handwriting_is_named(tmp_path, monkeypatch, damage):
+def test_damaged_handwriting_file_is_named(tmp_path, monkeypatch, damage):
     file = tmp_path / "digits.npz"
     file.write_bytes(damage(digits.HANDWRITING.read_bytes()))
     monkeypatch.setattr(digits, "HANDWRITING", file)
@@ -44,7 +44,7 @@ def test_damaged_handwriting_is_named(tmp_path, monkeypatch, damage):
     assert not (tmp_path / "set").exists()
 
 
-def test_real_digits_in_reading_order_and_a_clean_split(made):
+def test_digits_are_in_reading_order_with_disjoint_splits(made):
     bunch = load_digits()
     known = {np.rint(image * (255 / 16)).astype(np.uint8).tobytes(): n for n, image in enumerate(bunch.images)}
     for file, count, mine in ((made.train, 30, {0, 1, 2, 3}), (made.test, 10, {4})):
@@ -59,7 +59,7 @@ def test_real_digits_in_reading_order_and_a_clean_split(made):
     assert asked == ["<image>First?", "Second?", "Third?", "Fourth?"]
 
 
-def test_questions_one_by_one_for_reinforcement_learning(made):
+def test_prompts_ask_one_question_each(made):
     rows, asked = (json.loads((made.directory / f"train{kind}.json").read_text()) for kind in ("", "_prompts"))
     assert len(asked) == 4 * len(rows)
     third = asked[4 + 2]
@@ -69,7 +69,7 @@ def test_questions_one_by_one_for_reinforcement_learning(made):
     assert third["prompt"][0]["role"] == third["prompt"][-1]["role"] == "user"
 
 
-def test_captions_say_the_digits_of_their_image(made):
+def test_captions_contain_the_digits(made):
     for file in (made.train, made.test):
         rows = json.loads(file.read_text())
         captions = json.loads(file.with_name(f"{file.stem}_captions.json").read_text())
@@ -78,7 +78,7 @@ def test_captions_say_the_digits_of_their_image(made):
         assert [caption["text"].split() for caption in captions] == answers
 
 
-def test_short_enough_to_train_fast(folder, models, made):
+def test_rows_are_short(folder, models, made):
     for family in ("qwen3_vl", "qwen2_5_vl", "internvl"):
         encoder = Encoder(models(family), 40)
         sample = encoder.encode(folder.read(made.train)[0])
@@ -87,7 +87,7 @@ def test_short_enough_to_train_fast(folder, models, made):
         assert all(end - start == 2 for start, end in sample.answers)  # the digit and the end of the turn
 
 
-def test_same_settings_same_files_and_are_accepted(made, tmp_path):
+def test_equal_settings_give_equal_files(made, tmp_path):
     again = digits.write(tmp_path / "again", train=30, test=10, seed=4)
     for file in sorted(made.directory.rglob("*.*")):
         assert file.read_bytes() == (again.directory / file.relative_to(made.directory)).read_bytes()
@@ -98,12 +98,12 @@ def test_same_settings_same_files_and_are_accepted(made, tmp_path):
     assert not list(tmp_path.glob(".*"))  # nothing left aside
 
 
-def test_the_card_names_its_source(made):
+def test_card_names_its_source(made):
     card = (made.directory / "README.md").read_text()
     assert "UCI ML" in card and "load_digits" in card and "1438 and 359 different handwritten samples" in card
 
 
-def test_what_is_there_is_never_overwritten(made, tmp_path):
+def test_existing_files_are_not_overwritten(made, tmp_path):
     with pytest.raises(
         DataError, match=r"other settings \(train: 30 there, 31 asked; seed: 4 there, 0 asked\); choose"
     ):
@@ -119,7 +119,7 @@ def test_what_is_there_is_never_overwritten(made, tmp_path):
         digits.write(torn.directory, train=3, test=1)
 
 
-def test_an_empty_directory_is_filled_and_nonsense_refused(tmp_path):
+def test_empty_directory_is_accepted_and_bad_arguments_rejected(tmp_path):
     (tmp_path / "empty").mkdir()
     assert digits.write(tmp_path / "empty", train=2, test=1).train.is_file()
     with pytest.raises(DataError, match="train=0, test=1: each needs at least one image"):
@@ -128,14 +128,14 @@ def test_an_empty_directory_is_filled_and_nonsense_refused(tmp_path):
         digits.write(tmp_path / "x", train=1, test=1, seed=-1)
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_failure_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(digits, "_row", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         digits.write(tmp_path / "x", train=2, test=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_text_rows_draw_the_same_split_in_characters(tmp_path):
+def test_text_rows_use_the_same_split(tmp_path):
     found = digits.write(tmp_path / "d", train=2, test=2)
     train = json.loads((found.directory / "train_text.json").read_text())
     test = json.loads((found.directory / "test_text.json").read_text())

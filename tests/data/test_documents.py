@@ -19,7 +19,7 @@ def learned(encoder, sample):
     return encoder.tokenizer.decode(sample.input_ids[sample.labels != -100])
 
 
-def test_a_text_is_learned_whole_with_its_end(folder, models):
+def test_all_text_and_the_end_token_are_learned(folder, models):
     for family in ("qwen3", "llama", "qwen3_vl"):
         encoder = DocumentEncoder(models(family), 512)
         words = "Once upon a time\n\n\tthere was <image>,\0 élan and 猫. "
@@ -33,7 +33,7 @@ def test_a_text_is_learned_whole_with_its_end(folder, models):
         assert tokenizer.decode(own) == words
 
 
-def test_the_tokenizer_s_own_frame_is_kept(folder, models):
+def test_special_tokens_of_tokenizer_are_kept(folder, models):
     from tokenizers.processors import TemplateProcessing
 
     processor = copy.deepcopy(models("llama"))
@@ -48,7 +48,7 @@ def test_the_tokenizer_s_own_frame_is_kept(folder, models):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_stand_in_their_places_without_loss(folder, models, family):
+def test_images_are_placed_without_loss(folder, models, family):
     wide, tall = folder.image("wide.png", (32, 16)), folder.image("tall.png", (8, 24), (0, 9, 255))
     source = read(
         folder,
@@ -83,7 +83,7 @@ def test_images_stand_in_their_places_without_loss(folder, models, family):
     assert learned(encoder, samples[4]).endswith(f"picture.{end}") and samples[4].pixel_values is None
 
 
-def test_long_documents_are_what_on_long_says(folder, models):
+def test_long_documents_follow_on_long(folder, models):
     image = folder.image("a.png", (32, 32))
     mixed = {"texts": ["ab", None, "cd" * 40], "images": [None, image, None]}
     source = read(folder, {"text": "abc " * 40}, {"text": "abc " * 900_000}, mixed)
@@ -135,7 +135,7 @@ BAD = (
 
 
 @pytest.mark.parametrize(("row", "found"), BAD, ids=[str(n) for n in range(len(BAD))])
-def test_a_bad_row_is_named(folder, row, found):
+def test_bad_document_rows_are_named(folder, row, found):
     folder.image("a.png")
     source = read(folder, {"text": "good"}, row, {"text": "half: \ud83d"}, format="text")
     assert source[0].text == "good"
@@ -145,15 +145,15 @@ def test_a_bad_row_is_named(folder, row, found):
         source[2]
 
 
-def test_what_cannot_be_encoded_is_named(folder, models):
+def test_unencodable_documents_are_rejected(folder, models):
     image = folder.image("a.png")
     source = read(
         folder, {"text": "see <image>", "image": image}, {"text": "a <|image_pad|> b"}, {"text": "a <|im_end|> b"}
     )
-    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only"):
+    with pytest.raises(BadSample, match="row 0: has an image, but the model is text-only"):
         DocumentEncoder(models("qwen3"), 64).encode(source[0])
     encoder = DocumentEncoder(models("qwen3_vl"), 64)
-    with pytest.raises(BadSample, match=r"row 1: its text spells the model's own placeholder '<\|image_pad\|>'"):
+    with pytest.raises(BadSample, match=r"row 1: its text contains the model's placeholder '<\|image_pad\|>'"):
         encoder.encode(source[1])
     assert encoder.encode(source[2]).control == ("<|im_end|>",)
     processor = copy.deepcopy(models("qwen3"))
@@ -162,7 +162,7 @@ def test_what_cannot_be_encoded_is_named(folder, models):
         DocumentEncoder(processor, 64)
 
 
-def test_formats_are_told_apart(folder, models):
+def test_document_formats_are_detected(folder, models):
     talk, text = folder.llava("Hi", "Ho"), {"text": "words"}
     assert read(folder, text).format == "text" and read(folder, talk).format == "llava"
     assert read(folder, {**talk, "text": "the same, rendered"}).format == "llava"

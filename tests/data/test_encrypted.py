@@ -66,7 +66,7 @@ def encrypted(path: Path) -> Path:
     [(kind, how) for kind in ("jsonl", "json", "csv", "parquet", "tar") for how in ("small", "large", "folder")]
     + [(kind, "stream") for kind in ("jsonl", "csv", "parquet")],
 )
-def test_the_rows_are_the_same_and_the_cache_is_empty(tmp_path, monkeypatch, kind, how):
+def test_encrypted_rows_equal_plain_rows_without_cache_files(tmp_path, monkeypatch, kind, how):
     if how != "small":
         monkeypatch.setattr(cache, "SMALL_FILE", 0)
     plain = written(tmp_path, kind)
@@ -82,7 +82,7 @@ def test_the_rows_are_the_same_and_the_cache_is_empty(tmp_path, monkeypatch, kin
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar"])
-def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kind):
+def test_damaged_file_and_missing_key_are_named(tmp_path, monkeypatch, kind):
     path = encrypted(written(tmp_path, kind))
     raw = bytearray(path.read_bytes())
     raw[68 + 100] ^= 1  # in the first chunk
@@ -95,7 +95,7 @@ def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kin
         open_rows(path, tmp_path / "cache")
 
 
-def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_path):
+def test_encrypted_image_is_decoded_and_damage_stops_the_run(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encryption.encrypt(image("red")))
     assert load(path).getpixel((0, 0)) == (255, 0, 0)
@@ -107,7 +107,7 @@ def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.mp4", "libx264"), ("b.webm", "libvpx-vp9")])
-def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_path, monkeypatch, name, codec):
+def test_encrypted_video_is_decoded_and_damage_stops_the_run(tmp_path, monkeypatch, name, codec):
     pytest.importorskip("av")
     from tests.data.test_video import film, greys
 
@@ -124,7 +124,7 @@ def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_pat
         greys(path)
 
 
-def test_without_files_in_memory_it_is_refused(tmp_path, monkeypatch):
+def test_encrypted_data_requires_files_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     path = encrypted(written(tmp_path, "jsonl"))
     monkeypatch.delattr("os.memfd_create")

@@ -90,7 +90,7 @@ def loader(source, **options):
 
 
 @pytest.mark.parametrize("kind", ("jsonl", "parquet", "tar"))
-def test_rows_are_those_of_the_files(tmp_path, kind):
+def test_fetched_rows_equal_local_rows(tmp_path, kind):
     """In the order of files and in training; pickled; counted once; by number as well as by folder."""
     said: list[str] = []
     folder = written(tmp_path / "there", kind)
@@ -105,7 +105,7 @@ def test_rows_are_those_of_the_files(tmp_path, kind):
     assert some.shards == [10, 10, 10] and some[0] == local[20]
 
 
-def test_the_folder_is_bounded_and_holds_what_comes_next(there, tmp_path):
+def test_store_is_bounded_and_has_the_next_files(there, tmp_path):
     """Two windows of two files at a time; workers or none, any ranks, from anywhere: the same rows."""
     size = sum(file.stat().st_size for file in (tmp_path / "there").iterdir())
     limit = 5 * size / SHARDS * 1.8  # as Arrow a file has some 1.6 times the bytes
@@ -126,7 +126,7 @@ def test_the_folder_is_bounded_and_holds_what_comes_next(there, tmp_path):
     assert [sum((share[n] for share in shares), []) for n in range(3)] == whole[10:13]
 
 
-def test_what_the_order_needs_is_fetched_before(there, tmp_path):
+def test_files_are_prefetched_in_order(there, tmp_path):
     source = read(Dataset(path=there, shuffle_buffer=20))
     mixture = Mixture([source], seed=1)
     store = source.rows.store
@@ -145,7 +145,7 @@ def test_what_the_order_needs_is_fetched_before(there, tmp_path):
     ahead.close()
 
 
-def test_several_who_want_a_file_fetch_it_once(there, tmp_path, monkeypatch):
+def test_concurrent_readers_fetch_a_file_once(there, tmp_path, monkeypatch):
     asked: list[str] = []
     own = remote.download
 
@@ -166,7 +166,7 @@ def test_several_who_want_a_file_fetch_it_once(there, tmp_path, monkeypatch):
     assert stores[0].file(shard, wait=False) is not None
 
 
-def test_what_was_used_longest_ago_goes_and_an_open_file_stays(there, tmp_path):
+def test_least_recently_used_file_is_evicted_and_open_file_stays_readable(there, tmp_path):
     found = remote.list_files(there)
     store = Store(tmp_path / "store", 10**9)
     first, second = open_shard(store, found[0]), open_shard(store, found[1])
@@ -218,27 +218,27 @@ def in_memory(there, tmp_path):
 
 
 @pytest.mark.parametrize("how", (ConnectionError("reset by peer"), 100))
-def test_a_fetch_that_breaks_is_tried_again_and_then_named(in_memory, tmp_path, monkeypatch, how):
+def test_failed_fetch_is_retried_then_reported(in_memory, tmp_path, monkeypatch, how):
     shard, store = remote.list_files(in_memory)[1], Store(tmp_path / "store", 10**9)
     flaky = Flaky(monkeypatch, how, 3)
     assert len(open_shard(store, shard)) == 10 and flaky.tries == 4
     flaky = Flaky(monkeypatch, how, 99)
-    with pytest.raises(DataError, match=r"memory://.*part-02\.jsonl cannot be had, in 4 tries \(.*(reset|100 by)"):
+    with pytest.raises(DataError, match=r"memory://.*part-02\.jsonl could not be read in 4 tries \(.*(reset|100 by)"):
         open_shard(store, remote.list_files(in_memory)[2])
     assert flaky.tries == 4 and not [*store.folder.glob(".*.tmp*")]
 
 
-def test_a_file_that_went_or_changed_is_named(in_memory, tmp_path):
+def test_missing_or_changed_remote_file_is_named(in_memory, tmp_path):
     rows = open_fetched(in_memory, tmp_path / "own")
     for file in rows.store.folder.glob("*.arrow"):
         file.unlink()
     system, name = fsspec.filesystem("memory"), f"/{tmp_path.name}/part-0"
     again = open_fetched(in_memory, tmp_path / "own")
     system.rm(f"{name}3.jsonl")
-    with pytest.raises(DataError, match=r"part-03\.jsonl cannot be had \(FileNotFoundError.*; check the URL"):
+    with pytest.raises(DataError, match=r"part-03\.jsonl cannot be read \(FileNotFoundError.*; check the URL"):
         again[35]
     system.pipe(f"{name}4.jsonl", b"{}\n")
-    with pytest.raises(DataError, match=r"part-04\.jsonl cannot be had, in 4 tries \(3 bytes came, and it has"):
+    with pytest.raises(DataError, match=r"part-04\.jsonl could not be read in 4 tries \(3 bytes received, expected"):
         again[45]
     remote.list_files.cache_clear()
     before, fresh = remote.fingerprint(in_memory), open_fetched(in_memory, tmp_path / "own")
@@ -247,7 +247,7 @@ def test_a_file_that_went_or_changed_is_named(in_memory, tmp_path):
     assert remote.fingerprint(in_memory) == before and before["size"] == sum(shard.size for shard in fresh.files)
 
 
-def test_an_index_is_held_to_its_files(tmp_path):
+def test_index_must_match_its_files(tmp_path):
     """Then nothing is fetched at the start."""
     folder = written(tmp_path / "there", "tar")
     entries = [{"url": f"part-{part:02}.tar", "nsamples": ROWS} for part in range(SHARDS)]
@@ -275,17 +275,17 @@ def test_an_index_is_held_to_its_files(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://nowhere", r"memory://nowhere cannot be had \(FileNotFoundError"),
-        ("nosuch://x/y", r"nosuch://x/y cannot be had \(ValueError: Protocol not known: nosuch"),
-        ("file:///etc/hostname", "is of a kind that holds no rows"),
+        ("memory://nowhere", r"memory://nowhere cannot be read \(FileNotFoundError"),
+        ("nosuch://x/y", r"nosuch://x/y cannot be read \(ValueError: Protocol not known: nosuch"),
+        ("file:///etc/hostname", "has a format that is not supported"),
     ],
 )
-def test_what_cannot_be_had(url, message):
+def test_unreadable_urls_are_rejected(url, message):
     with pytest.raises(DataError, match=message):
         open_fetched(url, None)
 
 
-def test_folders_and_numbers_that_cannot_be_used(there, tmp_path):
+def test_invalid_folders_and_ranges_are_rejected(there, tmp_path):
     (tmp_path / "there" / "more.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r"has files of rows of these kinds: \.csv, \.jsonl; it must have files of one"):
         open_fetched(there, None)
@@ -296,7 +296,7 @@ def test_folders_and_numbers_that_cannot_be_used(there, tmp_path):
         open_fetched(there + "/part-{00..09}.jsonl", None)
 
 
-def test_a_broken_row_and_a_broken_file_are_named_by_their_url(tmp_path):
+def test_errors_name_the_url(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\nno\n')
     (tmp_path / "b.csv").write_text("a,a\n1,2\n")
     with pytest.raises(DataError, match=rf"file://{tmp_path}/a.jsonl, row 1: line 2 is not JSON"):
@@ -305,7 +305,7 @@ def test_a_broken_row_and_a_broken_file_are_named_by_their_url(tmp_path):
         open_fetched(f"file://{tmp_path}/b.csv", None)
 
 
-def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
+def test_full_disk_is_reported(there, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -315,13 +315,13 @@ def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
     assert not [*(tmp_path / "store").glob("*.arrow")]
 
 
-def test_windows_that_do_not_fit_are_refused_at_once(there):
+def test_windows_over_the_disk_limit_are_rejected(there):
     source = read(Dataset(path=there, shuffle_buffer=30, fetch_gb=3e-6))
     with pytest.raises(DataError, match=r"30 rows are shuffled together, which are in files of up to .* raise it, or"):
         loader(source)
 
 
-def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
+def test_prefetch_does_not_evict_the_current_window(there):
     """Where two windows are too much, what comes first in the order is here."""
     source = read(Dataset(path=there, shuffle_buffer=20))
     mixture, store = Mixture([source], seed=1), source.rows.store
@@ -340,7 +340,7 @@ def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
     assert {*there_in(store.folder)} == {*first}
 
 
-def test_of_a_part_of_a_set_the_files_without_a_row_are_not_asked_for(there):
+def test_files_beyond_max_samples_are_not_fetched(there):
     source = read(Dataset(path=there, max_samples=ROWS + 1, fetch_gb=3e-6))
     loader(source).close()  # two files fit
     assert [shard for _, shard in Mixture([source], seed=1).shards(0, [0])] == [0, 1]
@@ -351,7 +351,7 @@ def _rows_of(url: str, folder: Path) -> int:
     return sum(int(rows[n]["messages"][1]["content"]) for n in range(59, -1, -1))
 
 
-def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path):
+def test_processes_share_a_store_smaller_than_the_data(there, tmp_path):
     """Each finds every row, whoever removes what meanwhile; and the folder keeps its bound."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(3, context) as pool:
@@ -359,6 +359,6 @@ def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path
     assert 0 < sum(there_in(tmp_path / "own").values()) <= 6000
 
 
-def test_commands_do_not_look_for_a_url_here(there):
+def test_commands_do_not_treat_urls_as_paths(there):
     cfg = load_config_text(f"model: {{path: an/original}}\ndata: {{train: [{{path: '{there}'}}]}}\ntrain: {{steps: 1}}")
     assert missing_files(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0

@@ -61,7 +61,7 @@ def logits(model, batch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_together_are_rows_alone_and_their_answers_are_found(loaded, source, family):
+def test_rows_encoded_together_equal_rows_encoded_alone(loaded, source, family):
     _, processor = loaded(family)
     encoder = Encoder(processor, 512)
     alone = [encoder.encode(source[row]) for row in range(4)]
@@ -79,7 +79,7 @@ def test_rows_together_are_rows_alone_and_their_answers_are_found(loaded, source
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_rows_have_the_logits_of_rows_alone(loaded, source, family):
+def test_padded_rows_have_the_logits_of_single_rows(loaded, source, family):
     model, processor = loaded(family)
     samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
     together, meta = logits(model, collate(samples, 0))
@@ -106,7 +106,7 @@ def gradients(model, batches):
 
 
 @pytest.mark.parametrize("family", trained_families("images"))
-def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
+def test_batch_gradients_equal_sum_of_row_gradients(loaded, source, family):
     """Rows with one image, three, none, and a wide one; in float64, since how far fp32 sums in another order lie apart
     is the CPU's."""
     model, processor = loaded(family)
@@ -123,7 +123,7 @@ def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
             assert float((grad - own[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
 
 
-def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folder):
+def test_single_feature_image_is_independent_of_the_batch(loaded, folder):
     """Mistral 3's stock model takes the width for the number of features."""
     model, processor = loaded("mistral3")
     names = [folder.image("dot.png", (3, 3)), folder.image("more.png", (40, 24))]
@@ -135,7 +135,7 @@ def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folde
     assert float((together[0, : len(dot.input_ids)] - own[0]).abs().max()) <= TOLERANCE
 
 
-def test_images_of_gemma_see_themselves_both_ways(loaded, source):
+def test_gemma_images_attend_bidirectionally(loaded, source):
     """Without kinds of tokens its stock model says nothing, and looks back alone."""
     model, processor = loaded("gemma3")
     sample = Encoder(processor, 512).encode(source[0])
@@ -148,7 +148,7 @@ def test_images_of_gemma_see_themselves_both_ways(loaded, source):
     assert float((both - back).abs().max()) > 1e-3
 
 
-def test_masks_of_tiles_come_to_the_tower_of_smolvlm(loaded, source):
+def test_smolvlm_tower_receives_tile_masks(loaded, source):
     """Its processor makes squares, whose masks hide nothing; here one hides the right half of each tile."""
     model, processor = loaded("smolvlm")
     plain, other = Encoder(processor, 512).encode_all([source[0], source[3]])
@@ -164,7 +164,7 @@ def test_masks_of_tiles_come_to_the_tower_of_smolvlm(loaded, source):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_cut_at_any_length_is_what_the_model_takes(loaded, source, family):
+def test_model_accepts_rows_cut_at_any_length(loaded, source, family):
     model, processor = loaded(family)
     whole = Encoder(processor, 512).encode(source[1])
     seen = set()
@@ -186,7 +186,7 @@ def test_what_is_cut_at_any_length_is_what_the_model_takes(loaded, source, famil
     assert seen >= ({0, 2} if family == "llava_onevision" else {0, 1, 2})
 
 
-def test_a_lone_image_that_was_one_of_several_is_dropped_by_name(loaded, source):
+def test_cut_to_one_of_several_images_drops_the_row(loaded, source):
     processor = loaded("llava_onevision")[1]
     sample = Encoder(processor, 512).encode(source[1])
     room = sample.places[1][0] + 3
@@ -194,7 +194,7 @@ def test_a_lone_image_that_was_one_of_several_is_dropped_by_name(loaded, source)
         Encoder(processor, room, on_long="cut", train_on_prompt=True).encode(source[1])
 
 
-def test_tensors_of_kinds_cover_rows_without_images_in_a_pack(loaded, source):
+def test_token_types_cover_rows_without_images_in_a_pack(loaded, source):
     samples = Encoder(loaded("ernie4_5_vl_moe")[1], 512).encode_all([source[row] for row in (2, 0)])
     batch = collate_pack(samples, 0, 128)
     assert batch["moe_mm_token_type_ids"].shape == batch["input_ids"].shape
@@ -203,7 +203,7 @@ def test_tensors_of_kinds_cover_rows_without_images_in_a_pack(loaded, source):
     assert batch["moe_mm_token_type_ids"].sum() == 6 and batch["mm_token_type_ids"].sum() == 4  # marks and image
 
 
-def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
+def test_unknown_processor_outputs_are_rejected(loaded, source):
     processor = loaded("mistral3")[1]
 
     def call(outputs):
@@ -221,14 +221,14 @@ def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
         assert isinstance(found, DataError)
         return str(found)
 
-    assert "returns target_sizes, which Octavo does not pass on to the model" in call({"target_sizes": [1]})
-    assert "gives image_sizes of 2 for 3 (image), so that rows would take each other's" in call(
+    assert "returns target_sizes, which Octavo does not pass to the model" in call({"target_sizes": [1]})
+    assert "returns image_sizes of length 2 for 3 (image), so rows would get each other's" in call(
         {"image_sizes": np.zeros((2, 2))}
     )
     check_lengths({"image_sizes": [1, 2]}, {"image_sizes": "image"}, {"image": 2})
 
 
-def test_rows_of_pixels_are_shared_out_by_images_where_each_has_one():
+def test_pixel_rows_are_split_by_images():
     outputs = {
         "input_ids": [[5, 5, 5], [5]],
         "pixel_values": np.arange(2.0).reshape(2, 1),
@@ -238,14 +238,14 @@ def test_rows_of_pixels_are_shared_out_by_images_where_each_has_one():
     assert first["pixel_values"].tolist() == [[0.0]] and second["image_sizes"].tolist() == [[1, 1]]
 
 
-def test_arrays_of_other_sizes_are_filled_up_with_zeros():
+def test_concatenate_pads_smaller_arrays_with_zeros():
     found = concatenate([np.ones((1, 2, 3)), np.full((2, 3, 1), 2.0)])
     assert found.shape == (3, 3, 3) and found[0].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert found[2].tolist() == [[2, 0, 0]] * 3
     assert concatenate([np.ones((1, 2)), np.zeros((1, 2))]).tolist() == [[1, 1], [0, 0]]
 
 
-def test_cut_keeps_what_is_left_of_each():
+def test_cut_keeps_remaining_tensors():
     inputs = {
         "kinds": Input("token", np.arange(9)),
         "image_sizes": Input("image", np.arange(6).reshape(3, 2)),

@@ -52,25 +52,25 @@ def answers(template, messages=MESSAGES):
     return [text[start:end] for start, end in spans]
 
 
-def test_answers_with_their_end_of_turn_and_without_glue():
+def test_answer_spans_include_end_of_turn_without_glue():
     assert answers(CHATML) == ["Hello<|im_end|>", "Bye<|im_end|>"]
 
 
-def test_a_last_answer_that_is_rendered_differently():
+def test_last_answer_rendered_differently_is_located():
     assert answers(THINKING) == ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
 
 
-def test_without_an_end_token_the_line_break_is_the_end():
+def test_line_break_ends_answer_if_there_is_no_end_token():
     assert answers(NO_END) == ["Hello\n", "Bye\n"]
 
 
-def test_white_space_in_answers_stays():
+def test_white_space_in_answers_is_kept():
     messages = [MESSAGES[0], {"role": "assistant", "content": " a \n b "}]
     assert answers(CHATML, messages) == [" a \n b <|im_end|>"]
     assert answers(THINKING, [*messages, *MESSAGES[2:]])[0] == " a \n b <|im_end|>"
 
 
-def test_templates_whose_answers_cannot_be_found():
+def test_unlocatable_answers_are_rejected():
     with pytest.raises(
         TemplateProblem, match=r"message 2 so that its answer cannot be found: .*'1: .* at character 0, in"
     ):
@@ -79,7 +79,7 @@ def test_templates_whose_answers_cannot_be_found():
         answers(FORGETFUL)
 
 
-def test_roles_that_a_template_refuses():
+def test_roles_rejected_by_template_are_reported():
     with pytest.raises(
         TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
     ):
@@ -108,7 +108,7 @@ def found(answers, *given):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_learned_answers_are_those_of_prefixes(template):
+def test_spans_by_marks_equal_spans_by_prefixes(template):
     """Whatever texts say, and however the template treats them."""
     ends, known = ["<|im_end|>", "</s>"], Answers(["<|im_end|>", "</s>"])
     render, draw = renderer(template), random.Random(0)
@@ -130,7 +130,7 @@ def test_learned_answers_are_those_of_prefixes(template):
                 assert own == [f"{words}<|im_end|>" for words in said][: len(made)]
 
 
-def test_answers_that_end_otherwise_where_others_follow_are_found_nowhere():
+def test_answers_that_end_differently_before_others_are_rejected():
     """What a model would learn of such an answer is not how it must end one."""
     template = NO_END.replace("content }}", "content }}{{ '.' if loop.last else ',' }}")
     whole = render_messages(MESSAGES, renderer(template))
@@ -138,7 +138,7 @@ def test_answers_that_end_otherwise_where_others_follow_are_found_nowhere():
         Answers(["</s>"]).spans(whole, MESSAGES, renderer(template))
 
 
-def test_answers_of_the_same_roles_are_rendered_no_more():
+def test_known_role_sequences_are_rendered_once():
     def asked(template, rows):
         calls, answers = [], Answers(["<|im_end|>"])
         for turns in rows:

@@ -25,7 +25,7 @@ class Rows(SimpleNamespace):
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 12), st.integers(0, 5), st.integers(0, 3))
-def test_every_row_once_an_epoch_and_of_few_shards_at_a_time(sizes, window, seed, epoch):
+def test_windows_have_every_row_once_and_need_few_shards(sizes, window, seed, epoch):
     rows = WindowShuffle(sizes, window, seed, 1)
     found = [rows.row(epoch, n) for n in range(rows.size)]
     assert sorted(found) == list(range(sum(sizes)))
@@ -43,7 +43,7 @@ def test_every_row_once_an_epoch_and_of_few_shards_at_a_time(sizes, window, seed
     assert [pickle.loads(pickle.dumps(rows)).row(epoch, n) for n in range(rows.size)] == found
 
 
-def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
+def test_window_order_changes_every_epoch_and_is_pinned():
     rows = WindowShuffle([3, 2, 4, 1], 5, 0, 0)
     epochs = [[rows.row(epoch, n) for n in range(10)] for epoch in range(3)]
     assert epochs[0] == [0, 1, 2, 9, 3, 7, 5, 8, 4, 6]
@@ -55,7 +55,7 @@ def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
     st.lists(st.tuples(SIZES, st.integers(1, 9), st.sampled_from([0.5, 1.0, 3.0])), min_size=1, max_size=3),
     st.integers(1, 20), st.integers(0, 3),
 )  # fmt: skip
-def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shards_it_needs(sets, block, seed):
+def test_blocks_draw_every_row_equally_often_and_name_their_shards(sets, block, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
         patch.setattr(order, "BLOCK", block)
@@ -73,7 +73,7 @@ def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shar
             assert (source, owner[row]) in {*drawn.shards(n, [source])}
 
 
-def test_blocks_hold_each_set_in_proportion(monkeypatch):
+def test_blocks_have_each_data_set_in_proportion(monkeypatch):
     """As one shuffled round does, but that a block may have a row more or less."""
     monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
     monkeypatch.setattr(order, "BLOCK", 100)
@@ -83,7 +83,7 @@ def test_blocks_hold_each_set_in_proportion(monkeypatch):
         assert all(abs(count - share) <= 2 for count, share in zip(counts, (90, 9, 1), strict=True)), counts
 
 
-def test_what_is_shuffled_together_where_nobody_says(monkeypatch):
+def test_default_windows_depend_on_size(monkeypatch):
     """All rows of sets that fit, windows of others; files where there are some, else pieces."""
     assert isinstance(make_order(range(50), 0, 0), FullShuffle)
     assert isinstance(make_order(Rows(shards=[5, 5], window=None), 0, 0), FullShuffle)
@@ -96,7 +96,7 @@ def test_what_is_shuffled_together_where_nobody_says(monkeypatch):
     assert (found.sizes.tolist(), found.window) == ([20, 20, 10], 16)
 
 
-def test_a_billion_rows_are_ordered_in_little_memory():
+def test_billion_rows_are_ordered_in_little_memory():
     """Of several sets, in any epoch, at any place; bytes are counted."""
     tracemalloc.start()
     drawn = Mixture([range(10**9), range(10**8), range(77)], seed=5)

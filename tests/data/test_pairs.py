@@ -49,13 +49,13 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_pair_in_all_ways(folder, name):
+def test_all_layouts_of_a_pair_are_equal(folder, name):
     row = pairs(folder, [ONE[name]])[0]
     assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
     assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
 
 
-def test_the_system_of_a_row_is_its_first_turn(folder):
+def test_system_key_becomes_the_first_turn(folder):
     """As LLaMA-Factory writes it beside turns: in pairs, labelled rows, prompts and what SFT reads."""
     own = {"system": "Be brief."}
     turns = {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}]}
@@ -75,7 +75,7 @@ def test_the_system_of_a_row_is_its_first_turn(folder):
             pairs(folder, [row], "conversations")[0]
 
 
-def test_longer_prompts_and_images(folder):
+def test_pairs_with_long_prompts_and_images(folder):
     image = folder.image()
     system = {"role": "system", "content": "Be brief."}
     rows = [
@@ -120,18 +120,18 @@ def test_longer_prompts_and_images(folder):
         ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, r"'instruction' is \['a'\]; expected text"),
     ],
 )  # fmt: skip
-def test_bad_pairs_are_named(folder, row, reason):
+def test_bad_pairs_are_rejected(folder, row, reason):
     with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{reason}"):
         pairs(folder, [ONE["messages"], row])[1]
 
 
-def test_a_format_is_not_taken_and_ignored(folder):
-    with pytest.raises(DataError, match="format is llava, and preferences are read by their keys; leave it out"):
+def test_format_of_preferences_is_rejected(folder):
+    with pytest.raises(DataError, match="format is llava, but preferences are detected by their keys; remove it"):
         pairs(folder, [ONE["messages"]], format="llava")
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3"])
-def test_labels_are_those_of_sft_behind_the_prompt(folder, models, family):
+def test_labels_equal_sft_labels_after_the_prompt(folder, models, family):
     """The tokens are a conversation's like any other, and only the answers that differ are learned."""
     vision = family != "qwen3"
     prompt = [{"role": "user", "content": "<image>" * vision + "Which?"}, LEFT, USER]
@@ -147,7 +147,7 @@ def test_labels_are_those_of_sft_behind_the_prompt(folder, models, family):
     assert pair.nbytes == pair.chosen.nbytes + pair.rejected.nbytes and (pair.row, pair.id) == (0, None)
 
 
-def test_long_pairs(folder, models):
+def test_long_pairs_are_dropped_or_cut(folder, models):
     row = pairs(folder, [{"prompt": "a", "chosen": "long " * 40 + "b", "rejected": "long " * 40 + "c"}])[0]
     with pytest.raises(LongSample, match="row 0: is .* tokens long, seq_length is 40"):
         PairEncoder(models("qwen3"), 40).encode(row)
@@ -157,7 +157,7 @@ def test_long_pairs(folder, models):
         PairEncoder(models("qwen3"), 40, train_on_prompt=True)
 
 
-def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, monkeypatch):
+def test_answers_with_equal_tokens_are_rejected(folder, models, monkeypatch):
     """As by the many templates that strip what a turn says."""
     tokenizer, said = models("qwen3").tokenizer, "message['content'] }}"
     monkeypatch.setattr(
@@ -213,7 +213,7 @@ def test_batches_are_chosen_before_rejected(folder, models):
     assert pair_set(config(folder, rows, eval=[]), processor) is None
 
 
-def test_no_pairs_are_two_rows_that_teach_nothing(folder, models):
+def test_collate_of_no_pairs_is_two_masked_rows(folder, models):
     rows = [{"prompt": "long " * 90, "chosen": "b", "rejected": "c"}, ONE["messages"]]
     cfg = config(folder, rows)
     cfg.train.micro_batch = 1
@@ -240,14 +240,14 @@ def test_labelled_rows(folder):
     assert all(row.conversation.turns[-1].role == "assistant" for row in found)
 
 
-def test_a_pair_may_ask_by_an_image_alone(folder):
+def test_pair_prompt_may_be_only_an_image(folder):
     row = {"instruction": "", "image": folder.image(), "chosen": "a", "rejected": "b"}
     assert len(pairs(folder, [row])[0].chosen.images) == 1
     with pytest.raises(BadSample, match="so nothing is asked"):
         pairs(folder, [{**row, "image": None}])[0]
 
 
-def test_labels_of_a_table_are_texts(folder):
+def test_labels_in_csv_are_parsed(folder):
     path = folder.path / "rows.csv"
     path.write_text("prompt,completion,label\na,b,true\nc,d,False\ne,f,1\ng,h, 0\ni,j,maybe\n")
     found = read(Dataset(path=str(path)), "labelled")
@@ -269,7 +269,7 @@ def test_labels_of_a_table_are_texts(folder):
         ("a", "has 'a'; expected 'label'"),
     ],
 )  # fmt: skip
-def test_bad_labelled_rows_are_named(folder, row, reason):
+def test_bad_labelled_rows_are_rejected(folder, row, reason):
     with pytest.raises(BadSample, match=rf"row 1: .*{reason}"):
         pairs(folder, [LABELLED[0], row], "labelled")[1]
 
@@ -299,7 +299,7 @@ def test_labelled_batches_cross_prompts_and_answers(folder, models):
 @pytest.mark.parametrize(
     ("out", "workers"), [((), 0), ((1,), 0), ((0, 2, 5), 1), ((1, 2, 3, 4, 5), 0), ((0, 1, 3, 4, 5, 6), 0)], ids=str
 )
-def test_ranks_cross_as_one_process_does(folder, models, tmp_path, out, workers):
+def test_crossed_answers_do_not_depend_on_ranks(folder, models, tmp_path, out, workers):
     """The first row of a rank has the answer of the row before it, which another rank trains on: the nearest one that
     is not left out, wherever that is. Rows that are left out are listed once."""
     rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(7)]
@@ -324,7 +324,7 @@ def test_ranks_cross_as_one_process_does(folder, models, tmp_path, out, workers)
     assert sorted(lines) == [*out]
 
 
-def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):
+def test_single_labelled_row_has_no_crossed_labels(folder, models):
     rows = [LABELLED[0], {"prompt": "a", "completion": "b"}]
     cfg = config(folder, rows)
     cfg.train.global_batch = 2

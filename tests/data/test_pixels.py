@@ -93,7 +93,7 @@ SAVED = {
     "palette, PNG": (palette(255, 128, 0), "png", {}),
 }
 REFUSED = {
-    "signed 8 bits": (tiff("<", 8, bytes(3), 3, form=2), "is a TIFF of signed integers, which names no black"),
+    "signed 8 bits": (tiff("<", 8, bytes(3), 3, form=2), "is a TIFF of signed integers, which defines no black"),
     "signed 16 bits": (tiff("<", 16, bytes(6), 3, form=2), "is a TIFF of signed integers"),
     "signed 32 bits": (tiff("<", 32, bytes(12), 3, form=2), "is a TIFF of signed integers"),
     "light": (
@@ -109,7 +109,7 @@ REFUSED = {
     "infinite": (tiff("<", 32, grey("<f4", [0, np.inf, 1]), 3, form=3), "holds F values from 0 to inf"),
     "key of 16 bits": (
         png(16, 2, bytes(18), 3, bytes(6)),
-        "names a transparent colour in 16 bits, of which 8 are read",
+        "has a 16-bit transparent color, of which 8 bits are read",
     ),
 }
 
@@ -118,7 +118,7 @@ OLD = int(PIL.__version__.split(".")[0]) < 13  # refuses TIFFs of two modes, as 
 
 
 @pytest.mark.parametrize("case", BYTES)
-def test_greys(tmp_path, case):
+def test_grey_values_are_scaled(tmp_path, case):
     if OLD and case == "premultiplied":
         pytest.skip(f"Pillow {PIL.__version__} does not read it")
     content, expected = BYTES[case]
@@ -134,14 +134,14 @@ def test_transparency_shows_white(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_say_what_it_means(tmp_path, case):
+def test_ambiguous_pixel_formats_are_rejected(tmp_path, case):
     content, message = REFUSED[case]
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(MediaProblem, match=rf"image .*/a {message}"):
         load(tmp_path / "a")
 
 
-def test_colours_of_print_and_of_eyes(tmp_path):
+def test_cmyk_and_lab_are_converted(tmp_path):
     for mode, colour, kind, expected in (
         ("CMYK", (0, 255, 255, 0), "tif", (255, 0, 0)), ("CMYK", (0, 0, 0, 255), "jpg", (0, 0, 0)),
         ("YCbCr", (76, 85, 255), "tif", (254, 0, 0)), ("LAB", (255, 128, 128), "tif", (255, 255, 255)),
@@ -155,7 +155,7 @@ def test_colours_of_print_and_of_eyes(tmp_path):
         assert np.abs(found - expected).max() <= 2, (mode, found[0, 0])
 
 
-def test_upright_and_the_first_frame(tmp_path):
+def test_orientation_is_applied_and_first_frame_used(tmp_path):
     deep = Image.fromarray(np.array([[0, 65535, 0]], dtype=np.uint16))
     exif = deep.getexif()
     exif[0x0112] = 6
@@ -167,7 +167,7 @@ def test_upright_and_the_first_frame(tmp_path):
         assert np.asarray(load(tmp_path / name))[..., 0].tolist() == [[7, 7, 7]]
 
 
-def test_no_image_starts_a_program(tmp_path, monkeypatch):
+def test_no_decoder_starts_a_program(tmp_path, monkeypatch):
     """Pillow reads PostScript by Ghostscript, and goes by what a file holds, whatever it is called."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")

@@ -51,7 +51,7 @@ def alone(encoder, row):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("open_pixels", [module.OPEN_PIXELS, 600])
-def test_together_as_alone(source, models, monkeypatch, family, open_pixels):
+def test_rows_processed_together_equal_single_rows(source, models, monkeypatch, family, open_pixels):
     monkeypatch.setattr(module, "OPEN_PIXELS", open_pixels)
     encoder = Encoder(models(family), 512)
     every = [source[row] for row in (*range(len(source)), 0)]
@@ -61,7 +61,7 @@ def test_together_as_alone(source, models, monkeypatch, family, open_pixels):
     assert bad == {"internvl": [3, 7], "nvila_lite": [3]}.get(family, [3, 4, 7])  # the words in 7 are others' marks
 
 
-def test_the_processor_is_called_once(source, models, monkeypatch):
+def test_processor_is_called_once(source, models, monkeypatch):
     calls = []
     call = ProcessorCalls._call
     monkeypatch.setattr(ProcessorCalls, "_call", lambda self, rows: calls.append(len(rows)) or call(self, rows))
@@ -71,7 +71,7 @@ def test_the_processor_is_called_once(source, models, monkeypatch):
     assert calls == [4, 2, 3]
 
 
-def test_a_few_rows_start_no_threads_of_the_tokenizer(source, models, monkeypatch):
+def test_small_batches_start_no_tokenizer_threads(source, models, monkeypatch):
     seen = []
     call = ProcessorCalls._call
     monkeypatch.setattr(ProcessorCalls, "_call", lambda *given: seen.append(os.environ[NAME]) or call(*given))
@@ -81,7 +81,7 @@ def test_a_few_rows_start_no_threads_of_the_tokenizer(source, models, monkeypatc
         assert (seen.pop(), os.environ.get(NAME)) == (told, asked)
 
 
-def test_an_image_never_goes_to_another_row(folder, models):
+def test_images_are_never_assigned_to_another_row(folder, models):
     """A template may write an image twice and another not at all: their sums agree with those of the images."""
     processor = copy.copy(models("qwen3_vl"))
     processor.chat_template = processor.chat_template.replace(
@@ -95,7 +95,7 @@ def test_an_image_never_goes_to_another_row(folder, models):
     source, encoder = folder.read(listed), Encoder(processor, 512)
     made = encoder.encode_all([source[row] for row in range(3)])
     assert [isinstance(found, BadSample) for found in made] == [True, True, False]
-    assert "the chat template writes 2 places for its 1 image(s)" in str(made[0])
+    assert "the chat template writes 2 placeholders for 1 image(s)" in str(made[0])
     assert same(made[2], encoder.encode(source[2]))
 
 
@@ -110,7 +110,7 @@ def test_documents(folder, models):
     assert len(made) == 3 and all(map(same, made, map(encoder.encode, every)))
 
 
-def test_what_is_answered_goes_to_who_asked():
+def test_outputs_are_returned_to_their_requests():
     def row(number):
         first = yield ProcessorRequest(f"{number}")
         if number == 2:

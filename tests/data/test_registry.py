@@ -49,7 +49,7 @@ def planted(monkeypatch, tmp_path) -> Path:
     return folder
 
 
-def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, monkeypatch):
+def test_new_format_is_read_listed_cached_and_fetched(planted, tmp_path, monkeypatch):
     def rows(of) -> list:
         return [of[n] for n in range(len(of))]
 
@@ -65,7 +65,7 @@ def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, mon
     assert source._cells and source[0].text == "cat"
 
 
-def test_every_format_has_endings_of_its_own_and_no_repository_is_called_so():
+def test_every_format_has_unique_suffixes():
     row_suffixes = registry.row_suffixes()
     assert len({*row_suffixes}) == len(row_suffixes) and {*row_suffixes} == {*suffixes.ROWS}
     assert registry.row_suffixes(indexed_only=True) == suffixes.TAR

@@ -98,51 +98,51 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ("500", "503", "429", "shorter", "longer"))
-def test_a_server_that_fails_is_tried_again(url, said, monkeypatch, how):
+def test_failing_server_is_retried(url, said, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 3)
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? came, and it has 18"
+    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? received, expected 18"
     assert len(said) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(said, 1))
     assert all(re.search(why, text) for text in said), said
 
 
 @pytest.mark.parametrize("how", ("500", "shorter", "longer"))
-def test_a_server_that_always_fails_is_named_in_the_end(url, said, monkeypatch, how, tmp_path):
+def test_permanently_failing_server_is_reported(url, said, monkeypatch, how, tmp_path):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(.*\); check that this machine"):
+    with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(.*\); check that this machine"):
         open_fetched(url, None)
     assert len(said) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
 
 
 @pytest.mark.parametrize("how", ("404", "410", "403"))
-def test_a_file_that_is_missing_is_not_asked_for_again(url, said, monkeypatch, how):
+def test_missing_remote_file_is_not_retried(url, said, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    said_by_it = rf"rows\.jsonl cannot be had \(Status: the server answered {how}\); check the URL and who may read it"
+    said_by_it = rf"rows\.jsonl cannot be read \(Status: the server answered {how}\); check the URL and who may read it"
     with pytest.raises(DataError, match=said_by_it):
         open_fetched(url, None)
     assert not said and len(Server.answers) == 98
 
 
-def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
+def test_silent_server_is_retried(url, said, monkeypatch):
     """However slow this machine is: the limit is lifted once the server has been given up."""
     monkeypatch.setattr(Server, "answers", ["silent"])
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
     monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    assert said and "rows.jsonl: try 1 of 4 failed (nothing came for 0.05 s)" in said[0]
+    assert said and "rows.jsonl: try 1 of 4 failed (no data received for 0.05 s)" in said[0]
 
 
-def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
+def test_unresponsive_server_is_reported(url, said, monkeypatch):
     monkeypatch.setattr(Server, "answers", ["silent"] * 99)
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(nothing came for 0\.05 s\)"):
+    with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(no data received for 0\.05 s\)"):
         open_fetched(url, None)
     assert len(said) == 4
 
 
-def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
+def test_slow_connection_gets_smaller_blocks(url, said, monkeypatch):
     """No block of the first size ever comes; however slow this machine is, smaller ones come in time."""
 
     class Slow(io.BytesIO):
@@ -159,7 +159,7 @@ def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(said) == 1
 
 
-def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
+def test_abandoned_try_does_not_write(tmp_path, monkeypatch):
     """A try that was given up shares its file with the next one."""
     file, watch = tmp_path / "x", remote._Watch()
     file.write_bytes(b"a" * 18)
@@ -170,6 +170,6 @@ def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
     assert file.read_bytes() == b"a" * 18
 
 
-def test_tries_are_reported_where_they_are_seen(capsys):
+def test_failed_tries_are_printed_to_stderr(capsys):
     remote.report("x")
     assert capsys.readouterr().err == "x\n"

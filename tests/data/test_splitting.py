@@ -40,7 +40,7 @@ CALLED = Turn("assistant", (), ({"function": CALL},))
         ([USER], []),
     ],
 )
-def test_where_questions_end(turns, found):
+def test_find_questions_returns_ends_and_context(turns, found):
     assert find_questions(turns) == found
 
 
@@ -52,7 +52,7 @@ THREE = [(f"r{n}", f"a{n}") for n in (1, 2, 3)]
     [("qwen3_5", THREE, False), ("qwen3", THREE, True), ("qwen3_6", THREE, False),
      ("qwen3_vl", [*WITHIN, block(3)], True)],
 )  # fmt: skip
-def test_every_answer_is_learned_once_with_its_reasoning(folder, encoder, template, answers, opened):
+def test_split_rows_train_on_every_answer_once(folder, encoder, template, answers, opened):
     made, rows = encoder(template), split(folder.read([row("b1"), row(*answers), row("b2", "b3")]))
     assert len(rows) == 6 and [rows.place(n) for n in range(6)] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
     for n in range(3):
@@ -67,7 +67,7 @@ def test_every_answer_is_learned_once_with_its_reasoning(folder, encoder, templa
         rows[6]
 
 
-def test_a_template_whose_earlier_answers_end_otherwise(folder, encoder):
+def test_split_works_if_earlier_answers_end_differently(folder, encoder):
     """As gpt-oss's: no row of two answers can be learned whole, and each of its questions can."""
     other = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}"
@@ -80,7 +80,7 @@ def test_a_template_whose_earlier_answers_end_otherwise(folder, encoder):
     assert [learned(made, made.encode(split(source)[n])) for n in (0, 1)] == [[f"a1{ENDED}"], [f"a2{ENDED}"]]
 
 
-def test_calls_system_and_images_belong_to_their_question(folder, encoder):
+def test_calls_system_and_images_stay_with_their_question(folder, encoder):
     """ShareGPT and messages alike; of images those that were seen, of answers those behind the last question."""
     images = [folder.image(name) for name in ("a.png", "b.png", "c.png", "d.png")]
     turns = [*TURNS[:-2], ("human", {"value": "<image>And this?"}), ("gpt", {"value": "No.", "reasoning": "Red."})]
@@ -99,20 +99,20 @@ def test_calls_system_and_images_belong_to_their_question(folder, encoder):
         assert len(made.encode(found[0]).pixel_values) * 4 == len(second.pixel_values) * 3
 
 
-def test_a_question_that_nobody_answers_is_left_out(folder, encoder):
+def test_unanswered_question_is_left_out(folder, encoder):
     asked = {"messages": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}]}
     made, rows = encoder("qwen3_5"), split(folder.read([asked]))
     assert len(rows) == 1 and learned(made, made.encode(rows[0])) == [f"r1\n</think>\n\na1{ENDED}"]
 
 
-def test_sounds_belong_to_their_question(folder):
+def test_sounds_stay_with_their_question(folder):
     for name in ("a.wav", "b.wav"):
         (folder.path / name).write_bytes(b"nobody listens")
     rows = split(folder.read([folder.llava("<audio>q1", "a1", "<audio>q2", "a2", audio=["a.wav", "b.wav"])]))
     assert [[path.name for path in rows[n].sounds] for n in (0, 1)] == [["a.wav"], ["a.wav", "b.wav"]]
 
 
-def test_a_prompt_with_an_answer_is_split_too(folder, encoder):
+def test_prompt_with_answer_is_split(folder, encoder):
     asked = {"prompt": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}], "answer": ["a2", "x"]}
     made, rows = encoder("qwen3_5"), split(folder.read([asked, {"prompt": "q"}]))
     assert [learned(made, made.encode(rows[n])) for n in (0, 1)] == [[f"r1\n</think>\n\na1{ENDED}"], [f"a2{ENDED}"]]
@@ -120,7 +120,7 @@ def test_a_prompt_with_an_answer_is_split_too(folder, encoder):
         rows[2]
 
 
-def test_rows_are_counted_without_their_files(folder, tmp_path):
+def test_questions_are_counted_without_opening_files(folder, tmp_path):
     """An image that comes later changes no number; a row that is no conversation is one, bad, row."""
     late = folder.llava("<image>q1", "a1", "q2", "a2", image="late.png")
     bad = folder.llava("q1", "a1", "q2", " ")
@@ -142,7 +142,7 @@ def test_rows_are_counted_without_their_files(folder, tmp_path):
         split(folder.read(file), tmp_path)
 
 
-def test_shards_of_a_set_are_counted_in_questions(folder):
+def test_shards_count_questions(folder):
     (folder.path / "set").mkdir()
     for n in (1, 2, 3):
         folder.json([folder.llava(*["q", "a"] * n) for _ in range(4)], f"set/{n}.jsonl")
@@ -185,7 +185,7 @@ def seen(loader, steps, of):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, encoder, cfg, packing):
+def test_epoch_has_every_answer_once_and_resumes(folder, encoder, cfg, packing):
     """20 questions in 8 rows, two of them too long; packed or not, by workers or here, whole or after a stop."""
     made = encoder("qwen3_5")
     cfg = override(cfg, ["data.packing=true", "data.window=20"]) if packing else cfg
@@ -215,7 +215,7 @@ def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, enc
     assert ranks == [sorted(step) for step in whole[:4]]
 
 
-def test_held_out_questions_are_numbered_as_in_their_conversation(encoder, cfg):
+def test_eval_questions_are_numbered_by_conversation(encoder, cfg):
     """Also those that are context, or that a template leaves out: `source` of a row names each."""
     made = encoder("qwen3_5")
     for chosen, wanted in ((cfg, [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]),

@@ -47,7 +47,7 @@ STREAMED = ("jsonl", "csv", "tsv", "parquet", "shards of parquet", "shards of cs
 
 
 @pytest.mark.parametrize(("kind", "stream"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in STREAMED)])
-def test_every_kind_of_file_gives_the_same_batches(folder, models, kind, stream, monkeypatch):
+def test_every_file_format_gives_equal_batches(folder, models, kind, stream, monkeypatch):
     """Rows, tokens, order, a resume in the middle, and all of it through the cache, or past it."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
@@ -67,7 +67,7 @@ def test_every_kind_of_file_gives_the_same_batches(folder, models, kind, stream,
     assert whole == tokens("json")
 
 
-def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
+def test_stream_caches_few_row_groups_and_reads_quoted_lines(folder, monkeypatch):
     """Cells with line ends, marks and quotes in them, long ones, blank lines, a byte order mark; groups come and go."""
     content = b'\xef\xbb\xbfa,b\r\n"x\r\ny","1,""2"""\r\n\r\n"' + b"z" * 200_000 + 'é",\u2028\n3,4'.encode()
     (folder.path / "x.csv").write_bytes(content)
@@ -81,7 +81,7 @@ def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved", "shards of jsonl"))
-def test_the_columns_for_rewards_are_those_of_any_row(folder, kind, monkeypatch):
+def test_reward_columns_include_keys_of_any_row(folder, kind, monkeypatch):
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     rows = [{"question": f"{n}?", "answer": "1"} for n in range(20)]
@@ -100,7 +100,7 @@ def test_the_columns_for_rewards_are_those_of_any_row(folder, kind, monkeypatch)
         assert sorted(source.columns()) == ["hint", "output"]
 
 
-def test_a_row_of_a_table_is_what_json_would_have_said(folder):
+def test_table_rows_equal_json_rows(folder):
     day, price = datetime.date(2026, 1, 2), decimal.Decimal("1.20")
     rows = [
         {"a": None, "b": {"c": None, "d": [1, 2.5]}, "when": day, "price": price},
@@ -115,7 +115,7 @@ def test_a_row_of_a_table_is_what_json_would_have_said(folder):
 @pytest.mark.parametrize(
     "content", (b"a,b\r1,2\r3,4\r", b'a,b\r"1\r\n2",3\r\n4,5', b"a,b\n1\r2,3\n4,5\n", b"\xef\xbb\xbfa,b\r\r\n\r1,2")
 )
-def test_lines_that_end_with_cr_are_the_same_in_a_stream(folder, content):
+def test_cr_line_ends_are_streamed(folder, content):
     (folder.path / "x.csv").write_bytes(content)
     kept, streamed = (open_rows(folder.path / "x.csv", stream=stream) for stream in (False, True))
 
@@ -137,7 +137,7 @@ def not_utf8(*values: bytes) -> pa.Array:
 
 
 @pytest.mark.parametrize("kind", ("parquet", "stream", "saved"))
-def test_a_value_that_cannot_be_read_is_wrong_with_its_row_alone(folder, kind):
+def test_unreadable_value_affects_only_its_row(folder, kind):
     """Times that Python has no value for harm no row; a text that is no text does."""
     numbers = pa.array([0, 1 << 38])
     table = pa.table({
@@ -170,7 +170,7 @@ def test_a_value_that_cannot_be_read_is_wrong_with_its_row_alone(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved"))
-def test_a_key_that_is_null_is_not_there(folder, kind):
+def test_null_keys_are_dropped(folder, kind):
     """Of JSON as of a table, in the looks that tell what rows are and in the rows."""
     spare = dict.fromkeys(("messages", "prompt", "instruction", "output", "chosen", "rejected", "label", "text", "id"))
     talk = {"conversations": folder.llava("hi", "yo")["conversations"]}
@@ -192,7 +192,7 @@ def test_a_key_that_is_null_is_not_there(folder, kind):
         assert (source.format, told) == (truth.format, repr(truth[1]))
 
 
-def test_images_may_stand_in_the_rows(folder, models):
+def test_images_are_read_from_bytes_in_rows(folder, models):
     """As `datasets` writes them; pixels and tokens are those of the files."""
     names = [folder.image(f"{n}.png", color=(9 * n, 80, 200)) for n in range(3)]
     rows = [{"image": name, "conversations": folder.llava("<image>What?", name)["conversations"]} for name in names]
@@ -217,7 +217,7 @@ def test_images_may_stand_in_the_rows(folder, models):
 
 
 @pytest.mark.parametrize("kind", ("json", "parquet", "saved"))
-def test_an_image_of_neither_bytes_nor_path_is_null(folder, kind):
+def test_image_without_bytes_and_path_is_null(folder, kind):
     """As `datasets` and Arrow write the null of a struct."""
     none, name = {"bytes": None, "path": None}, folder.image()
     there = {"bytes": None, "path": name}
@@ -237,19 +237,19 @@ def test_an_image_of_neither_bytes_nor_path_is_null(folder, kind):
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_two_columns_of_one_name_are_refused(folder, stream):
+def test_duplicate_columns_are_rejected(folder, stream):
     table = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["text", "x", "text"])
     parquet.write_table(table, folder.path / "x.parquet")
     with pytest.raises(DataError, match=r"its columns are \['text', 'x', 'text'\], 'text' more than once; rename one"):
         open_rows(folder.path / "x.parquet", stream=stream)
 
 
-def test_columns_have_their_own_names(folder):
+def test_columns_are_renamed(folder):
     rows = [{"question": "q", "solution": f"a{n}", "prompt": "not this", "level": n} for n in range(2)]
     source = folder.read(rows, kind="prompts", columns={"prompt": "question", "answer": "solution"})
     assert source[1].answer == "a1" and source[1].conversation.turns[0].text == "q"
     assert source[1].columns["level"] == 1 and not {"question", "solution"} & source[1].columns.keys()
-    with pytest.raises(DataError, match=r"columns names answer: truth, which none of its first 2 rows has; they have"):
+    with pytest.raises(DataError, match=r"columns names answer: truth, but none of its first 2 rows has it; they have"):
         folder.read(rows, kind="prompts", columns={"answer": "truth"})
 
 
@@ -263,12 +263,12 @@ def test_columns_have_their_own_names(folder):
         ({"instruction": "a", "output": ""}, "turn 2 is an assistant turn without text"),
     ],
 )  # fmt: skip
-def test_bad_alpaca_rows_are_named(folder, row, message):
+def test_bad_alpaca_rows_are_rejected(folder, row, message):
     with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{message}"):
         folder.read([TEXT[0], row], format="alpaca")[1]
 
 
-def test_an_alpaca_row_with_all_it_may_have(folder):
+def test_alpaca_row_with_all_keys(folder):
     row = {"system": "s", "history": [["q1", "a1"]], "instruction": "q2", "input": "i", "output": "a2"}
     turns = [(turn.role, turn.text) for turn in folder.read([row])[0].turns]
     assert turns == [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2\ni"), ("assistant", "a2")]
@@ -283,51 +283,51 @@ def test_an_alpaca_row_with_all_it_may_have(folder):
         ("x.csv", b'a,b\n1,2\n3,"\xff"\n', r"row 1: line 3 holds half a character"),
         ("x.csv", b"a,a\n1,2\n", r"its first line is \['a', 'a'\]; it must name every column, each once"),
         ("x.csv", b'a,b\n1,"2\n', r"is no CSV file: unexpected end of data \(line 2\)"),
-        ("x.csv", b"a,b\n", "holds no rows"),
-        ("x.parquet", b"PAR1no table", r"x\.parquet is no parquet file that can be read"),
+        ("x.csv", b"a,b\n", "has no rows"),
+        ("x.parquet", b"PAR1no table", r"x\.parquet is not a readable parquet file"),
     ],
 )
 @pytest.mark.parametrize("stream", (False, True))
-def test_tables_that_cannot_be_used(folder, name, content, message, stream):
+def test_unusable_tables_are_rejected(folder, name, content, message, stream):
     (folder.path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_rows(folder.path / name, stream=stream)[1]
 
 
 @pytest.mark.parametrize("small", (1 << 30, 0))
-def test_a_broken_page_is_the_files_fault(folder, small, monkeypatch):
+def test_broken_page_is_an_error_of_the_file(folder, small, monkeypatch):
     """Not that of the folder of the cache, which Arrow's OSError would be taken for."""
     monkeypatch.setattr(cache, "SMALL_FILE", small)
     path = saved(folder, TEXT, "parquet")
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 60 + data[64:])
-    with pytest.raises(DataError, match=r"rows\.parquet is no parquet file that can be read"):
+    with pytest.raises(DataError, match=r"rows\.parquet is not a readable parquet file"):
         open_rows(path, folder.path / "cache")
 
 
-def test_folders_that_cannot_be_used(folder):
+def test_unusable_folders_are_rejected(folder):
     (folder.path / "shards").mkdir()
     (folder.path / "shards" / "a.parquet").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file"):
         open_rows(folder.path / "shards")
     folder.json(TEXT, "shards/b.json")
     with pytest.raises(DataError, match=r"shards is a folder with files of several kinds \(\.json, \.parquet\)"):
         open_rows(folder.path / "shards")
     path = saved(folder, TEXT, "saved")
-    with pytest.raises(DataError, match="what `datasets` saved is never copied; leave `stream` out"):
+    with pytest.raises(DataError, match="folders of `datasets` are never copied; remove `stream`"):
         open_rows(path, stream=True)
     both = folder.path / "both"
     datasets.DatasetDict(train=datasets.load_from_disk(str(path))).save_to_disk(str(both))
-    with pytest.raises(DataError, match=r"holds several splits: name the folder of one of them, such as .*both/train"):
+    with pytest.raises(DataError, match=r"has several splits; name the folder of one of them, such as .*both/train"):
         open_rows(both)
     state = json.loads((path / "state.json").read_text())
     state["_data_files"] = [{"filename": "gone.arrow"}]
     (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match=r"is no folder of `datasets` that can be read \(FileNotFoundError"):
+    with pytest.raises(DataError, match=r"is not a readable folder of `datasets` \(FileNotFoundError"):
         open_rows(path)
 
 
-def test_a_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch):
+def test_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch):
     """Bytes in Arrow's memory are counted; few small files stay as they are."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     path = saved(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")

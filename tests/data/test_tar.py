@@ -43,7 +43,7 @@ def talk(*words: str) -> dict[str, Any]:
     return {"messages": [{"role": ("user", "assistant")[n % 2], "content": said} for n, said in enumerate(words)]}
 
 
-def test_what_names_mean(tmp_path):
+def test_member_names_determine_keys(tmp_path):
     path = packed(
         tmp_path / "a.tar",
         ("d/7.json", {"caption": "x", "id": 3}), ("d/7.JPG", b"jpg"), ("d/8.txt", "a cat\n"), ("d/8.png", b"png"),
@@ -61,7 +61,7 @@ def test_what_names_mean(tmp_path):
     }  # fmt: skip
 
 
-def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
+def test_files_replace_their_names_in_the_json(tmp_path):
     parts = [{"type": "image", "image": "1.b.png"}, {"type": "text", "text": "?"}, {"type": "image", "image": "a.png"}]
     path = packed(
         tmp_path / "a.tar",
@@ -79,7 +79,7 @@ def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
     assert rows[4] == {"id": "5", "text": "a text alone hears nothing"}
 
 
-def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, monkeypatch):
+def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
     """Tokens, pixels and order; by files that are opened anew; as a worker gets them; its index is made once."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 1)
@@ -118,7 +118,7 @@ def test_captions_are_documents(tmp_path, models):
     assert source.format == "text" and source[1].images[0].data == b"y" and source[1].text.endswith("A dog.")
 
 
-def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
+def test_truncated_member_is_one_bad_row(tmp_path):
     files = [(f"{n}.json", talk("q", "a" * 600)) for n in range(4)]
     path = packed(tmp_path / "a.tar", *files)
     data = path.read_bytes()
@@ -138,7 +138,7 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     path.write_bytes(data + data)
     assert "data follows its end, as in concatenated tars" in why(open_rows(path), 4)
     (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
-    with pytest.raises(DataError, match=r"b\.tar is a link to a file that is not there"):
+    with pytest.raises(DataError, match=r"b\.tar is a link to a missing file"):
         open_rows(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     ("files", "reason"),
     [
         ([("1.json", "{")], "its 1.json is not JSON: Expecting"),
-        ([("1.json", "3")], "its 1.json is no object and no list of turns"),
+        ([("1.json", "3")], "its 1.json is neither an object nor a list of turns"),
         ([("1.json", b'"\xff"')], "its 1.json is not UTF-8"),
         ([("1.txt", b"\xff")], r"its 1.txt is not UTF-8 (its byte 0)"),
         ([("1.npy", b"x"), ("1.pkl", b"y")], "holds 1.npy, 1.pkl; a row has a json, a txt or an image"),
@@ -159,7 +159,7 @@ def test_bad_rows_are_named(tmp_path, files, reason):
     assert rows[1]["text"] == "good"
 
 
-def test_videos_and_links_are_refused_by_name(tmp_path):
+def test_videos_without_json_and_links_are_rejected(tmp_path):
     path = packed(tmp_path / "a.tar", ("1.json", talk("q", "a")), ("1.mp4", b"x"))
     with pytest.raises(BadSample, match="video"):
         read(Dataset(path=str(path)))[0]
@@ -173,29 +173,29 @@ def test_videos_and_links_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), and rows of a tar are read by position; unpack"),
-        (b"no tar" * 200, r"a\.tar is no tar file that can be read"),
-        (bytes(1024), "holds no rows"),
+        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), but rows of a tar are read by position; decompress"),
+        (b"no tar" * 200, r"a\.tar is not a readable tar file"),
+        (bytes(1024), "has no rows"),
     ],
 )
-def test_what_is_no_tar(tmp_path, content, message):
+def test_invalid_tars_are_rejected(tmp_path, content, message):
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_rows(tmp_path / "a.tar")
 
 
-def test_a_damaged_index_is_named(tmp_path):
+def test_damaged_tar_index_is_named(tmp_path):
     rows = open_rows(packed(tmp_path / "a.tar", ("1.txt", "a")), tmp_path / "cache")
     (index,) = (tmp_path / "cache").glob("*.index")
     index.write_bytes(index.read_bytes()[:50])
-    with pytest.raises(DataError, match=r"\.index is no whole Arrow file any more .*; delete it"):
+    with pytest.raises(DataError, match=r"\.index is not a valid Arrow file .*; delete it"):
         open_rows(tmp_path / "a.tar", tmp_path / "cache")
     assert rows.path.name == "a.tar"
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 9000))
-def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
+def test_damaged_tar_is_read_or_named(tmp_path, damage, end):
     """Bytes changed, and cut off: rows, bad rows that are named, or no tar; nothing else."""
     files = [(f"{n}.{kind}", content) for n in range(3) for kind, content in (("json", talk("q", "a")), ("png", b"x"))]
     path = packed(tmp_path / "a.tar", *files)
@@ -217,8 +217,8 @@ def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
             assert f"a.tar, row {row}" in str(bad)
 
 
-def test_rows_of_tars_are_not_asked_to_stream(tmp_path):
+def test_tars_reject_stream(tmp_path):
     path = packed(tmp_path / "a.tar", ("0.json", talk("q", "a")))
     for named in (path, tmp_path):
-        with pytest.raises(DataError, match="are never copied; leave `stream` out"):
+        with pytest.raises(DataError, match="are never copied; remove `stream`"):
             open_rows(named, stream=True)

@@ -20,7 +20,7 @@ def rows(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_real_source_and_documentation_split_by_file(made):
+def test_text_set_is_split_by_file(made):
     train, test = rows(made.train), rows(made.test)
     assert made.rows == {"train": len(train), "test": len(test)} and len(test) == (len(train) + len(test)) // 10
     sources = [row["source"] for row in (*train, *test)]
@@ -40,7 +40,7 @@ def test_real_source_and_documentation_split_by_file(made):
     assert "PSF License" in card and f"{len(train)} rows" in card
 
 
-def test_the_same_is_accepted_and_nothing_is_overwritten(made, tmp_path, capsys):
+def test_existing_text_set_is_accepted_and_not_overwritten(made, tmp_path, capsys):
     before = made.train.stat().st_mtime_ns
     assert main(["text", str(made.directory)]) == 0 and made.train.stat().st_mtime_ns == before
     assert f"{made.rows['train']} documents to train on and {made.rows['test']} held out" in capsys.readouterr().out
@@ -49,14 +49,14 @@ def test_the_same_is_accepted_and_nothing_is_overwritten(made, tmp_path, capsys)
         text.write(tmp_path)
     (tmp_path / "mine").unlink()
     (tmp_path / "settings.json").write_text('{"layout": 1, "python": "2.7.18"}')
-    with pytest.raises(DataError, match=r"holds another text set \(python: 2.7.18 there, 3"):
+    with pytest.raises(DataError, match=r"contains a different text set \(python: 2.7.18 there, 3"):
         text.write(tmp_path)
     (tmp_path / "settings.json").write_text((made.directory / "settings.json").read_text())
     with pytest.raises(DataError, match=rf"not complete \(0 of {made.rows['train']} rows of train\); remove it"):
         text.write(tmp_path)
 
 
-def test_a_python_without_its_library_as_files_is_refused(tmp_path, monkeypatch):
+def test_python_without_library_files_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
     with pytest.raises(DataError, match="0 source files in .*python.zip, and the text set is made of them"):
         text.write(tmp_path / "set")

@@ -55,7 +55,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("template", "args", "one", "bare", "two", "both"), TABLE)
-def test_what_is_learned(folder, encoder, template, args, one, bare, two, both):
+def test_learned_spans_of_every_template(folder, encoder, template, args, one, bare, two, both):
     """However a row writes reasoning, and whether its shape is known; the two turns of Qwen3.5 have no prefixes."""
     made, context = encoder(template, args), encoder(template, args, mask_reasoning=True)
     forms = [WITHIN] if template == "qwen3_vl" else [APART, WITHIN, RAW]
@@ -64,7 +64,7 @@ def test_what_is_learned(folder, encoder, template, args, one, bare, two, both):
         for count, wanted, words in ((1, one, ["a1"]), (2, two, last)):
             source = folder.read([row(*answers[:count])])
             if wanted is None:
-                with pytest.raises(BadSample, match=r"has reasoning, and prompts end with a closed block of thinking"):
+                with pytest.raises(BadSample, match=r"has reasoning, but prompts end with a closed thinking block"):
                     made.encode(source[0])
             else:
                 sample = made.encode(source[0])
@@ -80,7 +80,7 @@ def test_what_is_learned(folder, encoder, template, args, one, bare, two, both):
             assert written.count("<think>") == {"qwen3_vl": 0}.get(template, count if args == PRESERVE else 1)
 
 
-def test_an_empty_block_is_learned_where_it_is_asked_for(folder, encoder):
+def test_empty_block_is_learned_if_configured(folder, encoder):
     source = folder.read([row("a1", "a2")])
     for template, block in (("qwen3_5", "\n</think>\n\n"), ("qwen3", "<think>\n\n</think>\n\n")):
         made = encoder(template, mask_empty_think=False)
@@ -90,7 +90,7 @@ def test_an_empty_block_is_learned_where_it_is_asked_for(folder, encoder):
     assert (sample.labels[1:] == sample.input_ids[1:]).all()
 
 
-def test_answers_without_a_word_for_their_end(folder, encoder):
+def test_answers_without_end_token_are_located(folder, encoder):
     """GLM's: earlier reasoning becomes an empty block, so neither prefixes nor end tokens tell where answers are."""
     made = encoder("glm")
     for _ in range(3):
@@ -101,7 +101,7 @@ def test_answers_without_a_word_for_their_end(folder, encoder):
     assert learned(shut, shut.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
 
 
-def test_reasoning_that_says_what_the_answer_says(folder, encoder):
+def test_reasoning_equal_to_the_answer_is_located(folder, encoder):
     """Words of the question or the answer are not mistaken for it."""
     for template in ("qwen3", "qwen3_5"):
         made = encoder(template)
@@ -111,7 +111,7 @@ def test_reasoning_that_says_what_the_answer_says(folder, encoder):
         assert sample.lost == 1 and learned(made, sample)[0].endswith(f"6\n</think>\n\n6{ENDED}")
 
 
-def test_long_reasoning_is_refused_before_it_is_rendered(folder, encoder, monkeypatch):
+def test_long_reasoning_is_rejected_before_rendering(folder, encoder, monkeypatch):
     """What fits nowhere is cut; what a template leaves out takes no room, wherever the row has it."""
     made, seen, long = encoder("qwen3_5"), [], "r" * 100_000
     render = made.thinking.render
@@ -123,20 +123,20 @@ def test_long_reasoning_is_refused_before_it_is_rendered(folder, encoder, monkey
         assert learned(made, made.encode(folder.read([row(answer, "a2")])[0])) == [f"a2{ENDED}"]
 
 
-def test_reasoning_that_a_template_loses_is_told(folder, encoder):
+def test_reasoning_dropped_by_template_is_reported(folder, encoder):
     """Qwen3-Omni's takes contents in parts for no questions, and drops the only answer's reasoning in silence."""
     within, apart = folder.read([row(block(1))], "a.json"), folder.read([row(("r1", "a1"))], "b.json")
-    with pytest.raises(BadSample, match="takes away the reasoning of message 2, which no question follows: 'r1'"):
+    with pytest.raises(BadSample, match="drops the reasoning of message 2, although no question follows: 'r1'"):
         encoder("omni").encode(within[0])
     for template in ("omni", "qwen3_vl"):
-        with pytest.raises(BadSample, match="no place for reasoning, and turn 2 has some in a field of its own"):
+        with pytest.raises(BadSample, match="does not support reasoning, but turn 2 has it in a separate field"):
             encoder(template).encode(apart[0])
     with pytest.raises(BadSample, match="no token to learn from, since .* the reasoning of 1 out; set data.split"):
         asked = {"messages": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}]}
         encoder("qwen3_5").encode(folder.read([asked], "c.json")[0])
 
 
-def test_templates_whose_defaults_are_others(folder, encoder):
+def test_templates_with_other_defaults(folder, encoder):
     """Small models of Qwen3.5 think when they are asked to; Qwen3.8's template keeps all reasoning by itself."""
     one, two = (folder.read([row(*APART[:count])], f"{count}.json")[0] for count in (1, 2))
     small = TEMPLATES["qwen3_5"].replace("enable_thinking is false", "enable_thinking is not true")
@@ -148,7 +148,7 @@ def test_templates_whose_defaults_are_others(folder, encoder):
     assert learned(made, made.encode(two)) == [block(1, False) + ENDED, block(2, False) + ENDED]
 
 
-def test_a_template_may_read_reasoning_by_another_name(folder, encoder):
+def test_template_reads_reasoning_under_another_name(folder, encoder):
     made = encoder(TEMPLATES["qwen3_5"].replace("m.reasoning_content", "m.thinking"))
     for answers in (APART, RAW):
         assert learned(made, made.encode(folder.read([row(*answers)])[0])) == [f"{block(2, False)}{ENDED}"]
@@ -163,7 +163,7 @@ def test_raw_output_gets_no_second_block(folder, encoder):
     assert made.tokenizer.decode(sample.input_ids).count("<think>") == 1
 
 
-def test_an_answer_may_speak_of_the_marks(folder, encoder):
+def test_answer_may_mention_the_marks(folder, encoder):
     said = "Models write <think>x</think> first."
     made = encoder("qwen3_5")
     assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
@@ -177,7 +177,7 @@ def test_an_answer_may_speak_of_the_marks(folder, encoder):
         encoder(blind).encode(folder.read([row(said)])[0])
 
 
-def test_reasoning_that_a_row_has_twice_is_written_once(folder, encoder):
+def test_duplicate_reasoning_is_written_once(folder, encoder):
     """In a field and between marks, as servers return it beside what the model wrote; marks left around a field."""
     forms = [("r1", block(1)), ("r1", block(1, False)), ("<think>\nr1\n</think>", "a1"), ("r1", "<think>\n</think>a1")]
     for template in ("qwen3", "qwen3_5"):
@@ -191,27 +191,25 @@ def test_reasoning_that_a_row_has_twice_is_written_once(folder, encoder):
     assert learned(made, made.encode(folder.read([row(("r1", said))])[0])) == [f"r1\n</think>\n\n{said}{ENDED}"]
 
 
-def test_reasoning_that_never_ends_or_leads_nowhere_is_refused(folder, encoder):
+def test_unterminated_or_unanswered_reasoning_is_rejected(folder, encoder):
     """What was cut off while it thought would be learned as an answer behind an empty block."""
     made = encoder("qwen3_5")
     for answer in ("<think>\nr1", ("r1", "<think>r2"), "<think>r1</think><think>r2</think>a1"):
-        with pytest.raises(
-            BadSample, match="turn 2 has words that begin with <think>: reasoning that does not end, or"
-        ):
+        with pytest.raises(BadSample, match="turn 2 has text that begins with <think>: reasoning without an end, or"):
             made.encode(folder.read([row(answer)])[0])
     for template in ("qwen3_5", "qwen3_vl"):
         with pytest.raises(BadSample, match="turn 2 is an assistant turn without text after its reasoning"):
             encoder(template).encode(folder.read([row("<think>r1</think>\n")])[0])
 
 
-def test_masked_reasoning_may_speak_of_the_mark_that_closes_it(folder, encoder):
+def test_masked_reasoning_may_mention_its_closing_mark(folder, encoder):
     for template in ("qwen3", "qwen3_5"):
         made = encoder(template, mask_reasoning=True)
         sample = made.encode(folder.read([row(("so </think> is a mark", "a1"))])[0])
         assert learned(made, sample) == [f"a1{ENDED}"]
 
 
-def test_words_that_a_template_passes_over_are_told(folder, encoder):
+def test_words_dropped_by_template_are_reported(folder, encoder):
     """Llama's writes a call and not what is said beside it; Qwen3-VL's no turn of the system but the first."""
     call = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     turns = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "blue"}, *row("a1")["messages"]]
@@ -219,11 +217,11 @@ def test_words_that_a_template_passes_over_are_told(folder, encoder):
     silent = TEMPLATES["qwen3_vl"].replace("said(m.content)", "said('' if m.tool_calls else m.content)")
     made = encoder("qwen3_vl")
     assert len(learned(made, made.encode(source[0]))) == 2
-    with pytest.raises(BadSample, match="the chat template takes away words of message 2: 'I look.'"):
+    with pytest.raises(BadSample, match="the chat template drops words of message 2: 'I look.'"):
         encoder(silent).encode(source[0])
     late = {"messages": [*row("a1")["messages"], {"role": "system", "content": "Be brief."}, *row("a2")["messages"]]}
     for kind, read in ((Encoder, "conversations"), (PromptEncoder, "prompts")):
-        with pytest.raises(BadSample, match="no place for message 3, of the system, and would leave it out; put its"):
+        with pytest.raises(BadSample, match="would drop message 3, a system message; put its"):
             encoder("qwen3_vl", kind=kind).encode(folder.read([late], kind=read)[0])
     made = encoder("qwen3")
     assert len(learned(made, made.encode(folder.read([late])[0]))) == 2
@@ -244,17 +242,17 @@ def test_reasoning_without_marks_cannot_be_masked(folder, encoder):
         ({"reasoning_content": 7}, "turn 2 has the reasoning_content 7; expected text"),
         ({"reasoning_content": "r", "thinking": "s"}, "turn 2 has different reasoning in reasoning_content and"),
         ({"role": "user", "reasoning_content": "r"}, "turn 2, of the user, has reasoning_content; only an assistant's"),
-        ({"reasoning": "\ud800"}, "its text holds half a character"),
+        ({"reasoning": "\ud800"}, "its text contains a lone surrogate"),
         ({"content": " ", "reasoning": "r"}, "turn 2 is an assistant turn without text"),
     ],
 )  # fmt: skip
-def test_bad_reasoning_is_named(folder, change, message):
+def test_bad_reasoning_is_rejected(folder, change, message):
     good = row("a1", "a2")["messages"]
     with pytest.raises(BadSample, match=rf"row 1: .*{message}"):
         folder.read([{"messages": good}, {"messages": [good[0], {**good[1], **change}, *good[2:]]}])[1]
 
 
-def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
+def test_turns_with_weight_zero_are_context(folder, encoder):
     """As OpenAI's rows say it, or others; such an answer is no reason for a row of its own."""
     for template, last in (("qwen3_vl", "a3"), ("qwen3_5", "r3\n</think>\n\na3")):
         made, third = encoder(template), "a3" if template == "qwen3_vl" else ("r3", "a3")
@@ -286,14 +284,14 @@ def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
         ({"role": "assistant", "content": "x", "weight": 0.5}, "has the weight 0.5; expected 1 or 0, true or false"),
     ],
 )  # fmt: skip
-def test_what_a_turn_asks_in_vain_is_told(folder, turn, message):
+def test_invalid_weights_of_turns_are_rejected(folder, turn, message):
     asked = {"from": "human", "value": "q"} if "from" in turn else {"role": "user", "content": "q"}
     with pytest.raises(BadSample, match=f"turn 2 {message}"):
         folder.read([{"conversations": [asked, turn]}])[0]
 
 
 @pytest.mark.parametrize("where", ["reasoning", "arguments", "tools"])
-def test_what_is_spelt_out_of_sight_is_found(folder, encoder, where):
+def test_control_tokens_in_hidden_text_are_noted(folder, encoder, where):
     """Control tokens in reasoning, in a call's arguments and in tools become what they spell, as in words."""
 
     def spelling(said):
@@ -306,7 +304,7 @@ def test_what_is_spelt_out_of_sight_is_found(folder, encoder, where):
         return {"messages": turns, "tools": [{**TOOL, "description": said if where == "tools" else ""}]}
 
     made = encoder("qwen3_5")
-    with pytest.raises(BadSample, match=r"its text spells the model's own placeholder '<\|image_pad\|>'; remove it"):
+    with pytest.raises(BadSample, match=r"its text contains the model's placeholder '<\|image_pad\|>'; remove it"):
         made.encode(folder.read([spelling("<|image_pad|>")])[0])
     assert [action for action, _ in made.encode(folder.read([spelling(ENDED)], "b.json")[0]).notes] == [CONTROL_TOKENS]
 
@@ -333,7 +331,7 @@ def as_messages(turns):
         yield {"role": role, **said, **thought}
 
 
-def test_tools_system_and_images_in_rows_that_think(folder, encoder):
+def test_reasoning_works_with_tools_system_and_images(folder, encoder):
     """ShareGPT and messages alike: calls are answers too, of several images a turn each is counted."""
     images = [folder.image(name) for name in ("a.png", "b.png", "c.png")]
     rows = {
@@ -359,7 +357,7 @@ def test_tools_system_and_images_in_rows_that_think(folder, encoder):
     assert learned(made, sample) == [f"Quite.{ENDED}"] and sample.lost == 2
 
 
-def test_prompts_and_pairs_are_opened_as_asked(folder, encoder):
+def test_prompts_and_pairs_use_template_arguments(folder, encoder):
     prompt = folder.read([{**row("a1"), "answer": "a"}], kind="prompts")[0]
     for args, opening in (((), "<think>\n"), (NO_THINKING, "<think>\n\n</think>\n\n")):
         made = encoder("qwen3_5", args, PromptEncoder)
@@ -389,7 +387,7 @@ RAW_TURNS = [{"from": "human", "value": "q2"}, {"from": "gpt", "value": "a2"}]
         ({"conversations": [{"from": "human", "value": "q1"}, SPOKEN]}, "conversations"),
     ],
 )
-def test_no_way_of_writing_a_row_loses_reasoning(folder, encoder, asked, kind):
+def test_every_row_layout_keeps_reasoning(folder, encoder, asked, kind):
     made = encoder("qwen3_5", kind=LabelledEncoder if kind == "labelled" else Encoder)
     format = "prompt" if "prompt" in asked and kind == "conversations" else "auto"
     sample = made.encode(folder.read([asked], kind=kind, format=format)[0])
@@ -398,12 +396,12 @@ def test_no_way_of_writing_a_row_loses_reasoning(folder, encoder, asked, kind):
         assert folder.read([asked], kind="prompts", format=format)[0].answer == "a1"
 
 
-def test_counts_of_tokens_belong_to_the_arguments(encoder):
+def test_token_counts_depend_on_template_arguments(encoder):
     first, same, other = (encoder("qwen3_5", args) for args in ((), (), NO_THINKING))
     assert _encoder_fingerprint(first) == _encoder_fingerprint(same) != _encoder_fingerprint(other)
 
 
-def test_reasoning_is_found_in_texts_that_begin_with_it(folder):
+def test_reasoning_at_text_start_is_split(folder):
     turn = folder.read([row("<think>r\n</think>\n\n a ")])[0].turns[1]
     assert (split_reasoning(turn).reasoning, split_reasoning(turn).text) == ("r", " a ")
     turn = folder.read([row("[THINK]r[/THINK]a")], "b.json")[0].turns[1]

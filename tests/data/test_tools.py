@@ -63,14 +63,14 @@ def test_calls_and_answers_are_learned(folder, models, family, form):
     assert learned == '<call>weather{"city": "Bern"}</call><|im_end|>No.<|im_end|>'
 
 
-def test_a_table_whose_rows_differ_says_the_same(folder, models):
+def test_tools_in_tables_equal_tools_in_json(folder, models):
     """Parquet has one type for all turns: what a turn has not, is null there."""
     parquet.write_table(pa.Table.from_pylist([ROW, {"messages": TURNS[:1] + TURNS[3:]}]), folder.path / "x.parquet")
     source, truth = folder.read(folder.path / "x.parquet"), folder.read([ROW])[0]
     assert source[0].turns == truth.turns and source[0].tools == truth.tools and source[1].tools == ()
 
 
-def test_prompts_and_pairs_offer_tools_too(folder, models):
+def test_prompts_and_pairs_support_tools(folder, models):
     asked = {"tools": [TOOL], "prompt": SPOKEN[:3], "answer": "No."}
     prompt = folder.read([asked], kind="prompts")[0].conversation
     assert [turn.role for turn in prompt.turns] == ["user", "assistant", "tool"] and prompt.tools == (TOOL,)
@@ -97,12 +97,12 @@ def test_prompts_and_pairs_offer_tools_too(folder, models):
         ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{**CALL, "id": 7}]}]}, "a call with the id 7;"),
     ],
 )  # fmt: skip
-def test_bad_calls_are_named(folder, change, message):
+def test_bad_calls_are_rejected(folder, change, message):
     with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{message}"):
         folder.read([ROW, {**ROW, **change}])[1]
 
 
-def test_calls_and_what_comes_back_keep_their_ids(folder, models):
+def test_calls_and_results_keep_their_ids(folder, models):
     """As templates of Mistral's models ask for them."""
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "abc", "type": "function", "function": CALL}]}
     source = folder.read(
@@ -117,9 +117,9 @@ def test_calls_and_what_comes_back_keep_their_ids(folder, models):
     assert "<call>abcweather" in text and "<|im_start|>toolweatherabc\ndry" in text
 
 
-def test_a_template_that_passes_over_tools_is_told(folder, models):
+def test_template_without_tools_is_rejected(folder, models):
     silent = TEMPLATE.replace("{%- if tools %}", "{%- if false %}")
-    with pytest.raises(BadSample, match="the chat template has no place for tools, and the row offers some"):
+    with pytest.raises(BadSample, match="the chat template does not support tools, but the row has some"):
         encoder(models, template=silent).encode(folder.read([ROW])[0])
     silent = TEMPLATE.replace("m.tool_calls or []", "[]")
     with pytest.raises(BadSample, match="no place for calls of tools, and an assistant calls 'weather'"):

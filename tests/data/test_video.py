@@ -128,7 +128,7 @@ def row(folder: Path, *names, text="<video>what?", form="sharegpt", answer="a di
     return parse({"conversations": turns, **listed, **more}, form, file="rows", row=3, images=folder)
 
 
-def test_a_video_is_named_in_every_layout(folder):
+def test_videos_are_read_from_every_layout(folder):
     plain = row(folder, "a.mp4")
     assert plain.turns[0].parts[0] == VideoRef("a.mp4") and [path.name for path in plain.videos] == ["a.mp4"]
     parts = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "what?"}]
@@ -154,19 +154,19 @@ def test_a_video_is_named_in_every_layout(folder):
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
         *(
-            (("frames",), {"fps": fps}, "has the fps .*; expected frames a second, a number above 0, at most 1000")
+            (("frames",), {"fps": fps}, "has the fps .*; expected frames per second, a number above 0 and at most 1000")
             for fps in (0, -1, True, "fast", float("nan"), 1001, [4])
         ),
         (("a.mp4",), {"fps": 2}, "has the fps 2, and no folder of frames, .* set data.video.fps"),
     ],
 )
-def test_what_no_row_may_say(folder, names, more, said):
+def test_invalid_media_rows_are_rejected(folder, names, more, said):
     with pytest.raises(BadSample, match=said):
         row(folder, *names, **more)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "b.webm"])
-def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monkeypatch):
+def test_frames_are_selected_by_time_with_seeks(folder, name, monkeypatch):
     film = video_files.select_frames(folder / name, Every())
     assert (film.total, film.fps) == (24, RATE)  # webm has no number of frames in its header
     assert len(film.keys) == 4 or name != "a.mp4"
@@ -184,7 +184,7 @@ def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monke
     assert name != "a.mp4" or len(decoded) <= 1 + 2 + 4  # the first, 0 and 1, 18 to 21
 
 
-def test_a_variable_rate_keeps_its_time(tmp_path):
+def test_variable_frame_rate_keeps_timing(tmp_path):
     times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # at rest for two seconds
     path = film(tmp_path / "v.mp4", len(times), times=times)
     found = video_files.select_frames(path, Every())
@@ -194,49 +194,49 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
     assert wanted != list(range(8))
 
 
-def test_frames_that_begin_late_are_not_taken_for_a_rest(tmp_path):
+def test_late_first_frame_is_not_a_truncation(tmp_path):
     path = film(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
     found = video_files.select_frames(path, Every(), FileLimits(seconds=2.0))
     assert (found.total, found.fps) == (6, RATE) and greys(path) == pytest.approx(GREYS[:6], abs=1)
 
 
-def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
+def test_undecodable_key_frames_fall_back_to_the_first(tmp_path):
     """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
     path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
     assert len(video_files.select_frames(path, Every()).keys) > 1
     assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_is_rejected_without_reading(tmp_path):
     os.mkfifo(tmp_path / "endless.mp4")
-    with pytest.raises(Mismatch, match="is no file"):
+    with pytest.raises(Mismatch, match="is not a file"):
         video_files.select_frames(tmp_path / "endless.mp4", Every())
 
 
-def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
+def test_frame_folder_is_ordered_by_numbers(folder):
     assert greys(FrameFolder(folder / "frames", 4.0)) == GREYS[:12]
     assert greys(FrameFolder(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
 
 
-def test_odd_names_of_frames(tmp_path):
+def test_invalid_frame_names_are_rejected(tmp_path):
     for name in ("1.png", "\N{SUPERSCRIPT TWO}5.png", "10.png", "x.png"):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     names = [path.name for path in video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())]
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
     (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
-    with pytest.raises(Mismatch, match="2.png is no file; restore or remove it"):
+    with pytest.raises(Mismatch, match="2.png is not a file; restore or remove it"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
-    with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
+    with pytest.raises(Mismatch, match="2.png is not a file|cannot be read"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
-    with pytest.raises(Mismatch, match="two frames of one name; remove one"):
+    with pytest.raises(Mismatch, match="two frames with one name; remove one"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
 
 
-def test_the_cover_of_a_song_is_no_video(tmp_path):
+def test_cover_image_is_not_a_video(tmp_path):
     with av.open(str(tmp_path / "song.mp4"), "w") as container:
         cover, song = container.add_stream("mjpeg", rate=1), container.add_stream("aac", rate=16000)
         cover.width, cover.height, cover.pix_fmt, song.layout = 16, 16, "yuvj420p", "mono"
@@ -252,7 +252,7 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_frames_of_a_folder_are_resized_without_a_warning(folder):
+def test_folder_frames_are_resized_without_warning(folder):
     takes = SimpleNamespace(indices=lambda *_: [0, 1], size=lambda *_: (32, 32), tokens=lambda *_: 1)
     assert video_files.load(video_files.select_frames(FrameFolder(folder / "frames", 8.0), takes)).frames.shape == (
         2,
@@ -294,7 +294,7 @@ def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray
         ((0.5, 0.004, -0.004, 0.5), lambda image: image),  # half a degree, and half as large
     ],
 )
-def test_a_video_is_upright(tmp_path, matrix, shown):
+def test_display_matrix_is_applied(tmp_path, matrix, shown):
     """A phone writes how it was held into the matrix of the track, and a camera that looks at its owner a mirror."""
     image = shown(_turned(tmp_path / "t.mp4", matrix))
     found = video_files.select_frames(tmp_path / "t.mp4", Every())
@@ -303,13 +303,15 @@ def test_a_video_is_upright(tmp_path, matrix, shown):
 
 
 @pytest.mark.parametrize("matrix", ((0.7, 0.7, -0.7, 0.7), (1, 0.5, 0, 1), (1, 0, 1, 0), (1, 0, 0, 0)))
-def test_a_video_that_is_shown_aslant_is_refused(tmp_path, matrix):
+def test_oblique_display_matrix_is_rejected(tmp_path, matrix):
     _turned(tmp_path / "t.mp4", matrix)
-    with pytest.raises(Mismatch, match=r"t\.mp4 is to be shown by the matrix \(.*\), which is no quarter turn"):
+    with pytest.raises(
+        Mismatch, match=r"t\.mp4 has the display matrix \(.*\), which is not a multiple of a quarter turn"
+    ):
         video_files.select_frames(tmp_path / "t.mp4", Every())
 
 
-def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
+def test_frames_of_two_sizes_are_rejected(processors, tmp_path):
     """In a folder, also by what EXIF turns, and in a file that changes its size on the way."""
     sizes = {"wide": (32, 16), "turned": (16, 16), "high": (16, 24)}
     for name, size in sizes.items():
@@ -356,7 +358,7 @@ def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
     return (folder / "joined.mkv").read_bytes()
 
 
-def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
+def test_resized_pixels_match_stock_classes(tmp_path):
     frames = np.random.RandomState(0).randint(0, 256, (3, 40, 24, 3), np.uint8)
     whole = torch.from_numpy(frames).permute(0, 3, 1, 2)
     wanted = F.interpolate(whole, (16, 32), mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
@@ -368,15 +370,15 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
     [
         ("cut.mp4", {}, "cannot be decoded|is truncated"),
         ("cut.webm", {}, "cannot be decoded|is truncated"),
-        ("noise.mp4", {}, "cannot be decoded|holds no"),
+        ("noise.mp4", {}, "cannot be decoded|has no"),
         ("empty.mp4", {}, "is empty"),
-        ("text.mp4", {}, "none of mp4, mov, webm and mkv"),
+        ("text.mp4", {}, "not mp4, mov, webm or mkv"),
         ("sound.mp4", {}, "holds only sound"),
         ("nothing", {}, "a folder without a frame"),
         ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
-        ("a.mp4", {"seconds": 2.0}, "is 3 s long, and 2 are the most .data.video.max_seconds"),
-        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, and 2 are the most"),
-        ("a.mp4", {"megabytes": 1e-4}, "MB, and 0.0001 are the most .data.video.max_megabytes"),
+        ("a.mp4", {"seconds": 2.0}, "is 3 s long, over the limit of 2 s .data.video.max_seconds"),
+        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, over the limit of 2 s"),
+        ("a.mp4", {"megabytes": 1e-4}, "MB, over the limit of 0.0001 .data.video.max_megabytes"),
         ("a.mp4", {"megapixels": 1e-4}, "frames of 16 x 16 pixels, over the limit of 0.0001 megapixels"),
     ],
 )
@@ -387,7 +389,7 @@ def test_bad_videos_are_bad_samples(folder, processors, name, limits, said):
     assert caught.value.row == 3 and name in caught.value.reason
 
 
-def test_a_length_that_is_a_lie_costs_nothing(folder, tmp_path):
+def test_false_length_in_header_is_rejected_early(folder, tmp_path):
     data = bytearray((folder / "b.webm").read_bytes())
     at = data.find(b"\x44\x89\x88") + 3  # Duration, a float of 8 bytes
     assert at > 3
@@ -398,7 +400,7 @@ def test_a_length_that_is_a_lie_costs_nothing(folder, tmp_path):
             video_files.select_frames(tmp_path / "lie.webm", Every())
 
 
-def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
+def test_missing_pyav_is_named(folder, processors, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -411,7 +413,7 @@ def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder, "a.mp4"))
 
 
-def test_who_takes_no_videos_says_so(folder, processors, models):
+def test_models_without_video_support_reject_videos(folder, processors, models):
     for kind, said in (
         ("gemma3", "videos are not supported for this model"),
         ("qwen3", "videos are not supported for this model"),
@@ -431,7 +433,7 @@ def prompt(folder: Path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
-def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, processors, kind):
+def test_prompt_converts_videos_to_images(folder, processors, kind):
     """What the model makes of it is what it makes of the same row with a video."""
     asked = prompt(folder)
     made = PromptEncoder(processors[kind], 512).encode(asked)
@@ -445,7 +447,7 @@ def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, 
         assert torch.allclose(forward(collate([made], 0)), forward(collate([whole], 0)), atol=1e-5)
 
 
-def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
+def test_pair_answers_share_the_video(folder, processors):
     said = {"chosen": "b", "rejected": "c", "video": "a.mp4"}
     pair = parse_pair({"prompt": "<video>a", **said}, "pairs", file="rows", row=3, images=folder)
     assert pair.videos == (folder / "a.mp4",) and pair.context_answers == 0
@@ -457,7 +459,7 @@ def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
             for name, one in of.extra.items():
                 assert np.array_equal(own.extra[name].values, one.values)
     labelled = {"prompt": "a", "completion": [{"role": "assistant", "content": "<video>b"}], "label": True}
-    with pytest.raises(BadSample, match="a video in the answer that is labelled, and answers are text"):
+    with pytest.raises(BadSample, match="a video in the answer that is labelled, but answers are text"):
         parse_labelled({**labelled, "video": "a.mp4"}, "labelled", file="rows", row=3, images=folder)
 
 
@@ -472,7 +474,7 @@ def mixed(folder: Path) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(folder, processors, kind):
+def test_batch_of_videos_images_and_text_matches_stock_model(folder, processors, kind):
     torch.manual_seed(0)
     model = models.load(folder / kind, dtype=torch.float32)
     encoder = Encoder(processors[kind], 512)
@@ -508,7 +510,7 @@ def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, kind):
+def test_rows_are_cut_before_a_video_never_inside(folder, processors, kind):
     encoder, cutting = Encoder(processors[kind], 512), None
     turns = [("human", "<video>what?"), ("gpt", "one"), ("human", "<video><image>and?"), ("gpt", "two")]
     held = row(folder, "a.mp4", "b.webm", text=turns, images=["i.png"])
@@ -543,7 +545,7 @@ def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, ki
         Encoder(processors[kind], first[1] - 1, on_long="cut").encode(held)
 
 
-def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
+def test_tar_rows_contain_their_videos(folder, tmp_path):
     import json
     import tarfile
 
@@ -557,14 +559,14 @@ def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
     assert isinstance(video, InlineVideo) and video.name == "1.mp4" and greys(video, 5) == [GREYS[5]]
 
 
-def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
+def test_frame_folder_rejects_outside_links(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
-    with pytest.raises(Mismatch, match="whose f99.png is a link out of it; copy the file there"):
+    with pytest.raises(Mismatch, match="whose f99.png is a link to a file outside it; copy the file there"):
         video_files.select_frames(FrameFolder(tmp_path / "f", 4.0), Every())
 
 
-def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
+def test_digit_clips_are_reproducible(tmp_path):
     from octavo.data.builtin import digit_clips
 
     made = [digit_clips.write(tmp_path / name, 3, 2, digits=2, hold=3) for name in ("a", "b")]
@@ -582,7 +584,7 @@ def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
         digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3)
 
 
-def test_names_of_the_protocol_are_those_of_the_families():
+def test_sampler_protocol_matches_the_families():
     assert (
         all(hasattr(VideoProcessor, name) for name in ("indices", "size", "tokens"))
         and video_refs.PLACEHOLDER == "<video>"

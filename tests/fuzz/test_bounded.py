@@ -34,14 +34,14 @@ def _fork() -> None:
         (lambda: subprocess.run(["true"]), "started subprocess.Popen"),
     ],
 )
-def test_an_outcome_is_judged(reader, what) -> None:
+def test_outcomes_are_classified(reader, what) -> None:
     found: list[Finding] = []
     outcome(reader, HERE, "case 1", found)
     assert [f.case for f in found] == ["case 1"] * (what is not None)
     assert all(f.what.startswith(what) for f in found)
 
 
-def test_what_goes_beyond_its_bounds_is_found() -> None:
+def test_exceeded_bounds_are_reported() -> None:
     found: list[Finding] = []
     with bounds("hang", found, seconds=0.05):
         time.sleep(5)

@@ -188,7 +188,7 @@ def test_damaged_columns() -> None:
 
 
 @pytest.mark.parametrize(("seed", "case"), [(100, 1661), (100, 3359), (101, 1000), (293664, 147)])
-def test_cases_that_were_findings(seed: int, case: int) -> None:
+def test_former_findings_are_handled(seed: int, case: int) -> None:
     """Columns of another file taken for texts; statistics in a footer that made pyarrow end the process; a name of a
     column that is no UTF-8."""
     assert run(seed, 1, only=case) == []

@@ -238,7 +238,7 @@ def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> 
 
 
 @pytest.mark.long
-def test_whatever_is_damaged_is_read_or_refused():
+def test_damaged_configurations_are_read_or_rejected():
     told: Counter[str] = Counter()
     assert run(13, 400, told=told) == []
     assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(told)

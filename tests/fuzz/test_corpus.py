@@ -44,7 +44,7 @@ def _write(entry: dict[str, Any], folder: Path, checkpoints: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("file", sorted(CORPUS.glob("*.json")), ids=lambda file: file.stem)
-def test_an_input_that_once_failed_is_handled(
+def test_former_failing_inputs_are_handled(
     file: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     entry = json.loads(file.read_text(encoding="utf-8"))

@@ -113,7 +113,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 @pytest.mark.long
-def test_damaged_folders_are_read_rightly_or_refused() -> None:
+def test_damaged_folders_are_read_correctly_or_rejected() -> None:
     assert run(seed=13, cases=200) == []
 
 

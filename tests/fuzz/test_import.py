@@ -166,7 +166,7 @@ def _cannot_be_written(text: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def test_damaged_files_are_translated_or_refused_by_a_sentence() -> None:
+def test_damaged_files_are_translated_or_rejected() -> None:
     assert not run(1, 40)
 
 

@@ -226,12 +226,12 @@ def _told(source: Any, row: int) -> str:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def test_meaning_of_rows() -> None:
+def test_row_layouts_keep_their_meaning() -> None:
     assert run(5, 150) == []
 
 
 @pytest.mark.long
-def test_meaning_of_many_rows() -> None:
+def test_many_row_layouts_keep_their_meaning() -> None:
     assert run(6, 800) == []
 
 

@@ -312,7 +312,7 @@ def run(seed: int, cases: int, only: int | None = None, told: Counter[str] | Non
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_import_takes_what_bash_has_or_lists_the_line() -> None:
+def test_import_matches_bash_or_lists_the_line() -> None:
     told: Counter[str] = Counter()
     assert run(5, 120, told=told) == []
     assert told["compared"] == 80 and told["read"] and told["refused"]

@@ -176,12 +176,12 @@ def _read(here: Path, folder: Path, case: str, old: bool, found: list[Finding]) 
         shutil.rmtree(target, ignore_errors=True)
 
 
-def test_folders_that_somebody_changed_are_read_rightly_or_refused() -> None:
+def test_tampered_folders_are_read_correctly_or_rejected() -> None:
     assert run(seed=5, cases=100) == []
 
 
 @pytest.mark.long
-def test_more_folders_that_somebody_changed() -> None:
+def test_more_tampered_folders() -> None:
     assert run(seed=6, cases=500) == []
 
 

@@ -134,7 +134,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 @pytest.mark.long
-def test_odd_folders_are_taken_or_found() -> None:
+def test_modified_folders_are_accepted_or_reported() -> None:
     assert run(seed=5, cases=60) == []
 
 

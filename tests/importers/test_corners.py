@@ -217,10 +217,10 @@ def test_a_corner_becomes_what_it_was(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (AXOLOTL + "reward_model: true\n", "reward_model: true.* is not translated"),
-        (AXOLOTL + "diffusion: {eps: 1}\n", "diffusion.eps.* is not translated"),
-        (swift("--task_type embedding"), "task_type: 'embedding' is not translated"),
-        (FOUNDRY.format(more="").replace("hf_causal_lm", "hf_t5"), "'hf_t5' is not translated"),
+        (AXOLOTL + "reward_model: true\n", "reward_model: true.* cannot be translated"),
+        (AXOLOTL + "diffusion: {eps: 1}\n", "diffusion.eps.* cannot be translated"),
+        (swift("--task_type embedding"), "task_type: 'embedding' cannot be translated"),
+        (FOUNDRY.format(more="").replace("hf_causal_lm", "hf_t5"), "'hf_t5' cannot be translated"),
     ],
 )
 def test_a_run_of_another_kind_is_refused(content: str, said: str, tmp_path: Path) -> None:

@@ -432,11 +432,11 @@ def test_a_file_that_nobody_wrote_or_several_could_have(tmp_path: Path) -> None:
         text(tmp_path, "a.sh", "swift sft --model a\nswift sft --model b\n")
     with pytest.raises(TranslateError, match="a.sh:2: a quote begins here"):
         text(tmp_path, "a.sh", "\nswift sft --model 'a\n")
-    with pytest.raises(TranslateError, match="a.yaml:2: stage: 'ppo' is not translated: .*phase rl"):
+    with pytest.raises(TranslateError, match="a.yaml:2: stage: 'ppo' cannot be translated: .*phase rl"):
         text(tmp_path, "a.yaml", "model_name_or_path: a\nstage: ppo\ncutoff_len: 8\nfinetuning_type: lora\n")
-    with pytest.raises(TranslateError, match="rl: 'grpo' is not translated"):
+    with pytest.raises(TranslateError, match="rl: 'grpo' cannot be translated"):
         text(tmp_path, "a.yaml", "base_model: a\nrl: grpo\nsequence_len: 8\n")
-    with pytest.raises(TranslateError, match="rlhf_type: 'gkd' is not translated"):
+    with pytest.raises(TranslateError, match="rlhf_type: 'gkd' cannot be translated"):
         text(tmp_path, "a.sh", "swift rlhf --rlhf_type gkd --model a\n")
     with pytest.raises(TranslateError, match="is not read here"):
         text(tmp_path, "a.toml", "a = 1\n")

@@ -356,7 +356,7 @@ def published_offsets(self: segments.Segments, x: Tensor) -> Tensor:
 def test_class_tokens_of_earlier_images_are_counted():
     """Patches are numbered from 0, class tokens are -1. With the published offsets the second image begins with its own
     class token and its last patch is lost; the third begins with two strangers."""
-    of = segments.Segments.of([(1, 2, 2), (1, 1, 3), (2, 1, 2)], torch.device("cpu"))
+    of = segments.Segments.from_grid([(1, 2, 2), (1, 1, 3), (2, 1, 2)], torch.device("cpu"))
     assert of.edges.tolist() == [0, 5, 9, 12, 15] and of.longest == 5
     rows = of.with_class(torch.arange(11)[:, None], torch.tensor([[-1]]))
     assert rows.flatten().tolist() == [-1, 0, 1, 2, 3, -1, 4, 5, 6, -1, 7, 8, -1, 9, 10]

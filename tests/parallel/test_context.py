@@ -42,11 +42,11 @@ def _attends(world: World, ulysses: int) -> dict:
             torch.manual_seed(0)
             whole = [torch.randn(1, n, 512, 16, requires_grad=True) for n in (heads, few, few)]
             dy = torch.randn(1, 512, heads, 16)
-            wanted = attention(segments.Segments.of(edges), *whole)
+            wanted = attention(segments.Segments.from_edges(edges), *whole)
             wanted.backward(dy)
             part = made.local_slice(512)
             mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
-            found = attention(segments.Segments.of(edges, share=made), *mine)
+            found = attention(segments.Segments.from_edges(edges, share=made), *mine)
             found.backward(dy[:, part])
             pairs = [
                 (found, wanted[:, part]),
@@ -74,7 +74,7 @@ def _sends(world: World, ulysses: int) -> list[float]:
     ranks, tokens, heads, few, dim, each = world.size, 512, 8, 2, 16, 2
     made = make_context(world, ulysses, heads)
     x = [torch.randn(1, n, tokens // ranks, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, few, few)]
-    attention(segments.Segments.of((0, tokens), share=made), *x).float().sum().backward()
+    attention(segments.Segments.from_edges((0, tokens), share=made), *x).float().sum().backward()
     u, c, held = ulysses, ranks // ulysses, math.lcm(few, ulysses)
     exchange = 4 * (heads + held) * dim * each * tokens / ranks * (1 - 1 / u)
     return [sent[0], exchange + 2 * held / u * dim * tokens * (each + 4) * (1 - 1 / c)]

@@ -331,7 +331,7 @@ def test_contradictory_settings_are_rejected(rl_config: Make, overrides: list[st
 
 @pytest.mark.usefixtures("seen")
 def test_images_for_a_text_model_are_rejected_by_row(rl_config: Make, place: Path):
-    with pytest.raises(DataError, match="row .*holds an image, but the model is text-only"):
+    with pytest.raises(DataError, match="row .*has an image, but the model is text-only"):
         rl.run(rl_config(f"model.path={place / 'text'}"))
 
 

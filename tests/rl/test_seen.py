@@ -45,7 +45,7 @@ def test_tensorboard_uses_trl_names_and_terminal_shows_progress(rl_config: Make,
     assert "eval/completions/mean_length" in tags and "eval/length" not in tags, "also in eval/"
     assert list(dict.fromkeys(what.split()[0] for what in phases)) == ["rollout", "rewards", "training", "held-out"]
     assert phases.count("training") == 2 and "rollout 16/16" in phases
-    again = rl.evaluate_target(artifacts.look(result.dir), answers=3)
+    again = rl.evaluate_target(artifacts.inspect_target(result.dir), answers=3)
     assert again["completions"] == 3 and {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
 
 

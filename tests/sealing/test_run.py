@@ -172,8 +172,8 @@ def test_sealed_pairs_are_read_as_written(place, pairs, tmp_path):
     with pytest.raises(data.LongSample, match="row 3.*left out"):
         rows[3]
     for over, words in (
-        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "holds no pairs, and this run is of phase preference"),
-        (("train.phase=sft",), "holds pairs, and this run is of phase sft"),
+        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "has no pairs, but this run is of phase preference"),
+        (("train.phase=sft",), "has pairs, but this run is of phase sft"),
     ):
         with pytest.raises(data.DataError, match=words):
             data.preference_rows(other := override(cfg, over), processor, other.data.train)
@@ -247,7 +247,7 @@ def test_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     ):
         assert main(line) == 2 and words in capsys.readouterr().err and not Path(target).exists()
     assert main(["unseal", "model", stored, target, "--key-file", seal, "--files-key", files, *model]) == 0
-    assert "is encrypted, and" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
+    assert "is encrypted, but" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
     name = "model.safetensors"
     assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
     monkeypatch.setenv(encryption.FILE, seal)

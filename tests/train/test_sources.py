@@ -115,5 +115,7 @@ def test_a_run_does_not_go_on_with_other_files_at_its_url(reading, tmp_path):
     file = tmp_path / "fetched-shards.shards" / "part-020.parquet"
     parquet.write_table(parquet.read_table(file).slice(0, 19), file)
     remote.list_files.cache_clear()
-    with pytest.raises(train.TrainError, match=r"was made with other data: file://.*shards had \d+ bytes, has \d+ now"):
+    with pytest.raises(
+        train.TrainError, match=r"was made with different data: file://.*shards had \d+ bytes, has \d+ now"
+    ):
         train.run(cfg)

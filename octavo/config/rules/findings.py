@@ -19,7 +19,7 @@ class Finding:
 
 
 def finding(key: str, reason: str, fix: str, *needs: str) -> Finding:
-    """A finding by keys as the user writes them, such as ``fp8.rules.0.match``."""
+    """Make a finding from keys as the user writes them, such as ``fp8.rules.0.match``."""
     return Finding(_path(key), reason, fix, tuple(_path(need) for need in needs))
 
 

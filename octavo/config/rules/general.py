@@ -32,8 +32,8 @@ _DATA_FILE_KEYS = ("revision", "split", "subset", "images", "stream", "fetch_gb"
 
 
 def check(config: Sections) -> list[Finding]:
-    """The findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys is
-    set."""
+    """Return the findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys
+    is set."""
     of_sections = (_model, _attention, _fp8, _data, _phase, _sealed, _train, _memory, _parallel, _run,
                    _corruption_checks)  # fmt: skip
     phase, frozen_codes = config.train.phase, config.model.load_in_fp8.kinds
@@ -123,7 +123,7 @@ def _fp8(config: Sections) -> Iterator[Finding]:
 
 
 def _plan(fp8: Fp8Section) -> Iterator[Finding]:
-    """A plan file decides everything; other settings would be ignored silently."""
+    """Yield findings on settings that a plan file overrides: ignoring them silently would mislead the user."""
     if fp8.plan is None:
         return
     ignored = "has no effect with fp8.plan, which decides for every layer"
@@ -406,7 +406,7 @@ def _run(config: Sections) -> Iterator[Finding]:
 
 
 def _starting_point(config: Sections) -> Iterator[Finding]:
-    """A run has only one starting point."""
+    """Yield findings on starting points that exclude each other."""
     run, adapter = config.run, config.lora is not None and config.lora.adapter is not None
     conflicts = (
         ("run.resume", run.resume not in ("never", "auto"), "which continues a run with its full state"),

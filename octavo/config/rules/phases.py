@@ -26,7 +26,7 @@ _OPTION_KINDS = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings on phases rl and preference, and on their sections."""
+    """Yield the findings on phases rl and preference, and on their sections."""
     phase = config.train.phase
     if phase == "rl" and config.rl is None:
         yield finding("rl", "train.phase is rl, and there are no rewards", "add e.g. `rl: {rewards: [exact_match]}`")
@@ -123,7 +123,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
 
 
 def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
-    """Whether the kind of reference fits the training."""
+    """Yield findings on a kind of reference that does not fit the training."""
     if kind == "base" and not lora:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding(where, "base is the model without its adapters, and there are no adapters", fix, "lora")

@@ -153,13 +153,13 @@ class Fp8Section(Section):
     )
 
     def recipe_of(self, name: str) -> str:
-        """The recipe of a component, else the recipe of the whole model."""
+        """Return the recipe of a component, else the recipe of the whole model."""
         part: Component | None = getattr(self, name)
         return (part and part.recipe) or self.recipe
 
     @property
     def in_use(self) -> bool:
-        """Whether any layer between the embedding and the head may run in FP8."""
+        """True if any layer between the embedding and the head may run in FP8."""
         ruled = any(rule.recipe not in (None, "off") for rule in self.rules)
         return ruled or any(self.recipe_of(name) != "off" for name in COMPONENTS)
 

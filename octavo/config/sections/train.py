@@ -22,7 +22,7 @@ class RecomputeSection(Section):
 
 
 def _expand_word(value: Any) -> Any:
-    """A single word as the setting of every component."""
+    """Return a single word as the setting of every component."""
     known = isinstance(value, str) and value in get_args(Recompute)
     return dict.fromkeys(RecomputeSection.model_fields, value) if known else value
 

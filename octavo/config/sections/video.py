@@ -9,11 +9,11 @@ from pydantic import Field
 from octavo.config.sections.names import Section
 
 MAX_FPS = 1000
-FPS_RANGE = f"frames a second, a number above 0, at most {MAX_FPS}"
+FPS_RANGE = f"frames per second, a number above 0 and at most {MAX_FPS}"
 
 
 def parse_fps(value: Any) -> float | None:
-    """A rate in frames a second, from a number or its text; None for any other value."""
+    """Parse a rate in frames per second from a number or its text; return None for any other value."""
     try:
         rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
     except (ValueError, OverflowError):

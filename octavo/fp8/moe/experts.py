@@ -180,7 +180,7 @@ class Experts(CachesWeights):
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
-            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
+            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, share_codes=False)
             return grouped_gemms(x, bias, call)
         weights, biases = _expert_weights(self, name), _expert_biases(self, name)
 

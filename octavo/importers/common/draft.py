@@ -286,17 +286,17 @@ class Draft:
         values."""
         if self.problems:
             raise ConfigError([*self.problems])
-        shared = self.settings.get("parallel.context")
-        if shared is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
+        context = self.settings.get("parallel.context")
+        if context is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
             self.add_note(
-                f"parallel.context: {shared.value} needs that many processes and packed rows: train.global_batch "
+                f"parallel.context: {context.value} needs that many processes and packed rows: train.global_batch "
                 "counts packs, each with several samples; lower it to keep the number of samples per step"
             )
         self._note_unsure()
         for name in self.folder.refused:
             self.add_note(f"{name} is outside {self.root} and was not read; set --root to a folder that contains it")
         known = sorted(name for name in self.read_keys if not any(sign in name for sign in "*?["))
-        matched, left = _compile_globs(self.patterns), _MAX_SUGGESTIONS
+        matched, suggestions_left = _compile_globs(self.patterns), _MAX_SUGGESTIONS
         for key, entry in self.source_keys.items():
             if key in self.rows:
                 continue
@@ -315,8 +315,8 @@ class Draft:
             elif is_known:
                 self.rows[key] = Row(entry, "none", "not used by the translation")
             else:
-                close = nearest(key, known) if left else None
-                left -= left > 0
+                close = nearest(key, known) if suggestions_left else None
+                suggestions_left -= suggestions_left > 0
                 why = "Octavo does not know this key of the framework" + (f"; did you mean {close}?" if close else "")
                 self.rows[key] = Row(entry, "unknown", why)
 

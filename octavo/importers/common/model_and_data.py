@@ -64,8 +64,8 @@ def video_family(draft: Draft, path: str | None) -> str | None:
     """Return the family of a model that Octavo can train on videos, by `model_type` of config.json if that is on this
     machine, otherwise by the model's name; or None."""
     families = video_families()
-    if kind := str(read_config(draft, path).get("model_type") or ""):
-        return next((name for name in families if kind.startswith(name)), None)
+    if model_type := str(read_config(draft, path).get("model_type") or ""):
+        return next((name for name in families if model_type.startswith(name)), None)
     named = (name for name, video in families.items() if path and re.search(video.hub_name, path, re.IGNORECASE))
     return next(named, None)
 
@@ -101,21 +101,23 @@ def set_video(draft: Draft, family: str | None, phase: str, keys: dict[str, str]
     The source keys bound the pixels of each frame, as Octavo does for Qwen2.5-VL; for Qwen3-VL Octavo bounds all frames
     of a video together.
     """
-    theirs = [key for key in keys.values() if key in draft.source_keys]
-    taken = phase != "pretrain"
-    if not taken or family is None:
+    present_keys = [key for key in keys.values() if key in draft.source_keys]
+    accepts_video = phase != "pretrain"
+    if not accepts_video or family is None:
         draft.mark_unsupported(
-            *theirs, why=VIDEO_REASON if taken else "phase pretrain accepts no videos", affects_training=False
+            *present_keys,
+            why=VIDEO_REASON if accepts_video else "phase pretrain accepts no videos",
+            affects_training=False,
         )
         return
     budget = video_families()[family].budget
-    for ours, key in keys.items():
-        value = draft.number(key, defaults.get(ours))
-        if ours.endswith("pixels") and budget != "frame":
+    for target, key in keys.items():
+        value = draft.number(key, defaults.get(target))
+        if target.endswith("pixels") and budget != "frame":
             total = "data.video.max_pixels covers all frames of a video: multiply this value by the number of frames"
             draft.mark_unsupported(key, why=total if budget == "video" else "each frame is one tile of a fixed size")
-        elif value or (value == 0 and ours.endswith("pixels")):
-            draft.set(f"data.video.{ours}", value if ours == "fps" else max(1, int(value)), key)
+        elif value or (value == 0 and target.endswith("pixels")):
+            draft.set(f"data.video.{target}", value if target == "fps" else max(1, int(value)), key)
 
 
 #: keys of LLaMA-Factory's video reader, which MindSpeed-MM uses too, and their defaults
@@ -230,13 +232,13 @@ def set_quantized_base(draft: Draft, key: str, bits: int) -> None:
         draft.set("model.load_in_fp8", "rowwise", why=f"instead of {bits} bits, which Octavo does not implement")
 
 
-def add_dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
+def add_dataset(draft: Draft, group: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
     """Set the path of a data set. Returns the prefix of its other keys."""
     if number >= _MOST_SETS:
         raise TranslateError(
             f"it has more than {_MOST_SETS:,} data sets. Join them into fewer files, or name the folder."
         )
-    at = f"data.{of}.{number}"
+    at = f"data.{group}.{number}"
     draft.set(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
     draft.dataset_paths[at] = path
     return at

@@ -28,19 +28,21 @@ def _launch_count(draft: Draft, key: str) -> int | None:
 def count_processes(draft: Draft) -> int:
     """Return the number of processes of the original run: from the user, from the launch command, or 1 with a note."""
     # Launchers give hosts and processes per host separately; the product counts unless num_processes is given.
-    nodes = next((n for key in _NODES if (n := _launch_count(draft, key))), 1)
-    each = next((n for key in _EACH if (n := _launch_count(draft, key))), None)
+    num_hosts = next((n for key in _NODES if (n := _launch_count(draft, key))), 1)
+    per_host = next((n for key in _EACH if (n := _launch_count(draft, key))), None)
     visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
-    launched = positive_count(draft, "num_processes") or (each or len(visible)) * nodes or None
+    launched = positive_count(draft, "num_processes") or (per_host or len(visible)) * num_hosts or None
     world = draft.num_processes or launched
     if draft.num_processes and launched and draft.num_processes != launched:
         draft.add_note(
             f"the command launches {launched} processes, but --world {draft.num_processes} is set and takes precedence"
         )
-    opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.source_keys and draft.source_keys[key].open]
-    draft.mark_default(*(opened if draft.num_processes else ()), why="--world sets the number")
-    if opened and not draft.num_processes:
-        names = ", ".join(f"{key} is {draft.source_keys[key].value}" for key in opened)
+    unknown_keys = [
+        key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.source_keys and draft.source_keys[key].open
+    ]
+    draft.mark_default(*(unknown_keys if draft.num_processes else ()), why="--world sets the number")
+    if unknown_keys and not draft.num_processes:
+        names = ", ".join(f"{key} is {draft.source_keys[key].value}" for key in unknown_keys)
         draft.add_note(f"the number of processes is not set ({names}); {world or 1} is assumed; set --world N")
     elif world is None:
         draft.add_note("the number of processes is not set; 1 is assumed; set --world N if this is wrong")
@@ -116,8 +118,8 @@ def total_steps(draft: Draft, ranks: int) -> int | None:
     """Return the number of steps of the run, or None if it is unknown."""
     if (setting := draft.settings.get("train.steps")) is not None:
         return int(setting.value)
-    epochs, one = draft.settings.get("train.epochs"), steps_per_epoch(draft, ranks)
-    return None if epochs is None or one is None else max(1, math.ceil(one * float(epochs.value)))
+    epochs, epoch_steps = draft.settings.get("train.epochs"), steps_per_epoch(draft, ranks)
+    return None if epochs is None or epoch_steps is None else max(1, math.ceil(epoch_steps * float(epochs.value)))
 
 
 def _describe_fix(draft: Draft, target: str) -> str:
@@ -133,9 +135,10 @@ def set_warmup(
     steps_key: str,
     ratio_key: str,
     whole_steps: Callable[[float], int] = math.ceil,
-    of: int | None = None,
+    schedule_steps: int | None = None,
 ) -> None:
-    """Set the warm-up in steps. A fraction of the run (or of ``of`` steps) is converted if its length is known."""
+    """Set the warm-up in steps. A fraction of the run (or of ``schedule_steps`` steps) is converted if its length is
+    known."""
     steps = draft.number(steps_key)
     share = draft.number(ratio_key)
     if steps is not None and 0 < steps < 1:  # transformers 5 accepts a fraction
@@ -145,13 +148,13 @@ def set_warmup(
         if share:
             draft.mark_ignored(ratio_key, why=f"{steps_key} takes precedence if both are set")
     elif share:
-        whole = of or total_steps(draft, ranks)
-        if whole is None:
+        run_steps = schedule_steps or total_steps(draft, ranks)
+        if run_steps is None:
             why = f"warm-up is set in steps; {share:g} x the steps of the run, which are unknown: "
             draft.mark_unsupported(ratio_key, why=why + _describe_fix(draft, "train.warmup"))
             draft.add_note(f"TODO: set train.warmup to {share:g} of the steps of the run")
         else:
-            draft.set("train.warmup", whole_steps(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
+            draft.set("train.warmup", whole_steps(run_steps * share), ratio_key, why=f"{share:g} x {run_steps} steps")
     else:
         draft.mark_default(steps_key, ratio_key, why="no warm-up")
 
@@ -164,13 +167,13 @@ def set_interval(draft: Draft, target: str, key: str, ranks: int, fallback: int 
             draft.set(target, fallback, why="the framework's default")
         return
     if 0 < value < 1:
-        whole = total_steps(draft, ranks)
-        if whole is None:
+        run_steps = total_steps(draft, ranks)
+        if run_steps is None:
             draft.mark_unsupported(
                 key, why="a fraction of the steps of the run, which are unknown: " + _describe_fix(draft, target)
             )
             return
-        value = max(1, math.ceil(whole * value))
+        value = max(1, math.ceil(run_steps * value))
     draft.set(target, int(value), key)
 
 

@@ -201,15 +201,15 @@ def _translate_phase(draft: Draft) -> str:
                 draft.set("preference.loss", _DPO[kinds[0]], "dpo_loss_type")
         if (share := draft.number("rpo_alpha")) is not None:
             draft.set("preference.sft", share, "rpo_alpha", why="adds cross-entropy on the chosen answers to the loss")
-        if smooth := draft.number("dpo_label_smoothing"):
-            draft.set("preference.label_smoothing", smooth, "dpo_label_smoothing")
+        if label_smoothing := draft.number("dpo_label_smoothing"):
+            draft.set("preference.label_smoothing", label_smoothing, "dpo_label_smoothing")
     if word == "kto":
-        for ours, theirs in (
+        for target, source in (
             ("desirable_weight", "kto_desirable_weight"),
             ("undesirable_weight", "kto_undesirable_weight"),
         ):
-            if (weight := draft.number(theirs)) is not None:
-                draft.set(f"preference.{ours}", weight, theirs)
+            if (weight := draft.number(source)) is not None:
+                draft.set(f"preference.{target}", weight, source)
     return "preference"
 
 
@@ -219,8 +219,8 @@ def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
     draft.mark_default(*[key for key in ("load_in_4bit", "load_in_8bit") if draft.flag(key) is False], why="off")
     if word is None:
         if has_tower and draft.flag("freeze_mm_modules"):
-            seen = model_and_data.COMPONENTS[:2]
-            model_and_data.set_freeze(draft, dict.fromkeys(seen, ("freeze_mm_modules",)))
+            frozen_components = model_and_data.COMPONENTS[:2]
+            model_and_data.set_freeze(draft, dict.fromkeys(frozen_components, ("freeze_mm_modules",)))
         elif draft.flag("freeze_mm_modules"):
             draft.mark_ignored("freeze_mm_modules", why="a text model has no vision tower or projector")
         draft.mark_default(*(["freeze_mm_modules"] if not draft.flag("freeze_mm_modules") else []), why="off")
@@ -233,7 +233,7 @@ def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
         model_and_data.set_quantized_base(draft, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4)
     rank = draft.integer("lora_r", 8)
     targets = draft.words("lora_target_modules")
-    everything = draft.flag("lora_target_linear") or "all-linear" in targets or not targets
+    all_linear = draft.flag("lora_target_linear") or "all-linear" in targets or not targets
     keys = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     keys["targets"] = "lora_target_linear" if draft.flag("lora_target_linear") else "lora_target_modules"
     # PEFT takes one regular expression in place of names; Octavo has globs.
@@ -242,14 +242,18 @@ def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
         draft.mark_unsupported(
             "lora_target_modules", why="a regular expression: the language model's layers are used instead; write globs"
         )
-    apart = draft.flag("freeze_mm_modules")
+    only_language_model = draft.flag("freeze_mm_modules")
     components = (
-        ["foundation"] if apart or pattern or not has_tower else ["foundation", "image_encoder", "image_projector"]
+        ["foundation"]
+        if only_language_model or pattern or not has_tower
+        else ["foundation", "image_encoder", "image_projector"]
     )
-    draft.mark_default("freeze_mm_modules", why="only the language model gets adapters" if apart else "off")
-    chosen = components if everything or pattern else targets
+    draft.mark_default(
+        "freeze_mm_modules", why="only the language model gets adapters" if only_language_model else "off"
+    )
+    chosen = components if all_linear or pattern else targets
     alpha = draft.number("lora_alpha", 16)
-    exclude = model_and_data.COMPONENTS[:2] if has_tower and apart and not everything else ()
+    exclude = model_and_data.COMPONENTS[:2] if has_tower and only_language_model and not all_linear else ()
     model_and_data.set_lora(draft, rank, alpha, draft.number("lora_dropout", 0.0), chosen, keys=keys, exclude=exclude)
     model_and_data.set_lora_variants(draft, keys, "peft_use_rslora", "peft_use_dora")
     if adapter := draft.text("lora_model_dir"):
@@ -270,9 +274,9 @@ def _translate_data(draft: Draft, phase: str) -> None:
     section = "pretraining_dataset" if phase == "pretrain" else "datasets"
     if phase == "pretrain" and (single := draft.text("pretraining_dataset")):
         model_and_data.add_dataset(draft, "train", 0, single, "pretraining_dataset")
-    for of, name in (("train", section), ("eval", "test_datasets")):
+    for group, name in (("train", section), ("eval", "test_datasets")):
         for number, at in enumerate(draft.list_entries(name)):
-            _add_dataset_entry(draft, of, number, f"{at}.", phase)
+            _add_dataset_entry(draft, group, number, f"{at}.", phase)
     streaming, trained = draft.flag("streaming"), len(draft.list_entries(section))
     if streaming or (phase == "pretrain" and streaming is None):
         for number in range(max(trained, 1)):
@@ -281,9 +285,11 @@ def _translate_data(draft: Draft, phase: str) -> None:
                 model_and_data.set_streaming(draft, f"data.train.{number}", "streaming", why)
     else:
         draft.mark_default("streaming", why="rows are read into the cache")
-    further = draft.mapping("chat_template_kwargs")
-    if further:
-        draft.set("data.template_args", further, "chat_template_kwargs", *draft.keys_under("chat_template_kwargs."))
+    template_args = draft.mapping("chat_template_kwargs")
+    if template_args:
+        draft.set(
+            "data.template_args", template_args, "chat_template_kwargs", *draft.keys_under("chat_template_kwargs.")
+        )
         draft.add_note("data.template_args: remove variables that the model's chat template does not read")
     if "data.train.0.path" not in draft.settings:
         draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
@@ -309,18 +315,18 @@ def _translate_data(draft: Draft, phase: str) -> None:
         draft.set("data.max_pixels", size * size, "image_size", why="image_size squared: Octavo keeps the aspect ratio")
 
 
-def _add_dataset_entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
+def _add_dataset_entry(draft: Draft, group: str, number: int, at: str, phase: str) -> None:
     files = draft.words(f"{at}data_files")
     path = files[0] if files else draft.text(f"{at}path")
     if path is None:
         return
-    entry = model_and_data.add_dataset(draft, of, number, path, f"{at}path", f"{at}data_files")
+    entry = model_and_data.add_dataset(draft, group, number, path, f"{at}path", f"{at}data_files")
     if len(files) > 1:
         draft.mark_unsupported(
-            f"{at}data_files", why=f"{len(files)} files: add one entry of data.{of} per file, or name their folder"
+            f"{at}data_files", why=f"{len(files)} files: add one entry of data.{group} per file, or name their folder"
         )
     # Rows of the first data set convert fractions of the run to steps.
-    if of == "train" and number == 0 and draft.num_rows is None:
+    if group == "train" and number == 0 and draft.num_rows is None:
         draft.num_rows = steps_and_schedule.count_rows(draft, path)
     kind = draft.text(f"{at}type") or ""
     layout = {"alpaca": "alpaca", "completion": "text", "pretrain": "text"}.get(kind.partition(".")[0])
@@ -334,27 +340,27 @@ def _add_dataset_entry(draft: Draft, of: str, number: int, at: str, phase: str) 
         draft.set(f"{entry}.format", layout, f"{at}type")
     else:
         draft.mark_default(f"{at}type", why="the layout of rows is detected (docs/data.md)")
-    ours = "conversations" if layout == "sharegpt" else "messages"
-    if phase != "preference" and field and field != ours:
-        draft.set(f"{entry}.columns", {ours: field}, f"{at}field_messages")
+    target = "conversations" if layout == "sharegpt" else "messages"
+    if phase != "preference" and field and field != target:
+        draft.set(f"{entry}.columns", {target: field}, f"{at}field_messages")
     if (text := draft.text(f"{at}field") or draft.text(f"{at}text_column")) and text != "text":
         draft.set(f"{entry}.columns", {"text": text}, f"{at}field", f"{at}text_column")
     split = draft.text(f"{at}split")
     if split and "[" in split:
         draft.mark_unsupported(
-            f"{at}split", why=f"part of a split ({split}); data.{of}.{number}.max_samples takes the first rows"
+            f"{at}split", why=f"part of a split ({split}); data.{group}.{number}.max_samples takes the first rows"
         )
         split = split.partition("[")[0]
     hub = is_name(path, draft.root)
-    for theirs, mine in (
+    for source, value in (
         ("split", split),
         ("name", draft.text(f"{at}name")),
         ("revision", draft.text(f"{at}revision")),
     ):
-        if mine and hub:
-            draft.set(f"{entry}.{'subset' if theirs == 'name' else theirs}", mine, f"{at}{theirs}")
-        elif mine:
-            draft.mark_ignored(f"{at}{theirs}", why="local files do not have this property")
+        if value and hub:
+            draft.set(f"{entry}.{'subset' if source == 'name' else source}", value, f"{at}{source}")
+        elif value:
+            draft.mark_ignored(f"{at}{source}", why="local files do not have this property")
     if skip := draft.integer(f"{at}skip"):
         draft.mark_unsupported(f"{at}skip", why=f"skipping {skip} rows is not implemented; remove them from the file")
 
@@ -408,11 +414,11 @@ def _translate_steps(draft: Draft, ranks: int, packed: bool) -> None:
     )
     draft.set("train.lr", draft.number("learning_rate", 5e-5), "learning_rate")
     kind = steps_and_schedule.set_schedule(draft, "lr_scheduler", "cosine")
-    least = draft.number("cosine_min_lr_ratio")
-    if least is not None and kind == "cosine":
-        lowest = least * draft.settings["train.lr"].value
-        draft.set("train.min_lr", lowest, "cosine_min_lr_ratio", why=f"{least:g} x lr")
-    elif least is not None:
+    min_lr_ratio = draft.number("cosine_min_lr_ratio")
+    if min_lr_ratio is not None and kind == "cosine":
+        min_lr = min_lr_ratio * draft.settings["train.lr"].value
+        draft.set("train.min_lr", min_lr, "cosine_min_lr_ratio", why=f"{min_lr_ratio:g} x lr")
+    elif min_lr_ratio is not None:
         draft.mark_ignored("cosine_min_lr_ratio", why="only used with a cosine schedule")
     _translate_warmup(draft, ranks)
     if (clip := draft.number("max_grad_norm")) is not None:
@@ -471,15 +477,15 @@ def _translate_saving(draft: Draft, world: int) -> None:
         if not times:
             continue
         # Octavo counts steps, so the length of an epoch must be known.
-        one = steps_and_schedule.steps_per_epoch(draft, world)
+        epoch_steps = steps_and_schedule.steps_per_epoch(draft, world)
         if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
             draft.mark_unsupported(key, why="the translated files have no evaluation data (data.eval)")
-        elif one is None:
+        elif epoch_steps is None:
             draft.mark_unsupported(
                 key, why=f"{target} is set in steps, and the steps per epoch are unknown: set --rows N, or set {target}"
             )
         else:
-            draft.set(target, max(1, math.ceil(one / times)), key, why=f"{one} steps per epoch")
+            draft.set(target, max(1, math.ceil(epoch_steps / times)), key, why=f"{epoch_steps} steps per epoch")
     hf_trainer.set_saving(draft, _DEFAULTS, world)
     if draft.flag("auto_resume_from_checkpoints"):
         draft.set("run.resume", "auto", "auto_resume_from_checkpoints")

@@ -107,9 +107,9 @@ def set_steps(draft: Draft, defaults: Defaults, ranks: int, packed: bool = False
     kind = steps_and_schedule.set_schedule(draft, "lr_scheduler_type", defaults.schedule)
     # min_lr is a rate, min_lr_rate a fraction of the peak; other arguments of the schedule have no equivalent.
     inner = ["lr_scheduler_kwargs", *draft.keys_under("lr_scheduler_kwargs.")]
-    least, rate = (draft.number_in("lr_scheduler_kwargs", name) for name in ("min_lr", "min_lr_rate"))
-    if kind == "cosine" and least is not None:
-        draft.set("train.min_lr", float(least), *inner)
+    min_lr, rate = (draft.number_in("lr_scheduler_kwargs", name) for name in ("min_lr", "min_lr_rate"))
+    if kind == "cosine" and min_lr is not None:
+        draft.set("train.min_lr", float(min_lr), *inner)
     elif kind == "cosine" and rate is not None:
         peak = draft.settings["train.lr"].value
         draft.set("train.min_lr", rate * peak, *inner, why="min_lr_rate x lr")
@@ -118,8 +118,8 @@ def set_steps(draft: Draft, defaults: Defaults, ranks: int, packed: bool = False
     steps_and_schedule.set_warmup(draft, ranks, "warmup_steps", "warmup_ratio")
     if (clip := draft.number("max_grad_norm")) is not None:
         draft.set("train.clip", clip, "max_grad_norm")
-    if smooth := draft.number("label_smoothing_factor"):
-        draft.set("train.label_smoothing", smooth, "label_smoothing_factor")
+    if label_smoothing := draft.number("label_smoothing_factor"):
+        draft.set("train.label_smoothing", label_smoothing, "label_smoothing_factor")
     if draft.flag("torch_compile"):
         draft.set("train.compile", True, "torch_compile")
 
@@ -216,13 +216,13 @@ def set_saving(draft: Draft, defaults: Defaults, ranks: int) -> None:
 
 
 def _set_interval_by_epoch(draft: Draft, target: str, key: str, ranks: int, times: int = 1) -> None:
-    one = steps_and_schedule.steps_per_epoch(draft, ranks)
-    if one is None:
+    epoch_steps = steps_and_schedule.steps_per_epoch(draft, ranks)
+    if epoch_steps is None:
         draft.mark_unsupported(
             key, why=f"{target} is set in steps, and the steps per epoch are unknown: set --rows N, or set {target}"
         )
     else:
-        draft.set(target, max(1, one // times), key, why=f"{one} steps per epoch")
+        draft.set(target, max(1, epoch_steps // times), key, why=f"{epoch_steps} steps per epoch")
 
 
 def _set_evaluation(draft: Draft, ranks: int) -> None:
@@ -263,9 +263,9 @@ def set_trackers(draft: Draft, key: str) -> None:
     if not words or words == ["all"]:
         draft.mark_default(key, why="TensorBoard logs are always written; run.trackers adds other trackers")
         return
-    ours = [word for word in words if word in _TRACKERS]
-    if ours:
-        draft.set("run.trackers", ours, key)
+    supported = [word for word in words if word in _TRACKERS]
+    if supported:
+        draft.set("run.trackers", supported, key)
     elif words == ["tensorboard"]:
         draft.mark_default(key, why="TensorBoard logs are always written")
     if words == ["none"]:

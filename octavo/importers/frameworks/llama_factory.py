@@ -79,9 +79,9 @@ def translate(draft: Draft) -> None:
     kind = _translate_adapters(draft, kind, has_tower, path)
     _translate_data(draft, phase)
     if has_tower or any(key.startswith("video_") for key in draft.source_keys):
-        film = {ours: f"video_{theirs}" for ours, theirs in model_and_data.VIDEO_KEYS.items()}
+        video_keys = {target: f"video_{source}" for target, source in model_and_data.VIDEO_KEYS.items()}
         model_and_data.set_video(
-            draft, model_and_data.video_family(draft, path), phase, film, model_and_data.VIDEO_DEFAULTS
+            draft, model_and_data.video_family(draft, path), phase, video_keys, model_and_data.VIDEO_DEFAULTS
         )
     packed = _translate_packing(draft, phase)
     ranks = _count_data_parallel(draft, world, kind)
@@ -111,9 +111,9 @@ def translate(draft: Draft) -> None:
     if kind != "lora":
         draft.mark_many("dead", {f"finetuning_type is {kind}, so there are no adapters": _LORA_KEYS})
     if stage not in ("dpo", "kto"):
-        of = "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight"
-        of += " ref_model"
-        draft.mark_many("dead", {f"stage is {stage}, which has no preference loss": of})
+        group = "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight"
+        group += " ref_model"
+        draft.mark_many("dead", {f"stage is {stage}, which has no preference loss": group})
     draft.mark_many("none", {"not used by this kind of run": "adapter_folder create_new_adapter"})
     draft.mark_many("dead", {"only used with streaming: true": "buffer_size"})
     hf_trainer.mark_remaining(draft)
@@ -154,16 +154,19 @@ def _translate_phase(draft: Draft, stage: str) -> str:
     if stage == "kto":
         draft.set("preference.loss", "kto", "stage")
         draft.set("preference.beta", draft.number("pref_beta", 0.1), "pref_beta")
-        for ours, theirs in (("desirable_weight", "kto_chosen_weight"), ("undesirable_weight", "kto_rejected_weight")):
-            if (weight := draft.number(theirs)) is not None:
-                draft.set(f"preference.{ours}", weight, theirs)
+        for target, source in (
+            ("desirable_weight", "kto_chosen_weight"),
+            ("undesirable_weight", "kto_rejected_weight"),
+        ):
+            if (weight := draft.number(source)) is not None:
+                draft.set(f"preference.{target}", weight, source)
         draft.mark_ignored("pref_loss", why="stage is kto")
     elif stage == "dpo":
         loss = hf_trainer.set_preference(draft, "pref_loss", _LOSSES, draft.number("pref_beta", 0.1), "pref_beta")
         if (share := draft.number("pref_ftx")) and loss != "orpo":
             draft.set("preference.sft", share, "pref_ftx")
-        if smooth := draft.number("dpo_label_smoothing"):
-            draft.set("preference.label_smoothing", smooth, "dpo_label_smoothing")
+        if label_smoothing := draft.number("dpo_label_smoothing"):
+            draft.set("preference.label_smoothing", label_smoothing, "dpo_label_smoothing")
         # Without simpo_gamma the margin is the trainer's default, 0.5.
         if loss == "simpo":
             margin = draft.number("simpo_gamma")
@@ -249,11 +252,11 @@ def _translate_adapters(draft: Draft, kind: str, has_tower: bool, path: str | No
     if kind == "lora":
         rank = draft.integer("lora_rank", 8)
         targets = draft.words("lora_target") or ["all"]
-        everything = targets == ["all"]
-        if everything:
+        all_layers = targets == ["all"]
+        if all_layers:
             reached = has_tower and _reaches_projector(draft, path, trained)
-            left = () if reached else ("image_projector",)
-            targets = [name for name in trained if name not in left] if has_tower else ["foundation"]
+            excluded = () if reached else ("image_projector",)
+            targets = [name for name in trained if name not in excluded] if has_tower else ["foundation"]
             for key in defaults if has_tower else ():
                 if not frozen[key] and names[key] in targets:
                     why = "all selects its layers by name" if names[key] == "image_projector" else ""
@@ -263,7 +266,7 @@ def _translate_adapters(draft: Draft, kind: str, has_tower: bool, path: str | No
                     "freeze_multi_modal_projector", why="lora_target: all does not select the projector's layers"
                 )
         keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target"}
-        exclude = [names[key] for key in defaults if has_tower and not everything and frozen[key]]
+        exclude = [names[key] for key in defaults if has_tower and not all_layers and frozen[key]]
         alpha, dropout = draft.number("lora_alpha", 2 * rank), draft.number("lora_dropout", 0.0)
         model_and_data.set_lora(draft, rank, alpha, dropout, targets, keys=keys, exclude=exclude)
         model_and_data.set_lora_variants(draft, keys, "use_rslora", "use_dora")
@@ -283,20 +286,20 @@ def _translate_adapters(draft: Draft, kind: str, has_tower: bool, path: str | No
 
 
 def _translate_data(draft: Draft, phase: str) -> None:
-    where = draft.text("dataset_dir") or "data"
-    register = _read_dataset_info(draft, where)
+    dataset_dir = draft.text("dataset_dir") or "data"
+    dataset_info = _read_dataset_info(draft, dataset_dir)
     limit = draft.integer("max_samples")
     streaming = draft.flag("streaming")
-    for of, key in (("train", "dataset"), ("eval", "eval_dataset")):
+    for group, key in (("train", "dataset"), ("eval", "eval_dataset")):
         for number, name in enumerate(draft.words(key)):
-            at = _add_dataset_entry(draft, of, number, name, key, where, register)
+            at = _add_dataset_entry(draft, group, number, name, key, dataset_dir, dataset_info)
             if media := draft.text("media_dir"):
                 draft.set(f"{at}.images", draft.path(media, hub=False), "media_dir")
             if limit is not None:
                 draft.set(f"{at}.max_samples", limit, "max_samples")
             if streaming:
-                able = model_and_data.set_streaming(draft, at, "streaming")
-                if able and of == "train" and (size := draft.integer("buffer_size")):
+                streamed = model_and_data.set_streaming(draft, at, "streaming")
+                if streamed and group == "train" and (size := draft.integer("buffer_size")):
                     draft.set(f"{at}.shuffle_buffer", size, "buffer_size")
     if not draft.has("dataset"):
         draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
@@ -326,40 +329,44 @@ def _translate_data(draft: Draft, phase: str) -> None:
         draft.mark_default("val_size", why="no rows are split off for evaluation")
 
 
-def _read_dataset_info(draft: Draft, where: str) -> dict:
-    return draft.folder.json(where, "dataset_info.json")
+def _read_dataset_info(draft: Draft, dataset_dir: str) -> dict:
+    return draft.folder.json(dataset_dir, "dataset_info.json")
 
 
-def _add_dataset_entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, register: dict) -> str:
+def _add_dataset_entry(
+    draft: Draft, group: str, number: int, name: str, key: str, dataset_dir: str, dataset_info: dict
+) -> str:
     """Add one data set: from dataset_info.json, from a file of that name, or as a path to fill in."""
-    entry = register.get(name)
+    entry = dataset_info.get(name)
     if not isinstance(entry, dict):
-        direct = draft.folder.exists(where, name)
+        direct = draft.folder.exists(dataset_dir, name)
         if direct or Path(name).suffix:
-            return model_and_data.add_dataset(draft, of, number, str(Path(where) / name), key, "dataset_dir", hub=False)
-        why = f"TODO: the file that {where}/dataset_info.json lists for {name}; that file is not on this machine"
-        draft.add_note(f"TODO: set data.{of}.{number}.path to the data set {name}")
+            return model_and_data.add_dataset(
+                draft, group, number, str(Path(dataset_dir) / name), key, "dataset_dir", hub=False
+            )
+        why = f"TODO: the file that {dataset_dir}/dataset_info.json lists for {name}; that file is not on this machine"
+        draft.add_note(f"TODO: set data.{group}.{number}.path to the data set {name}")
         return model_and_data.add_dataset(
-            draft, of, number, f"{where}/{name}.json", key, "dataset_dir", hub=False, why=why
+            draft, group, number, f"{dataset_dir}/{name}.json", key, "dataset_dir", hub=False, why=why
         )
-    safe_read.check_schema(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
+    safe_read.check_schema(entry, _ENTRY, f"{dataset_dir}/dataset_info.json: {name}", TranslateError)
     if entry.get("file_name"):
         at = model_and_data.add_dataset(
-            draft, of, number, str(Path(where) / entry["file_name"]), key, "dataset_dir", hub=False, why=name
+            draft, group, number, str(Path(dataset_dir) / entry["file_name"]), key, "dataset_dir", hub=False, why=name
         )
-        if draft.num_rows is None and of == "train" and number == 0:
-            draft.num_rows = steps_and_schedule.count_rows(draft, where, entry["file_name"])
+        if draft.num_rows is None and group == "train" and number == 0:
+            draft.num_rows = steps_and_schedule.count_rows(draft, dataset_dir, entry["file_name"])
     elif entry.get("hf_hub_url"):
-        at = model_and_data.add_dataset(draft, of, number, entry["hf_hub_url"], key, why=name)
-        for ours, theirs in (("split", "split"), ("subset", "subset")):
-            if isinstance(entry.get(theirs), str):
-                draft.set(f"{at}.{ours}", entry[theirs], key)
+        at = model_and_data.add_dataset(draft, group, number, entry["hf_hub_url"], key, why=name)
+        for target, source in (("split", "split"), ("subset", "subset")):
+            if isinstance(entry.get(source), str):
+                draft.set(f"{at}.{target}", entry[source], key)
     else:
         draft.add_note(
-            f"data.{of}.{number}: dataset_info.json loads {name} through {', '.join(entry)}, which is not supported"
+            f"data.{group}.{number}: dataset_info.json loads {name} through {', '.join(entry)}, which is not supported"
         )
         at = model_and_data.add_dataset(
-            draft, of, number, f"{where}/{name}.json", key, hub=False, why="TODO: set the path"
+            draft, group, number, f"{dataset_dir}/{name}.json", key, hub=False, why="TODO: set the path"
         )
     formatting = entry.get("formatting") or "alpaca"
     if formatting in _FORMATS and not entry.get("ranking"):
@@ -374,9 +381,11 @@ def _add_dataset_entry(draft: Draft, of: str, number: int, name: str, key: str, 
         draft.set(f"{at}.columns", renamed, key)
     tags = {k: v for k, v in (entry.get("tags") or {}).items() if (k, v) not in _DEFAULT_TAGS}
     if tags:
-        draft.add_note(f"data.{of}.{number}: tags of {name} ({tags}) rename roles or keys, which Octavo may not detect")
+        draft.add_note(
+            f"data.{group}.{number}: tags of {name} ({tags}) rename roles or keys, which Octavo may not detect"
+        )
     if "images" in columns:
-        draft.set(f"{at}.images", draft.path(where, hub=False), why="image paths are relative to dataset_dir")
+        draft.set(f"{at}.images", draft.path(dataset_dir, hub=False), why="image paths are relative to dataset_dir")
     return at
 
 

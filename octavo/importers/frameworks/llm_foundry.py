@@ -74,32 +74,31 @@ SAME = {
 
 def translate(draft: Draft) -> None:
     world = steps_and_schedule.count_processes(draft)
-    hub = _translate_model(draft)
+    _translate_model(draft)
     phase = "sft" if draft.text("train_loader.name") == "finetuning" else "pretrain"
     draft.set("train.phase", phase, "train_loader.name")
-    lora = _translate_lora(draft)
+    _translate_lora(draft)
     _translate_data(draft, phase)
     packed = _translate_packing(draft, phase)
     _translate_steps(draft, world, packed)
     draft.set("train.loss", "token", why="mean over tokens")
     draft.mark_default("accumulate_train_batch_on_tokens", why="the loss is a mean over tokens")
     _translate_optimizer(draft)
-    _translate_precision(draft, hub)
+    _translate_precision(draft)
     _translate_memory(draft)
     _translate_saving(draft, world)
     draft.mark_many("none", NONE)
     draft.mark_many("default", SAME)
     draft.mark_many("none", hf_trainer.ENVIRONMENT)
     draft.mark_many("default", hf_trainer.SAME)
-    del lora
 
 
-def _translate_model(draft: Draft) -> bool:
-    """Translate the model. Returns whether it comes from the hub; otherwise the file describes its architecture."""
+def _translate_model(draft: Draft) -> None:
+    """Translate the model: one from the hub or a folder, or an architecture that the file describes."""
     name = draft.text("model.name") or ""
     if name == "mpt_causal_lm":
         mpt_configs.write_config(draft, f"{draft.out_name}_model")
-        return False
+        return
     if name in ("hf_t5", "hf_prefix_lm"):
         draft.refuse("model.name", "Octavo only trains decoder models")
     if name == "hf_causal_lm":
@@ -110,42 +109,40 @@ def _translate_model(draft: Draft) -> bool:
             draft.set("model.init", "random", "model.pretrained")
         else:
             draft.mark_default("model.pretrained", why="training starts from the model's weights")
-        return True
+        return
     draft.mark_invalid("model.name", "mpt_causal_lm or hf_causal_lm") if "model.name" in draft.source_keys else None
     model_and_data.set_model_path(draft)
-    return True
 
 
-def _translate_lora(draft: Draft) -> bool:
+def _translate_lora(draft: Draft) -> None:
     keys = draft.keys_under("model.peft_config.") or draft.keys_under("lora.args.")
     if not keys:
-        return False
+        return
     at = "model.peft_config." if draft.keys_under("model.peft_config.") else "lora.args."
-    named = {
+    lora_keys = {
         "rank": f"{at}r",
         "alpha": f"{at}lora_alpha",
         "dropout": f"{at}lora_dropout",
         "targets": f"{at}target_modules",
     }
-    targets = draft.words(named["targets"]) or ["foundation"]
+    targets = draft.words(lora_keys["targets"]) or ["foundation"]
     targets = ["foundation" if word == "all-linear" else word for word in targets]
     model_and_data.set_lora(
         draft,
-        draft.integer(named["rank"], 8),
-        draft.number(named["alpha"], 8),
-        draft.number(named["dropout"], 0.0),
+        draft.integer(lora_keys["rank"], 8),
+        draft.number(lora_keys["alpha"], 8),
+        draft.number(lora_keys["dropout"], 0.0),
         targets,
-        keys=named,
+        keys=lora_keys,
     )
-    model_and_data.set_lora_variants(draft, named, f"{at}use_rslora", f"{at}use_dora")
+    model_and_data.set_lora_variants(draft, lora_keys, f"{at}use_rslora", f"{at}use_dora")
     draft.mark_default(f"{at}peft_type", f"{at}task_type", why="LoRA on a causal model")
     draft.mark_unsupported(f"{at}bias", f"{at}modules_to_save", why="only the adapters are trained")
-    return True
 
 
 #: note on converting MDS shards to rows with mosaicml-streaming
 _SHARDS = (
-    "data.{of}.0.path: {folder} has MDS shards, which are not supported. With mosaicml-streaming installed, convert "
+    "data.{group}.0.path: {folder} has MDS shards, which are not supported. With mosaicml-streaming installed, convert "
     "them to JSON lines: python -c \"import json, streaming; rows = streaming.StreamingDataset(local='{folder}', "
     'shuffle=False, batch_size=1); print(*map(json.dumps, rows), sep=chr(10))" > {rows} (rows of text or of messages; '
     "shards of token ids must be rebuilt from their text)"
@@ -153,25 +150,27 @@ _SHARDS = (
 
 
 def _translate_data(draft: Draft, phase: str) -> None:
-    for of, loader in (("train", "train_loader"), ("eval", "eval_loader")):
+    for group, loader in (("train", "train_loader"), ("eval", "eval_loader")):
         at = f"{loader}.dataset."
         name, local, split = (draft.text(f"{at}{key}") for key in ("hf_name", "local", "split"))
         if not name and not local:
             continue
         if name:
-            entry = model_and_data.add_dataset(draft, of, 0, name, f"{at}hf_name")
-            if of == "train" and draft.num_rows is None:
+            entry = model_and_data.add_dataset(draft, group, 0, name, f"{at}hf_name")
+            if group == "train" and draft.num_rows is None:
                 draft.num_rows = steps_and_schedule.count_rows(draft, name)
             if split and not draft.folder.exists(name):
                 draft.set(f"{entry}.split", split, f"{at}split")
         # A local folder otherwise holds MDS shards, which need a conversion first.
         elif str(local).endswith((*suffixes.ROWS, ".txt")):
-            model_and_data.add_dataset(draft, of, 0, str(local), f"{at}local", hub=False)
+            model_and_data.add_dataset(draft, group, 0, str(local), f"{at}local", hub=False)
         else:
             why = "TODO: convert the MDS shards to JSON lines (see the notes of the report)"
             rows = f"{str(local).rstrip('/')}{f'-{split}' if split else ''}.jsonl"
-            model_and_data.add_dataset(draft, of, 0, rows, f"{at}local", hub=False, why=why)
-            draft.add_note(_SHARDS.format(of=of, folder="/".join(word for word in (local, split) if word), rows=rows))
+            model_and_data.add_dataset(draft, group, 0, rows, f"{at}local", hub=False, why=why)
+            draft.add_note(
+                _SHARDS.format(group=group, folder="/".join(word for word in (local, split) if word), rows=rows)
+            )
         draft.mark_default(f"{at}split", f"{at}local", why="part of the data path")
         draft.mark_default(f"{at}max_seq_len", why="train.seq_length")
         draft.mark_default(f"{loader}.name", why="set by train.phase")
@@ -196,8 +195,8 @@ def _translate_packing(draft: Draft, phase: str) -> bool:
         )
         draft.mark_default("model.attn_config.attn_uses_sequence_id", why="samples do not attend to each other")
         return True
-    apart = draft.flag("model.attn_config.attn_uses_sequence_id")
-    if phase == "pretrain" and apart:
+    separated = draft.flag("model.attn_config.attn_uses_sequence_id")
+    if phase == "pretrain" and separated:
         why = (
             "documents of a row attend to each other in Octavo; data.packing: true with data.join: false separates them"
         )
@@ -268,10 +267,15 @@ def _translate_steps(draft: Draft, world: int, packed: bool) -> None:
     else:
         draft.set("train.schedule", "cosine", why=f"instead of {name}, which Octavo does not implement")
         draft.mark_unsupported("scheduler.name", why=f"schedule {name} is not implemented; cosine is the closest")
-    last = draft.number("scheduler.alpha_f")
-    if last is not None and draft.settings["train.schedule"].value != "constant":
-        draft.set("train.min_lr", last * draft.settings["train.lr"].value, "scheduler.alpha_f", why=f"{last:g} x lr")
-    elif last is not None:
+    final_ratio = draft.number("scheduler.alpha_f")
+    if final_ratio is not None and draft.settings["train.schedule"].value != "constant":
+        draft.set(
+            "train.min_lr",
+            final_ratio * draft.settings["train.lr"].value,
+            "scheduler.alpha_f",
+            why=f"{final_ratio:g} x lr",
+        )
+    elif final_ratio is not None:
         draft.mark_ignored("scheduler.alpha_f", why="only used with a decaying schedule")
     _translate_warmup(draft, world, total, length)
     draft.mark_unsupported(
@@ -293,10 +297,10 @@ def _translate_steps(draft: Draft, world: int, packed: bool) -> None:
     draft.mark_many("none", {"Composer algorithms are not implemented": "algorithms.*"})
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most ``most``."""
+def _largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number that is at most ``limit``."""
     pairs = ((n, number // n) for n in range(1, min(math.isqrt(number), _BATCH) + 1) if number % n == 0)
-    return max(n for pair in pairs for n in pair if n <= most or n == 1)
+    return max(n for pair in pairs for n in pair if n <= limit or n == 1)
 
 
 def _translate_warmup(draft: Draft, world: int, total: int, length: int) -> None:
@@ -304,11 +308,11 @@ def _translate_warmup(draft: Draft, world: int, total: int, length: int) -> None
     if not duration:
         return
     number, unit = duration
-    whole = steps_and_schedule.total_steps(draft, world)
-    if unit == "dur" and whole is not None:
-        number, unit = math.ceil(number * whole), "ba"
-    elif unit == "ep" and (one := steps_and_schedule.steps_per_epoch(draft, world)):
-        number, unit = number * one, "ba"
+    run_steps = steps_and_schedule.total_steps(draft, world)
+    if unit == "dur" and run_steps is not None:
+        number, unit = math.ceil(number * run_steps), "ba"
+    elif unit == "ep" and (epoch_steps := steps_and_schedule.steps_per_epoch(draft, world)):
+        number, unit = number * epoch_steps, "ba"
     if unit != "ba":
         draft.mark_unsupported("scheduler.t_warmup", why="warm-up is set in steps: set --rows N, or set train.warmup")
     elif number:
@@ -341,7 +345,7 @@ def _translate_optimizer(draft: Draft) -> None:
         draft.set("optimizer.weight_decay", decay, "optimizer.weight_decay")
 
 
-def _translate_precision(draft: Draft, hub: bool) -> None:
+def _translate_precision(draft: Draft) -> None:
     """Translate the precision. `amp_fp8` is a context of Transformer Engine that only affects te.Linear, which
     `fc_type: te` creates."""
     word = (draft.text("precision") or "amp_bf16").lower()
@@ -378,10 +382,9 @@ def _translate_precision(draft: Draft, hub: bool) -> None:
     # fp8.fuse belongs to FP8; without amp_fp8 the fused layers ran in BF16.
     if fused and word != "amp_fp8":
         draft.settings.pop("fp8.fuse")
-    parts_on = any(target.startswith("fp8.recipe") for target in draft.settings)
-    if not parts_on:
+    has_fp8 = any(target.startswith("fp8.recipe") for target in draft.settings)
+    if not has_fp8:
         model_and_data.disable_fp8_if_unset(draft)
-    del hub
 
 
 def _translate_memory(draft: Draft) -> None:
@@ -427,9 +430,9 @@ def _translate_saving(draft: Draft, world: int) -> None:
             draft.mark_unsupported(key, why="the translated files have no evaluation data (data.eval)")
             continue
         # Composer counts in batches ("ba") or epochs ("ep"); Octavo only in steps.
-        one = steps_and_schedule.steps_per_epoch(draft, world)
-        if unit == "ep" and one:
-            number, unit = number * one, "ba"
+        epoch_steps = steps_and_schedule.steps_per_epoch(draft, world)
+        if unit == "ep" and epoch_steps:
+            number, unit = number * epoch_steps, "ba"
         if unit == "ba":
             draft.set(target, int(number), key)
         else:
@@ -461,9 +464,9 @@ def _translate_saving(draft: Draft, world: int) -> None:
     draft.set("run.seed", 17 if (seed := draft.integer("seed")) is None else seed, "seed")
     draft.read_keys.add("loggers")
     names = {key.split(".")[1] for key in draft.keys_under("loggers.")}
-    ours = sorted(names & {"wandb", "mlflow"})
-    if ours:
-        draft.set("run.trackers", ours, *draft.keys_under("loggers."))
+    trackers = sorted(names & {"wandb", "mlflow"})
+    if trackers:
+        draft.set("run.trackers", trackers, *draft.keys_under("loggers."))
     draft.mark_many("none", {"Octavo supports wandb, mlflow, trackio, swanlab and TensorBoard": "loggers.*"})
     if (log := draft.number("log_every")) is not None:
         draft.set("run.log_every", int(log), "log_every")

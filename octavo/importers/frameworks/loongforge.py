@@ -100,9 +100,11 @@ def translate(draft: Draft) -> None:
     model = draft.settings["model.path"].source
     # A checkpoint in Megatron's layout is only a copy of the model if its name says so.
     for key in ("load", "pretrained_checkpoint"):
-        same = bool(model) and model_and_data.is_same_model(draft.text(key) or "", str(model[0].value))
+        is_same = bool(model) and model_and_data.is_same_model(draft.text(key) or "", str(model[0].value))
         why = "Megatron checkpoint; Octavo reads the Hugging Face folder"
-        (draft.mark_default if same else draft.mark_unsupported)(key, why=why + (" of the same model" if same else ""))
+        (draft.mark_default if is_same else draft.mark_unsupported)(
+            key, why=why + (" of the same model" if is_same else "")
+        )
     _translate_kernels(draft)
     _translate_data(draft, phase)
     packed = bool(draft.flag("packing_sft_data"))
@@ -140,10 +142,10 @@ def _read_description(draft: Draft) -> None:
     """Read the YAML of the model's components, which a script may name. Raises TranslateError for a combination of
     components that no published model has, because the tokenizer folder would contain a different model."""
     word = draft.text("config_file")
-    described = bool(draft.keys_under("model."))
-    if word and not described and (file := draft.folder.find(word)) is not None:
+    has_description = bool(draft.keys_under("model."))
+    if word and not has_description and (file := draft.folder.find(word)) is not None:
         draft.add(files.read_files([file], {}, draft.folder)[0].source_keys, "")
-        described = True
+        has_description = True
     chosen = {}
     for key in draft.keys_under("defaults."):
         if match := _PART.fullmatch(key):
@@ -152,9 +154,9 @@ def _read_description(draft: Draft) -> None:
     if tower and language and language[0] not in _PUBLISHED.get(tower[1] or "", (language[0],)):
         kind = draft.text("model.model_type") or Path(tower[2].source).stem
         _reject_composed(f"{tower[2]}: {kind}", f"{tower[1]} and {language[1]}")
-    if word and not described and "custom" in Path(word).parts:
+    if word and not has_description and "custom" in Path(word).parts:
         _reject_composed(f"{draft.source_keys['config_file'].place}: {word}", "custom components")
-    if described:
+    if has_description:
         draft.mark_default("config_file", why="this is the translated file")
     else:
         draft.mark_unsupported(
@@ -211,8 +213,8 @@ def _translate_data(draft: Draft, phase: str) -> None:
             elif "alpaca" in layout:
                 draft.set(f"{at}.format", "alpaca", "sft_dataset", "sft_train_dataset")
         if draft.flag("sft_data_streaming"):
-            able = model_and_data.set_streaming(draft, at, "sft_data_streaming")
-            if able and (size := draft.integer("streaming_buffer_size")):
+            streamed = model_and_data.set_streaming(draft, at, "sft_data_streaming")
+            if streamed and (size := draft.integer("streaming_buffer_size")):
                 draft.set(f"{at}.shuffle_buffer", size, "streaming_buffer_size")
     draft.mark_unsupported("sft_dataset", "sft_train_dataset", "sft_valid_dataset",
                why="name from LoongForge's registry of layouts; Octavo detects the layout "
@@ -241,9 +243,11 @@ def _translate_data(draft: Draft, phase: str) -> None:
         draft.set("data.train_on_prompt", True, "train_on_prompt")
     if draft.flag("history_mask_loss") and phase == "sft":
         model_and_data.mark_last_answer_loss(draft, "history_mask_loss")
-    further = draft.mapping("chat_template_kwargs")
-    if further:
-        draft.set("data.template_args", further, "chat_template_kwargs", *draft.keys_under("chat_template_kwargs."))
+    template_args = draft.mapping("chat_template_kwargs")
+    if template_args:
+        draft.set(
+            "data.template_args", template_args, "chat_template_kwargs", *draft.keys_under("chat_template_kwargs.")
+        )
 
 
 def _translate_lora(draft: Draft) -> bool:
@@ -273,11 +277,15 @@ def _translate_lora(draft: Draft) -> bool:
         draft.set("lora.targets", targets, u(f"apply_to_{part}"))
     # Names of fused modules select several layers of a Hugging Face model.
     if set(names) & set(_LATENT):
-        ours = [_LATENT.get(name, name) for key in names for name in _TARGETS.get(key, [key]) if name != "qkv_proj"]
-        draft.set("lora.targets", [f"**.{name}" for name in ours], u("target_modules"), why="modules selected by name")
+        component = [
+            _LATENT.get(name, name) for key in names for name in _TARGETS.get(key, [key]) if name != "qkv_proj"
+        ]
+        draft.set(
+            "lora.targets", [f"**.{name}" for name in component], u("target_modules"), why="modules selected by name"
+        )
     elif set(names) < set(_TARGETS):
-        left = [name for key, theirs in _TARGETS.items() if key not in names for name in theirs]
-        draft.set("lora.exclude", [f"**.{name}" for name in left if name != "qkv_proj"], u("target_modules"),
+        excluded = [name for key, source in _TARGETS.items() if key not in names for name in source]
+        draft.set("lora.exclude", [f"**.{name}" for name in excluded if name != "qkv_proj"], u("target_modules"),
                   why="all linear layers of the component except these")  # fmt: skip
     u.mark_default(*[f"apply_to_{part}" for part, on in applied.items() if not on], why="no adapters")
     return True
@@ -285,10 +293,10 @@ def _translate_lora(draft: Draft) -> bool:
 
 def _translate_freeze(draft: Draft, lora: bool) -> None:
     frozen = {}
-    for theirs, ours in _COMPONENTS.items():
-        key = f"model.{theirs}.freeze"
+    for source, component in _COMPONENTS.items():
+        key = f"model.{source}.freeze"
         if draft.flag(key):
-            frozen[ours] = (key,)
+            frozen[component] = (key,)
         else:
             draft.mark_default(key, why="trained")
     if frozen and not lora:
@@ -299,48 +307,48 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
 
 def _translate_fp8(draft: Draft, u: PrefixedDraft, lora: bool) -> None:
     """Translate FP8: flags apply to the whole model, the YAML to components, and the YAML takes precedence."""
-    whole = megatron.set_fp8(draft, u, param=not lora)
-    any_part = False
-    for theirs, ours in _COMPONENTS.items():
-        at = PrefixedDraft(draft, f"model.{theirs}.")
+    global_recipe = megatron.set_fp8(draft, u, param=not lora)
+    has_fp8 = False
+    for source, component in _COMPONENTS.items():
+        at = PrefixedDraft(draft, f"model.{source}.")
         form = at.text("fp8")  # of the component; takes precedence over the flag for the whole model
         on = form not in (None, "false", "none", "null")
         recipe = choice(draft, at("fp8_recipe"), megatron.RECIPES)
-        if theirs == "image_projector":
+        if source == "image_projector":
             at.mark_ignored(
                 "fp8", *_INNER, why="LoongForge builds the projector outside any FP8 context, so it never ran in FP8"
             )
             continue
         if form is not None and not on:
-            draft.set(f"fp8.{ours}.recipe", "off", at("fp8"))
-        elif on or (whole and recipe):
-            any_part = True
-            draft.set(f"fp8.{ours}.recipe", recipe or whole or "delayed", at("fp8_recipe"), at("fp8"))
+            draft.set(f"fp8.{component}.recipe", "off", at("fp8"))
+        elif on or (global_recipe and recipe):
+            has_fp8 = True
+            draft.set(f"fp8.{component}.recipe", recipe or global_recipe or "delayed", at("fp8_recipe"), at("fp8"))
             if form in ("e4m3", "hybrid"):
-                draft.set(f"fp8.{ours}.format", form, at("fp8"))
-        elif not whole:
+                draft.set(f"fp8.{component}.format", form, at("fp8"))
+        elif not global_recipe:
             at.mark_ignored(
                 *_INNER, why="fp8 is set neither here nor by --fp8-format, so this component did not run in FP8"
             )
             continue
         if at.flag("fp8_param") and not lora:
-            draft.set(f"fp8.{ours}.param", True, at("fp8_param"))
+            draft.set(f"fp8.{component}.param", True, at("fp8_param"))
         elif at.has("fp8_param"):
             at.mark_default("fp8_param", why="weights stay in high precision, with cached FP8 codes")
-        _translate_selective(draft, at, ours)
-    if whole:
+        _translate_selective(draft, at, component)
+    if global_recipe:
         draft.set("fp8.image_projector.recipe", "off", why="LoongForge builds the projector outside any FP8 context")
-    elif not any_part:
+    elif not has_fp8:
         model_and_data.disable_fp8_if_unset(draft)
 
 
-def _translate_selective(draft: Draft, at: PrefixedDraft, ours: str) -> None:
+def _translate_selective(draft: Draft, at: PrefixedDraft, component: str) -> None:
     if at.flag("selective_fp8"):
         why = (
             "LoongForge selects layers by measured times from a file that is not published; Octavo's plan measures them"
         )
-        draft.set(f"fp8.{ours}.recipe", "auto", at("selective_fp8"), why=why)
-        draft.settings.pop(f"fp8.{ours}.format", None)
+        draft.set(f"fp8.{component}.recipe", "auto", at("selective_fp8"), why=why)
+        draft.settings.pop(f"fp8.{component}.format", None)
         at.mark_unsupported(
             "fp8_dynamic_policy_path", why="a table of times by layer kind and tokens; Octavo measures at startup"
         )

@@ -123,21 +123,23 @@ def set_steps(draft: Draft, u: PrefixedDraft, defaults: Defaults, ranks: int, pa
     else:
         draft.set("train.schedule", style or defaults.schedule, u("lr_decay_style"))
         style = style or defaults.schedule
-    least = u.number("min_lr")
-    if least and style == "constant":
+    min_lr = u.number("min_lr")
+    if min_lr and style == "constant":
         u.mark_ignored("min_lr", why="a constant schedule does not use it")
-    elif least is not None:
-        draft.set("train.min_lr", least, u("min_lr"))
+    elif min_lr is not None:
+        draft.set("train.min_lr", min_lr, u("min_lr"))
     # Octavo's schedules end with the run. One that ends later is cut, so the rate at the last step is kept.
-    whole = steps_and_schedule.total_steps(draft, ranks)
+    run_steps = steps_and_schedule.total_steps(draft, ranks)
     decay = u.integer("lr_decay_iters")
-    if decay is not None and decay == whole:
+    if decay is not None and decay == run_steps:
         u.mark_default("lr_decay_iters", why="the schedule ends with the run")
     elif decay is not None:
         u.mark_unsupported("lr_decay_iters", why=f"Octavo's schedules end with the run, not after {decay} steps")
-    steps_and_schedule.set_warmup(draft, ranks, u("lr_warmup_iters"), u("lr_warmup_fraction"), of=decay or None)
-    if decay is not None and whole is not None and decay > whole and style != "constant":
-        _set_min_lr_of_cut_schedule(draft, u, style, whole, decay)
+    steps_and_schedule.set_warmup(
+        draft, ranks, u("lr_warmup_iters"), u("lr_warmup_fraction"), schedule_steps=decay or None
+    )
+    if decay is not None and run_steps is not None and decay > run_steps and style != "constant":
+        _set_min_lr_of_cut_schedule(draft, u, style, run_steps, decay)
     if samples := u.integer("lr_warmup_samples"):
         draft.set("train.warmup", samples // total, u("lr_warmup_samples"))
     if (clip := u.number("clip_grad")) is not None:
@@ -146,12 +148,12 @@ def set_steps(draft: Draft, u: PrefixedDraft, defaults: Defaults, ranks: int, pa
 
 def _set_min_lr_of_cut_schedule(draft: Draft, u: PrefixedDraft, style: str, steps: int, decay: int) -> None:
     """Set train.min_lr for a run that ends before its schedule: the learning rate of the source at its last step."""
-    peak, least = draft.settings["train.lr"].value, u.number("min_lr") or 0.0
-    begun = draft.settings["train.warmup"].value if "train.warmup" in draft.settings else 0
-    share = min(1.0, max(0.0, (steps - begun) / max(1, decay - begun)))
-    left = 1 - share if style == "linear" else (1 + math.cos(math.pi * share)) / 2
+    peak, min_lr = draft.settings["train.lr"].value, u.number("min_lr") or 0.0
+    warmup = draft.settings["train.warmup"].value if "train.warmup" in draft.settings else 0
+    share = min(1.0, max(0.0, (steps - warmup) / max(1, decay - warmup)))
+    remaining = 1 - share if style == "linear" else (1 + math.cos(math.pi * share)) / 2
     why = f"value of the {style} schedule over {decay} steps after {steps} steps"
-    draft.set("train.min_lr", least + (peak - least) * left, u("min_lr"), u("lr_decay_iters"), why=why)
+    draft.set("train.min_lr", min_lr + (peak - min_lr) * remaining, u("min_lr"), u("lr_decay_iters"), why=why)
 
 
 def set_optimizer(draft: Draft, u: PrefixedDraft, defaults: Defaults) -> None:
@@ -197,9 +199,9 @@ def set_precision(draft: Draft, u: PrefixedDraft) -> None:
             draft.set("train.loss_scale", scale, u("loss_scale"))
         if u.number("initial_loss_scale") == 1 << 16:
             u.mark_default("initial_loss_scale", why="dynamic loss scaling starts at 65536")
-        left = ["initial_loss_scale"] if u("initial_loss_scale") not in draft.rows else []
+        remaining = ["initial_loss_scale"] if u("initial_loss_scale") not in draft.rows else []
         u.mark_unsupported(
-            *left,
+            *remaining,
             "min_loss_scale",
             "loss_scale_window",
             "hysteresis",
@@ -283,9 +285,9 @@ def set_saving(draft: Draft, u: PrefixedDraft) -> None:
     if u.text("wandb_project"):
         draft.set("run.trackers", ["wandb"], u("wandb_project"), why="set WANDB_PROJECT in the environment")
     u.mark_unsupported("wandb_exp_name", why="set WANDB_NAME in the environment")
-    if (each := u.integer("eval_interval")) is not None:
+    if (interval := u.integer("eval_interval")) is not None:
         if "data.eval.0.path" in draft.settings:
-            draft.set("run.eval_every", each, u("eval_interval"))
+            draft.set("run.eval_every", interval, u("eval_interval"))
         else:
             u.mark_unsupported("eval_interval", why="the translated files have no evaluation data (data.eval)")
     set_saved_states(draft, u)
@@ -310,7 +312,7 @@ def set_saved_states(draft: Draft, u: PrefixedDraft, load: tuple[str, ...] = ("l
         )
     elif u.flag("no_save_rng"):
         u.mark_unsupported("no_save_rng", why="RNG states are small and are always saved with the optimizer states")
-    for key, does in (("no_load_optim", NO_LOAD_OPTIM), ("no_load_rng", NO_LOAD_RNG)):
+    for key, effect in (("no_load_optim", NO_LOAD_OPTIM), ("no_load_rng", NO_LOAD_RNG)):
         if not u.flag(key):
             u.mark_default(key, why="resuming restores all states")
         elif "run.start_from" in draft.settings:
@@ -318,10 +320,10 @@ def set_saved_states(draft: Draft, u: PrefixedDraft, load: tuple[str, ...] = ("l
         elif loads:
             u.mark_unsupported(
                 key,
-                why=f"{does}; run.start_from starts a new run from the weights; run.resume restores all states",
+                why=f"{effect}; run.start_from starts a new run from the weights; run.resume restores all states",
             )
         else:
-            u.mark_ignored(key, why=does)
+            u.mark_ignored(key, why=effect)
     if not u.flag("no_save_optim"):
         u.mark_default("no_save_optim", "no_save_rng", why="checkpoints contain optimizer and RNG states")
 

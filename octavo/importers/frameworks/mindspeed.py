@@ -74,7 +74,7 @@ def translate(draft: Draft) -> None:
     flags = _read_flag_files(draft) or any(
         key in draft.source_keys for key in _FLAGS
     )  # from a launch script, without a prefix
-    old = flags or bool(draft.keys_under("gpt_args."))
+    is_old = flags or bool(draft.keys_under("gpt_args."))
     u = PrefixedDraft(draft, "gpt_args." if draft.keys_under("gpt_args.") else "" if flags else "training.")
     world = steps_and_schedule.count_processes(draft)
     draft.set("train.phase", "sft")
@@ -83,13 +83,13 @@ def translate(draft: Draft) -> None:
     draft.mark_default("data.dataset_param.preprocess_parameters.model_name_or_path", why="model.path")
     draft.mark_unsupported("mm_tool", why="JSON file of MindSpeed-MM that is not read")
     mindspeed_data.translate_rows(draft, u)
-    context = _translate_parallel_old(draft, u) if old else _translate_parallel(draft)
+    context = _translate_parallel_old(draft, u) if is_old else _translate_parallel(draft)
     packed = context > 1 or "data.packing" in draft.settings
-    ranks = megatron.data_parallel_size(draft, u, world) if old else max(1, world // context)
-    (_translate_steps_old if old else _translate_steps)(draft, u, ranks, packed)
+    ranks = megatron.data_parallel_size(draft, u, world) if is_old else max(1, world // context)
+    (_translate_steps_old if is_old else _translate_steps)(draft, u, ranks, packed)
     lora = _translate_lora(draft, flags)
     _translate_freeze(draft, lora)
-    _translate_features(draft, old)
+    _translate_features(draft, is_old)
     if flags:
         megatron.set_recompute(draft, u)
     if not flags:
@@ -194,9 +194,9 @@ def _translate_fsdp2_settings(draft: Draft, u: PrefixedDraft) -> None:
     # The names are modules of the model; Octavo recomputes by component.
     if towers := f.words("recompute_modules"):
         components = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
-        each = {part: "full" if part in components else "none" for part in model_and_data.TOWERS}
+        interval = {part: "full" if part in components else "none" for part in model_and_data.TOWERS}
         why = "blocks of these modules are recomputed"
-        f.set("train.recompute", "full" if len(components) == 2 else each, "recompute_modules", why=why)
+        f.set("train.recompute", "full" if len(components) == 2 else interval, "recompute_modules", why=why)
     kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
     if kind := choice(draft, f("param_dtype"), kinds):
         f.set("train.precision", kind, "param_dtype")
@@ -229,8 +229,8 @@ def _translate_steps(draft: Draft, u: PrefixedDraft, ranks: int, packed: bool) -
     u.set("train.lr", u.number("lr", 5e-5), "lr")
     style = choice(draft, u("lr_decay_style"), {n: n for n in ("cosine", "linear", "constant")}) or "constant"
     u.set("train.schedule", style, "lr_decay_style")
-    if (least := u.number("lr_min")) and style != "constant":
-        u.set("train.min_lr", least, "lr_min")
+    if (min_lr := u.number("lr_min")) and style != "constant":
+        u.set("train.min_lr", min_lr, "lr_min")
     steps_and_schedule.set_warmup(draft, ranks, u("lr_warmup_steps"), u("lr_warmup_ratio"))
     if (ratio := u.number("lr_decay_ratio")) not in (None, 1):
         u.mark_unsupported("lr_decay_ratio", why=f"Octavo's schedules end with the run, not after {ratio:g} of it")
@@ -248,14 +248,14 @@ def _translate_steps_old(draft: Draft, u: PrefixedDraft, ranks: int, packed: boo
 
 
 def _translate_lora(draft: Draft, flags: bool) -> bool:
-    new, old = PrefixedDraft(draft, "training.lora."), PrefixedDraft(draft, "" if flags else "lora_args.")
+    new, is_old = PrefixedDraft(draft, "training.lora."), PrefixedDraft(draft, "" if flags else "lora_args.")
     # Two generations of the YAML have different sections and names.
     if new.flag("enable"):
         u, names = new, {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
         targets = u.words("target_modules") or ["q_proj", "k_proj", "v_proj"]
     elif draft.keys_under("lora_r" if flags else "lora_args."):
         u, names = (
-            old,
+            is_old,
             {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target_modules"},
         )
         targets = u.words("lora_target_modules")
@@ -295,18 +295,18 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
     globs: list[str] = []
     for word in draft.words("model.freeze"):
         plain = word.removeprefix("model.").removesuffix(".{*}").replace("{*}", "*")
-        ours = next((name for mark, name in _FROZEN if plain.startswith(mark)), None) if "*" not in plain else None
-        if ours in model_and_data.COMPONENTS:
-            frozen[ours] = ("model.freeze",)
-            if ours == "image_encoder":  # model.visual holds the merger too
+        component = next((name for mark, name in _FROZEN if plain.startswith(mark)), None) if "*" not in plain else None
+        if component in model_and_data.COMPONENTS:
+            frozen[component] = ("model.freeze",)
+            if component == "image_encoder":  # model.visual holds the merger too
                 frozen["image_projector"] = ("model.freeze",)
         else:
-            globs.append(ours or f"**.{plain}.**")
+            globs.append(component or f"**.{plain}.**")
     flags = dict(zip(("vision_model", "vision_projection", "language_model"), model_and_data.COMPONENTS, strict=True))
-    for name, ours in flags.items():
+    for name, component in flags.items():
         key = f"model.freeze_{name}"
         if flag := draft.flag(key):
-            frozen[ours] = (key,)
+            frozen[component] = (key,)
         elif flag is False:
             draft.mark_default(key, why="trained")
     by_flags = any(f"model.freeze_{name}" in draft.source_keys for name in flags)
@@ -315,12 +315,14 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
         "model.image_encoder.vision_projector": "image_projector",
         "model.text_decoder": "foundation",
     }
-    for at, ours in tree.items():
+    for at, component in tree.items():
         key = f"{at}.freeze"
         flag = draft.flag(key)
-        frozen_by_default = ours != "foundation" and not by_flags and bool(draft.keys_under("model.image_encoder."))
+        frozen_by_default = (
+            component != "foundation" and not by_flags and bool(draft.keys_under("model.image_encoder."))
+        )
         if flag or (flag is None and frozen_by_default):
-            frozen[ours] = (key,)
+            frozen[component] = (key,)
         elif flag is False:
             draft.mark_default(key, why="trained")
         for dead in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
@@ -333,13 +335,13 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
         draft.set("model.freeze", names, "model.freeze", *keys)
 
 
-def _translate_features(draft: Draft, old: bool) -> None:
+def _translate_features(draft: Draft, is_old: bool) -> None:
     """Translate loss, recomputation, offload and attention, from the new sections and the old tree."""
     loss_key = next(
         (k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.source_keys), None
     )
     # The default loss differs between the two generations of the trainer.
-    word = (draft.text(loss_key) if loss_key else None) or ("default" if old else "raw")
+    word = (draft.text(loss_key) if loss_key else None) or ("default" if is_old else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
         draft.mark_unsupported(
@@ -366,7 +368,7 @@ def _translate_features(draft: Draft, old: bool) -> None:
         (draft.mark_unsupported if chunk else draft.mark_ignored)(
             key, why="the chunk size is selected by memory" if chunk else "enable_chunk_loss is off"
         )
-    _translate_recompute(draft, f, old)
+    _translate_recompute(draft, f, is_old)
     on = f.flag("enable_activation_offload") or draft.flag("model.text_decoder.activation_offload")
     offload = ("features.enable_activation_offload", "model.text_decoder.activation_offload")
     for key in draft.keys_under("features.activation_offload_plan."):
@@ -388,11 +390,11 @@ def _translate_features(draft: Draft, old: bool) -> None:
               "enable_activation_offload", "activation_offload_plan", "enable_chunk_mbs", "chunkmbs_plan")
               for key in draft.source_keys if key == f"model.{name}" or key.startswith(f"model.{name}.")]  # fmt: skip
     draft.mark_ignored(*unread, why="not read: the trainer reads this name under features")
-    kernels = {"image_encoder": "model.image_encoder.vision_encoder.", "foundation": "model.text_decoder."}
-    for ours, at in kernels.items():
+    prefixes = {"image_encoder": "model.image_encoder.vision_encoder.", "foundation": "model.text_decoder."}
+    for component, at in prefixes.items():
         if kernel := choice(draft, f"{at}attn_implementation", _KERNELS):
             draft.set(
-                f"model.attention.{ours}",
+                f"model.attention.{component}",
                 kernel,
                 f"{at}attn_implementation",
                 why="torch uses flash attention if possible",
@@ -413,13 +415,15 @@ def _has_wrapped_blocks(draft: Draft) -> bool:
     return kind.startswith("qwen3_vl") or model_and_data.video_family(draft, path) == "qwen3_vl"
 
 
-def _translate_recompute(draft: Draft, f: PrefixedDraft, old: bool) -> None:
+def _translate_recompute(draft: Draft, f: PrefixedDraft, is_old: bool) -> None:
     trees = {"image_encoder": "model.image_encoder.vision_encoder", "foundation": "model.text_decoder"}
-    keys = {ours: f"{at}.recompute_granularity" for ours, at in trees.items()}
+    keys = {component: f"{at}.recompute_granularity" for component, at in trees.items()}
     enabled = {
-        ours: word for ours, key in keys.items() if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
+        component: word
+        for component, key in keys.items()
+        if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
     }
-    if old and _has_wrapped_blocks(draft):
+    if is_old and _has_wrapped_blocks(draft):
         draft.set("train.recompute", "full", why="MindSpeed-MM's Qwen3-VL always recomputes every block")
         draft.mark_ignored(
             *keys.values(), f("recompute"), why="MindSpeed-MM always recomputes every block of this model"
@@ -466,8 +470,8 @@ def _translate_fp8(draft: Draft, lora: bool) -> None:
             key, why="the language model's layers (fp8.foundation); use fp8.rules for others"
         )
     ignored = at.words("quant_ignored_modules") or at.words("ignored_modules")
-    odd = [word for word in ignored if word.strip("*") not in ("lm_head", "gate")]
-    for number, word in enumerate(odd):
+    rules = [word for word in ignored if word.strip("*") not in ("lm_head", "gate")]
+    for number, word in enumerate(rules):
         rule = word.replace("{*}", "*").strip("*").strip(".")
         draft.set(f"fp8.rules.{number}.match", f"**.{rule}", at("quant_ignored_modules"), at("ignored_modules"))
         draft.set(f"fp8.rules.{number}.recipe", "off", why="not quantized in the source")
@@ -510,15 +514,15 @@ def _translate_checkpoints(draft: Draft, u: PrefixedDraft) -> None:
         draft.set("train.gc", "700,10,1000", "$ENABLE_GC_THRESHOLD", why="the thresholds that this variable sets")
     _translate_weights(draft, u)
     megatron.set_saving(draft, u)
-    left = [key for key in ("load", "load_base_model", "load_checkpoint_path") if u(key) not in draft.rows]
-    u.mark_unsupported(*left,
+    remaining = [key for key in ("load", "load_base_model", "load_checkpoint_path") if u(key) not in draft.rows]
+    u.mark_unsupported(*remaining,
            why="model.path takes a Hugging Face folder; octavo convert dcp_to_hf creates one from a DCP "
            "checkpoint")  # fmt: skip
     if save := u.integer("save_steps"):
         u.set("run.save_every", save, "save_steps")
-    if not (each := u.integer("val_interval")):
+    if not (interval := u.integer("val_interval")):
         u.mark_default("val_interval", why="no evaluation during training")
     elif "data.eval.0.path" in draft.settings:
-        u.set("run.eval_every", each, "val_interval")
+        u.set("run.eval_every", interval, "val_interval")
     else:
         u.mark_unsupported("val_interval", why="the translated files have no evaluation data (data.eval)")

@@ -11,8 +11,8 @@ _REASONING = ("qwen3_vl", "qwen3_omni", "qwen3_6", "kimi_k25", "glm4.1v", "glm4v
 
 
 def translate_rows(draft: Draft, training: PrefixedDraft) -> None:
-    at, before = "data.dataset_param.basic_parameters.", "data.dataset_param.preprocess_parameters."
-    u, p = PrefixedDraft(draft, at), PrefixedDraft(draft, before)
+    at, preprocess_prefix = "data.dataset_param.basic_parameters.", "data.dataset_param.preprocess_parameters."
+    u, p = PrefixedDraft(draft, at), PrefixedDraft(draft, preprocess_prefix)
     names = u.words("dataset")
     for number, name in enumerate(names):
         entry = model_and_data.add_dataset(draft, "train", number, name, u("dataset"), hub=False)
@@ -29,13 +29,13 @@ def translate_rows(draft: Draft, training: PrefixedDraft) -> None:
         if number == 0 and draft.num_rows is None:
             draft.num_rows = steps_and_schedule.count_rows(draft, name)
     # Evaluation rows have the same keys in a second section.
-    held = "data.val_dataset_param.basic_parameters."
-    for number, name in enumerate(draft.words(f"{held}dataset")):
-        entry = model_and_data.add_dataset(draft, "eval", number, name, f"{held}dataset", hub=False)
-        if folder := draft.text(f"{held}dataset_dir"):
-            draft.set(f"{entry}.images", draft.path(folder, hub=False), f"{held}dataset_dir")
-        if (limit := draft.integer(f"{held}max_samples")) is not None:
-            draft.set(f"{entry}.max_samples", limit, f"{held}max_samples")
+    eval_prefix = "data.val_dataset_param.basic_parameters."
+    for number, name in enumerate(draft.words(f"{eval_prefix}dataset")):
+        entry = model_and_data.add_dataset(draft, "eval", number, name, f"{eval_prefix}dataset", hub=False)
+        if folder := draft.text(f"{eval_prefix}dataset_dir"):
+            draft.set(f"{entry}.images", draft.path(folder, hub=False), f"{eval_prefix}dataset_dir")
+        if (limit := draft.integer(f"{eval_prefix}max_samples")) is not None:
+            draft.set(f"{entry}.max_samples", limit, f"{eval_prefix}max_samples")
     if not names:
         draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
         draft.add_note("TODO: set data.train")
@@ -54,12 +54,12 @@ def translate_rows(draft: Draft, training: PrefixedDraft) -> None:
     for side in ("max", "min"):
         if pixels := p.integer(f"image_{side}_pixels"):
             p.set(f"data.{side}_pixels", pixels, f"image_{side}_pixels")
-    film = {ours: p(f"video_{theirs}") for ours, theirs in model_and_data.VIDEO_KEYS.items()}
+    video_keys = {target: p(f"video_{source}") for target, source in model_and_data.VIDEO_KEYS.items()}
     model_and_data.set_video(
         draft,
         model_and_data.video_family(draft, draft.text("model.model_name_or_path")),
         "sft",
-        film,
+        video_keys,
         model_and_data.VIDEO_DEFAULTS,
     )
     if (workers := draft.integer("data.dataloader_param.num_workers")) is not None:

@@ -96,19 +96,23 @@ def _mark_rejected(draft: Draft, key: str, value: Any, why: str, name: str) -> N
 def _mark_other_fields(draft: Draft, config: dict[str, Any], name: str) -> None:
     """Write the fields of ``_OTHERS`` that are on, and report them as not implemented."""
     for key, why in _OTHERS.items():
-        present = [one for one in (f"model.{key}", *draft.keys_under(f"model.{key}.")) if draft.value(one) not in _OFF]
+        present = [
+            present_key
+            for present_key in (f"model.{key}", *draft.keys_under(f"model.{key}."))
+            if draft.value(present_key) not in _OFF
+        ]
         draft.read_keys.add(f"model.{key}")
-        for one in draft.keys_under(f"model.{key}"):
-            if one not in present:
-                draft.mark_default(one, why="off")
+        for present_key in draft.keys_under(f"model.{key}"):
+            if present_key not in present:
+                draft.mark_default(present_key, why="off")
         if not present:
             continue
-        inner = {one.removeprefix(f"model.{key}."): draft.value(one) for one in present}
+        inner = {present_key.removeprefix(f"model.{key}."): draft.value(present_key) for present_key in present}
         value = draft.value(present[0]) if present == [f"model.{key}"] else inner
         section, _, field = key.rpartition(".")
         (config[section] if section else config)[field] = value
-        for one in present:
-            _mark_rejected(draft, one, draft.value(one), why, name)
+        for present_key in present:
+            _mark_rejected(draft, present_key, draft.value(present_key), why, name)
 
 
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
@@ -167,9 +171,9 @@ def _build_ffn_config(draft: Draft, name: str) -> dict[str, Any]:
             *[f(key) for key in _inner_keys(draft, f, "ffn_act_fn")],
         )
     # The section also has keys of other kinds of MLP; those not read above are reported here.
-    for other in draft.keys_under(f.prefix):
-        if other not in draft.rows:
-            draft.mark_unsupported(other, why="only for MLPs other than mptmlp")
+    for other_key in draft.keys_under(f.prefix):
+        if other_key not in draft.rows:
+            draft.mark_unsupported(other_key, why="only for MLPs other than mptmlp")
     return config
 
 

@@ -111,7 +111,7 @@ SAME = {
 
 def translate(draft: Draft) -> None:
     # `megatron sft` and `swift sft` share most flags; these keys only exist in the former.
-    mega = "megatron" in draft.command or any(
+    is_megatron = "megatron" in draft.command or any(
         key in draft.source_keys
         for key in (
             "tensor_model_parallel_size",
@@ -125,24 +125,22 @@ def translate(draft: Draft) -> None:
     path = model_and_data.set_model_path(draft, "model")
     if revision := draft.text("model_revision"):
         draft.set("model.revision", revision, "model_revision")
-    if (task := draft.text("task_type") or "causal_lm") != "causal_lm":
-        draft.refuse(
-            "task_type", f"{task} is not language modeling: embeddings, classifiers and rerankers are not implemented"
-        )
+    if draft.text("task_type") not in (None, "causal_lm"):
+        draft.refuse("task_type", "embedding models, classifiers and rerankers are not implemented")
     has_tower = model_and_data.has_vision(draft, path or draft.text("load") or draft.text("mcore_model"))
     phase = _translate_phase(draft)
     packed = model_and_data.translate_packing(draft, phase, "packing")
     _translate_data(draft, phase, path)
     lora = _translate_adapters(draft, has_tower)
     _translate_model(draft, packed)
-    u = _translate_megatron(draft, world, packed, lora, phase) if mega else None
+    u = _translate_megatron(draft, world, packed, lora, phase) if is_megatron else None
     if u is None:
         _translate_trainer(draft, world, packed, lora, phase)
     if not lora:
         draft.mark_many("dead", {"train_type is full, so there are no adapters": _LORA_KEYS})
     if phase != "preference":
-        of = "rlhf_type beta rpo_alpha simpo_gamma desirable_weight undesirable_weight label_smoothing ref_model"
-        draft.mark_many("dead", {"this run has no preference loss": of})
+        group = "rlhf_type beta rpo_alpha simpo_gamma desirable_weight undesirable_weight label_smoothing ref_model"
+        draft.mark_many("dead", {"this run has no preference loss": group})
     draft.mark_many("none", NONE)
     draft.mark_many("default", SAME)
     if u is not None:
@@ -157,8 +155,8 @@ def _translate_phase(draft: Draft) -> str:
         beta = draft.number("beta")  # the default depends on the loss
         if kind == "dpo":
             hf_trainer.set_preference(draft, "loss_type", _LOSSES, 0.1 if beta is None else beta, "beta")
-            if smooth := draft.number("label_smoothing"):
-                draft.set("preference.label_smoothing", smooth, "label_smoothing")
+            if label_smoothing := draft.number("label_smoothing"):
+                draft.set("preference.label_smoothing", label_smoothing, "label_smoothing")
         else:
             draft.set("preference.loss", kind, "rlhf_type")
             draft.set("preference.beta", beta or (2.0 if kind == "simpo" else 0.1), "beta")
@@ -174,8 +172,8 @@ def _translate_phase(draft: Draft) -> str:
             if (weight_value := draft.number(weight)) is not None:
                 draft.set(f"preference.{weight}", weight_value, weight)
         if reference := draft.text("ref_model"):
-            same = reference == draft.text("model")
-            (draft.mark_default if same else draft.mark_unsupported)(
+            is_same = reference == draft.text("model")
+            (draft.mark_default if is_same else draft.mark_unsupported)(
                 "ref_model", why="the reference is the policy's initial weights"
             )
         return "preference"
@@ -189,12 +187,12 @@ def _translate_phase(draft: Draft) -> str:
 
 
 def _translate_data(draft: Draft, phase: str, path: str | None) -> None:
-    for of, key in (("train", "dataset"), ("eval", "val_dataset")):
+    for group, key in (("train", "dataset"), ("eval", "val_dataset")):
         for number, word in enumerate(draft.words(key, "")):
             # [HF:: or MS::]name[:subset][#number of rows]; the name may be a URL with a colon.
             match = re.fullmatch(r"(?:(?:HF|MS)::)?([^#:]*(?:://[^#:]*)?)(?::([^#]*))?(?:#(\d+))?", word)
             name, subset, count = match.groups() if match else (word, None, None)
-            at = model_and_data.add_dataset(draft, of, number, name, key)
+            at = model_and_data.add_dataset(draft, group, number, name, key)
             if count:
                 draft.set(f"{at}.max_samples", int(count), key, why="the first rows; ms-swift takes a random subset")
             if subset:
@@ -203,7 +201,7 @@ def _translate_data(draft: Draft, phase: str, path: str | None) -> None:
                 model_and_data.set_streaming(draft, at, "streaming")
             if columns := {v: k for k, v in draft.mapping("columns").items()}:
                 draft.set(f"{at}.columns", columns, "columns", *draft.keys_under("columns."))
-            if of == "train" and number == 0 and draft.num_rows is None:
+            if group == "train" and number == 0 and draft.num_rows is None:
                 rows = steps_and_schedule.count_rows(draft, name)
                 draft.num_rows = rows if rows is None or not count else min(rows, int(count))
     if not draft.has("dataset"):
@@ -240,8 +238,8 @@ def _translate_data(draft: Draft, phase: str, path: str | None) -> None:
     _translate_loss_scale(draft, phase)
     if pixels := draft.integer("max_pixels") or draft.integer("$MAX_PIXELS"):
         draft.set("data.max_pixels", pixels, "max_pixels", "$MAX_PIXELS")
-    if low := draft.integer("$MIN_PIXELS"):
-        draft.set("data.min_pixels", low, "$MIN_PIXELS")
+    if min_pixels := draft.integer("$MIN_PIXELS"):
+        draft.set("data.min_pixels", min_pixels, "$MIN_PIXELS")
     side = model_and_data.image_token_side(draft, path)
     for bound in ("max", "min"):
         key = f"$IMAGE_{bound.upper()}_TOKEN_NUM"
@@ -253,10 +251,10 @@ def _translate_data(draft: Draft, phase: str, path: str | None) -> None:
             draft.mark_unsupported(
                 key, why="tokens per image; data.max_pixels is in pixels: multiply by the pixels per token"
             )
-    film = {"fps": "$FPS", "min_frames": "$FPS_MIN_FRAMES", "max_frames": "$FPS_MAX_FRAMES"}
-    film |= {"max_pixels": "$VIDEO_MAX_PIXELS", "min_pixels": "$VIDEO_MIN_PIXELS"}
-    model_and_data.set_video(draft, model_and_data.video_family(draft, path), phase, film, {})
-    draft.mark_unsupported(*[k for k in draft.source_keys if k.startswith("$VIDEO") and k not in film.values()],
+    video_keys = {"fps": "$FPS", "min_frames": "$FPS_MIN_FRAMES", "max_frames": "$FPS_MAX_FRAMES"}
+    video_keys |= {"max_pixels": "$VIDEO_MAX_PIXELS", "min_pixels": "$VIDEO_MIN_PIXELS"}
+    model_and_data.set_video(draft, model_and_data.video_family(draft, path), phase, video_keys, {})
+    draft.mark_unsupported(*[k for k in draft.source_keys if k.startswith("$VIDEO") and k not in video_keys.values()],
                why="per frame; data.video.max_pixels is in pixels, for Qwen3-VL over all frames")  # fmt: skip
     model_and_data.set_template_flags(draft, "enable_thinking", "preserve_thinking")
 
@@ -286,14 +284,14 @@ def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
     kind = draft.text(key) or ("full" if "megatron" in draft.command else "lora")
     frozen = {name: bool(default if (flag := draft.flag(name)) is None else flag)
               for name, default in (("freeze_llm", False), ("freeze_vit", True), ("freeze_aligner", True))}  # fmt: skip
-    ours = {"freeze_vit": "image_encoder", "freeze_aligner": "image_projector", "freeze_llm": "foundation"}
+    components = {"freeze_vit": "image_encoder", "freeze_aligner": "image_projector", "freeze_llm": "foundation"}
     draft.read_keys.update(("tuner_type", "train_type"))
     if not has_tower:
         draft.mark_ignored(*frozen, why="a text model has no vision tower or projector")
     if kind == "full":
         draft.mark_default(key, why="no lora section")
         if has_tower:
-            model_and_data.set_freeze(draft, {ours[name]: (name,) for name, on in frozen.items() if on})
+            model_and_data.set_freeze(draft, {components[name]: (name,) for name, on in frozen.items() if on})
             draft.mark_default(*[name for name, on in frozen.items() if not on], why="trained")
         return False
     if kind == "lora_llm":
@@ -308,29 +306,31 @@ def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
     if draft.text("target_regex"):
         draft.mark_unsupported("target_regex", why="regular expressions are not supported: write globs in lora.targets")
     keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
-    everything = bool({"all-linear", "all-linears", "ALL", "all"} & set(targets))
+    all_linear = bool({"all-linear", "all-linears", "ALL", "all"} & set(targets))
     if kind == "lora_llm":
         draft.mark_ignored(*frozen, why="not used with lora_llm")
-        everything, targets = True, ["foundation"]
-    elif everything:
-        targets = [ours[name] for name, on in frozen.items() if not on] if has_tower else ["foundation"]
+        all_linear, targets = True, ["foundation"]
+    elif all_linear:
+        targets = [components[name] for name, on in frozen.items() if not on] if has_tower else ["foundation"]
     # Megatron fuses layers that are separate in Hugging Face models.
-    odd = [
+    special_names = [
         word
         for word in targets
         if word in ("all-embedding", "all-router", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     ]
-    if odd:
+    if special_names:
         names = {"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"],
                  "linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}  # fmt: skip
-        targets = [name for word in targets for name in names.get(word, [] if word in odd else [word])] or [
+        targets = [name for word in targets for name in names.get(word, [] if word in special_names else [word])] or [
             "foundation"
         ]
-        if left := [word for word in odd if word not in names]:
-            draft.mark_unsupported("target_modules", why=f"{', '.join(left)}: embeddings and routers get no adapters")
+        if unsupported_names := [word for word in special_names if word not in names]:
+            draft.mark_unsupported(
+                "target_modules", why=f"{', '.join(unsupported_names)}: embeddings and routers get no adapters"
+            )
     rank, alpha = draft.integer("lora_rank", 8), draft.number("lora_alpha", 32)
     model_and_data.set_lora(draft, rank, alpha, draft.number("lora_dropout", 0.05), targets, keys=keys)
-    if everything and has_tower and kind != "lora_llm":
+    if all_linear and has_tower and kind != "lora_llm":
         draft.set("lora.targets", targets, *frozen)
     elif has_tower and kind != "lora_llm":
         draft.mark_ignored(
@@ -407,18 +407,18 @@ def _translate_sequence_parallel(draft: Draft, packed: bool) -> int:
         draft.set("parallel.expert", expert, "expert_parallel_size")
     else:
         draft.mark_default("expert_parallel_size", why="experts are sharded by FSDP2")
-    both = max(size, context)
-    if both == 1:
+    largest = max(size, context)
+    if largest == 1:
         draft.mark_default("sequence_parallel_size", "context_parallel_size", why="rows are not split across ranks")
         return 1
     why = (
         "heads are exchanged as far as their number allows, then keys and values are gathered (parallel.ulysses: auto);"
     )
     why += " ms-swift uses a ring instead"
-    draft.set("parallel.context", both, "sequence_parallel_size", "context_parallel_size", why=why)
+    draft.set("parallel.context", largest, "sequence_parallel_size", "context_parallel_size", why=why)
     if not packed:
         draft.set("data.packing", True, why="context parallelism needs packed rows")
-    return both
+    return largest
 
 
 def _translate_megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> PrefixedDraft:

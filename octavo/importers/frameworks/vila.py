@@ -118,18 +118,22 @@ def _translate_data(draft: Draft) -> None:
 
 
 def _translate_trained_parts(draft: Draft, coat: bool) -> bool:
-    parts_of = {
+    components = {
         "tune_vision_tower": "image_encoder",
         "tune_mm_projector": "image_projector",
         "tune_language_model": "foundation",
     }
-    on = {key: bool(draft.flag(key)) for key in parts_of}
+    enabled = {key: bool(draft.flag(key)) for key in components}
     if (bits := draft.integer("bits")) in (4, 8):
         model_and_data.set_quantized_base(draft, "bits", bits)
     elif bits:
         draft.mark_default("bits", why="16 bits")
     if draft.flag("lora_enable"):
-        names = [ours for ours, key in (("foundation", "lora_llm"), ("image_encoder", "lora_vt")) if draft.flag(key)]
+        names = [
+            component
+            for component, key in (("foundation", "lora_llm"), ("image_encoder", "lora_vt"))
+            if draft.flag(key)
+        ]
         keys = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
         model_and_data.set_lora(
             draft,
@@ -141,8 +145,8 @@ def _translate_trained_parts(draft: Draft, coat: bool) -> bool:
         )
         draft.set("lora.targets", names or ["foundation"], "lora_llm", "lora_vt", "lora_enable")
         model_and_data.set_lora_variants(draft, keys, "", "use_dora")
-        draft.mark_unsupported(*[key for key in parts_of if on[key]], why="only adapters are trained")
-        draft.mark_default(*[key for key in parts_of if not on[key]], why="frozen")
+        draft.mark_unsupported(*[key for key in components if enabled[key]], why="only adapters are trained")
+        draft.mark_default(*[key for key in components if not enabled[key]], why="frozen")
         if folder := draft.text("lora_weight_path"):
             draft.set("lora.adapter", draft.path(folder), "lora_weight_path")
         return True
@@ -152,12 +156,12 @@ def _translate_trained_parts(draft: Draft, coat: bool) -> bool:
     draft.mark_default("lora_enable", why="no adapters")
     # With COAT's flags and no tune_* flag, nothing is frozen.
     if not coat or draft.keys_under("tune_"):
-        frozen = {ours: (key,) for key, ours in parts_of.items() if not on[key]}
-        if frozen and len(frozen) < len(parts_of):
+        frozen = {component: (key,) for key, component in components.items() if not enabled[key]}
+        if frozen and len(frozen) < len(components):
             model_and_data.set_freeze(draft, frozen)
         elif frozen:
             draft.add_note("no tune_* flag is true: VILA would train nothing; Octavo trains all components")
-        draft.mark_default(*[key for key in parts_of if on[key]], why="trained")
+        draft.mark_default(*[key for key in components if enabled[key]], why="trained")
     return False
 
 
@@ -264,9 +268,9 @@ def _translate_optimizer_states(draft: Draft, coat: bool, lora: bool) -> None:
     expansion = draft.text("first_order_expansion"), draft.text("second_order_expansion")
     keys = ("use_quantize_optimizer", "first_order_expansion", "second_order_expansion", "qgroup_size", "expand_min",
             "first_order_bit", "second_order_bit")  # fmt: skip
-    on = [word not in (None, "false", "none") for word in expansion]
+    enabled = [word not in (None, "false", "none") for word in expansion]
     bits = {(draft.text(key) or "E4M3").upper() for key in ("first_order_bit", "second_order_bit")}
-    if coat and any(on) and bits <= {"E4M3", "E5M2"}:
+    if coat and any(enabled) and bits <= {"E4M3", "E5M2"}:
         draft.set("optimizer.states", "coat", *keys, why="E4M3 with range expansion in groups of 128, as published")
     elif coat and bits <= {"E4M3", "E5M2"} and (draft.has("qgroup_size") or draft.has("use_quantize_optimizer")):
         draft.set("optimizer.states", "fp8", *keys, why="without expansion: FP8 with one scale per block")

@@ -112,13 +112,13 @@ class Expander:
     def mark_unsure(self, names: Iterable[str], line: int) -> None:
         """Record that a line that was not followed may have set these variables."""
         for name in names:
-            former = self.variables.get(name)
+            previous = self.variables.get(name)
             if name in self.forced:
                 continue
-            if former is None:
-                former = Variable(unknown=True)
-            lines = former.unsure if line in former.unsure else (*former.unsure, line)[:MAX_UNSURE_LINES]
-            self.store_variable(name, Variable(former.pieces, former.items, former.unknown, lines, former.lost))
+            if previous is None:
+                previous = Variable(unknown=True)
+            lines = previous.unsure if line in previous.unsure else (*previous.unsure, line)[:MAX_UNSURE_LINES]
+            self.store_variable(name, Variable(previous.pieces, previous.items, previous.unknown, lines, previous.lost))
 
     def mark_unknown(self, names: Iterable[str]) -> None:
         """Record that the values of these variables are only known when the script runs."""
@@ -383,40 +383,40 @@ class Expander:
         if name in _SHELL_VARIABLES:
             self.mark_unknown([name])
             return
-        former = self.variables.get(name)
-        if former is not None and former.items is not None:
-            first = [*former.items[:1], *pieces] if append else pieces
-            items = [self.join(first, self.current_line), *former.items[1:]]
+        previous = self.variables.get(name)
+        if previous is not None and previous.items is not None:
+            first = [*previous.items[:1], *pieces] if append else pieces
+            items = [self.join(first, self.current_line), *previous.items[1:]]
             self.charge(WORD_COST * len(items))
-            self.store_variable(name, Variable(items=items, unsure=former.unsure))
-        elif append and former is not None and former.pieces is not None:
-            self.extend_in_place(name, former.pieces, pieces)
-        elif append and (former is None or former.unknown):
-            lines = former.unsure if former else ()
+            self.store_variable(name, Variable(items=items, unsure=previous.unsure))
+        elif append and previous is not None and previous.pieces is not None:
+            self.extend_in_place(name, previous.pieces, pieces)
+        elif append and (previous is None or previous.unknown):
+            lines = previous.unsure if previous else ()
             self.store_variable(name, Variable([Word(f"${name}", self.current_line, (name,)), *pieces], unsure=lines))
         else:
             self.store_variable(
-                name, Variable(list(pieces), unsure=former.unsure if append and former is not None else ())
+                name, Variable(list(pieces), unsure=previous.unsure if append and previous is not None else ())
             )
 
     def assign_array(self, name: str, items: list[Word], append: bool) -> None:
         if name in self.forced or name in self.readonly:
             return
-        former = self.variables.get(name)
-        if append and former is not None and former.items is not None:
-            self.extend_in_place(name, former.items, items)
-        elif append and former is not None and former.pieces is not None:
+        previous = self.variables.get(name)
+        if append and previous is not None and previous.items is not None:
+            self.extend_in_place(name, previous.items, items)
+        elif append and previous is not None and previous.pieces is not None:
             self.store_variable(
-                name, Variable(items=[self.join(former.pieces, self.current_line), *items], unsure=former.unsure)
+                name, Variable(items=[self.join(previous.pieces, self.current_line), *items], unsure=previous.unsure)
             )
-        elif append and (former is None or former.unknown):
-            lines = former.unsure if former else ()
+        elif append and (previous is None or previous.unknown):
+            lines = previous.unsure if previous else ()
             self.store_variable(
                 name, Variable(items=[Word(f"${name}", self.current_line, (name,)), *items], unsure=lines)
             )
         else:
             self.store_variable(
-                name, Variable(items=list(items), unsure=former.unsure if append and former is not None else ())
+                name, Variable(items=list(items), unsure=previous.unsure if append and previous is not None else ())
             )
 
     # ---- sums, and what commands print

@@ -124,8 +124,8 @@ class _Interpreter(Builtins):
         self.enclosing.pop()
         self.mark_unsure(names, line)
         for name, others in self.undone_functions.items():
-            former = self.functions.get(name, ((), False))[0]
-            candidates = list(former)
+            previous = self.functions.get(name, ((), False))[0]
+            candidates = list(previous)
             for function in (function for other, _ in others for function in other):
                 if not any(function is known for known in candidates):
                     candidates.append(function)
@@ -239,17 +239,17 @@ class _Interpreter(Builtins):
     def run_and_or(self, node: AndOr, item: Item) -> bool | None:
         status = self.run_node(node.first, item)
         for sign, following in node.rest:
-            one = Item(following, item.line, item.text)
+            following_item = Item(following, item.line, item.text)
             if status is None:
                 self.quiet_depth += 1
-                changed = self.run_uncertain([one], self.current_line, "a condition")
+                changed = self.run_uncertain([following_item], self.current_line, "a condition")
                 self.quiet_depth -= 1
                 if changed:
                     self.report_unread(item.line, item.text, ON_CONDITION)
             elif status == (sign == "&&"):
-                status = self.run_node(following, one)
+                status = self.run_node(following, following_item)
             else:
-                self.skip([one], item.line, item.text)
+                self.skip([following_item], item.line, item.text)
         return status
 
     def run_if(self, node: If) -> bool | None:
@@ -287,7 +287,7 @@ class _Interpreter(Builtins):
         if known is None:
             self.report_unread(node.line, node.heading, "the condition is not matched")
         status: bool | None = True
-        for patterns, body, falls in node.clauses:
+        for patterns, body, falls_through in node.clauses:
             if known is True:
                 self.skip(body, node.line, node.heading)
                 continue
@@ -295,10 +295,10 @@ class _Interpreter(Builtins):
                 [] if known is None else [glob_pattern(self, pattern, 2, self.case_sensitive) for pattern in patterns]
             )
             self.charge(10 * len(subject.text))
-            fits = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
-            if known is False and not falls and not any(fit is not False for fit in fits):
+            matches = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
+            if known is False and not falls_through and not any(fit is not False for fit in matches):
                 self.skip(body, node.line, node.heading)
-            elif known is False and not falls and True in fits:
+            elif known is False and not falls_through and True in matches:
                 known, status = True, self.run_items(body)
             else:
                 if known is False:
@@ -367,8 +367,8 @@ class _Interpreter(Builtins):
                 raise
         finally:
             self.frames.pop()
-            for local, former in frame.saved.items():
-                self.store_variable(local, former)
+            for local, previous in frame.saved.items():
+                self.store_variable(local, previous)
 
     def source_file(self, words: list[Word], item: Item) -> bool | None:
         """Read a file in place of the line that sources it. Its lines are reported under that line."""
@@ -387,7 +387,7 @@ class _Interpreter(Builtins):
             return None
         self.files += 1
         program = Parser(text.replace("\r\n", "\n"), name, self.budget, 0, True).parse_program()
-        positional, often = self.positional, self.set_positional
+        positional, set_count = self.positional, self.set_positional
         if len(words) > 1:
             self.positional = words[1:]
         status: bool | None = None
@@ -398,7 +398,7 @@ class _Interpreter(Builtins):
             self.report_unread(*program.stopped)
         self.open_files.pop()
         # A file that is sourced with arguments gets its own ones, which end with it unless `set` changed them.
-        if len(words) > 1 and self.set_positional == often:
+        if len(words) > 1 and self.set_positional == set_count:
             self.positional = positional
         return status
 
@@ -415,10 +415,10 @@ class _Interpreter(Builtins):
             *self.expand_words(word for word in node.words if isinstance(word, ShellWord))
         ]
         words += [word for word in node.words if isinstance(word, Assignment)]
-        exits = False
+        replaces_shell = False
         environment: dict[str, Word] = {a.name: self.expand_text(a.value) for a in node.assignments}
         while words and isinstance(first := words[0], Word) and not first.open and first.text in _PREFIXES:
-            exits |= first.text == "exec"
+            replaces_shell |= first.text == "exec"
             words = words[1:]
             if words and isinstance(words[0], Word) and words[0].text.startswith("-"):  # command -v, env -i
                 return None
@@ -433,7 +433,7 @@ class _Interpreter(Builtins):
         if not words or not isinstance(words[0], Word):
             return None
         status = self.run_command(words[0].text, words, environment, node, item)
-        if exits:
+        if replaces_shell:
             raise ShellExit(True)
         return status
 
@@ -472,14 +472,14 @@ class _Interpreter(Builtins):
     @contextmanager
     def set_environment(self, environment: dict[str, Word]) -> Iterator[None]:
         """Set the variables of ``A=1 function`` while it runs."""
-        former = {name: self.variables.get(name) for name in environment}
+        previous = {name: self.variables.get(name) for name in environment}
         for name, word in environment.items():
             self.assign(name, [word])
         assigned = {name: self.variables.get(name) for name in environment}
         try:
             yield
         finally:
-            for name, value in former.items():
+            for name, value in previous.items():
                 if name not in self.forced and name not in self.readonly:
                     changed = self.variables.get(name) is not assigned[name]
                     self.store_variable(name, value)

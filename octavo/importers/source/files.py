@@ -46,8 +46,8 @@ def read_files(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) 
     parts = [Part(path, *_read_file(path, known, folder)) for path in paths]
     for part in parts:
         if len(part.source_keys) > _MOST_KEYS:
-            held = f"{printable(part.path.name)} holds {len(part.source_keys):,} keys"
-            raise TranslateError(f"{held}, and {_MOST_KEYS:,} are the most here.")
+            message = f"{printable(part.path.name)} holds {len(part.source_keys):,} keys"
+            raise TranslateError(f"{message}, and {_MOST_KEYS:,} are the most here.")
         check_text(part.source_keys)
     return parts
 
@@ -72,8 +72,8 @@ def _text_error(text: str) -> str | None:
         return None
     if "\0" in text:
         return "holds a NUL character"
-    half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
-    return f"holds half a character (\\u{ord(half):04x})" if half else None
+    surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    return f"holds half a character (\\u{ord(surrogate):04x})" if surrogate else None
 
 
 def merge_parts(parts: Sequence[Part], first_wins: bool) -> SourceConfig:
@@ -168,12 +168,12 @@ def _parse_mapping(
 ) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
     # JSON is YAML except for tabs between values. Inside strings JSON escapes tabs, so all of them can be replaced.
     document = read_text(text.replace("\t", " ") if json else text, name, "write a mapping: `key: value` lines")
-    odd = [problem for problem in document.problems if problem.reason == _WORD_KEYS]
-    if document.broken or len(odd) < len(document.problems):
-        raise ConfigError([problem for problem in document.problems if problem not in odd])
+    key_problems = [problem for problem in document.problems if problem.reason == _WORD_KEYS]
+    if document.broken or len(key_problems) < len(document.problems):
+        raise ConfigError([problem for problem in document.problems if problem not in key_problems])
     entries = _source_keys(document)
     # Keys that are numbers (ids of a tokenizer, devices) are never translated, but they are reported.
-    entries += [SourceKey(problem.key, "(a key that is no word)", problem.place) for problem in odd]
+    entries += [SourceKey(problem.key, "(a key that is no word)", problem.place) for problem in key_problems]
     return "json" if json else "yaml", entries, [], set()
 
 
@@ -193,7 +193,7 @@ def _source_keys(document: Document) -> list[SourceKey]:
 def _join_surrogates(value: Any) -> Any:
     """Join the surrogate pairs that JSON writes for characters beyond 16 bits (``"\\ud83d\\ude00"``)."""
     if isinstance(value, list):
-        return [_join_surrogates(one) for one in value]
+        return [_join_surrogates(item) for item in value]
     if not isinstance(value, str) or value.isprintable() or value.isascii():
         return value
     return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

@@ -52,8 +52,8 @@ def find_training_command(script: Script, source: str) -> Command:
     chosen = certain or conditional
     if len(chosen) == 1:
         return chosen[0]
-    if not chosen and (flags_alone := _flags_without_command(script)):
-        return flags_alone
+    if not chosen and (flags_only := _flags_without_command(script)):
+        return flags_only
     if not chosen:
         seen = ", ".join(dict.fromkeys(command.words[0].text for command in script.commands[:8])) or "no command"
         stopped = next((f" Line {line}: {why}." for line, _, why in script.unread if "stops reading" in why), "")

@@ -68,8 +68,10 @@ class _Resolver:
                 raise self.cycle_error(path)
             self.chain[path] = None
             written = self.leaves[path]
-            whole = written if isinstance(written, list) else [written]
-            values = [self.resolve_text(one, path) if isinstance(one, str) and "${" in one else one for one in whole]
+            items = written if isinstance(written, list) else [written]
+            values = [
+                self.resolve_text(item, path) if isinstance(item, str) and "${" in item else item for item in items
+            ]
             self.values[path] = values if isinstance(written, list) else values[0]
             del self.chain[path]
         return self.values[path]
@@ -79,12 +81,12 @@ class _Resolver:
         chain = [*self.chain]
         if path in self.chain:
             chain = [*chain[chain.index(path) :], path]
-            circle = "refers to itself"
+            description = "refers to itself"
         else:
-            circle = f"refers to itself, or through more than {_MOST_STEPS} others"
+            description = f"refers to itself, or through more than {_MOST_STEPS} others"
         names = [dotted(key) for key in chain]
         shown = " -> ".join([*names[:4], *(["..."] if len(names) > 5 else []), *names[4:][-1:]])
-        return self.make_error(chain[0], f"{self.leaves[chain[0]]!r:.60} {circle}: {shown}")
+        return self.make_error(chain[0], f"{self.leaves[chain[0]]!r:.60} {description}: {shown}")
 
     def make_error(self, path: Path, reason: str) -> ConfigError:
         return ConfigError([Problem(place_of(self.document, path), dotted(path), reason, _FIX)])
@@ -107,12 +109,12 @@ class _Resolver:
             known, value = self.lookup(inside, path)
             if known and len(parts) == 1 and at == len(written) and not "".join(parts[0]):
                 return value
-            put = str(value) if known and not isinstance(value, list) else f"${{{inside}}}"
-            size += len(put)
-            self.characters += len(put)
+            replacement = str(value) if known and not isinstance(value, list) else f"${{{inside}}}"
+            size += len(replacement)
+            self.characters += len(replacement)
             if size > _MOST_OF_ONE or self.characters > _MOST_OF_ALL:
                 raise self.make_error(path, f"{written!r:.60} becomes a text of over {size:,} characters")
-            parts[-1].append(put)
+            parts[-1].append(replacement)
         parts[-1].append(written[at:])
         return "${".join("".join(part) for part in parts)
 

@@ -70,7 +70,7 @@ def check_template(processor: Any, folder: Path) -> None:
 
 
 def _run_trial(processor: Any) -> str | None:
-    """The fault of a template, found in a child process, as the end of a sentence; None if it has none."""
+    """Return the fault of a template, found in a child process, as the end of a sentence; None if it has none."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -95,7 +95,8 @@ def _run_trial(processor: Any) -> str | None:
 
 
 def _render_and_exit(processor: Any, writer: int) -> NoReturn:
-    """The child process: render, write lengths and errors as JSON, and exit without the parent's exit handlers."""
+    """Return the child process: render, write lengths and errors as JSON, and exit without the parent's exit
+    handlers."""
     code = 1
     try:
         _set_limit(resource.RLIMIT_CORE, 0)
@@ -129,7 +130,7 @@ def _render_turns(processor: Any, turns: Sequence[tuple[str, str]]) -> str:
 
 
 def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-    """A conversation's text by the template of a processor or tokenizer. Raises ModelError with the template's
+    """Return a conversation's text by the template of a processor or tokenizer. Raises ModelError with the template's
     error."""
     try:
         with deadline():
@@ -147,7 +148,7 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """A context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
+    """Context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
 
     A signal handler checks every second, so a suspended machine causes no error. Only the main thread of a process
     receives signals: in other threads nothing is limited. A timer of the caller is restored afterwards.
@@ -173,10 +174,10 @@ def deadline() -> Iterator[None]:
 def render_plain(
     owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> str | None:
-    """A conversation by the template of `owner`, a processor or tokenizer, and `variables`, without transformers' code
-    around it: for a few words that code costs three times as much as the template, and finding the answers of a row
-    takes two renderings for each. None if that code might have an effect: for conversations with anything but roles,
-    texts, reasoning under both its names and placeholders of images.
+    """Return a conversation by the template of `owner`, a processor or tokenizer, and `variables`, without
+    transformers' code around it: for a few words that code costs three times as much as the template, and finding the
+    answers of a row takes two renderings for each. None if that code might have an effect: for conversations with
+    anything but roles, texts, reasoning under both its names and placeholders of images.
     """
     plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}
     if not plain or options.get("tokenize", True) or type(conversation) is not list or not conversation:
@@ -201,7 +202,7 @@ def render_plain(
 
 
 def _length_limit(*values: object) -> int:
-    """The limit of characters in a rendering of these values."""
+    """Return the limit of characters in a rendering of these values."""
     count, level = 0, list(values)
     while level:
         below: list[object] = []
@@ -218,7 +219,7 @@ def _length_limit(*values: object) -> int:
 
 
 def _join(pieces: Iterable[str], most: int) -> str:
-    """A rendering from its pieces. Raises ModelError as soon as they are longer than `most`."""
+    """Return a rendering from its pieces. Raises ModelError as soon as they are longer than `most`."""
     parts, length = [], 0
     for piece in pieces:
         parts.append(piece)
@@ -286,7 +287,7 @@ class WithDeadline:
 
 
 def template_variables(template: str) -> set[str]:
-    """The variables that a template reads and that only the caller can set."""
+    """Return the variables that a template reads and that only the caller can set."""
     parsed = _compile_jinja_template(template).environment.parse(template)
     return {name for name in meta.find_undeclared_variables(parsed) if not _RESERVED.match(name)}
 

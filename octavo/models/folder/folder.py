@@ -84,13 +84,13 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "b
 
 
 def is_weights(file: Path) -> bool:
-    """Whether a file contains weights, by its name."""
+    """Return whether a file contains weights, by its name."""
     return file.name.endswith(".safetensors")
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """A context without progress bars and warnings of transformers: Octavo checks what it would warn about."""
+    """Context without progress bars and warnings of transformers: Octavo checks what it would warn about."""
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     loud = level < transformers_logging.ERROR  # only then: setting a level visits all loggers of the process
     transformers_logging.disable_progress_bar()
@@ -107,7 +107,7 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def wrap_errors(subject: str) -> Iterator[None]:
-    """A quiet context for transformers and its libraries: all their errors become a ModelError that begins with
+    """Quiet context for transformers and its libraries: all their errors become a ModelError that begins with
     `subject` ("FOLDER: the tokenizer cannot be loaded"). A field of a wrong type can raise any exception, and panics of
     tokenizers' Rust code are not even subclasses of Exception."""
     try:
@@ -123,7 +123,7 @@ def wrap_errors(subject: str) -> Iterator[None]:
 
 @contextmanager
 def open_plain(folder: Path) -> Iterator[Path]:
-    """A context with a model folder for libraries that open its files by name (configuration, tokenizer, processor,
+    """Context with a model folder for libraries that open its files by name (configuration, tokenizer, processor,
     templates): the folder itself or, if such files are encrypted, a temporary folder of links to plain text in memory.
     It contains no weights, which Octavo reads itself, a piece at a time.
 
@@ -149,7 +149,7 @@ def open_plain(folder: Path) -> Iterator[Path]:
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:
-    """`PARTS` for a model that is stored in three folders, else ()."""
+    """Return `PARTS` for a model that is stored in three folders, else ()."""
     return PARTS if all((folder / part / "config.json").is_file() for part in PARTS) else ()
 
 
@@ -163,13 +163,13 @@ def require_one_folder(folder: Path, what: str) -> None:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """The path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
+    """Find the path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
     places = (folder / name, *(folder / part / name for part in parts_of(folder)))
     return next((file for file in places if os.path.lexists(file)), places[0])
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file. Raises ModelError when it is missing, broken or no object."""
+    """Read a JSON object from a file. Raises ModelError when it is missing, broken or no object."""
     if not os.path.lexists(file):
         raise ModelError(f"{file} is missing: {file.parent} is {_describe_folder(file.parent)}")
     return safe_read.read_json(file, ModelError)
@@ -244,7 +244,7 @@ def check_generation_config(folder: Path) -> None:
 
 
 def _describe_folder(folder: Path) -> str:
-    """What a folder is that lacks files of a model, with the fix, as the end of a sentence."""
+    """Return what a folder is that lacks files of a model, with the fix, as the end of a sentence."""
     if (folder / "adapter_config.json").is_file():
         return (
             "a PEFT adapter. Pass its base here and the adapter separately (`lora.adapter` continues to train it), or "
@@ -256,7 +256,7 @@ def _describe_folder(folder: Path) -> str:
 
 
 def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
-    """The headers of a folder's safetensors files, checked for completeness; no tensor is read.
+    """Return the headers of a folder's safetensors files, checked for completeness; no tensor is read.
 
     indexed: whether to use the index; None: only without model.safetensors.
 
@@ -291,13 +291,13 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
 
 
 def _add_prefix(part: str, header: headers.Header) -> headers.Header:
-    """The header of a file in one of three folders, with the folder's name as prefix of its tensors."""
+    """Return the header of a file in one of three folders, with the folder's name as prefix of its tensors."""
     entries = tuple(replace(entry, name=f"{part}.{entry.name}") for entry in header.entries)
     return replace(header, file=f"{part}/{header.file}", entries=entries)
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file of an index. Raises ModelError if it is damaged or names files outside the folder."""
+    """Return tensor name -> file of an index. Raises ModelError if it is damaged or names files outside the folder."""
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
         raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
@@ -307,12 +307,12 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def find_pickles(folder: Path) -> list[str]:
-    """The names of files in a folder with a suffix of pickles."""
+    """Find the names of files in a folder with a suffix of pickles."""
     return sorted(p.name for p in folder.glob("*") if p.name.endswith(PICKLES) and p.is_file())
 
 
 def missing_weights_error(file: Path, indexed: bool) -> str:
-    """The error for a folder that lacks this file of weights."""
+    """Return the error for a folder that lacks this file of weights."""
     folder = file.parent
     if indexed:
         return f"{file} is missing, though {INDEX} names it. Download the shard again."
@@ -325,7 +325,8 @@ def missing_weights_error(file: Path, indexed: bool) -> str:
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files of COMPANIONS in a folder, including broken links; for a model in three folders, those in each."""
+    """Return the files of COMPANIONS in a folder, including broken links; for a model in three folders, those in
+    each."""
     homes = (folder, *(folder / part for part in parts_of(folder)))
     return sorted({file for home in homes for pattern in COMPANIONS for file in home.glob(pattern)})
 
@@ -354,7 +355,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
 
 
 def read_companion(file: Path) -> bytes:
-    """The contents of one of COMPANIONS, parsed to check its format. Raises ModelError."""
+    """Read the contents of one of COMPANIONS, parsed to check its format. Raises ModelError."""
     raw = safe_read.read_bytes(file, ModelError)
     if file.suffix in (".json", ".jinja", ".txt"):
         text = safe_read.decode(raw, file, ModelError)

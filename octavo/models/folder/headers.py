@@ -80,14 +80,14 @@ class Header:
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file is a pickle or torch's zip of one, by its first bytes."""
+    """Return whether a file is a pickle or torch's zip of one, by its first bytes."""
     with safe_read.open_file(file) as opened:
         start = opened.read(4)
     return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)
 
 
 def read(file: Path) -> Header:
-    """The header of a file, checked against the file's size. Raises HeaderError."""
+    """Return the header of a file, checked against the file's size. Raises HeaderError."""
     try:
         opened = safe_read.open_file(file)
     except safe_read.Unreadable as error:
@@ -120,7 +120,7 @@ def read(file: Path) -> Header:
 
 @contextmanager
 def _convert_errors() -> Iterator[None]:
-    """A context in which errors of a damaged encrypted file become HeaderErrors."""
+    """Context in which errors of a damaged encrypted file become HeaderErrors."""
     try:
         yield
     except encryption.VaultError as error:
@@ -128,7 +128,7 @@ def _convert_errors() -> Iterator[None]:
 
 
 def parse(file: str, text: str) -> Header:
-    """The header of this JSON. Raises HeaderError."""
+    """Return the header of this JSON. Raises HeaderError."""
     try:
         table = safe_read.parse_json(text, "its header")
     except safe_read.Unreadable as error:
@@ -163,7 +163,8 @@ def _entry(name: str, info: Any) -> Entry:
 
 
 def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
-    """The header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write it."""
+    """Return the header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write
+    it."""
     entries: list[Entry] = []
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -176,7 +177,7 @@ def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> H
 
 
 def make_index(headers: Iterable[Header]) -> str:
-    """The text of model.safetensors.index.json for these files."""
+    """Create the text of model.safetensors.index.json for these files."""
     headers = tuple(headers)
     index = {
         "metadata": {"total_size": sum(header.size for header in headers)},

@@ -48,7 +48,7 @@ def check_growth(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _steps(part: object) -> list[dict[str, Any]]:
-    """The steps of a part, with sequences replaced by their steps."""
+    """Return the steps of a part, with sequences replaced by their steps."""
     if not isinstance(part, dict):
         return []
     inner = part.get("normalizers") or part.get("decoders")
@@ -58,7 +58,7 @@ def _steps(part: object) -> list[dict[str, Any]]:
 
 
 def _growth_factor(step: dict[str, Any]) -> float:
-    """The largest growth factor of a text in a step."""
+    """Return the largest growth factor of a text in a step."""
     if step.get("type") == "Precompiled":
         return _charsmap_factor(step.get("precompiled_charsmap"))
     if step.get("type") != "Replace":
@@ -71,7 +71,7 @@ def _growth_factor(step: dict[str, Any]) -> float:
 
 
 def _matches_empty(pattern: str) -> bool:
-    """Whether an expression may match between any two characters; True if Python cannot parse it."""
+    """Return whether an expression may match between any two characters; True if Python cannot parse it."""
     try:
         return re.compile(pattern).match("") is not None
     except (re.error, RecursionError, OverflowError):
@@ -79,9 +79,9 @@ def _matches_empty(pattern: str) -> bool:
 
 
 def _charsmap_factor(charsmap: Any) -> float:
-    """The largest growth factor of SentencePiece's table of replacements: the table has its size in bytes, a trie, and
-    then all replacements, each ended by a zero. Replacements of up to 64 bytes count as 1: Unicode's own have up to 18
-    characters."""
+    """Return the largest growth factor of SentencePiece's table of replacements: the table has its size in bytes, a
+    trie, and then all replacements, each ended by a zero. Replacements of up to 64 bytes count as 1: Unicode's own have
+    up to 18 characters."""
     try:
         raw = base64.b64decode(charsmap or "")
     except (binascii.Error, TypeError, ValueError):

@@ -26,16 +26,16 @@ class ProcessorTraits(WithDeadline):
 
     @staticmethod
     def options(config: PreTrainedConfig) -> dict[str, Any]:
-        """The fields of processor_config.json that follow from the model's configuration."""
+        """Return the fields of processor_config.json that follow from the model's configuration."""
         return {}
 
     @staticmethod
     def image_options(config: PreTrainedConfig) -> dict[str, Any]:
-        """The fields of preprocessor_config.json that follow from the model's configuration."""
+        """Return the fields of preprocessor_config.json that follow from the model's configuration."""
         return {}
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of an image of (height, width), including its marks."""
+        """Return tokens of an image of (height, width), including its marks."""
         counts: dict[str, list[int]] = self._get_num_multimodal_tokens(image_sizes=[size])  # type: ignore[attr-defined]
         return counts["num_image_tokens"][0]
 

@@ -82,7 +82,7 @@ class Quantization:
         return fp8.CastSpec("e4m3", block, "fp32")
 
     def grid(self, n: int, k: int) -> tuple[int, int]:
-        """The shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
+        """Return the shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
         if self.kind == "tensor":
             return (1, 1)
         if self.block is None:
@@ -90,8 +90,8 @@ class Quantization:
         return (-(-n // self.block[0]), -(-k // self.block[1]))
 
     def covers(self, name: str, types: Iterable[str] = ("Linear",)) -> bool:
-        """Whether the linear layer of this name is in FP8 by the rule of the method's library (fp8: transformers;
-        compressed-tensors: itself). `types`: the names of the module's class and its base classes."""
+        """Return whether the linear layer of this name is in FP8 by the rule of the method's library (fp8:
+        transformers; compressed-tensors: itself). `types`: the names of the module's class and its base classes."""
         if self.method == "fp8":
             return not matches_pattern(name, self.skipped)
         types = tuple(types)
@@ -103,7 +103,8 @@ class Quantization:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers use; it belongs to no weight."""
+    """Return whether a tensor of this name is a scale of an FP8 KV cache, which servers use; it belongs to no
+    weight."""
     return _CACHE_SCALE.search(name) is not None
 
 
@@ -157,7 +158,7 @@ def _split_targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.P
 
 
 def read_quantization(folder: str | Path) -> Quantization | None:
-    """The quantization of a folder by its config.json; None for a folder in high precision.
+    """Read the quantization of a folder by its config.json; None for a folder in high precision.
 
     Raises ModelError, with the fix, for a method, a format or a layout that Octavo does not read.
     """
@@ -174,7 +175,7 @@ def read_quantization(folder: str | Path) -> Quantization | None:
 
 
 def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization block of a config.json, at the top or in `text_config`; None without one."""
+    """Return the quantization block of a config.json, at the top or in `text_config`; None without one."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in QUANTIZED_KEYS:
@@ -184,7 +185,7 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def parse(block: object, where: str = "quantization_config") -> Quantization:
-    """A `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
+    """Return a `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
@@ -200,7 +201,7 @@ def parse(block: object, where: str = "quantization_config") -> Quantization:
 
 
 def parse_autofp8(block: object, where: str = "quantization_config") -> Quantization | None:
-    """A `quantization_config` of AutoFP8 as a Quantization; None for any other.
+    """Return a `quantization_config` of AutoFP8 as a Quantization; None for any other.
 
     It is method fp8 with one scale for each tensor: `X.weight_scale`, and with activation_scheme static also
     `X.input_scale`. vLLM and SGLang read it. transformers, which reads only `weight_scale_inv`, does not, and Octavo
@@ -292,7 +293,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | None]:
-    """(kind, block) of the scheme of a group's weights."""
+    """Return (kind, block) of the scheme of a group's weights."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"{at}.weights is {weights!r}, not an object. Write it again.")
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -337,7 +338,7 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def to_config(quantization: Quantization) -> dict[str, Any]:
-    """The `quantization_config` of a Quantization: `parse` returns the same Quantization for it.
+    """Return the `quantization_config` of a Quantization: `parse` returns the same Quantization for it.
 
     fp8 has every key that vLLM, SGLang and transformers read, compressed-tensors the keys that its version 0.20 writes.
     Raises ModelError for a Quantization that the method cannot express.

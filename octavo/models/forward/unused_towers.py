@@ -30,7 +30,7 @@ class _TakesImages(Protocol):
     """The module that contains the tower: a model of images and text without its output projection."""
 
     def get_image_features(self, **inputs: Tensor) -> object:
-        """Features of images, from tower and projector."""
+        """Return features of images, from tower and projector."""
 
 
 class _Join(torch.autograd.Function):
@@ -51,7 +51,7 @@ class _Join(torch.autograd.Function):
 
 
 def dummy_image_inputs(model: nn.Module, family: Family) -> dict[str, Tensor]:
-    """The smallest black image of a family, as arguments of `get_image_features`, on the tower's device."""
+    """Return the smallest black image of a family, as arguments of `get_image_features`, on the tower's device."""
     if not family.has_vision:
         raise ModelError(f"{family.name} takes no images; only a vision-language model needs a dummy image.")
     parameter = next(model.get_submodule(family.tower).parameters())
@@ -137,7 +137,8 @@ class _Idle:
         self.experts, self.guard, self.called = experts, guard, False
 
     def attach(self, layer: nn.Module) -> list[RemovableHandle]:
-        """``layer``: the module that calls the experts; it returns a tuple that begins with the hidden states."""
+        """Return ``layer``: the module that calls the experts; it returns a tuple that begins with the hidden
+        states."""
         return [
             layer.register_forward_pre_hook(self._begin),
             self.experts.register_forward_hook(self._note),
@@ -182,7 +183,7 @@ def _attach(
 
 
 def _features(output: Any) -> Iterator[Tensor]:
-    """The projector's outputs that enter the language model, including DeepStack's."""
+    """Yield the projector's outputs that enter the language model, including DeepStack's."""
     for entry in (output.pooler_output, getattr(output, "deepstack_features", None)):
         yield from _tensors(entry)
 

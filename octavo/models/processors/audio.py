@@ -41,8 +41,8 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
     def __call__(
         self, text: Sequence[str], audio: Sequence[np.ndarray] | None = None, images: Any = None, **options: Any
     ) -> BatchFeature:
-        """`input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds, bins,
-        frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
+        """Return `input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds,
+        bins, frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
         `return_tensors`. Raises ModelError for images, and if the numbers of placeholders and sounds differ."""
         if images is not None and len(images):
             raise ModelError(f"{len(images)} images were given to a model of audio and text, which takes no images.")
@@ -72,7 +72,7 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
 
 
 def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Qwen2AudioTextProcessor:
-    """The processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
+    """Load the processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
     file = folder / "preprocessor_config.json"
     if not file.exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")

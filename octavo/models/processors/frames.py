@@ -28,11 +28,11 @@ class _HasRopeIndex(Protocol):
     """A model that computes positions for rotary embeddings with three axes."""
 
     def get_rope_index(self, input_ids: Tensor, **media: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [3, B, T] and the offset of the next position in each row."""
+        """Return int64 [3, B, T] and the offset of the next position in each row."""
 
 
 def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any]:
-    """A batch in host memory with its videos as images; the same values if it has none.
+    """Return a batch in host memory with its videos as images; the same values if it has none.
 
     merge: patches of a token, in each direction · image: the placeholder token of an image. `pixel_values`,
     `image_grid_thw`, `input_ids` and `mm_token_type_ids` cover images and steps, in the order of their tokens.
@@ -66,20 +66,20 @@ def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any
 
 
 def _first_tokens(where: Tensor, grid: Tensor, merge: int) -> Tensor:
-    """The first token of each image or step, counted over the whole batch."""
+    """Return the first token of each image or step, counted over the whole batch."""
     counts = grid.prod(-1) // merge**2
     return where.flatten().nonzero().flatten()[counts.cumsum(0) - counts]
 
 
 def batch_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
-    """Positions of the tokens of padded rows [B, T] with videos: int64 [3, B, T], from the model's ``get_rope_index``
-    and, in time, from :func:`set_times`."""
+    """Return positions of the tokens of padded rows [B, T] with videos: int64 [3, B, T], from the model's
+    ``get_rope_index`` and, in time, from :func:`set_times`."""
     return set_times(model, _stock_positions(model, batch), _kinds(batch), batch)
 
 
 def why_not_stock_times(model: PreTrainedModel, batch: Mapping[str, Any]) -> str | None:
-    """Why transformers' own forward would place the videos of a batch [B, T] wrongly in time, or None. Its positions
-    are compared with :func:`batch_positions`, so this holds for every version."""
+    """Return why transformers' own forward would place the videos of a batch [B, T] wrongly in time, or None. Its
+    positions are compared with :func:`batch_positions`, so this holds for every version."""
     if "second_per_grid_ts" not in batch:
         return None
     stock = _stock_positions(model, batch)
@@ -101,13 +101,13 @@ def _stock_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor
 
 
 def _kinds(batch: Mapping[str, Any]) -> Tensor:
-    """Kinds of tokens [B, T], 0 for padding."""
+    """Return kinds of tokens [B, T], 0 for padding."""
     kinds: Tensor = batch["mm_token_type_ids"]
     return kinds * batch["attention_mask"].bool() if "attention_mask" in batch else kinds
 
 
 def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: Mapping[str, Any]) -> Tensor:
-    """Positions [3, B, T] with the times of Qwen2.5-VL's videos; unchanged for other families.
+    """Return positions [3, B, T] with the times of Qwen2.5-VL's videos; unchanged for other families.
 
     The token of time step ``k`` is at ``start + floor(k * tokens_per_second * second_per_grid_ts)`` (Qwen2.5-VL,
     arXiv 2502.13923; transformers 5.23 and 5.24). transformers 5.17 truncates the seconds to an integer first, so all

@@ -39,7 +39,7 @@ def generate(
     max_new_tokens: int = 32,
     videos: Sequence[Any] = (),
 ) -> str:
-    """The model's greedy answer to `messages`, decoded without special tokens.
+    """Return the model's greedy answer to `messages`, decoded without special tokens.
 
     messages, images, videos  as :func:`encode_conversation` takes them
 
@@ -82,7 +82,8 @@ def encode_conversation(
     answered: bool = False,
     videos: Sequence[Any] = (),
 ) -> BatchFeature:
-    """A conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and the inputs of images.
+    """Return a conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and the inputs of
+    images.
     `answered`: the conversation ends with its answer.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
@@ -136,8 +137,8 @@ def encode_conversation(
 
 
 def ignored_settings(model: PreTrainedModel) -> str | None:
-    """A sentence about the generation settings of a model's folder that are ignored in answers and in evaluations; None
-    if there are none."""
+    """Return a sentence about the generation settings of a model's folder that are ignored in answers and in
+    evaluations; None if there are none."""
     settings = getattr(model, "generation_config", None)  # only models that generate have one
     stated = {} if settings is None else settings.to_diff_dict()
     odd = {

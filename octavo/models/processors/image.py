@@ -95,7 +95,7 @@ def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
 
 
 def _token_id(processor: Any, key: str) -> int | None:
-    """The tokenizer's number of the token of a key of config.json; None if it is unknown."""
+    """Return the tokenizer's number of the token of a key of config.json; None if it is unknown."""
     if key.startswith("image"):
         return getattr(processor, "feature_id", processor.image_token_id)
     text = getattr(processor, "video_token", None)
@@ -103,8 +103,8 @@ def _token_id(processor: Any, key: str) -> int | None:
 
 
 def computed_options(folder: Path, processor_class: type) -> dict[str, Any]:
-    """The arguments of `processor_class` besides image processor and tokenizer, computed from config.json. Raises
-    ModelError if processor_config.json contradicts them."""
+    """Return the arguments of `processor_class` besides image processor and tokenizer, computed from config.json.
+    Raises ModelError if processor_config.json contradicts them."""
     if not issubclass(processor_class, ProcessorTraits):
         return {}
     config = stock_config(folder)

@@ -68,8 +68,8 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError for
-        a rendering that no tokenizer takes (`chat.check_rendering`)."""
+        """Return the tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError
+        for a rendering that no tokenizer takes (`chat.check_rendering`)."""
         with deadline():
             text = render_plain(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
             if text is not None:
@@ -78,11 +78,11 @@ class TextProcessor:
             return check_rendering(rendering, conversation, kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        """The tokenizer's decode, of one sequence."""
+        """Return the tokenizer's decode, of one sequence."""
         return cast(str, self.tokenizer.decode(*args, **kwargs))
 
     def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
-        """The tokenizer's batch_decode."""
+        """Return the tokenizer's batch_decode."""
         return self.tokenizer.batch_decode(*args, **kwargs)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -91,8 +91,8 @@ class TextProcessor:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
-    its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
+    """Load the tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one
+    of its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
     whole = Path(path)
     check_companions(whole)
     folder = find_file(whole, "tokenizer_config.json").parent  # of a model in three folders, the decoder's
@@ -125,8 +125,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_for_chat(path: str | Path) -> Any:
-    """The object that renders conversations for a model folder: its processor if Octavo has one for the family and its
-    files exist, else its tokenizer, whose chat template is checked as a processor's is. Raises ModelError as
+    """Load the object that renders conversations for a model folder: its processor if Octavo has one for the family and
+    its files exist, else its tokenizer, whose chat template is checked as a processor's is. Raises ModelError as
     :func:`load_processor`."""
     folder = Path(path)
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
@@ -140,7 +140,7 @@ def load_for_chat(path: str | Path) -> Any:
 
 
 def image_backend(processor: ProcessorMixin | TextProcessor) -> str | None:
-    """The library that a processor resizes images with: `torchvision`, `pil`, or None for text-only models."""
+    """Return the library that a processor resizes images with: `torchvision`, `pil`, or None for text-only models."""
     image_processor = processor.image_processor
     return None if image_processor is None else image_processor.backend
 
@@ -152,7 +152,7 @@ def load_processor(
     template_args: Mapping[str, object] | None = None,
     video: Mapping[str, object] | None = None,
 ) -> ProcessorMixin | TextProcessor:
-    """The processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
+    """Load the processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
     Pillow if torchvision is missing (`image_backend` returns which), and always with Pillow for videos.
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, rounded to whole tokens.

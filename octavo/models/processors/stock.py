@@ -94,12 +94,12 @@ class _VideoTraits:
     why_not_images: ClassVar[str | None] = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of processor_config.json, without the two that cannot be written as JSON."""
+        """Return the fields of processor_config.json, without the two that cannot be written as JSON."""
         left_out = {"videos", "video_processor"}
         return {key: value for key, value in super().to_dict().items() if key not in left_out}  # type: ignore[misc]
 
     def video_text(self, shot: _Shot) -> str:
-        """The text of a video, with its placeholders."""
+        """Return the text of a video, with its placeholders."""
         assert self.videos is not None
         about: dict[str, Any] = {"video_metadata": [metadata(shot.total, shot.fps, shot.indices)]}
         if self.videos.tile is None:
@@ -109,12 +109,13 @@ class _VideoTraits:
         return self.replace_video_token(about, 0)  # type: ignore[attr-defined]
 
     def as_images(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of tensors in host memory, with its videos as images (:mod:`octavo.models.processors.frames`)."""
+        """Return a batch of tensors in host memory, with its videos as images
+        (:mod:`octavo.models.processors.frames`)."""
         assert self.videos is not None
         return as_images(batch, self.videos.merge, self.image_token_id)  # type: ignore[attr-defined]
 
     def video_inputs(self, shots: Sequence[_Shot]) -> dict[str, Any]:
-        """The arguments of a call for decoded videos; `frames` of each belong to its `indices`."""
+        """Return the arguments of a call for decoded videos; `frames` of each belong to its `indices`."""
         described = [metadata(shot.total, shot.fps, shot.indices) for shot in shots]
         return {"videos": [shot.frames for shot in shots], "video_metadata": described} if shots else {}
 
@@ -147,8 +148,8 @@ class InternVLImageTextProcessor(_VideoTraits, WithDeadline, InternVLProcessor):
     frames_are_images = True
 
     def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **options: Any) -> BatchFeature:
-        """The stock call if there are no videos; with videos, the tiles of images and frames in the order of the text.
-        The stock class takes only videos of one length."""
+        """Return the stock call if there are no videos; with videos, the tiles of images and frames in the order of the
+        text. The stock class takes only videos of one length."""
         if videos is None:
             return super().__call__(images=images, text=text, **options)
         texts = [text] if isinstance(text, str) else text
@@ -227,19 +228,20 @@ class PixtralImageTextProcessor(ProcessorTraits, ProcessorMixin):
         return super()._process_images(images, **{**options, "patch_size": self.cell})
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **_: object) -> str:
-        """The text of one image."""
+        """Return the text of one image."""
         height, width = (int(side) // self.cell for side in image_inputs["image_sizes"][image_idx])
         row = self.image_token * width + self.image_break_token
         return (row * height).removesuffix(self.image_break_token) + self.image_end_token
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of an image: shrunk to the longest edge, then cut into whole cells, with a mark after each row."""
+        """Return tokens of an image: shrunk to the longest edge, then cut into whole cells, with a mark after each
+        row."""
         ratio = max(1.0, max(size) / self.image_processor.size["longest_edge"])
         tall, wide = (-(-int(side / ratio) // self.cell) for side in size)
         return tall * (wide + 1)
 
     def trimmed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Pixels, cut to the largest image of the row."""
+        """Return pixels, cut to the largest image of the row."""
         height, width = np.asarray(row["image_sizes"]).max(axis=0)
         return {"pixel_values": row["pixel_values"][..., :height, :width]}
 
@@ -270,8 +272,8 @@ class LlavaOnevisionImageTextProcessor(TraitsWithoutVideo, LlavaOnevisionProcess
         return {"image_grid_pinpoints": config.image_grid_pinpoints, "size": _square(config.vision_config.image_size)}
 
     def tiles(self, size: Sequence[int], alone: bool) -> int:
-        """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it
-        is the only image of its row."""
+        """Return tiles of an image of (height, width), including the tile of the whole image; the last argument is
+        whether it is the only image of its row."""
         if not alone:
             return 1
         tall, wide = select_best_resolution(tuple(map(int, size)), self.image_processor.image_grid_pinpoints)
@@ -279,11 +281,11 @@ class LlavaOnevisionImageTextProcessor(TraitsWithoutVideo, LlavaOnevisionProcess
         return 1 + (tall // side) * (wide // side)
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of an image; one of several has the tokens of its tile and a line break."""
+        """Return tokens of an image; one of several has the tokens of its tile and a line break."""
         return super().image_tokens(size, alone) if alone else self.num_image_tokens + 1
 
     def trimmed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Pixels, cut to the largest number of tiles of an image in the row."""
+        """Return pixels, cut to the largest number of tiles of an image in the row."""
         sizes = np.asarray(row["image_sizes"])
         most = max(self.tiles(size, len(sizes) == 1) for size in sizes)
         return {"pixel_values": row["pixel_values"][:, :most]}
@@ -347,7 +349,7 @@ class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcess
         return batch, texts
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of the text that replaces the image's placeholder."""
+        """Return tokens of the text that replaces the image's placeholder."""
         _, rows, columns = self.image_processor.get_number_of_image_patches(*size)
         return self._count_tokens(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
 
@@ -370,7 +372,8 @@ class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
         return {"image_seq_length": config.mm_tokens_per_image}
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of the text that replaces the image's placeholder; an image with crops (pan and scan) has more."""
+        """Return tokens of the text that replaces the image's placeholder; an image with crops (pan and scan) has
+        more."""
         return self._count_tokens(self.full_image_sequence)
 
     @staticmethod
@@ -392,7 +395,7 @@ class Ernie45VLImageTextProcessor(TraitsWithoutVideo, Ernie4_5_VLMoeProcessor):
     inputs = {"moe_mm_token_type_ids": "token"}
 
     def create_moe_mm_token_type_ids(self, input_ids: Any) -> Any:
-        """The stock result, row by row, because the stock class takes only rows of one length."""
+        """Return the stock result, row by row, because the stock class takes only rows of one length."""
         if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], list):
             return [super(Ernie45VLImageTextProcessor, self).create_moe_mm_token_type_ids(row) for row in input_ids]
         return super().create_moe_mm_token_type_ids(input_ids)

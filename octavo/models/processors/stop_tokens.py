@@ -42,7 +42,8 @@ class EndToken:
 
 
 def answer_end_token(processor: Any, stops: Sequence[int] = ()) -> EndToken | None:
-    """The token with which the chat template of a processor or a tokenizer ends an answer, and which a model learns.
+    """Return the token with which the chat template of a processor or a tokenizer ends an answer, and which a model
+    learns.
 
     None without a chat template, if the template ends answers with no token of the vocabulary (GLM's: the token of the
     next turn ends them), and if the text after an answer already contains one of `stops`: Phi-3's template closes the
@@ -61,7 +62,7 @@ def answer_end_token(processor: Any, stops: Sequence[int] = ()) -> EndToken | No
 
 
 def _text_after_answer(processor: Any) -> str:
-    """The text that the template writes after an answer; "" if it takes none of the conversations."""
+    """Return the text that the template writes after an answer; "" if it takes none of the conversations."""
     in_parts = any(getattr(processor, name, None) is not None for name in ("image_processor", "sound_limits"))
     for turns in _CONVERSATIONS:
         for parts in (in_parts, not in_parts):  # the template of a tokenizer without its processor may require parts
@@ -79,8 +80,8 @@ def _text_after_answer(processor: Any) -> str:
 
 
 def stop_ids(settings: Any, processor: Any) -> list[int]:
-    """The tokens that end an answer: the tokens in a model's generation `settings` (else the tokenizer's end token),
-    and the token with which the chat template ends answers."""
+    """Return the tokens that end an answer: the tokens in a model's generation `settings` (else the tokenizer's end
+    token), and the token with which the chat template ends answers."""
     tokenizer = getattr(processor, "tokenizer", processor)
     ids = _as_list(getattr(settings, "eos_token_id", None)) or _as_list(tokenizer.eos_token_id)
     learned = answer_end_token(processor, ids)
@@ -88,8 +89,8 @@ def stop_ids(settings: Any, processor: Any) -> list[int]:
 
 
 def stated_stop_ids(folder: Path) -> list[int]:
-    """The tokens that end an answer by a model folder's generation_config.json, else by its config.json, from which
-    transformers then takes the settings. Raises ModelError for a file that is no JSON object."""
+    """Return the tokens that end an answer by a model folder's generation_config.json, else by its config.json, from
+    which transformers then takes the settings. Raises ModelError for a file that is no JSON object."""
     file = find_file(folder, SETTINGS)
     if os.path.lexists(file):
         return _as_list(read_json(file).get("eos_token_id"))
@@ -99,7 +100,7 @@ def stated_stop_ids(folder: Path) -> list[int]:
 
 
 def required_stop_ids(folder: Path, learned: EndToken, tokenizer: Any | None = None) -> list[int]:
-    """The tokens that a folder's settings must contain so that other programs stop where Octavo does
+    """Return the tokens that a folder's settings must contain so that other programs stop where Octavo does
     (:func:`stop_ids`): the present ones, or if there are none the end token of the `tokenizer` (None: it is loaded),
     and the `learned` one. Raises ModelError."""
     stated = stated_stop_ids(folder)
@@ -109,7 +110,8 @@ def required_stop_ids(folder: Path, learned: EndToken, tokenizer: Any | None = N
 
 
 def missing_end_token(folder: Path, processor: Any | None = None) -> EndToken | None:
-    """The token with which the chat template ends answers, if the folder's settings do not stop at it, else None.
+    """Return the token with which the chat template ends answers, if the folder's settings do not stop at it, else
+    None.
 
     processor  of the folder; None: it is loaded
 
@@ -150,7 +152,7 @@ def add_end_token(source: Path, written: Path, encrypted: encryption.Folder | No
 
 
 def _decoder_folder(folder: Path) -> Path:
-    """The folder of the language model, which has the generation settings."""
+    """Return the folder of the language model, which has the generation settings."""
     parts = parts_of(folder)
     return folder / parts[0] if parts else folder
 

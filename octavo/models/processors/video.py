@@ -82,8 +82,8 @@ class VideoProcessor:
         return {name: getattr(self, name) for name in VIDEO_SETTINGS if getattr(self, name) is not None}
 
     def indices(self, total: int, fps: float) -> list[int]:
-        """The frames to take of a video of `total` frames at `fps` frames per second. Raises ValueError for a video of
-        too few frames."""
+        """Return the frames to take of a video of `total` frames at `fps` frames per second. Raises ValueError for a
+        video of too few frames."""
         if total < self.depth:
             raise ValueError(f"has {total} frame(s), and the model takes {self.depth} at least")
         sampled = total / fps * self.fps
@@ -99,8 +99,8 @@ class VideoProcessor:
         return torch.arange(total / count / 2, total, total / count).int().tolist()
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that frames are resized to. Raises ValueError for an extreme aspect ratio, and for too few
-        frames."""
+        """Return (height, width) that frames are resized to. Raises ValueError for an extreme aspect ratio, and for too
+        few frames."""
         if self.tile is not None:
             return self.tile
         assert self.min_pixels is not None and self.max_pixels is not None
@@ -121,20 +121,21 @@ class VideoProcessor:
         return _fit_size(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Tokens of this many frames of a video of this size, without the text between them."""
+        """Return tokens of this many frames of a video of this size, without the text between them."""
         if self.tile is not None:
             return frames * self.tile_tokens
         tall, wide = self.size(frames, height, width)
         return -(-frames // self.depth) * (tall // (self.patch * self.merge)) * (wide // (self.patch * self.merge))
 
     def grid(self, frames: int, height: int, width: int) -> list[int]:
-        """(t, h, w) in patches, of this many frames that are already resized."""
+        """Return (t, h, w) in patches, of this many frames that are already resized."""
         return [-(-frames // self.depth), height // self.patch, width // self.patch]
 
     def __call__(
         self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: object
     ) -> BatchFeature:
-        """The output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and resized
+        """Return the output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and
+        resized
         frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
         scaled = [self._normalize(np.asarray(video)) for video in videos]
         batch: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
@@ -159,13 +160,14 @@ class VideoProcessor:
 
 
 def metadata(total: int, fps: float, indices: Sequence[int]) -> VideoMetadata:
-    """The metadata that stock processors take, of a video of `total` frames at `fps` with the chosen frames
+    """Return the metadata that stock processors take, of a video of `total` frames at `fps` with the chosen frames
     `indices`."""
     return VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
 
 
 def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """A size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area times
+    """Return a size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area
+    times
     `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
         raise ValueError(
@@ -184,8 +186,8 @@ def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, lea
 def load_video_processor(
     folder: Path, record: FamilyRecord, image_processor: Any, settings: Mapping[str, Any], tile_tokens: int = 0
 ) -> VideoProcessor:
-    """How the model of a folder takes videos: by `settings` (of :data:`VIDEO_SETTINGS`, None: not set), else by its
-    video_preprocessor_config.json, else by the family's record, which must have `video`.
+    """Return how the model of a folder takes videos: by `settings` (of :data:`VIDEO_SETTINGS`, None: not set), else by
+    its video_preprocessor_config.json, else by the family's record, which must have `video`.
 
     Raises ModelError for invalid values, and for limits of pixels if frames have a fixed size.
     """
@@ -247,5 +249,5 @@ def _check(videos: VideoProcessor, file: Path) -> None:
 
 
 def describe_videos(videos: VideoProcessor) -> dict[str, Any]:
-    """All values that affect the encoding of a video, for a run's record and for the keys of caches."""
+    """Return all values that affect the encoding of a video, for a run's record and for the keys of caches."""
     return asdict(replace(videos))

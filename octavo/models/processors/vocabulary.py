@@ -43,7 +43,7 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
 
 
 def _template_ids(processor: Any) -> list[int]:
-    """The tokens of a short conversation by the chat template; none without a template, or if it refuses."""
+    """Return the tokens of a short conversation by the chat template; none without a template, or if it refuses."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if not getattr(processor, "chat_template", None):
         return []
@@ -61,16 +61,16 @@ def _template_ids(processor: Any) -> list[int]:
 
 
 def largest_id(processor: Any) -> int:
-    """The largest number of a token that a text can contain, -1 if there is none: tokens of media, which some families
-    do not look up, are left out."""
+    """Return the largest number of a token that a text can contain, -1 if there is none: tokens of media, which some
+    families do not look up, are left out."""
     tokenizer = getattr(processor, "tokenizer", processor)
     media = frozenset(getattr(processor, "image_token_ids", None) or ())
     return max((number for number in tokenizer.get_vocab().values() if number not in media), default=-1)
 
 
 def missing_letters(processor: Any, folder: Path) -> str:
-    """The ASCII letters and digits without a token: they are dropped from texts, or become the unknown token. Empty for
-    a sealed model, whose vocabulary has other words."""
+    """Return the ASCII letters and digits without a token: they are dropped from texts, or become the unknown token.
+    Empty for a sealed model, whose vocabulary has other words."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if os.path.lexists(find_file(folder, NOTE)):
         return ""

@@ -16,13 +16,13 @@ from transformers.image_processing_utils import select_best_resolution
 
 
 def only_images(counts: Iterable[int]) -> list[bool]:
-    """Whether each image is the only one of its row; `counts`: images of each row, in order."""
+    """Return whether each image is the only one of its row; `counts`: images of each row, in order."""
     return [count == 1 for count in map(int, counts) for _ in range(count)]
 
 
 def count_tiles(config: PreTrainedConfig, size: Sequence[int], only_image: bool) -> int:
-    """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it is
-    the only image of its row."""
+    """Return tiles of an image of (height, width), including the tile of the whole image; the last argument is whether
+    it is the only image of its row."""
     if not only_image:
         return 1
     rows, columns = _grid(config, size)
@@ -30,7 +30,8 @@ def count_tiles(config: PreTrainedConfig, size: Sequence[int], only_image: bool)
 
 
 def count_tokens(config: PreTrainedConfig, size: Sequence[int], only_image: bool) -> int:
-    """Placeholders of the same image, which its features replace, as transformers' model unpads and shrinks them."""
+    """Return placeholders of the same image, which its features replace, as transformers' model unpads and shrinks
+    them."""
     side = config.vision_config.image_size // config.vision_config.patch_size
     if not only_image:
         return side * side + 1
@@ -48,7 +49,8 @@ def count_tokens(config: PreTrainedConfig, size: Sequence[int], only_image: bool
 
 
 def closest_grid(config: PreTrainedConfig, wanted: int) -> tuple[int, int]:
-    """The (height, width) of the grid whose number of tiles is closest to `wanted`; of several, the most square one."""
+    """Return the (height, width) of the grid whose number of tiles is closest to `wanted`; of several, the most square
+    one."""
 
     def distance(size: Sequence[int]) -> tuple[int, float]:
         return abs(count_tiles(config, size, True) - wanted), abs(math.log(size[0] / size[1]))
@@ -58,7 +60,7 @@ def closest_grid(config: PreTrainedConfig, wanted: int) -> tuple[int, int]:
 
 
 def _grid(config: PreTrainedConfig, size: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of an image's tiles."""
+    """Return (rows, columns) of an image's tiles."""
     tall, wide = select_best_resolution(tuple(map(int, size)), config.image_grid_pinpoints)
     side = config.vision_config.image_size
     return tall // side, wide // side

@@ -36,21 +36,21 @@ class Audio:
     least: int = MIN_TOKENS
 
     def tokens(self, frames: int) -> int:
-        """Tokens in the decoder of a sound of this many frames: its placeholders in the text."""
+        """Return tokens in the decoder of a sound of this many frames: its placeholders in the text."""
         return ((frames - 1) // 2 - 1) // 2 + 1
 
     def shortest(self, tokens: int) -> int:
-        """Frames of the shortest sound of this many tokens: the inverse of `tokens`."""
+        """Return frames of the shortest sound of this many tokens: the inverse of `tokens`."""
         return 4 * tokens - 1
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Silence [1, bins, frames], as input of the tower."""
+        """Return silence [1, bins, frames], as input of the tower."""
         return torch.zeros(1, self.bins, self.frames, device=device, dtype=dtype)
 
 
 def audio_of(config: PreTrainedConfig) -> Audio:
-    """How audio enters the tower of a configuration's family. Raises ModelError for a family that Octavo does not
-    know."""
+    """Return how audio enters the tower of a configuration's family. Raises ModelError for a family that Octavo does
+    not know."""
     sound = getattr(config, "audio_config", None)
     if sound is None:
         raise ModelError(f"model_type {config.model_type!r} takes no sound")

@@ -67,14 +67,15 @@ class Family:
         return bool(self.audio_tower)
 
     def component_of(self, module_name: str) -> str | None:
-        """The component of the module of this name, or None for a container of several components."""
+        """Return the component of the module of this name, or None for a container of several components."""
         for component, globs in self.components.items():
             if any(matches(glob, module_name) for glob in globs):
                 return component
         return None
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The repeating blocks, (name, module), in `named_modules` order; a block without parameters never runs."""
+        """Return the repeating blocks, (name, module), in `named_modules` order; a block without parameters never
+        runs."""
         globs = self.layer_globs
         named = [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
         return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
@@ -134,8 +135,8 @@ _HIGH_PRECISION: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str,
 
 
 def high_precision_modules(model: nn.Module) -> dict[str, str]:
-    """The kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that the
-    model has.
+    """Return the kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that
+    the model has.
 
     Printed with the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
     """

@@ -65,13 +65,14 @@ _RECORD = "_octavo_dropout_off"
 
 
 def disabled_dropout(model: nn.Module) -> tuple[str, ...]:
-    """The probabilities that :func:`disable_dropout` set to 0 in this model, as text; empty if there were none."""
+    """Return the probabilities that :func:`disable_dropout` set to 0 in this model, as text; empty if there were
+    none."""
     counts: dict[tuple[str, float], int] = getattr(model, _RECORD, {})
     return tuple(f"{name} {p:g} ({n} module{'s' * (n > 1)})" for (name, p), n in counts.items())
 
 
 def _probabilities(attributes: Mapping[str, object]) -> list[tuple[str, float]]:
-    """The attributes with a name of dropout whose value is a probability above 0."""
+    """Return the attributes with a name of dropout whose value is a probability above 0."""
     return [
         (name, value)
         for name, value in attributes.items()
@@ -80,7 +81,7 @@ def _probabilities(attributes: Mapping[str, object]) -> list[tuple[str, float]]:
 
 
 def _dropout_name(path: str) -> str:
-    """The part of a module's path that names the dropout: `lora_dropout` of `q_proj.lora_dropout.default`."""
+    """Return the part of a module's path that names the dropout: `lora_dropout` of `q_proj.lora_dropout.default`."""
     parts = path.split(".")
     return next((part for part in reversed(parts) if _DROPOUT_NAME.search(part)), parts[-1] or "dropout")
 

@@ -40,14 +40,15 @@ class ModelClass(Protocol):
     """A class that builds models: one of transformers' Auto classes, or :func:`_scoring_class`."""
 
     def from_config(self, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-        """A model with random weights."""
+        """Return a model with random weights."""
 
     def from_pretrained(self, pretrained_model_name_or_path: Path, **options: Any) -> Any:
-        """A model with the weights of a folder; with `output_loading_info` also a dict of missing keys and others."""
+        """Return a model with the weights of a folder; with `output_loading_info` also a dict of missing keys and
+        others."""
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a local model folder.
+    """Read the configuration of a local model folder.
 
     For a folder in FP8 this is the configuration of the stock model; `read_quantization` returns how it is stored.
 
@@ -67,7 +68,8 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def stock_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of the stock model of a folder, whatever the format of its weights. Raises ModelError."""
+    """Return the configuration of the stock model of a folder, whatever the format of its weights. Raises
+    ModelError."""
     if parts_of(folder):
         with wrap_errors(f"{folder}/config.json cannot be used"):
             return read_three_folders(folder)
@@ -111,29 +113,32 @@ def _check_dtypes(file: Path) -> None:
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration, of several parts, that takes images and writes text."""
+    """Return whether transformers has a model of this configuration, of several parts, that takes images and writes
+    text."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and bool(config.sub_configs)
 
 
 def is_audio_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration, of several parts, that takes audio and writes text."""
+    """Return whether transformers has a model of this configuration, of several parts, that takes audio and writes
+    text."""
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return known and getattr(config, "audio_config", None) is not None
 
 
 def why_too_long(config: PreTrainedConfig, length: int) -> str | None:
-    """Why a model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does, and
-    for all models except MPT, whose positions are computed or checked elsewhere."""
+    """Return why a model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does,
+    and for all models except MPT, whose positions are computed or checked elsewhere."""
     return mpt.why_too_long(config, length) if isinstance(config, mpt.MPTConfig) else None
 
 
 def image_text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The model class that transformers has for a configuration of images and text; KeyError if there is none."""
+    """Return the model class that transformers has for a configuration of images and text; KeyError if there is
+    none."""
     return cast(type[PreTrainedModel], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class])
 
 
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> ModelClass:
-    """The class that builds the generating model of a configuration, or with `scores` the one that scores
+    """Return the class that builds the generating model of a configuration, or with `scores` the one that scores
     conversations. Raises ModelError."""
     if scores:
         if is_vision_config(config):
@@ -178,7 +183,7 @@ def _scoring_class(config_class: type[PreTrainedConfig]) -> ModelClass:
 def skeleton(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None, scores: bool = False
 ) -> PreTrainedModel:
-    """The model on the meta device, as from_pretrained builds it before it reads weights. Raises ModelError."""
+    """Return the model on the meta device, as from_pretrained builds it before it reads weights. Raises ModelError."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where = f" of {config.name_or_path}" if config.name_or_path else ""
     with wrap_errors(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
@@ -186,7 +191,7 @@ def skeleton(
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a folder or configuration on the meta device: shapes without memory. Reads no weights."""
+    """Return the model of a folder or configuration on the meta device: shapes without memory. Reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
     model = skeleton(config, dtype)
     with wrap_errors(f"the weights of {config.model_type!r} cannot be tied"):

@@ -85,7 +85,7 @@ class Parts:
 
 
 def find_text_parts(model: PreTrainedModel) -> Parts:
-    """The parts of a text-only decoder. Raises Undescribed."""
+    """Find the parts of a text-only decoder. Raises Undescribed."""
     _refuse_encoder_decoder(model)
     head, base = _find_head(model, model), model.base_model_prefix
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -100,7 +100,7 @@ def find_text_parts(model: PreTrainedModel) -> Parts:
 
 
 def find_tower_parts(model: PreTrainedModel, takes_images: bool, takes_audio: bool) -> Parts:
-    """The parts of a model of text and images, or audio, or both. Raises Undescribed."""
+    """Find the parts of a model of text and images, or audio, or both. Raises Undescribed."""
     _refuse_encoder_decoder(model)
     names = _module_names(model)
     decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
@@ -149,15 +149,15 @@ def _find_tower(model: PreTrainedModel, names: Mapping[int, str], modality: str,
 
 
 def _image_experts(model: nn.Module, decoder: str) -> tuple[str, ...]:
-    """Globs of the experts for images in the decoder's blocks (Ernie's). Like the projector they receive tokens only
-    where there are images, so they are planned, checked and frozen with it."""
+    """Return globs of the experts for images in the decoder's blocks (Ernie's). Like the projector they receive tokens
+    only where there are images, so they are planned, checked and frozen with it."""
     names = (name for name, _ in model.named_modules() if _is_inside(name, decoder) and name.endswith(".vision_moe"))
     return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in names))
 
 
 def cover_globs(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
-    """Globs of all modules in ``root`` except those in ``apart`` and their children; a single glob if ``root`` contains
-    none of ``apart``."""
+    """Return globs of all modules in ``root`` except those in ``apart`` and their children; a single glob if ``root``
+    contains none of ``apart``."""
     if root in apart:
         return ()
     if root and not any(_is_inside(name, root) for name in apart):
@@ -170,7 +170,7 @@ def cover_globs(model: nn.Module, root: str, apart: Collection[str]) -> tuple[st
 
 
 def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[str]:
-    """Names of the outermost lists in ``root``, outside ``apart``, whose entries all have child modules."""
+    """Return names of the outermost lists in ``root``, outside ``apart``, whose entries all have child modules."""
     names: list[str] = []
     for name, module in model.named_modules():
         if not _is_inside(name, root) or any(_is_inside(name, other) for other in (*names, *apart)):
@@ -181,20 +181,20 @@ def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The token whose embedding an image feature replaces; None if the configuration has no such field."""
+    """Return the token whose embedding an image feature replaces; None if the configuration has no such field."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
 
 
 def audio_token(config: PreTrainedConfig) -> int | None:
-    """The token whose embedding an audio feature replaces; None if the configuration has no such field."""
+    """Return the token whose embedding an audio feature replaces; None if the configuration has no such field."""
     token = getattr(config, "audio_token_id", None)
     return getattr(config, "audio_token_index", None) if token is None else token
 
 
 def _projector_children(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
-    """The children of a tower that lead into the decoder, in the tower's order: those with a name in `known`, and
-    those with the decoder's width."""
+    """Return the children of a tower that lead into the decoder, in the tower's order: those with a name in `known`,
+    and those with the decoder's width."""
     module, text = model.get_submodule(tower), cast(PreTrainedModel, model.get_submodule(decoder))
     widths = [_output_width(model.get_submodule(name)) for name in block_lists(model, tower)]
     decoder_width = cast(Tensor, text.get_input_embeddings().weight).shape[-1]
@@ -209,7 +209,7 @@ def _projector_children(model: nn.Module, tower: str, decoder: str, known: Colle
 
 
 def _output_width(module: nn.Module) -> int | None:
-    """The output width of the last linear layer in a module; None without one."""
+    """Return the output width of the last linear layer in a module; None without one."""
     linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
     return linears[-1].out_features if linears else None
 
@@ -246,5 +246,5 @@ def _module_names(model: nn.Module) -> dict[int, str]:
 
 
 def _is_inside(name: str, root: str) -> bool:
-    """Whether a module is `root` or is inside it."""
+    """Return whether a module is `root` or is inside it."""
     return not root or name == root or name.startswith(f"{root}.")

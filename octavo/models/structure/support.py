@@ -26,8 +26,8 @@ _SOUND = ("audio", "input_features", "feature_attention", "input_values", "chunk
 
 
 def why_not_trained(config: PreTrainedConfig) -> str | None:
-    """Why a model of this configuration is planned and not trained here, as the end of a sentence; None if it trains,
-    as every text-only decoder does."""
+    """Return why a model of this configuration is planned and not trained here, as the end of a sentence; None if it
+    trains, as every text-only decoder does."""
     record = RECORDS.get(config.model_type)
     if record is not None:
         return record.why_not or None

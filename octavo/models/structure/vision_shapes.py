@@ -58,7 +58,7 @@ class Vision:
         return (self.tile[0] // self.patch[0]) * (self.tile[1] // self.patch[1])
 
     def patches(self, batch: Mapping[str, Tensor]) -> list[int]:
-        """Patches through the tower of each image of a batch, or of each tile where there are tiles."""
+        """Return patches through the tower of each image of a batch, or of each tile where there are tiles."""
         if self.kind == "patches":
             return batch["image_grid_thw"].prod(-1).tolist()
         if self.scales:
@@ -80,7 +80,7 @@ class Vision:
         return sum(self.scales[:-1])
 
     def seen(self, tiles: int) -> tuple[int, int]:
-        """(patches through the tower, features) of an image of at most `tiles` tiles."""
+        """Return (patches through the tower, features) of an image of at most `tiles` tiles."""
         if not self.scales:
             return tiles * (self.cells + self.prefix), tiles * self.length
         if tiles < self.scales[-1]:
@@ -88,14 +88,14 @@ class Vision:
         return self.cells * (tiles + self.smaller), tiles * self.length
 
     def features(self, patches: int) -> int:
-        """Features that the projector returns for this many patches of an image or tile."""
+        """Return features that the projector returns for this many patches of an image or tile."""
         if self.scales:
             tiles = patches // self.cells
             return self.length * (tiles - self.smaller if tiles > self.smaller else tiles)
         return patches // self.merge**2 if self.kind != "tiles" else (patches - self.prefix) * self.length // self.cells
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The smallest black image, as arguments of `get_image_features`."""
+        """Return the smallest black image, as arguments of `get_image_features`."""
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         (tall, wide), merge = self.patch, self.merge
         # One branch for each form of `pixel_values`: patches, whole images, tiles at scales, tiles, sized tiles.
@@ -118,8 +118,8 @@ class Vision:
 
 
 def vision_of(config: PreTrainedConfig) -> Vision:
-    """How images enter the tower of a configuration's family, by the `image_cut` of its record. Raises ModelError for a
-    family that Octavo does not know."""
+    """Return how images enter the tower of a configuration's family, by the `image_cut` of its record. Raises
+    ModelError for a family that Octavo does not know."""
     if getattr(config, "vision_config", None) is None:
         raise ModelError(f"model_type {config.model_type!r} takes no images")
     record = RECORDS.get(config.model_type)
@@ -148,7 +148,7 @@ def _whole(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> V
 
 
 def _tile(config: PreTrainedConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
-    """The size of a tile, and its patches."""
+    """Return the size of a tile, and its patches."""
     tile = _pair(config.vision_config.image_size)
     return tile, (tile[0] // patch[0]) * (tile[1] // patch[1])
 

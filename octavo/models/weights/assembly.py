@@ -37,8 +37,8 @@ _CODE_KINDS = (*_QUANTIZED, "lm_head")
 
 
 def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single word
-    applies to the language model, and True means `row`. Raises ModelError for unknown names."""
+    """Return component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single
+    word applies to the language model, and True means `row`. Raises ModelError for unknown names."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
         load_in_fp8 = "row" if load_in_fp8 else None
@@ -64,7 +64,8 @@ class PreparedModel:
     stream: WeightStream
 
     def casts(self) -> dict[str, fp8.CastSpec]:
-        """Parameter -> the cast of its codes, for all parameters that become frozen FP8 weights. Reads scales."""
+        """Return parameter -> the cast of its codes, for all parameters that become frozen FP8 weights. Reads
+        scales."""
         specs = {name: FROZEN[kind] for name, kind in self.stream.kinds.items()}
         if self.stream.keep_fp8:
             codes = [o for o in self.sources.origins if any(e.is_codes for e in o.stored) and o.converter is None]
@@ -83,8 +84,8 @@ def prepare(
     keep_fp8: bool,
     log: Callable[[str], None],
 ) -> PreparedModel:
-    """The model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for all
-    errors that headers show."""
+    """Return the model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for
+    all errors that headers show."""
     # `build` comes first and everything that can be refused before the stream, so that errors cost no reading.
     model = build()
     paired, mapping, weights = map_tensors(folder, model, shards, quantization, keep_fp8)
@@ -107,7 +108,7 @@ def assemble(
     folder: Path, prepared: PreparedModel, device: torch.device, log: Callable[[str], None],
     progress: Callable[[int, int], None] | None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model with its weights, read as a stream. Raises ModelError for errors that only values show."""
+    """Return the model with its weights, read as a stream. Raises ModelError for errors that only values show."""
     _fill(prepared.stream, prepared.sources.origins, progress)
     for note in prepared.stream.notes:
         log(note)
@@ -120,7 +121,8 @@ def assemble(
 def map_tensors(
     folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
 ) -> tuple[PairedWeights, Sources, dict[str, Row]]:
-    """(codes with their scales, the sources of each parameter, the linear layers by parameter) of a folder's tensors.
+    """Return (codes with their scales, the sources of each parameter, the linear layers by parameter) of a folder's
+    tensors.
     Raises ModelError if they do not fit the model."""
     paired = pair_scales(shards.stored.values(), quantization, folder)
     rows = fp8.describe_layers(model, describe(model).components)
@@ -138,9 +140,9 @@ def frozen_casts(
     load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
 ) -> dict[str, fp8.CastSpec]:
-    """Parameter -> the cast of its codes, for all parameters that `load` would turn into frozen FP8 weights. Reads only
-    headers and scales. `model` is the folder's model on the meta device. Raises the ModelErrors that `load` raises
-    before it reads a weight."""
+    """Return parameter -> the cast of its codes, for all parameters that `load` would turn into frozen FP8 weights.
+    Reads only headers and scales. `model` is the folder's model on the meta device. Raises the ModelErrors that `load`
+    raises before it reads a weight."""
     folder, wanted = Path(path), requested_kinds(load_in_fp8)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
@@ -197,8 +199,8 @@ def _filter_names(
 
 
 def _shape_mismatches(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(tensors on disk, their shape, the expected shape) of an origin that does not fit; conversion rules raise their
-    own errors."""
+    """Return (tensors on disk, their shape, the expected shape) of an origin that does not fit; conversion rules raise
+    their own errors."""
     if origin.converter is not None:
         return []
     wanted = tuple(model.get_parameter_or_buffer(origin.name).shape)
@@ -235,7 +237,7 @@ def check_loading_report(folder: Path, info: Mapping[str, Iterable[object]]) -> 
 
 
 def _format_entry(item: object) -> str:
-    """A loading report's entry: a name, or (name, shape on disk, shape of the model)."""
+    """Return a loading report's entry: a name, or (name, shape on disk, shape of the model)."""
     if isinstance(item, tuple) and len(item) == 3:
         name, disk, model = item
         return f"{name} {tuple(disk)} instead of {tuple(model)}"
@@ -287,7 +289,7 @@ def _select_kinds(
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> dict[str, str]:
-    """parameter -> kind, for parameters that are quantized during loading. Codes on disk must have the requested
+    """Return parameter -> kind, for parameters that are quantized during loading. Codes on disk must have the requested
     kind."""
     in_fp8 = {origin.name for origin in mapping.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
     # Codes on disk are kept as they are: requantizing them to another kind would add a second rounding error.
@@ -312,7 +314,8 @@ def _select_kinds(
 
 
 def dtype_lookup(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """The dtype of each parameter of a model on the meta device: its own, or fp32 if its family requires that."""
+    """Return the dtype of each parameter of a model on the meta device: its own, or fp32 if its family requires
+    that."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
 
@@ -324,7 +327,7 @@ def dtype_lookup(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
 
 
 def sort_by_offset(origins: Iterable[Origin]) -> list[Origin]:
-    """Origins in the order of their bytes in the files, so that files are read from beginning to end."""
+    """Return origins in the order of their bytes in the files, so that files are read from beginning to end."""
     return sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
 
 
@@ -360,8 +363,8 @@ def _trim_heap() -> None:
 
 
 def finish_loading(model: PreTrainedModel, folder: Path, mapping: Sources) -> PreTrainedModel:
-    """The work of from_pretrained other than weights: ties, buffers, generation settings, eval mode. Weights may be
-    read before or after it."""
+    """Return the work of from_pretrained other than weights: ties, buffers, generation settings, eval mode. Weights may
+    be read before or after it."""
     loaded = {name for origin in mapping.origins for name in (origin.targets or (origin.name,))}
     model.tie_weights(missing_keys=set(model.state_dict()) - loaded, recompute_mapping=False)
     model._weight_conversions = mapping.rules  # type: ignore[assignment]

@@ -95,8 +95,8 @@ def load_deferred(
     split: bool = False,
     log: Callable[[str], None] = lambda text: None,
 ) -> DeferredModel:
-    """The model of `models.load` with these arguments, or with `split` of `models.load_split`, before its parameters
-    are read. Raises ModelError for all errors that do not depend on values."""
+    """Load the model of `models.load` with these arguments, or with `split` of `models.load_split`, before its
+    parameters are read. Raises ModelError for all errors that do not depend on values."""
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
     quantization, shards = open_folder(folder, log)
@@ -130,7 +130,7 @@ def load_deferred(
 
 
 def find_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Parameter -> its module, and its name in the module."""
+    """Find parameter -> its module, and its name in the module."""
     parts = ((name, name.rpartition(".")) for name in names)
     return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in parts}
 
@@ -138,7 +138,7 @@ def find_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Mo
 def _record_dtypes(
     model: PreTrainedModel, dtype_of: Callable[[str], torch.dtype], split: bool
 ) -> Callable[[str], torch.dtype]:
-    """The dtypes of all parameters, recorded while they have the names of the folder's model."""
+    """Return the dtypes of all parameters, recorded while they have the names of the folder's model."""
     dtypes = {name: dtype_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: torch.bfloat16 if split else dtype for name, dtype in dtypes.items()}.__getitem__
 

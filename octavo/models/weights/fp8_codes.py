@@ -90,7 +90,7 @@ def _unused_note(unused: list[StoredTensor]) -> tuple[str, ...]:
 
 
 def _weight_name(name: str) -> str:
-    """The name of the weight of a scale; "" if `name` is no scale's."""
+    """Return the name of the weight of a scale; "" if `name` is no scale's."""
     return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), "")
 
 
@@ -100,7 +100,7 @@ def _describe_first(entries: list[StoredTensor]) -> str:
 
 
 def read_scale(shards: Shards, scale: StoredTensor, piece: Piece, quantization: Quantization) -> Tensor:
-    """The scales of a piece, fp32 [row blocks, column blocks] in GEMM orientation.
+    """Read the scales of a piece, fp32 [row blocks, column blocks] in GEMM orientation.
 
     Raises ModelError for another dtype or shape, for a scale that is NaN, infinite, zero or negative, and for scales
     that are all 1 if codes are not all zero.
@@ -117,7 +117,7 @@ def read_scale(shards: Shards, scale: StoredTensor, piece: Piece, quantization: 
 def scale_grid(
     scale: StoredTensor, codes: StoredTensor, quantization: Quantization, turned: bool = False
 ) -> tuple[int, int]:
-    """The shape of the scales of a matrix, [row blocks, column blocks]. Raises ModelError if it differs on disk.
+    """Return the shape of the scales of a matrix, [row blocks, column blocks]. Raises ModelError if it differs on disk.
 
     turned: the codes are stored as [K, N]
     """
@@ -141,7 +141,8 @@ def scale_grid(
 
 
 def decode_scales(read: Tensor, scale: StoredTensor, quantization: Quantization) -> Tensor:
-    """Scales in fp32. Raises ModelError for an unsupported dtype, and for values that are not finite and above 0."""
+    """Return scales in fp32. Raises ModelError for an unsupported dtype, and for values that are not finite and above
+    0."""
     if scale.dtype is torch.uint8 and quantization.scale_format == "ue8m0":
         read = read.view(torch.float8_e8m0fnu)
     elif scale.dtype not in _SCALES:
@@ -176,9 +177,9 @@ def check_codes(codes: Tensor, entry: StoredTensor) -> None:
 def common_block_rows(
     quantization: Quantization, heights: list[int], turned: bool, scales: Iterable[list[Tensor]]
 ) -> int:
-    """The number of rows that share a scale when pieces are concatenated by rows: the height of the format's blocks if
-    every piece begins with a new block, else the largest number that divides the beginnings of all; -1 for a single
-    block.
+    """Return the number of rows that share a scale when pieces are concatenated by rows: the height of the format's
+    blocks if every piece begins with a new block, else the largest number that divides the beginnings of all; -1 for a
+    single block.
 
     heights: rows of the pieces; scales: the scales of each slot's pieces, to recognise one scale for whole tensors.
     """
@@ -196,7 +197,7 @@ def common_block_rows(
 
 
 def repeat_scales(scale: Tensor, rows: int, height: int, wanted: int) -> Tensor:
-    """The scales of a piece of `rows` rows in blocks of `height` rows (-1: all), repeated for blocks of `wanted`
+    """Return the scales of a piece of `rows` rows in blocks of `height` rows (-1: all), repeated for blocks of `wanted`
     rows."""
     if wanted in (height, -1):
         return scale

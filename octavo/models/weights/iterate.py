@@ -23,7 +23,8 @@ from octavo.models.weights.streaming import WeightStream
 
 
 def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """(name, value) of a folder's parameters and persistent buffers, in the order of its files, in the dtype on disk.
+    """Yield (name, value) of a folder's parameters and persistent buffers, in the order of its files, in the dtype on
+    disk.
 
     FP8 weights are their codes ([N, K], or [E, N, K] for experts, in GEMM orientation) with fp32 scales; with
     `keep_fp8=False` they are dequantized to BF16. Tied parameters, of which the folder may contain one or both, are
@@ -64,7 +65,7 @@ def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str,
 
 
 def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
-    """Parameter or persistent buffer -> the dtype of its value from `iter_weights`; reads only headers."""
+    """Return parameter or persistent buffer -> the dtype of its value from `iter_weights`; reads only headers."""
     folder = Path(path)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
@@ -76,6 +77,6 @@ def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
 
 
 def _dtype(origin: Origin) -> torch.dtype:
-    """The dtype of an origin's values: the widest of its tensors' dtypes, BF16 for codes."""
+    """Return the dtype of an origin's values: the widest of its tensors' dtypes, BF16 for codes."""
     dtypes = {torch.bfloat16 if entry.is_codes else entry.dtype for entry in origin.stored}
     return max(dtypes, key=lambda dtype: dtype.itemsize)

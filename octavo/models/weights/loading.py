@@ -96,7 +96,8 @@ def load(
 
 
 def open_folder(folder: Path, log: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
-    """The quantization of a model folder and its tensors; `log` is called with a note if it has two sets of weights.
+    """Return the quantization of a model folder and its tensors; `log` is called with a note if it has two sets of
+    weights.
     Raises ModelError for a folder that also contains an adapter, or that lacks files."""
     check_companions(folder)
     if os.path.lexists(folder / "adapter_config.json"):
@@ -154,7 +155,8 @@ _UNTRAINABLE: dict[tuple[type, bool, str], list[str]] = {}
 
 
 def _untrainable_names(config: PreTrainedConfig, scores: bool) -> list[str]:
-    """The parameters that a model's own code excludes from training; cached for the next load in this process."""
+    """Return the parameters that a model's own code excludes from training; cached for the next load in this
+    process."""
     key = type(config), scores, config.to_json_string(use_diff=False)
     if key not in _UNTRAINABLE:
         model = skeleton(config, torch.float32, None, scores)
@@ -163,7 +165,8 @@ def _untrainable_names(config: PreTrainedConfig, scores: bool) -> list[str]:
 
 
 def _nonfinite_error(folder: Path, bad: list[str]) -> str:
-    """The error for parameters with NaN or infinity: it names the tensor on disk if the values are in the file."""
+    """Return the error for parameters with NaN or infinity: it names the tensor on disk if the values are in the
+    file."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -178,8 +181,8 @@ def _nonfinite_error(folder: Path, bad: list[str]) -> str:
 def load_split(
     path: str | Path, device: str | torch.device = "cpu", attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """A model in BF16 and, by parameter name, the lower halves (int16, of the same shape) of its fp32 weights: both
-    together are the fp32 values exactly.
+    """Load a model in BF16 and, by parameter name, the lower halves (int16, of the same shape) of its fp32 weights:
+    both together are the fp32 values exactly.
 
     For an optimizer with weights of 16 + 16 bits (`fp8.AdamW`, master bf16+16; `set_low` takes them). A parameter
     whose lower halves are all zero has none: the dict is empty for a BF16 checkpoint, which is never in memory in fp32.
@@ -197,7 +200,7 @@ def load_split(
 
 
 def split_model(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """The result of `load_split` for an fp32 model on the host, which is released parameter by parameter."""
+    """Return the result of `load_split` for an fp32 model on the host, which is released parameter by parameter."""
     config = copy.deepcopy(model.config)
     lower_halves: dict[str, torch.Tensor] = {}
     device = torch.device(device)
@@ -219,5 +222,5 @@ def split_model(model: PreTrainedModel, device: str | torch.device) -> tuple[Pre
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of parameters; tied ones count once."""
+    """Return the number of parameters; tied ones count once."""
     return sum(p.numel() for p in model.parameters())

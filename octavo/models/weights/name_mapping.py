@@ -88,7 +88,7 @@ class Sources:
 
 
 def map_sources(model: PreTrainedModel, stored: Iterable[StoredTensor], experts: Container[str] = ()) -> Sources:
-    """The origins of a model's parameters and persistent buffers. The model may be on the meta device.
+    """Return the origins of a model's parameters and persistent buffers. The model may be on the meta device.
 
     experts: the parameters of experts, to recognise those that are stored on disk as in the module.
 
@@ -175,14 +175,14 @@ def _make_origin(
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module of experts stores them as [E, K, N]."""
+    """Return whether a module of experts stores them as [E, K, N]."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def _stack_experts(
     rule: WeightConverter, collected: list[tuple[str, StoredTensor]], shape: tuple[int, ...], transposed: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
-    """The pieces of each expert and the names of missing ones, for a rule that only stacks experts, concatenates
+    """Return the pieces of each expert and the names of missing ones, for a rule that only stacks experts, concatenates
     projections by rows and transposes; None for any other rule."""
     # Each operation is translated to how pieces are read (`merged`, `along`, `turned`); an unknown one ends it.
     if len(shape) != 3 or len(rule.target_patterns) != 1:
@@ -212,14 +212,15 @@ def _stack_experts(
 
 
 def _split_stack(entry: StoredTensor, turned: bool) -> tuple[tuple[Piece, ...], ...]:
-    """A slot for each expert of a tensor with all experts."""
+    """Return a slot for each expert of a tensor with all experts."""
     return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
 
 
 def _separate_experts(
     rule: WeightConverter, collected: list[tuple[str, StoredTensor]], experts: int, turned: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
-    """The slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's order."""
+    """Return the slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's
+    order."""
     pieces: dict[tuple[str, int], Piece] = {}
     for pattern, entry in collected:
         match = re.search(_index_pattern(pattern), entry.name)
@@ -241,7 +242,7 @@ def _index_pattern(pattern: str) -> str:
 
 
 def _expert_name(rule: WeightConverter, like: str, pattern: str, index: int) -> str:
-    """The name on disk of expert `index` under a pattern, derived from another name of the same rule."""
+    """Return the name on disk of expert `index` under a pattern, derived from another name of the same rule."""
     numbered = pattern.replace("*", str(index))
     for other in rule.source_patterns:
         like, changed = re.subn(_index_pattern(other), numbered, like)
@@ -251,7 +252,7 @@ def _expert_name(rule: WeightConverter, like: str, pattern: str, index: int) -> 
 
 
 def run_rule(origin: Origin, model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The result of transformers' own rule on whole tensors (by their names on disk): parameter -> values."""
+    """Return the result of transformers' own rule on whole tensors (by their names on disk): parameter -> values."""
     assert origin.converter is not None
     rule = deepcopy(origin.converter)
     for pattern, entry in origin.collected:

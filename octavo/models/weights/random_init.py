@@ -37,8 +37,8 @@ def init_model(
     seed: int = 0,
     std: float | None = None,
 ) -> PreTrainedModel:
-    """The model of a folder's config.json with random weights, as transformers initialises its family; weights in the
-    folder are not read.
+    """Create the model of a folder's config.json with random weights, as transformers initialises its family; weights
+    in the folder are not read.
 
     seed  of the numbers, which are drawn in fp32 on the CPU: the same for every device and number of ranks
     std   standard deviation of normal weights, instead of the configuration's (`initializer_range`)
@@ -104,8 +104,8 @@ def init_deferred(
     std: float | None = None,
     split: bool = False,
 ) -> DeferredInit:
-    """The model of `init_model` before its weights are drawn; with `split` in BF16 with lower halves. Raises ModelError
-    for all errors that do not depend on weights."""
+    """Create the model of `init_model` before its weights are drawn; with `split` in BF16 with lower halves. Raises
+    ModelError for all errors that do not depend on weights."""
     folder = Path(path)
     config = read_config(folder)
     check_companions(folder)
@@ -145,7 +145,7 @@ def _set_std(folder: Path, config: PreTrainedConfig, std: float) -> None:
 
 
 def _initialize_all(model: PreTrainedModel, blocks: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, fp32 values on the CPU) of every parameter of a model on the meta device; tied ones separately.
+    """Yield (name, fp32 values on the CPU) of every parameter of a model on the meta device; tied ones separately.
 
     Numbers come from a generator with this seed; the process' generator is not changed. Raises ModelError for a
     parameter that the family does not initialise, and for a module that sets parameters of another part.

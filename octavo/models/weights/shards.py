@@ -84,7 +84,7 @@ class Shards:
         self._open.clear()
 
     def read(self, stored: StoredTensor, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
-        """Rows [begin, end) of a tensor's first dimension (None: all), on the CPU, in the dtype on disk.
+        """Return rows [begin, end) of a tensor's first dimension (None: all), on the CPU, in the dtype on disk.
 
         into: contiguous CPU memory of that dtype and size to read into, instead of new memory. Raises ModelError for a
         file that is too short or, if encrypted, damaged.
@@ -113,7 +113,7 @@ class Shards:
 
 
 def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The tensors of a folder, and notes about ambiguities that were resolved.
+    """Return the tensors of a folder, and notes about ambiguities that were resolved.
 
     A folder with `model.safetensors` and an index has two sets of weights. The one that agrees with config.json
     (`quantized`: FP8 codes or not) is used, and if both or neither do, model.safetensors, as in transformers. A tensor
@@ -142,8 +142,8 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
 
 
 def _open_indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The shards of an index, with every tensor from the file that the index names. `strict`: refuse tensors that it
-    does not name, which transformers reads and other loaders do not."""
+    """Return the shards of an index, with every tensor from the file that the index names. `strict`: refuse tensors
+    that it does not name, which transformers reads and other loaders do not."""
     shards = Shards(folder, check_weight_files(folder, indexed=True))
     placed = weight_map(folder / INDEX)
     unlisted = [entry for name, entry in shards.stored.items() if name not in placed]

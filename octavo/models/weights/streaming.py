@@ -111,7 +111,7 @@ class WeightStream:
     # values
 
     def _read_values(self, origin: Origin, parts: Parts | None) -> Tensor:
-        """The parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
+        """Read the parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
         # Rows of the same dtype on the CPU are read into the parameter's memory; all else goes through pieces.
         shape, (begin, end) = self._shape(origin.name), self._rows_of(origin.name)
         here = (end - begin, *shape[1:]) if shape else ()
@@ -134,7 +134,7 @@ class WeightStream:
         return _check_finite(out, first.stored)
 
     def _from_disk(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
+        """Yield (first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
         pieces = origin.slots[slot]
         if origin.experts or not pieces[0].stored.shape:
             yield from self._pieces(pieces)
@@ -143,7 +143,7 @@ class WeightStream:
             yield begin, self.shards.read(pieces[0].stored, (begin, end))
 
     def _pieces(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of all pieces of a slot, concatenated."""
+        """Yield (first row, rows) of all pieces of a slot, concatenated."""
         row = 0
         for piece in pieces:
             if piece.at is not None or piece.turned or not piece.stored.shape:
@@ -181,19 +181,19 @@ class WeightStream:
             raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which FP8 codes cannot represent.")
 
     def _slot(self, pieces: tuple[Piece, ...]) -> Tensor:
-        """A whole expert, in the dtype on disk."""
+        """Return a whole expert, in the dtype on disk."""
         parts = [rows for _, rows in self._pieces(pieces)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _block_rows(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
-        """The rows of all blocks that overlap the window of a matrix."""
+        """Return the rows of all blocks that overlap the window of a matrix."""
         (begin, end), rows, height = self._rows_of(origin.name), self._shape(origin.name)[0], spec.block[0]
         if height == -1 or begin == end:
             return begin, end
         return begin // height * height, min(rows, -(-end // height) * height)
 
     def _storage(self, origin: Origin, spec: fp8.CastSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Empty codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
+        """Return empty codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
         shape = list(self._shape(origin.name))
         if origin.experts and origin.name in self._turned:
             shape[-2:] = shape[:-3:-1]
@@ -204,7 +204,7 @@ class WeightStream:
         return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device)
 
     def _freeze_codes(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
-        """The frozen weight with the codes and scales of these rows or experts, cut to the window."""
+        """Return the frozen weight with the codes and scales of these rows or experts, cut to the window."""
         dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
         if self.window is None:
             return frozen_from_codes(codes, scale, spec, dtype, turned)
@@ -243,7 +243,7 @@ class WeightStream:
             into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
 
     def _decode_parts(self, origin: Origin, dtype: torch.dtype) -> Parts:
-        """A function from slot and rows to the dequantized values of these rows."""
+        """Return a function from slot and rows to the dequantized values of these rows."""
         spec, scales = self.scales_of(origin)
 
         def parts(slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
@@ -261,7 +261,7 @@ class WeightStream:
         return parts
 
     def scales_of(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
-        """The cast of the codes of an origin, and the scales of each slot."""
+        """Return the cast of the codes of an origin, and the scales of each slot."""
         q = self.quantization
         assert q is not None
         read = [[read_scale(self.shards, self.scales[p.stored.name], p, q) for p in slot] for slot in origin.slots]
@@ -317,7 +317,7 @@ class WeightStream:
         return self._shapes[name]
 
     def _rows_of(self, name: str) -> Rows:
-        """The needed rows (or experts) of a parameter."""
+        """Return the needed rows (or experts) of a parameter."""
         shape = self._shape(name)
         if self.window is not None and shape:
             return self.window(name, shape)
@@ -340,13 +340,13 @@ class WeightStream:
 
 
 def _num_rows(pieces: tuple[Piece, ...]) -> int:
-    """Rows of a slot."""
+    """Return rows of a slot."""
     return sum(piece.shape[0] for piece in pieces)
 
 
 def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) -> Iterator[Rows]:
-    """Ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all rows, or
-    over `rows`."""
+    """Yield ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all
+    rows, or over `rows`."""
     (first, last), width = rows or (0, shape[0]), max(1, torch.Size(shape[1:]).numel())
     unit = step if step % 128 == 0 else step * 128
     high = max(unit, _CHUNK // width // unit * unit)
@@ -355,7 +355,7 @@ def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) ->
 
 
 def scale_rows(scale: Tensor, spec: fp8.CastSpec, begin: int, end: int) -> Tensor:
-    """The scales of rows [begin, end); `begin` is the first row of a block."""
+    """Return the scales of rows [begin, end); `begin` is the first row of a block."""
     if spec.block[0] == -1:
         return scale
     return scale[begin // spec.block[0] : -(-end // spec.block[0])]

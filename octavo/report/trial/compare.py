@@ -193,7 +193,7 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
 
     if planning.policy_from(run.cfg).requests_auto:
         return []
-    return [planning.Planned(run.cfg, *planning.plan_for(run.cfg))]
+    return [planning.RunPlan(run.cfg, *planning.plan_for(run.cfg))]
 
 
 def _one(run: Run, label: str, console: Any) -> RunRecord:

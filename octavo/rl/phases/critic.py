@@ -104,7 +104,7 @@ class Critic:
         each before it takes the next."""
         if not self.has_separate_layers:
             return
-        keep, target, _ = self.stepper.judged(batch, 1.0)
+        keep, target, _ = self.stepper.loss_positions(batch, 1.0)
         with adapters.use_second_adapter(self.stepper.model):
             with memory.forward() if memory else nullcontext():
                 values = self._forward(batch, keep)

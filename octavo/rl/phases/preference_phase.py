@@ -63,7 +63,7 @@ class PreferencePhase(Phase):
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> PreferenceStepper:
-        return PreferenceStepper.of(plain)
+        return PreferenceStepper.from_stepper(plain)
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
@@ -129,7 +129,9 @@ class PreferenceStepper(Stepper):
         rows = self.counts.pairs if isinstance(self.counts, PairCounts) else sum(self.counts)
         return torch.tensor([rows, seen, judged], dtype=torch.float64)
 
-    def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
+    def loss_at_positions(
+        self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0
+    ) -> Loss:
         """A micro-batch's part of the step's loss."""
         logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         mask = (target != losses.IGNORE).to(logs.device)
@@ -178,7 +180,7 @@ class PreferenceStepper(Stepper):
     def _sums(self, batch: dict[str, Any]) -> Tensor:
         """[B, 3] in host memory, without a graph, for the answers of a micro-batch: the policy's sum of
         log-probabilities, the number of tokens, and the reference's sum (0 without a reference)."""
-        keep, target, _ = self.judged(batch, 1.0)
+        keep, target, _ = self.loss_positions(batch, 1.0)
         with untracked_forward(self.model):
             logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         sums, tokens = answer_logps(logs, (target != losses.IGNORE).to(logs.device))

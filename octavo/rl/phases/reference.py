@@ -92,11 +92,13 @@ class CopyReference:
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
         if cfg.run.start_from is not None:
-            checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.owns)
+            checkpoint.load_weights(
+                cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.owns
+            )
         model.requires_grad_(False).eval()
         frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's block is
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        frozen_base.into_codes(model, plan)
+        frozen_base.quantize_frozen_weights(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)

@@ -196,7 +196,7 @@ def _describe_work(table: StoredReference, done: int, total: int) -> str:
 
 def _compute_entries(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Iterator[list[Any]]:
     """The entries of a micro-batch's answers for `StoredReference.add`."""
-    keep, target, _ = stepper.judged(batch, 1.0)
+    keep, target, _ = stepper.loss_positions(batch, 1.0)
     sums = ComputedReference(reference)(batch, keep, target).tolist()
     for (file, row, side, checksum), total in zip(_iter_answers(batch), sums, strict=False):
         if not np.isfinite(total):

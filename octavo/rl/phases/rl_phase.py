@@ -60,7 +60,7 @@ class RlPhase(Phase):
         if self.rewards is None:  # a reward that cannot be used is an error before the run directory exists
             self.rewards = make_rewards(Settings.of(cfg).section)
 
-    def prints(self, cfg: Config) -> Mapping[str, str]:
+    def fingerprints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
         digests = {f"reward {one['name']}": str(one["sha256"]) for one in self.rewards.digest()}
         if ends := _end_tokens(find_file(Path(cfg.model.path), "generation_config.json")):
@@ -97,7 +97,7 @@ class RlPhase(Phase):
             replace(stepper.sampling, step=stepper.number),
             section,
             stepper.world,
-            lambda at: stepper.doing(f"held-out answers {at}"),
+            lambda at: stepper.on_progress(f"held-out answers {at}"),
             shown,
         )
         if stepper.reward_errors is not None:
@@ -125,7 +125,7 @@ class RlPhase(Phase):
         reference = make_reference(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
             self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
-        stepper = RlStepper.of(
+        stepper = RlStepper.from_stepper(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
             prompts=self._loader,

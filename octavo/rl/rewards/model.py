@@ -21,7 +21,7 @@ from octavo.data.rows.image_refs import load as opened
 from octavo.models import ModelError, describe, encode_conversation, freeze_all, load, load_processor, read_config
 from octavo.models.structure.skeleton import SCORING_SUFFIX
 from octavo.rl.rewards.entry import RewardError
-from octavo.train.artifacts.load_target import fitting
+from octavo.train.artifacts.load_target import make_fitting_policy
 
 
 class RewardModel:
@@ -52,7 +52,7 @@ class RewardModel:
         dtype = accelerator.autocast_dtype(self.device) or torch.float32
         self.model = load(folder, dtype, self.device, load_in_fp8=load_in_fp8, scores=True)
         family = describe(self.model)
-        policy = fitting(self.model, family)  # None without FP8 codes: the model stays in high precision
+        policy = make_fitting_policy(self.model, family)  # None without FP8 codes: the model stays in high precision
         if policy is not None:
             fp8.apply(self.model, fp8.plan(self.model, policy, family.components))
         freeze_all(self.model)

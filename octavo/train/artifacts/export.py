@@ -15,7 +15,7 @@ from octavo import models
 from octavo.base import accelerator
 from octavo.checkpoint.export import MAX_FILE_BYTES, ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.values import Value, iter_values
-from octavo.train.artifacts.load_target import look
+from octavo.train.artifacts.load_target import inspect_target
 from octavo.train.errors import TrainError
 
 
@@ -42,7 +42,7 @@ def export_model(
     Raises TrainError for adapters, which octavo merge folds into a model, and for a step without a run; also the errors
     of `checkpoint.export.export` and of opening.
     """
-    target = look(path)
+    target = inspect_target(path)
     if target.lora:
         kind = "a LoRA run" if target.kind == "run" else "an adapter"
         raise TrainError(

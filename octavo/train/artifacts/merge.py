@@ -31,7 +31,7 @@ from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.train.artifacts.load_target import HIGH, Opened, Target, look
+from octavo.train.artifacts.load_target import HIGH, OpenedTarget, Target, inspect_target
 from octavo.train.errors import TrainError
 
 BASES = ("fp8", "high")
@@ -116,7 +116,7 @@ def merge_model(
         raise TrainError(
             "--include selects components for FP8, but bf16 has none; leave it out, or choose an FP8 format"
         )
-    origin = look(source, None if base in (None, *BASES) else base)
+    origin = inspect_target(source, None if base in (None, *BASES) else base)
     if not origin.lora:
         what = "is a whole model" if origin.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
@@ -212,7 +212,7 @@ def _base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
     return ("fp8", trained) if base != "high" and (coded or trained) else ("high", {})
 
 
-def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
+def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> OpenedTarget:
     """The model with its adapters, with the base in the chosen precision."""
     if target.cfg is not None and kind == "fp8" and not target.moved:  # as in training, with a check that it is
         return target.open(recipe="off", **how)

@@ -169,7 +169,7 @@ class Run:
         continues it. A call on one rank is enough. In `begin` and `saved` it applies to the next step."""
         self.request.asked = True
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a signal reached any rank, or one called `stop`. A collective."""
         return self.world.any(self.request.asked or self.request.signal is not None)
 
@@ -207,7 +207,7 @@ class Run:
         """Whether an asynchronous checkpoint is being written."""
         return self.job.background is not None and self.job.background.has_pending_save
 
-    def take_waited(self) -> float:
+    def pop_save_seconds(self) -> float:
         """Seconds that training waited for checkpoints since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
@@ -224,7 +224,7 @@ class Run:
         if path is not None and path.parent.name == run_dir.CHECKPOINTS:
             self.notify("saved", path)
 
-    def reopen_log(self) -> None:
+    def drop_last_row(self) -> None:
         """Drop the row of the last step, which will be written again."""
         if self.log is not None:
             self.log.close()
@@ -234,10 +234,10 @@ class Run:
     def notify(self, event: str, *args: Any) -> list[Any]:
         """Call a method of all callbacks in order, then of the watchers; return the callbacks' results."""
         answers = [self._call(callback, event, args) for callback in self.callbacks]
-        self.tell_watchers(event, *args)
+        self.notify_watchers(event, *args)
         return answers
 
-    def tell_watchers(self, event: str, *args: Any) -> None:
+    def notify_watchers(self, event: str, *args: Any) -> None:
         """Call a method of the watchers, and remove those that fail."""
         for watcher in self.watchers:
             try:

@@ -41,7 +41,7 @@ class ValueHead(nn.Module):
             return hidden.float() @ self.weight.float() + self.bias.float()
 
 
-def wanted(cfg: Config) -> bool:
+def is_enabled(cfg: Config) -> bool:
     """Whether a run has a critic."""
     return cfg.train.phase == "rl" and cfg.rl is not None and cfg.rl.algorithm in WITH_CRITIC
 

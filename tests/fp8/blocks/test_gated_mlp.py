@@ -413,7 +413,7 @@ class Scaled(Mlp):
         (Gelu, {}, r"not down\(silu"),
         (Swapped, {}, r"not down\(silu"),
         (Fails, {}, "fails on three small layers"),
-        (Scaled, {}, "holds scale besides"),
+        (Scaled, {}, "has scale in addition to"),
         (Mlp, {"recipe": "delayed"}, "amax history"),
         (Mlp, {"wgrad": "bf16"}, "wgrad stays in high precision"),
         (Mlp, {"rules": [fp8.Rule("up_proj", recipe="off")]}, "not all of its layers are whole"),
@@ -434,7 +434,7 @@ def test_other_modules_are_no_candidates():
     model = nn.ModuleDict({"a": Mlp(), "b": nn.ModuleDict({"gate_proj": nn.Linear(72, 72), "act_fn": nn.SiLU()})})
     assert gated_mlp.convert(model) == ()  # nothing in FP8
     fp8.apply(model, fp8.plan(model, "blockwise"))
-    assert gated_mlp.convert(model) == (("a", None),) and gated_mlp.convert(model) == (("a", "fused before"),)
+    assert gated_mlp.convert(model) == (("a", None),) and gated_mlp.convert(model) == (("a", "it is already fused"),)
 
 
 def test_triton_in_the_interpreter(monkeypatch):

@@ -189,7 +189,7 @@ def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
 
 def test_a_weight_that_was_not_gathered_says_what_is_wrong(mesh_of_one):
     model = fully_shard(build("blockwise"), mesh=mesh_of_one)
-    with pytest.raises(RuntimeError, match="is a DTensor where its GEMM runs.*fully_shard"):
+    with pytest.raises(RuntimeError, match="is a DTensor when its GEMM runs.*fully_shard"):
         model[0].up(torch.randn(2, 32))
 
 

@@ -426,7 +426,7 @@ area(
     ),
     (
         "skipped-to-the-end-is-finished", "train/loop/loop.py",
-        "if not stopped and (in_a_row := run.job.progress.in_a_row):", "if in_a_row := 0:",
+        "if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):", "if consecutive_skips := 0:",
         "a run whose last steps were skipped has finished",
         "train/test_dead.py -k last_steps",
     ),
@@ -494,7 +494,7 @@ area(
     ),
     (
         "dead-host-holds-its-lock", "train/run_dir/run_lock.py",
-        "if (holder.elsewhere and _beats(path, log)) or not (free or holder.elsewhere):", "if not free:",
+        "if (holder.on_other_host and _is_alive(path, log)) or not (free or holder.on_other_host):", "if not free:",
         "a run cannot go on where its host died, and two hosts without locks train in one directory",
         "train/test_run_lock.py",
     ),

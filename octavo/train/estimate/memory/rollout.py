@@ -118,11 +118,11 @@ def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
 def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
     """Return a function that counts the bytes of a frozen copy of the model.
 
-    They are the weights as a run keeps them (see `frozen_base.into_codes`) and the FP8 codes of weights that stay in
-    high precision.
+    They are the weights as a run keeps them (see `frozen_base.quantize_frozen_weights`) and the FP8 codes of weights
+    that stay in high precision.
     """
     model = models.empty(config).requires_grad_(False)
-    frozen_base.into_codes(model, plan)
+    frozen_base.quantize_frozen_weights(model, plan)
     parameters = states.held(model, family)
     frozen = states.frozen_of(parameters)
 
