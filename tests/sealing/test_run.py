@@ -185,7 +185,7 @@ def test_sealed_and_plain_inputs_are_not_mixed(place, tmp_path):
     """A model, or rows, of another world are refused before anything is built."""
     for sealed, key, path, words in (
         (True, "model.path", place / "text", "is not sealed"),
-        (False, "model.path", place / "text-twin", "to it plain rows are noise"),
+        (False, "model.path", place / "text-twin", "plain rows are noise to it"),
         (True, "data.train", place / "text.jsonl", "is not sealed"),
         (False, "data.train", place / "text-rows", "contains sealed rows"),
     ):

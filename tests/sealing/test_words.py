@@ -46,7 +46,7 @@ def test_plain_text_for_sealed_model_is_rejected(checkpoint, key, tmp_path, caps
     run.write_text(f"model: {{path: {source}}}\n{data}train: {{steps: 1}}\nrun: {{dir: {tmp_path}}}\n")
     refused(capsys, ["generate", twin, "--prompt", ASKED], "'Which' is not in its vocabulary")
     refused(capsys, ["generate", twin, "--prompt", "t1", "--image", tmp_path / "picture.png"], "is not permuted")
-    refused(capsys, ["eval", twin, "--config", run], "to it plain rows are noise")
+    refused(capsys, ["eval", twin, "--config", run], "plain rows are noise to it")
     for command in (["generate", adapter, "--prompt", "t1"], ["merge", adapter, tmp_path / "merged"]):
         refused(capsys, [*command, "--base", source], "is sealed with the key .* and .* is not sealed")
     assert main(["generate", str(adapter), "--prompt", "t1", "--max-new-tokens", "2"]) == 0
