@@ -466,7 +466,7 @@ def layers(plan: Any, everything: bool = False) -> list[str]:
 
     rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan.rows)
     parts = {name: [row[1:] for row in rows if row[0] == name] for name in dict.fromkeys(row[0] for row in rows)}
-    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 a token)"
+    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 per token)"
     widths = [max(map(len, shapes.values())), *(max(len(row[n]) for row in rows) for n in (3, 4))]
     out: list[str] = []
     for component, layer_rows in parts.items():

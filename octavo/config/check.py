@@ -1,4 +1,5 @@
-"""Tree -> Config, or every problem with its line and message (:mod:`octavo.config.error_texts`)."""
+"""Converts a tree to a Config, or reports every problem with its line and message
+(:mod:`octavo.config.error_texts`)."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[Error
 
 
 def _order(tree: Tree) -> Callable[[Place], tuple[int, int, int]]:
-    """By file in order of appearance, then by line and column; overrides last, as they were given."""
+    """Return a sort key: by file in order of appearance, then by line and column; overrides come last, in their
+    order."""
     overrides = dict.fromkeys(tree.overrides)
     files = dict.fromkeys(p.source for p in tree.places.values() if p.line is not None and p.source not in overrides)
     position = {source: number for number, source in enumerate([*files, *overrides])}

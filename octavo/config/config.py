@@ -24,7 +24,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Config:
-        # The loader checks the rules itself, to report lines; for a Config built in Python they are checked here.
+        # The loader checks the rules itself, to report lines. For a Config built in Python they are checked here.
         if not (info.context and info.context.get("rules") == "later"):
             findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
             if findings:

@@ -1,4 +1,4 @@
-"""Messages for errors in keys and values: what was found, the nearest name, the fix.
+"""Messages for errors in keys and values: the value found, the nearest name, the fix.
 
 Messages for errors in YAML are in :mod:`octavo.config.yaml.document`, for combinations of settings in the rules.
 """
@@ -19,7 +19,7 @@ from octavo.config.sections.names import FROZEN, RECIPES
 from octavo.config.yaml.document import Path, scalar
 from octavo.config.yaml.problems import describe_value, dotted, nearest
 
-#: settings of other trainers -> their keys here
+#: settings of other trainers -> keys of Octavo
 OTHER_TRAINERS = {
     "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
     "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",

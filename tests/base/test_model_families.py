@@ -111,7 +111,7 @@ def test_family_is_added_by_record_processor_and_checkpoint(tmp_path, monkeypatc
     assert sum(models.vision_of(model.config).patches(inputs)) == len(inputs["pixel_values"])
     assert ImageSharding(model, models.describe(model), None) is not None
     found = survey.survey_family(Exaone4_5_Config)
-    assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of sliding_attention")
+    assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of type sliding_attention")
     page = runpy.run_path(str(ROOT / "docs/site/families.py"))["page"]([found])
     assert "| `exaone4_5` | image_encoder, image_projector, foundation | no: has layers of sliding_attention" in page
     parser = argparse.ArgumentParser()

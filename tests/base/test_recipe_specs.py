@@ -182,7 +182,7 @@ def _known() -> dict[str, bool]:
     every = "{recipe: tilewise, format: hybrid, lm_head: {recipe: tilewise}, candidates: [tilewise], "
     asked = config.load_config_text(text.format(every + "adapt: {every: 20, recipes: [tilewise]}}")).fp8
     return {
-        "note of the plan": "tilewise cast weights twice: 2 bytes of codes a parameter" in plan.notes,
+        "note of the plan": "tilewise cast weights twice: 2 bytes of codes per parameter" in plan.notes,
         "memory figure": states.codes(plan, states.backward_reaches(model)) == fp8.weight_cache_bytes(trained)
         == 3 * (one + scales),  # the first layer has no dgrad
         "measured plan": all(r.recipe is not None and r.recipe.name == "tilewise" for r in by_time.rows)

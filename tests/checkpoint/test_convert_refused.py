@@ -58,7 +58,7 @@ def test_pickles_are_rejected(folder, tmp_path):
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    with pytest.raises(CheckpointError, match=r"holds only pickled weights \(pytorch_model.bin\)"):
+    with pytest.raises(CheckpointError, match=r"contains only pickled weights \(pytorch_model.bin\)"):
         convert.hf_to_dcp(folder, tmp_path / "d")
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or not a safetensors file"):
@@ -86,9 +86,9 @@ def test_damaged_folder_is_reported(folder, tmp_path):
     shard = next(iter(sorted(folder.glob("*.safetensors"))))
     whole = shard.read_bytes()
     for data, words in (
-        (whole[:-3], "bytes where its header announces"),
-        (whole[:40], "announces a header of"),
-        (whole + b"x", "bytes where its header announces"),
+        (whole[:-3], "bytes, but its header declares"),
+        (whole[:40], "declares a header of"),
+        (whole + b"x", "bytes, but its header declares"),
         (b"", "it has 0 bytes"),
         (whole[:8] + b"[" + whole[9:], "its header is not JSON"),
         (whole.replace(b'"BF16"', b'"BF17"', 1), "has the dtype 'BF17'"),
@@ -99,7 +99,7 @@ def test_damaged_folder_is_reported(folder, tmp_path):
             convert.hf_to_dcp(folder, tmp_path / "d")
         assert shard.name in str(raised.value)
     shard.unlink()
-    with pytest.raises(CheckpointError, match="is missing, though model.safetensors.index.json names it"):
+    with pytest.raises(CheckpointError, match="is missing, although model.safetensors.index.json names it"):
         convert.hf_to_dcp(folder, tmp_path / "d")
 
 
@@ -112,7 +112,7 @@ def test_wrong_index_is_rejected(folder, tmp_path):
     for weight_map, words in (
         ({**placed, moved: files[1]}, f"places {moved} in {files[1]}, and it is in {files[0]}"),
         ({**placed, "ghost": files[0]}, "places ghost in .*, and no shard holds it"),
-        ({n: f for n, f in placed.items() if n != moved}, f"holds {moved}, which .* does not list"),
+        ({n: f for n, f in placed.items() if n != moved}, f"contains {moved}, which .* does not list"),
         ({**placed, "x": "../x.safetensors"}, "which is not a file of this folder"),
         ({}, "has no weight_map"),
     ):

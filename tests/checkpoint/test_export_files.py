@@ -33,11 +33,11 @@ def test_export_does_not_follow_links_out_of_the_folder(source: Path, tmp_path: 
     secret = tmp_path / "secret.json"
     shutil.move(source / "tokenizer.json", secret)
     (source / "tokenizer.json").symlink_to(secret)
-    with pytest.raises(ModelError, match=r"tokenizer\.json is a link out of its folder, to .*secret\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is a link to a file outside its folder, .*secret\.json"):
         bf16(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and secret.exists()
     model = models.load(source)
-    with pytest.raises(ModelError, match="is a link out of its folder"):
+    with pytest.raises(ModelError, match="is a link to a file outside its folder"):
         checkpoint.save_hf(model, source, tmp_path / "hf", World())
     assert not (tmp_path / "hf").exists()
 

@@ -129,7 +129,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (["plan", "run.yaml", "--save", "a\0b"], 2, "is not a path"),
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
         (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published model has no data"),
-        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
+        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each component once with an integer below"),
         (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (
@@ -209,7 +209,7 @@ def test_measure_is_rejected_on_a_cpu(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the table in docs/plan.md" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -233,7 +233,7 @@ def test_plan_is_measured_saved_and_loaded(here, tmp_path, monkeypatch, capsys):
         )  # fmt: skip
 
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
-    monkeypatch.setattr(planning, "measured", measure)
+    monkeypatch.setattr(planning, "measure_recipes", measure)
     cache, file = tmp_path / "cache.json", tmp_path / "plan.json"
     argv = ["plan", "run.yaml", "--measure", "--cache", str(cache), "--save", str(file)]
     assert main(argv) == 0
@@ -271,7 +271,7 @@ def test_plan_is_printed_if_its_file_cannot_be_written(here, no_memory, tmp_path
 def test_plan_lists_why_backends_were_rejected(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
-    assert "\n  triton is not used: " in out and "weigh every component by one token" not in out
+    assert "\n  triton is not used: " in out and "weight all components equally" not in out
 
 
 def test_plan_wraps_lines_on_a_terminal(here, no_memory, monkeypatch, capsys):

@@ -100,7 +100,7 @@ def test_invalid_process_counts_are_rejected(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     assert (launch_ranks.resolve_process_count(None), launch_ranks.resolve_process_count(3)) == (4, 3)
     assert main(["train", str(file), "--nproc", "8"]) == 2
-    assert "--nproc 8: this machine has 4 GPU(s)" in capsys.readouterr().err
+    assert "--nproc 8: this machine has only 4 GPU(s)" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(file), "--nproc", "2"]) == 2
     assert "this process was started by torchrun" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_generate_and_eval_report_ignored_generation_settings(here, capsys, monk
     try:
         greedy = (
             "the model's generation settings do_sample=True, temperature=0.7 are ignored: answers are greedy unless "
-            "sampling is asked for"
+            "sampling is enabled"
         )
         assert answer(["generate", "model", *PROMPT], capsys)["notes"][-1] == greedy
         for argv in (["eval", "model", "--config", "run.yaml"], ["train", "run.yaml", "run.dir=greedy"]):
@@ -161,7 +161,7 @@ def test_eval_reports_both_bases(here, capsys):
         ),
         (["generate", "model", *PROMPT, "--temperature", "-1"], 1, "temperature=-1.0 (0, or at least 1e-6)"),
         (["generate", "model", *PROMPT[:2], "--max-new-tokens", "5000"], 1, "the model's context is 4096 tokens"),
-        (["generate", "model", *PROMPT, "--template-arg", "mood=0"], 1, "has no place for the variable mood"),
+        (["generate", "model", *PROMPT, "--template-arg", "mood=0"], 1, "does not accept the variable mood"),
         (["generate", "model", *PROMPT, "--template-arg", "enable_thinking"], 2, "'enable_thinking' is not NAME=VALUE"),
         (["generate", "fp8", *PROMPT, "--step", "1"], 2, "fp8 is not a run directory; remove --step"),
         (["generate", "fp8", *PROMPT, "--backend", "warp"], 2, "there is no backend 'warp'; there are auto,"),

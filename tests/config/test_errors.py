@@ -1,4 +1,4 @@
-"""Wrong configurations: each problem names its line, what was found and the fix; all of them at once."""
+"""Wrong configurations: all problems are reported at once, each with its line, the value found and the fix."""
 
 import pytest
 
@@ -17,10 +17,10 @@ def problems(text: str, overrides=()) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def one(text: str, overrides=()) -> str:
-    found = problems(text, overrides)
-    assert len(found) == 1, found
-    return found[0]
+def only_problem(text: str, overrides=()) -> str:
+    listed = problems(text, overrides)
+    assert len(listed) == 1, listed
+    return listed[0]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def one(text: str, overrides=()) -> str:
     ],
 )
 def test_wrong_value_is_reported(more, message):
-    assert message in one(BASE + more + "\n")
+    assert message in only_problem(BASE + more + "\n")
 
 
 def test_missing_sections_and_keys_are_reported():
@@ -102,7 +102,7 @@ def test_missing_sections_and_keys_are_reported():
     ],
 )  # fmt: skip
 def test_text_that_is_not_a_mapping_is_rejected(text, message):
-    assert message in one(text)
+    assert message in only_problem(text)
 
 
 def test_duplicate_keys_and_tags_are_reported_with_other_problems():
@@ -124,7 +124,7 @@ def test_looping_and_exploding_aliases_are_rejected():
     bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
     )
-    assert "more than 10,000 values" in one(bomb)
+    assert "more than 10,000 values" in only_problem(bomb)
     assert "`<<` merges mappings only" in "\n".join(problems(BASE + "fp8: {<<: 3}\n"))
 
 
@@ -183,7 +183,7 @@ def test_looping_and_exploding_aliases_are_rejected():
     ],
 )
 def test_wrong_override_is_named(override, message):
-    assert message in one(BASE, [override])
+    assert message in only_problem(BASE, [override])
 
 
 @pytest.mark.parametrize(
@@ -283,13 +283,14 @@ def test_conflicting_settings_are_rejected(more, message):
 )  # fmt: skip
 def test_conflicting_reasoning_settings_are_rejected(data, train, message):
     found = problems(f"model: {{path: m}}\ndata: {{train: [{{path: a}}], {data}}}\ntrain: {{steps: 1{train}}}\n")
-    assert any(message in one for one in found), found
+    assert any(message in only_problem for only_problem in found), found
 
 
 def test_conflicting_pixel_limits_are_rejected():
     wrong = BASE.replace("a.json}]", "a.json}], min_pixels: 9, max_pixels: 8")
     assert (
-        one(wrong) == "x.yaml:2: data.min_pixels: min_pixels 9 is above max_pixels 8; lower it or raise data.max_pixels"
+        only_problem(wrong)
+        == "x.yaml:2: data.min_pixels: min_pixels 9 is above max_pixels 8; lower it or raise data.max_pixels"
     )
 
 
@@ -342,7 +343,7 @@ def test_conflicting_pixel_limits_are_rejected():
     ],
 )  # fmt: skip
 def test_conflicting_step_settings_are_rejected(train, message):
-    assert message in one(f"model: {{path: m}}\ndata: {{train: [{{path: a}}]}}\ntrain: {train}\n")
+    assert message in only_problem(f"model: {{path: m}}\ndata: {{train: [{{path: a}}]}}\ntrain: {train}\n")
 
 
 @pytest.mark.parametrize(
@@ -385,15 +386,17 @@ def test_settings_that_conflict_with_packing_are_rejected(train, more, message):
     model = more if more.startswith("model") else "model: {path: ./m}"
     more = more if more != model else ""
     text = f"{model}\ndata: {{train: [{{path: a.json}}], packing: true}}\ntrain: {{steps: 10, {train}}}\n{more}\n"
-    assert message in one(text)
+    assert message in only_problem(text)
 
 
 def test_packing_rejects_epochs_of_streams_and_window_requires_packing():
     data = "model: {path: ./m}\ndata: {train: [{path: a.json}], packing: true, window: 64}\n"
     streamed = data.replace("a.json", "a.jsonl, stream: true") + "train: {epochs: 1}\n"
-    assert "train.epochs: packs are counted before the first step, and data.train.0 is streamed" in one(streamed)
+    assert "train.epochs: packs are counted before the first step, and data.train.0 is streamed" in only_problem(
+        streamed
+    )
     assert load_config_text(data + "train: {epochs: 1}\n").train.epochs == 1
-    found = one(data.replace("packing: true, ", "") + "train: {steps: 10}\n")
+    found = only_problem(data.replace("packing: true, ", "") + "train: {steps: 10}\n")
     assert "data.window: has no effect without packing; remove it, or set packing: true" in found
 
 
@@ -415,7 +418,7 @@ def test_packing_rejects_epochs_of_streams_and_window_requires_packing():
 )
 def test_attention_accepts_a_word_or_a_mapping(attention, train, message):
     base = BASE.replace("./m", f"./m, attention: {attention}")
-    assert message in one(base.replace("steps: 10", f"steps: 10, {train}" if train else "steps: 10"))
+    assert message in only_problem(base.replace("steps: 10", f"steps: 10, {train}" if train else "steps: 10"))
 
 
 @pytest.mark.parametrize(
@@ -428,7 +431,7 @@ def test_attention_accepts_a_word_or_a_mapping(attention, train, message):
     ],
 )
 def test_freeze(freeze, message):
-    assert message in one(BASE.replace("./m", f"./m, freeze: {freeze}"))
+    assert message in only_problem(BASE.replace("./m", f"./m, freeze: {freeze}"))
 
 
 def test_all_problems_are_reported_in_file_order(tmp_path, monkeypatch):
@@ -484,7 +487,7 @@ def test_unreadable_files_are_reported(tmp_path, monkeypatch):
 
 
 def test_file_without_permission_is_reported(tmp_path, monkeypatch):
-    def refused(*arguments):  # root, who often runs tests, would be let in
+    def refused(*arguments):  # root could read it
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", refused)

@@ -1,4 +1,4 @@
-"""Configurations out of all measure: a few short sentences, found without walking through what is too much."""
+"""Extreme configurations: short errors, found without processing the excess."""
 
 import os
 
@@ -25,7 +25,7 @@ def refused(text: str, overrides=()) -> ConfigError:
 
 
 def numbers(node, path=""):
-    """(where, schema) of every number in a JSON schema."""
+    """Yield (key, schema) of every number in a JSON schema."""
     if isinstance(node, dict):
         if node.get("type") in ("integer", "number"):
             yield path, node
@@ -69,7 +69,7 @@ def test_every_number_has_bounds():
         ("data.system=a\ud800b", "data.system: contains a lone surrogate"),
         ("run.dir=" + LONG, "run.dir: is not a path: 100,000 bytes, its longest name 100,000 (at most 4,095"),
         ("data.train.0.images=" + "é" * 200, "data.train.0.images: is not a path: "),
-        ("run.dir=" + "a/" * 2000, "run.dir: is not a path: 2,001 names deep"),  # pathlib makes them by recursion
+        ("run.dir=" + "a/" * 2000, "run.dir: is not a path: 2,001 names deep"),  # pathlib creates them recursively
     ],
 )
 def test_extreme_value_is_rejected(override, message):
@@ -110,13 +110,13 @@ def test_first_of_thousands_of_problems_are_listed(text, overrides):
 
 
 def test_names_are_suggested_only_for_listed_problems(monkeypatch):
-    """Each suggestion compares a name with some sixty others: 3,000 of them took seconds."""
+    """Each suggestion compares a name with about sixty others; 3,000 of them took seconds."""
     from octavo.config import error_texts
 
-    asked = []
-    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: asked.append(name))
+    names = []
+    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: names.append(name))
     refused("".join(f"key_{i}: 1\n" for i in range(3000)))
-    assert len(asked) <= 3 * MAX_SHOWN
+    assert len(names) <= 3 * MAX_SHOWN
 
 
 def test_pairwise_extends_are_bounded(tmp_path):
@@ -128,7 +128,7 @@ def test_pairwise_extends_are_bounded(tmp_path):
 
 
 def test_configuration_of_largest_numbers_is_valid(tmp_path):
-    """The bounds hold nobody up, and the rules over such numbers take no time."""
+    """The bounds allow these values, and rules over such numbers are fast."""
     most = [f"run.{key}=1000000000" for key in ("save_every", "keep", "log_every", "health_every")]
     cfg = load_config_text(
         BASE, ["train.steps=1000000000", "train.micro_batch=65536", "train.global_batch=16777216", *most]

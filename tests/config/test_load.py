@@ -1,4 +1,4 @@
-"""Files, extends and overrides: what wins, where paths point, and what comes back."""
+"""Files, extends and overrides: precedence, relative paths, and round trips."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    "asked, expected",
+    "fp8_settings, expected",
     [
         ("{recipe: rowwise}", ("rowwise", "rowwise", "rowwise", "rowwise")),
         ("{recipe: rowwise, foundation: {wgrad: bf16}}", ("rowwise", "rowwise", "rowwise", "rowwise")),
@@ -56,10 +56,10 @@ def test_defaults():
         ("{rules: [{match: '**.o_proj', recipe: off}]}", ("blockwise", "blockwise", "blockwise", "blockwise")),
     ],
 )
-def test_recipe_applies_to_whole_model_or_named_components(asked, expected):
-    """(the whole model, encoder, projector, foundation); those of sound, which nobody names here, as the whole model;
-    written out it says the same."""
-    cfg = text(f"fp8: {asked}\n")
+def test_recipe_applies_to_whole_model_or_named_components(fp8_settings, expected):
+    """Expected recipes of (whole model, encoder, projector, foundation); audio components follow the whole model. The
+    resolved YAML gives the same recipes."""
+    cfg = text(f"fp8: {fp8_settings}\n")
     parts = [cfg.fp8.recipe_of(name) for name in COMPONENTS if "audio" not in name]
     assert cfg.fp8.recipe_of("audio_encoder") == cfg.fp8.recipe_of("audio_projector") == cfg.fp8.recipe
     assert (cfg.fp8.recipe, *parts) == expected
@@ -152,7 +152,9 @@ def test_extends_chain_and_relative_paths(tmp_path, monkeypatch):
     assert cfg.model.path == str(tmp_path / "base" / "weights")
     assert cfg.data.train[0].path == str(tmp_path / "d.json")
     assert cfg.data.train[0].images == str(tmp_path / "base" / "img")
-    assert cfg.data.eval[0].path == str(tmp_path / "base" / "e.json")  # an override's path is seen from here
+    assert cfg.data.eval[0].path == str(
+        tmp_path / "base" / "e.json"
+    )  # a path in an override is relative to the working directory
     assert cfg.model.freeze == ("foundation",)  # lists replace
     assert (cfg.run.seed, cfg.run.keep, cfg.run.dir) == (2, 5, "runs/x")  # mappings merge, later wins
     assert (cfg.train.steps, cfg.train.lr) == (7, 3e-4)
@@ -171,10 +173,10 @@ def test_data_url_is_unchanged(tmp_path):
     assert (cfg.data.train[0].path, cfg.data.train[0].fetch_gb) == (url, 2.0)
     with pytest.raises(ConfigError) as caught:
         override(cfg, ["data.eval=[{path: x.json, fetch_gb: 1, shuffle_buffer: 9}]", "data.train.0.stream=true"])
-    told = [str(problem) for problem in caught.value.problems]
-    assert len(told) == 3 and "fetch_gb: applies only to data sets at a URL; remove it" in told[0]
-    assert "data.train.0.stream: files at a URL are fetched one by one" in told[2]
-    assert "data.eval.0.shuffle_buffer: held-out rows are read in the order of their file" in told[1]
+    texts = [str(problem) for problem in caught.value.problems]
+    assert len(texts) == 3 and "fetch_gb: applies only to data sets at a URL; remove it" in texts[0]
+    assert "data.train.0.stream: files at a URL are fetched one by one" in texts[2]
+    assert "data.eval.0.shuffle_buffer: held-out rows are read in the order of their file" in texts[1]
 
 
 def test_overrides_reach_every_key():
@@ -273,7 +275,7 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
         ["optimizer.eps=1e-20", "train.lr=123456789e-12", "data.system='3e-4'", "run.resume=./a/b"],
     )
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
-    monkeypatch.chdir("/")  # and from anywhere
+    monkeypatch.chdir("/")  # from any working directory
     assert load_config(tmp_path / "config.yaml") == cfg
 
 

@@ -1,4 +1,4 @@
-"""What a configuration may say of LoRA and of weights that are loaded as FP8 codes."""
+"""Configuration of LoRA and of weights that are loaded as FP8 codes."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_recipe_follows_load_in_fp8_by_default(kinds, more, recipes):
     cfg = read(f"load_in_fp8: {kinds}", f"lora: {{}}\n{more}\n")
     tower = cfg.fp8.image_encoder
     assert (cfg.fp8.recipe, tower and tower.recipe) == recipes
-    assert load_config_text(to_yaml(cfg)) == cfg  # a saved configuration runs again unchanged
+    assert load_config_text(to_yaml(cfg)) == cfg  # a saved configuration can be rerun unchanged
 
 
 @pytest.mark.parametrize("short", ["row", "block", "tensor"])
 def test_codes_and_their_recipe_share_a_name(short):
-    """Either word is read in either place; one is kept and shown."""
+    """Both words are accepted in both places, and stored as one of them."""
     name = f"{short}wise"
 
     def words(codes: str, recipe: str) -> Config:
@@ -85,7 +85,7 @@ def test_load_in_fp8_true_means_rowwise():
         read("load_in_fp8: false") == read("load_in_fp8: null") == read("load_in_fp8: {foundation: null}") == read("")
     )
     assert override(rows, ["model.load_in_fp8=false"]).model.load_in_fp8.kinds == {}
-    assert "true" not in to_yaml(rows).partition("keep_fp8")[0]  # what is kept says the kind
+    assert "true" not in to_yaml(rows).partition("keep_fp8")[0]  # the stored value is the kind
     assert {"type": "boolean"} in json_schema()["$defs"]["ModelSection"]["properties"]["load_in_fp8"]["anyOf"]
 
 

@@ -1,4 +1,4 @@
-"""The JSON schema, and what importing the configuration costs."""
+"""The JSON schema, and the cost of importing the configuration."""
 
 import json
 import subprocess
@@ -45,11 +45,11 @@ def test_config_imports_quickly_without_torch():
         "[m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
     )
     ratios = []
-    for _ in range(5):  # as a multiple of what its two libraries take, and the best of a few: machines differ
+    for _ in range(5):  # relative to the import of its two libraries, best of a few, because machines differ
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         ratio, heavy = done.stdout.split(maxsplit=1)
         assert heavy == "[]\n"
         ratios.append(float(ratio))
-        if ratios[-1] < 5:  # 1.9; a wrong file is answered in a second
+        if ratios[-1] < 5:  # 1.9; a wrong file is reported within a second
             return
     raise AssertionError(f"importing octavo.config took {min(ratios):.1f} times what pydantic and ruamel.yaml take")

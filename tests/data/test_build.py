@@ -1,4 +1,4 @@
-"""From a configuration to batches that a real model takes."""
+"""Builds batches from a configuration and runs a model on them."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_model_accepts_batches_of_a_configuration(folder, models, tmp_path, fami
 
 
 def test_padding_does_not_change_logits_of_a_row(folder, models, tmp_path):
-    """A row's logits are the same alone and beside a longer one, text or image."""
+    """The logits of a row are equal with and without a longer row in the batch, for text and images."""
     from octavo.data import Encoder
     from octavo.models import load
     from octavo.models.tiny import tiny

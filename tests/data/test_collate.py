@@ -1,4 +1,4 @@
-"""Padding, images over rows, and batches without either."""
+"""Collation: padding, images of several rows, and empty batches."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The three formats, recognised or named, and every way in which a row can be wrong."""
+"""Parses the conversation formats, detected or configured, and rejects every kind of bad row."""
 
 import pickle
 
@@ -60,7 +60,7 @@ def test_messages(folder):
     ):
         source = folder.read(rows, name)
         assert source.format == "messages"
-        # Beside images that are parts <image> is plain text.
+        # If images are parts, <image> is plain text.
         assert parts(source)[0] == ("user", (ImageRef(0), Text("<image>?")))
         assert len(source[0].images) == 1
 
@@ -154,7 +154,7 @@ def test_bad_llava_rows_are_rejected(folder, row, message):
         ([{"role": "user", "content": [{"type": "image", "image": "a", "path": "b"}]}], "expected one path in image"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "http://x/a.png"}]}],
-            "is not a local file; Octavo fet",
+            "is not a local file, and Octavo does not",
         ),
         ([{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,x"}]}], "is not a local file"),
     ],
@@ -210,7 +210,7 @@ def test_rows_of_other_readers_are_checked(folder):
         "image": "\ud800.png",
         "id": "\x1b" * 999,
     }
-    with pytest.raises(BadSample, match="cannot be looked up") as bad:
+    with pytest.raises(BadSample, match="cannot be resolved") as bad:
         parse(named, "llava", file="f", row=0, images=folder.path)
     assert str(bad.value).isprintable() and len(str(bad.value)) < 600
 

@@ -1,4 +1,4 @@
-"""Tokens, labels and pixels: by the processor's own call, whatever the family."""
+"""Tokens, labels and pixels of every family, compared with calls of its processor."""
 
 import copy
 
@@ -9,7 +9,7 @@ from octavo.data import BadSample, DataError, Encoder, LongSample
 from octavo.data.rows.image_refs import load
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite")
-TILES = ("internvl", "nvila_lite")  # whose images are tiles of one size
+TILES = ("internvl", "nvila_lite")  # its images are tiles of one size
 
 
 def rows(folder):
@@ -44,11 +44,11 @@ def test_encoding_matches_processor(folder, models, family):
         assert sample.input_ids.tolist() == direct["input_ids"][0].tolist()
         assert sample.images == len(images)
         for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
-            mine, theirs = getattr(sample, name), direct.get(name)
-            assert (mine is None) == (theirs is None), name
-            if mine is not None:
-                theirs = theirs[0] if name == "mm_token_type_ids" else theirs
-                np.testing.assert_array_equal(mine, theirs)
+            values, stock_values = getattr(sample, name), direct.get(name)
+            assert (values is None) == (stock_values is None), name
+            if values is not None:
+                stock_values = stock_values[0] if name == "mm_token_type_ids" else stock_values
+                np.testing.assert_array_equal(values, stock_values)
     assert (sample.mm_token_type_ids is None) == (family in TILES)
 
 
@@ -80,7 +80,9 @@ def test_text_only(folder, models, family):
     end = encoder.tokenizer.eos_token
     assert [text.strip() for text in spoken(encoder, sample)] == [f"none{end}", f"quite{end}"]
     bos = encoder.tokenizer.bos_token_id
-    assert bos is None or (sample.input_ids == bos).sum() == 2  # one each turn, by the template, none by the tokenizer
+    assert (
+        bos is None or (sample.input_ids == bos).sum() == 2
+    )  # one per turn from the template, none from the tokenizer
     with pytest.raises(BadSample, match="row 0 .*has an image, but the model is text-only"):
         encoder.encode(source[0])
 
@@ -112,7 +114,7 @@ def test_long_rows_are_dropped_cut_or_rejected(folder, models):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cut_works_at_every_length(folder, models, family):
-    """Never inside an image: placeholders and pixels agree at each length, as the model will demand."""
+    """A cut is never inside an image: placeholders and pixels agree at each length, as models require."""
     processor = models(family)
     source = folder.read(
         [
@@ -163,7 +165,7 @@ def test_bad_images_and_text_name_their_row(folder, models):
     encoder = Encoder(models("qwen3_vl"), 512)
     for row, message in (
         (0, "cannot be decoded"),
-        (1, "processor refuses it: .*aspect ratio"),
+        (1, "processor rejects it: .*aspect ratio"),
         (2, "contains the model's"),
     ):
         with pytest.raises(BadSample, match=rf"rows\.json, row {row} \(id r\): .*{message}"):
@@ -213,7 +215,7 @@ def test_extremely_long_rows_are_rejected_before_rendering(folder, models, monke
         ):
             encoder.encode(source[0])
     monkeypatch.undo()
-    # What is cut is the beginning of the whole, and is trained on as the whole would be.
+    # A cut row is the beginning of the whole row, with the same labels.
     whole = Encoder(models("qwen3_vl"), 30_000).encode(source[0])
     encoder = Encoder(models("qwen3_vl"), 100, on_long="cut")
     rendered, encoder._render = [], lambda *given: rendered.append(given) or Encoder._render(encoder, *given)

@@ -1,4 +1,4 @@
-"""What files hold decides what is made of them: not their size and time, which a copy may set."""
+"""Cached results depend on the content of files, not on size and mtime, which a copy may set."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from octavo.train.run_dir import input_fingerprints
 
 
 @pytest.fixture(autouse=True)
-def _settled(monkeypatch, tmp_path):
-    """Files of these tests have just been written; they count as old ones."""
+def _treat_files_as_old(monkeypatch, tmp_path):
+    """Treat the files of these tests, which were just written, as old files."""
     monkeypatch.setattr(file_digests, "RECENT", -(10**18))
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
@@ -30,7 +30,7 @@ def _settled(monkeypatch, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The files whose bytes are read for a digest."""
+    """Return a list that receives the name of each file whose bytes are read once to compute digests."""
     read, names = file_digests._read, []
     monkeypatch.setattr(file_digests, "_read", lambda file: names.append(file.name) or read(file))
     return names
@@ -48,20 +48,20 @@ def write(file: Path, rows: list) -> Path:
     return file
 
 
-def in_place(old: Path, new: Path) -> None:
-    """`cp -p`: bytes and time are another's, the inode stays."""
+def replace_in_place(old: Path, new: Path) -> None:
+    """Replace content and mtime of a file in place, as `cp -p` does; the inode stays."""
     with open(old, "r+b") as out:
         out.write(new.read_bytes())
     shutil.copystat(new, old)
 
 
-def renamed(old: Path, new: Path) -> None:
-    """`rsync -t` and tar: a new file takes the name."""
+def replace_by_rename(old: Path, new: Path) -> None:
+    """Replace a file by a new one with the same name, as `rsync -t` and tar do."""
     aside = shutil.copy2(new, old.with_name("aside"))
     os.replace(aside, old)
 
 
-@pytest.mark.parametrize("replace", (in_place, renamed))
+@pytest.mark.parametrize("replace", (replace_in_place, replace_by_rename))
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("jsonl", "kept"), ("json", "kept"), ("parquet", "folder"), ("csv", "stream"), ("parquet", "stream")],
@@ -84,8 +84,8 @@ def test_stream_stops_when_its_file_is_replaced(tmp_path, kind):
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
     rows = open_rows(old, stream=True)
     assert rows[0] == {"n": 111}
-    in_place(old, new)
-    if kind == "parquet":  # of another row group than the one in memory
+    replace_in_place(old, new)
+    if kind == "parquet":  # of a row group that is not in memory
         from octavo.data.formats import streaming
 
         streaming.TABLES._kept.clear()
@@ -94,7 +94,7 @@ def test_stream_stops_when_its_file_is_replaced(tmp_path, kind):
 
 
 def test_digest_is_computed_once_and_equal_content_is_not_converted_again(tmp_path, reads):
-    """Also where the file was moved away and back, linked, or copied over itself: its inode or ctime is another."""
+    """Also if the file was moved away and back, linked, or copied over itself, so that inode or ctime differ."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     for _ in range(3):
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
@@ -103,13 +103,13 @@ def test_digest_is_computed_once_and_equal_content_is_not_converted_again(tmp_pa
     assert reads == ["a.jsonl"]
     (tmp_path / "link").hardlink_to(file)
     open_rows(file)
-    renamed(file, file)
+    replace_by_rename(file, file)
     open_rows(file)
     assert reads == ["a.jsonl"] * 3 and len([*(tmp_path / "cache").glob("*.arrow")]) == 1
 
 
 def test_recently_changed_file_gets_no_note(tmp_path, reads, monkeypatch):
-    """It may change once more at the same time of the clock."""
+    """It could change again with the same time stamp."""
     monkeypatch.setattr(file_digests, "RECENT", 10**18)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     open_rows(file), open_rows(file)
@@ -167,17 +167,17 @@ def test_run_detects_changes_after_the_first_64_mib(tmp_path, monkeypatch, kind)
     new = tmp_path / "new.jsonl"
     new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
-    renamed(file, new)
+    replace_by_rename(file, new)
     remote.list_files.cache_clear()
     with pytest.raises(TrainError, match="was made with different data: .*, and the contents differ"):
         input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
-    for prints in saved["data"].values():  # of 0.4.0, which looked at the first 64 MiB
+    for prints in saved["data"].values():  # of 0.4.0, which compared the first 64 MiB
         del prints["whole"]
     input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
 def test_run_resumes_with_a_copy_of_its_data(tmp_path):
-    """Another inode, ctime and mtime, the same bytes."""
+    """A copy has a different inode, ctime and mtime, but the same bytes."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     cfg = config(file, tmp_path)
     saved = input_fingerprints.fingerprints(cfg)
@@ -187,7 +187,7 @@ def test_run_resumes_with_a_copy_of_its_data(tmp_path):
 
 
 def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):
-    """Of a conversion that goes on, and of an evaluation that is kept."""
+    """Also in a resumed conversion, and in a stored evaluation."""
     from octavo.checkpoint.convert import convert
 
     old, new = tmp_path / "m/a.safetensors", tmp_path / "b"
@@ -195,15 +195,22 @@ def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):
     old.write_bytes(b"1"), new.write_bytes(b"2")
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
     before = convert._source_identity(old.parent)
-    in_place(old, new)
+    replace_in_place(old, new)
     assert convert._source_identity(old.parent) != before
 
 
 def test_files_are_read_in_parallel_and_logged_once(tmp_path, monkeypatch):
     monkeypatch.setattr(file_digests, "HEAD", 1)
     files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
-    said: list[str] = []
-    one = file_digests.compute_digests(files, tmp_path / "cache", said.append)
-    assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read for a digest" in said[0]
-    assert file_digests.compute_digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
-    assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size
+    log_lines: list[str] = []
+    contents = file_digests.compute_digests(files, tmp_path / "cache", log_lines.append)
+    assert (
+        len(log_lines) == 1
+        and "0.jsonl and 8 more: " in log_lines[0]
+        and "are read once to compute digests" in log_lines[0]
+    )
+    assert file_digests.compute_digests(files, tmp_path / "cache", log_lines.append) == contents and len(log_lines) == 1
+    assert (
+        len({c.sha256 for c in contents}) == 9
+        and SimpleNamespace(**contents[3]._asdict()).size == files[3].stat().st_size
+    )

@@ -1,4 +1,4 @@
-"""Keys, placeholders and JSON texts of other frameworks are refused by name where they would change what is learned."""
+"""Keys, placeholders and JSON texts of other frameworks that would change the training data are rejected by name."""
 
 import json
 
@@ -16,7 +16,7 @@ PART = [{"begin_offset": 0, "end_offset": 1, "train": False}]
      ("training", False), ("train_detail", PART), ("mask", True), ("mask", 0), ("masked", True)],
 )  # fmt: skip
 def test_keys_that_mask_assistant_turns_are_rejected(folder, key, value):
-    said = rf"row 0: turn 2, of the assistant, has the {key} .*, which is not supported: .*\"weight\": 0"
+    message = rf"row 0: turn 2, of the assistant, has the {key} .*, which is not supported: .*\"weight\": 0"
     gpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", key: value}]
     for row, kind, format in (
         ({"messages": [USER, {**SAID, key: value}]}, "conversations", "messages"),
@@ -24,7 +24,7 @@ def test_keys_that_mask_assistant_turns_are_rejected(folder, key, value):
         ({"prompt": "q", "chosen": [{**SAID, key: value}], "rejected": "b"}, "pairs", "auto"),
         ({"messages": [USER, {**SAID, key: value}], "label": True}, "labelled", "auto"),
     ):
-        with pytest.raises(BadSample, match=said):
+        with pytest.raises(BadSample, match=message):
             folder.read([row], "rows.jsonl", kind, format=format)[0]
     with pytest.raises(BadSample, match=rf"has the {key} "):
         folder.read([{"prompt": "q", "completion": [{**SAID, key: value}]}], "rows.jsonl")[0]
@@ -47,18 +47,18 @@ def test_keys_that_train_on_other_roles_are_rejected(folder, extra):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [({"loss_mask": [0, 1]}, "has the loss_mask"), ({"mask": "Assistant"}, "has the mask 'Assistant'"),
      ({"mask": [1, 0]}, "has the mask"), ({"objects": {"ref": ["a"], "bbox": [[1, 2]]}}, "has objects .ref, bbox")],
 )  # fmt: skip
-def test_mask_keys_of_rows_are_rejected(folder, more, said):
+def test_mask_keys_of_rows_are_rejected(folder, more, message):
     alpaca = {"instruction": "q", "output": "a"}
     for row in ({"messages": [USER, SAID]}, {"prompt": "q", "answer": "a"}, alpaca):
-        with pytest.raises(BadSample, match=rf"row 0: {said}"):
+        with pytest.raises(BadSample, match=rf"row 0: {message}"):
             folder.read([row | more], "rows.jsonl")[0]
-    with pytest.raises(BadSample, match=rf"row 0: {said}"):
+    with pytest.raises(BadSample, match=rf"row 0: {message}"):
         folder.read([{"prompt": "q", "chosen": "a", "rejected": "b"} | more], "rows.jsonl", "pairs")[0]
-    found = folder.read([{"prompt": "q", "answer": "a"} | more], "rows.jsonl", "prompts")[0]  # a reward may want them
+    found = folder.read([{"prompt": "q", "answer": "a"} | more], "rows.jsonl", "prompts")[0]  # a reward may use them
     assert more.items() <= found.columns.items()
 
 
@@ -82,13 +82,13 @@ def test_foreign_placeholders_are_rejected(folder, text):
 
 def test_json_text_in_place_of_parts_or_turns_is_rejected(folder):
     parts, turns = json.dumps([{"type": "text", "text": "q"}]), json.dumps([SAID])
-    for row, said in (
+    for row, message in (
         ({"messages": [{**USER, "content": parts}, SAID]}, "the content of turn 1 is a list of parts written as JSON"),
         ({"conversations": [{"from": "human", "value": parts}, {"from": "gpt", "value": "a"}]}, "the value of turn 1"),
         ({"prompt": parts, "answer": "a"}, "the content of turn 1 is a list of parts"),
         ({"prompt": turns, "answer": "a"}, "has turns written as JSON text"),
     ):
-        with pytest.raises(BadSample, match=said):
+        with pytest.raises(BadSample, match=message):
             folder.read([row], "rows.jsonl")[0]
     with pytest.raises(BadSample, match="has turns written as JSON text"):
         folder.read([{"prompt": "q", "chosen": turns, "rejected": "b"}], "rows.jsonl", "pairs")[0]

@@ -1,4 +1,4 @@
-"""Where images may lie, and images that must not be trusted."""
+"""Locations of image files, and untrusted image files."""
 
 import struct
 import zlib
@@ -40,8 +40,8 @@ def test_paths_outside_the_folder_are_rejected(folder):
         (".", "is missing"),
         ("", "'' is not a file name"),
         ("a\0.png", "is not a file name"),
-        ("x" * 5000, "cannot be looked up"),
-        ("https://example.org/a.png", "Octavo fetches nothing: download it"),
+        ("x" * 5000, "cannot be resolved"),
+        ("https://example.org/a.png", "Octavo does not download images; copy it"),
         ("S3://bucket/a.png", "is not a local file"),
     ],
 )
@@ -53,7 +53,7 @@ def test_unresolvable_names_are_rejected(folder, name, message):
 def test_link_loop_is_rejected(folder):
     (folder.path / "a").symlink_to("b")
     (folder.path / "b").symlink_to("a")
-    with pytest.raises(MediaProblem, match="cannot be looked up"):
+    with pytest.raises(MediaProblem, match="cannot be resolved"):
         locate(folder.path, "a")
 
 
@@ -78,7 +78,7 @@ def test_decompression_bomb_is_rejected_by_its_header(folder):
     (folder.path / "bomb.png").write_bytes(png)
     with pytest.raises(MediaProblem, match=r"60000 x 60000 = 3600 megapixels, over the limit of 100 .*raise data\.max"):
         load(folder.path / "bomb.png")
-    # With the limit raised it is decoded, and then found to be broken; Pillow's own limit does not interfere.
+    # With a higher limit it is decoded and rejected as broken; Pillow's own limit does not interfere.
     before = Image.MAX_IMAGE_PIXELS
     folder.image("ok.png", (100, 30))
     with pytest.raises(MediaProblem, match="over the limit of 0.002"):

@@ -1,4 +1,4 @@
-"""Further tensors of images: made for several rows at once, cut, padded and packed as their models take them."""
+"""Additional tensors of images: made for several rows at once, cut, padded and packed as their models expect."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from octavo.data.encoding.sample import Input, check_lengths, concatenate, cut_i
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import count_tokens
 from octavo.models.tiny import tiny
-from tests.data.test_processor_calls import same
+from tests.data.test_processor_calls import results_equal
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
-TOLERANCE = 2e-6  # of logits: sums of another order
+TOLERANCE = 2e-6  # of logits: sums in a different order
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """family -> (its mini model, its processor)."""
-    made = {}
+    """Return a function from a family to its mini model and processor."""
+    cache = {}
 
     def get(family):
-        if family not in made:
+        if family not in cache:
             path = tiny.write(family, tmp_path_factory.mktemp("inputs") / family, size="mini")
-            made[family] = library.load(path).eval(), library.load_processor(path)
-        return made[family]
+            cache[family] = library.load(path).eval(), library.load_processor(path)
+        return cache[family]
 
     return get
 
 
 @pytest.fixture
 def source(folder):
-    """An image, three of three sizes in two turns, none, and a wide one behind words."""
+    """Rows with one image, three images of three sizes in two turns, no image, and a wide image after text."""
     names = [folder.image(f"{n}.png", size) for n, size in enumerate([(16, 16), (40, 24), (9, 33), (70, 20)])]
     return folder.read(
         [
@@ -65,10 +65,10 @@ def test_rows_encoded_together_equal_rows_encoded_alone(loaded, source, family):
     _, processor = loaded(family)
     encoder = Encoder(processor, 512)
     alone = [encoder.encode(source[row]) for row in range(4)]
-    assert all(map(same, encoder.encode_all([source[row] for row in range(4)]), alone))
+    assert all(map(results_equal, encoder.encode_all([source[row] for row in range(4)]), alone))
     assert count_tokens(encoder, [source[row] for row in range(4)]) == [len(sample.input_ids) for sample in alone]
-    said = [processor.tokenizer.decode(alone[1].input_ids[a:b]) for a, b in alone[1].answers]
-    assert [text.removesuffix(processor.tokenizer.eos_token).strip() for text in said] == ["3", "a b"]
+    answers = [processor.tokenizer.decode(alone[1].input_ids[a:b]) for a, b in alone[1].answers]
+    assert [text.removesuffix(processor.tokenizer.eos_token).strip() for text in answers] == ["3", "a b"]
     for sample in alone:
         assert len(sample.places) == sample.images
         marked = np.zeros(len(sample.input_ids), bool)
@@ -85,13 +85,13 @@ def test_padded_rows_have_the_logits_of_single_rows(loaded, source, family):
     together, meta = logits(model, collate(samples, 0))
     assert meta.has_image and set(meta.inputs) == set(getattr(processor, "inputs", {}))
     for row, sample in enumerate(samples):
-        own, _ = logits(model, collate([sample], 0))
+        expected, _ = logits(model, collate([sample], 0))
         count = len(sample.input_ids)
-        assert float((together[row, :count] - own[0]).abs().max()) <= TOLERANCE, row
+        assert float((together[row, :count] - expected[0]).abs().max()) <= TOLERANCE, row
 
 
 def gradients(model, batches):
-    """(the summed loss, parameter -> its gradient) of batches, one after the other."""
+    """Return the summed loss and the gradients by parameter, over batches in sequence."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -107,36 +107,35 @@ def gradients(model, batches):
 
 @pytest.mark.parametrize("family", trained_families("images"))
 def test_batch_gradients_equal_sum_of_row_gradients(loaded, source, family):
-    """Rows with one image, three, none, and a wide one; in float64, since how far fp32 sums in another order lie apart
-    is the CPU's."""
+    """Uses float64, because differences between fp32 sums in different orders depend on the CPU."""
     model, processor = loaded(family)
     model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")  # grouped products know no float64
+    model.set_experts_implementation("eager")  # grouped products do not support float64
     samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
-    loss, own = gradients(model, [collate([sample], 0) for sample in samples])
+    loss, row_gradients = gradients(model, [collate([sample], 0) for sample in samples])
     together, found = gradients(model, [collate(samples, 0)])
     assert together == pytest.approx(loss, rel=1e-6)
     for name, grad in found.items():
-        if grad is None or own[name] is None:
-            assert grad is own[name], name
+        if grad is None or row_gradients[name] is None:
+            assert grad is row_gradients[name], name
         else:
-            assert float((grad - own[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
+            assert float((grad - row_gradients[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
 
 
 def test_single_feature_image_is_independent_of_the_batch(loaded, folder):
-    """Mistral 3's stock model takes the width for the number of features."""
+    """Mistral 3's stock model confuses the width with the number of features."""
     model, processor = loaded("mistral3")
     names = [folder.image("dot.png", (3, 3)), folder.image("more.png", (40, 24))]
     rows = folder.read([folder.llava("<image>what?", "3", image=name) for name in names])
     dot, more = Encoder(processor, 512).encode_all([rows[0], rows[1]])
-    own, _ = logits(model, collate([dot], 0))
+    expected, _ = logits(model, collate([dot], 0))
     together, _ = logits(model, collate([dot, more], 0))
     assert (dot.input_ids == processor.image_token_id).sum() == 1
-    assert float((together[0, : len(dot.input_ids)] - own[0]).abs().max()) <= TOLERANCE
+    assert float((together[0, : len(dot.input_ids)] - expected[0]).abs().max()) <= TOLERANCE
 
 
 def test_gemma_images_attend_bidirectionally(loaded, source):
-    """Without kinds of tokens its stock model says nothing, and looks back alone."""
+    """Without token types its stock model silently attends only backward."""
     model, processor = loaded("gemma3")
     sample = Encoder(processor, 512).encode(source[0])
     batch = collate([sample], 0)
@@ -149,7 +148,7 @@ def test_gemma_images_attend_bidirectionally(loaded, source):
 
 
 def test_smolvlm_tower_receives_tile_masks(loaded, source):
-    """Its processor makes squares, whose masks hide nothing; here one hides the right half of each tile."""
+    """Its processor makes square tiles with full masks; here the mask hides the right half of each tile."""
     model, processor = loaded("smolvlm")
     plain, other = Encoder(processor, 512).encode_all([source[0], source[3]])
     mask = plain.extra["pixel_attention_mask"].values.copy()
@@ -157,10 +156,10 @@ def test_smolvlm_tower_receives_tile_masks(loaded, source):
     mask[..., mask.shape[-1] // 2 :] = 0
     hidden = replace(plain, extra={"pixel_attention_mask": Input("pixels", mask)})
     count = len(plain.input_ids)
-    own, _ = logits(model, collate([hidden], 0))
+    expected, _ = logits(model, collate([hidden], 0))
     together, _ = logits(model, collate([other, hidden], 0))
-    assert float((together[1, :count] - own[0]).abs().max()) <= TOLERANCE
-    assert float((logits(model, collate([plain], 0))[0] - own).abs().max()) > 1e-4
+    assert float((together[1, :count] - expected[0]).abs().max()) <= TOLERANCE
+    assert float((logits(model, collate([plain], 0))[0] - expected).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,7 +180,7 @@ def test_model_accepts_rows_cut_at_any_length(loaded, source, family):
         marks = [mark for mark in ("<|begin_of_image|>", "<|IMAGE_START|>") if mark in processor.tokenizer.get_vocab()]
         assert sample.input_ids[-1] not in processor.tokenizer.convert_tokens_to_ids(marks)
         if sample.images not in seen:
-            logits(model, collate([sample], 0))  # it counts placeholders and features, and refuses
+            logits(model, collate([sample], 0))  # it compares the numbers of placeholders and features
             seen.add(sample.images)
     assert seen >= ({0, 2} if family == "llava_onevision" else {0, 1, 2})
 
@@ -208,14 +207,18 @@ def test_unknown_processor_outputs_are_rejected(loaded, source):
 
     def call(outputs):
         processor.inputs = {"image_sizes": "image"}
-        made = {"input_ids": [[1, 2]], "offset_mapping": [[(0, 1), (1, 2)]], "pixel_values": np.zeros((2, 3, 8, 8))}
+        processed = {
+            "input_ids": [[1, 2]],
+            "offset_mapping": [[(0, 1), (1, 2)]],
+            "pixel_values": np.zeros((2, 3, 8, 8)),
+        }
         calls = ProcessorCalls(
             SimpleNamespace(
                 tokenizer=processor.tokenizer, image_processor=1, image_token="[IMG]", inputs=processor.inputs
             ),
             100.0,
         )
-        calls._call = lambda rows: made | outputs
+        calls._call = lambda rows: processed | outputs
         row = source[1]
         found = calls([ProcessorRequest("[IMG][IMG][IMG]", row.images)])[0]
         assert isinstance(found, DataError)

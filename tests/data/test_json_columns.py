@@ -1,4 +1,4 @@
-"""Columns of JSON text, as `datasets` and parquet have them, read the same as the JSON that they were made of."""
+"""Columns of JSON text, as `datasets` and parquet store them, give the same rows as the original JSON."""
 
 import json
 
@@ -34,7 +34,7 @@ PAIRS = [{"prompt": "p", "chosen": chosen, "rejected": "no"} for chosen in
 
 
 def stored(folder, rows, kind: str):
-    """The rows as `datasets` reads them and writes them again; "bare": without the metadata that it writes."""
+    """Let `datasets` read and write the rows; "bare" removes the metadata that it writes."""
     path = folder.json(rows, "from.jsonl")
     table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder.path / "hf"))
     assert "Json" in str(table.features)
@@ -43,7 +43,7 @@ def stored(folder, rows, kind: str):
         table.save_to_disk(target)
     elif kind == "parquet":
         table.to_parquet(target)
-    else:  # the same by the metadata only, or by the types only
+    else:  # the same from the metadata only, or from the types only
         whole = table.with_format("arrow")[:]
         if kind == "metadata.parquet":
             plain = pa.Table.from_pylist(whole.to_pylist())
@@ -78,12 +78,12 @@ def test_rows_equal_their_source_json(folder, monkeypatch, rows, kind, of):
         monkeypatch.setattr(cache, "SMALL_FILE", small)
         source = folder.read(path, kind=of, images=str(folder.path), stream=stream)
         for row in range(len(rows)):
-            told = repr(source[row]).replace(str(path), expected.name)
-            assert told == repr(expected[row])
+            text = repr(source[row]).replace(str(path), expected.name)
+            assert text == repr(expected[row])
 
 
 def test_turns_in_one_json_column_are_parsed(folder):
-    """As a type, in a CSV cell, and as a text of JSON in any file."""
+    """As a JSON type, in a CSV cell, and as JSON text in any file."""
     expected = folder.read(TALKS[:1], "rows.jsonl")[0].turns
     text = json.dumps(TALKS[0]["messages"])
     whole = pa.table({"messages": pa.array([text], pa.json_())})
@@ -106,7 +106,7 @@ def test_invalid_json_value_affects_only_its_row(folder):
 
 @pytest.mark.parametrize("stream", (False, True))
 def test_renamed_columns_keep_their_texts(folder, monkeypatch, stream):
-    """Under the name that `columns` gives; 007 and 5. are JSON for `datasets`, and for no parser of JSON."""
+    """Under the name that `columns` gives. `datasets` takes 007 and 5. for JSON, JSON parsers do not."""
     texts = ["1.50", "007", "5.", "true", '{"a": 1}', "[1, 2]", "-0", " 7", '["x", "y"]', "five"]
     rows = pa.table(
         {"q": pa.array([*texts[:-1], '"five"'], pa.json_()), "a": pa.array([*texts[:-1], '"5"'], pa.json_())}

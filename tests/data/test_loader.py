@@ -1,4 +1,4 @@
-"""The stream of a rank: exact, resumable, the same for any number of workers, honest about what it leaves out."""
+"""The stream of a rank: exact, resumable, independent of the number of workers, with a report of skipped rows."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def rows(step):
     return [row for batch in step for row in batch["meta"].rows]
 
 
-def same(a, b):
+def batches_equal(a, b):
     assert a["meta"] == b["meta"] and a.keys() == b.keys()
     return all(torch.equal(a[key], b[key]) for key in a if key != "meta")
 
@@ -69,7 +69,9 @@ def test_resume_is_exact(source, encoder):
     stream = loader(source, encoder)
     steps(stream, 5)
     rest = steps(loader(source, encoder, start_row=stream.rows), 3)
-    assert all(same(a, b) for one, two in zip(whole[5:], rest, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        batches_equal(a, b) for one, two in zip(whole[5:], rest, strict=True) for a, b in zip(one, two, strict=True)
+    )
 
 
 def test_ranks_share_a_step(source, encoder):
@@ -80,7 +82,7 @@ def test_ranks_share_a_step(source, encoder):
 
 
 class Plain:
-    """Rows as they are."""
+    """An encoder that returns rows unchanged."""
 
     pad_id = 0
 
@@ -92,33 +94,38 @@ class Plain:
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 40))
 def test_all_ranks_have_equally_many_micro_batches(batch, micro, world, start):
-    """Slices that differ by a row, or ranks without one: the rows of one rank in its order, wherever a run begins."""
+    """Slices may differ by a row and ranks may have none; together they have the rows of a single rank, from any
+    start."""
     mixture = Mixture([range(7), range(5)], seed=2)
 
     def step(rank, world):
-        pieces = {"gather": lambda rows, size, pad: make_micro_batches(rows, size, pad, lambda made, pad: made)}
+        pieces = {"gather": lambda rows, size, pad: make_micro_batches(rows, size, pad, lambda samples, pad: samples)}
         (found,) = steps(Loader(mixture, Plain, micro, batch, rank, world, start, **pieces), 1)
         return found
 
     shares = [step(rank, world) for rank in range(world)]
     assert {len(share) for share in shares} == {math.ceil(math.ceil(batch / world) / micro)}
-    taken = [made.row for share in shares for piece in share for made in piece]
-    assert taken == [mixture.sources[source][row] for source, row in map(mixture.row, range(start, start + batch))]
+    row_numbers = [samples.row for share in shares for piece in share for samples in piece]
+    assert row_numbers == [
+        mixture.sources[source][row] for source, row in map(mixture.row, range(start, start + batch))
+    ]
 
 
 def test_rank_without_rows_runs_as_many_forwards(source, encoder):
-    """Three ranks and two rows, by workers; then the run goes on with two."""
+    """Three ranks share two rows, with workers; then the run resumes with two ranks."""
     ranks = [loader(source, encoder, global_batch=2, micro_batch=1, rank=r, world=3, workers=1) for r in range(3)]
-    made = [steps(stream, 2) for stream in ranks]
+    steps_by_rank = [steps(stream, 2) for stream in ranks]
     for stream in ranks:
         stream.close()
-    assert [[len(step) for step in rank] for rank in made] == [[1, 1]] * 3
-    assert [rows(step) for step in made[0]] == [[], []] and {stream.rows for stream in ranks} == {4}
-    assert (made[0][0][0]["labels"] == -100).all()
-    alone = steps(loader(source, encoder, global_batch=2), 4)
-    assert [rows(made[1][n]) + rows(made[2][n]) for n in (0, 1)] == [rows(step) for step in alone[:2]]
+    assert [[len(step) for step in rank] for rank in steps_by_rank] == [[1, 1]] * 3
+    assert [rows(step) for step in steps_by_rank[0]] == [[], []] and {stream.rows for stream in ranks} == {4}
+    assert (steps_by_rank[0][0][0]["labels"] == -100).all()
+    expected = steps(loader(source, encoder, global_batch=2), 4)
+    assert [rows(steps_by_rank[1][n]) + rows(steps_by_rank[2][n]) for n in (0, 1)] == [
+        rows(step) for step in expected[:2]
+    ]
     two = [next(loader(source, encoder, global_batch=2, rank=r, world=2, start_row=4)) for r in (0, 1)]
-    assert rows(two[0]) + rows(two[1]) == rows(alone[2])
+    assert rows(two[0]) + rows(two[1]) == rows(expected[2])
 
 
 def test_workers_do_not_change_batches_or_position(source, encoder):
@@ -126,11 +133,13 @@ def test_workers_do_not_change_batches_or_position(source, encoder):
     inline = steps(loader(source, encoder), 5)
     for workers in (1, 2):
         stream = loader(source, encoder, workers=workers)
-        made = steps(stream, 5)
+        taken_steps = steps(stream, 5)
         assert stream.rows == 20
         stream.close()
-        assert all(same(a, b) for x, y in zip(inline, made, strict=True) for a, b in zip(x, y, strict=True))
-    assert torch.equal(state, torch.get_rng_state())  # the run's own randomness is not touched
+        assert all(
+            batches_equal(a, b) for x, y in zip(inline, taken_steps, strict=True) for a, b in zip(x, y, strict=True)
+        )
+    assert torch.equal(state, torch.get_rng_state())  # the global random state does not change
 
 
 def test_dead_worker_is_named(source, encoder):
@@ -139,7 +148,7 @@ def test_dead_worker_is_named(source, encoder):
     handler = signal.getsignal(signal.SIGCHLD)
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid, signal.SIGKILL)
-    time.sleep(0.2)  # no exception out of the blue here
+    time.sleep(0.2)  # no exception from a signal handler here
     with pytest.raises(
         WorkerDied, match=rf"data worker \d \(pid {victim.pid}, killed by signal 9\) died\. .*lower data"
     ):
@@ -171,13 +180,13 @@ def test_hanging_worker_is_named_with_its_rows(folder):
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loaders.loader import run_workers, _Chunks
+from octavo.data.loaders.loader import run_workers, _RowChunks
 
-class Rows:  # each is more than a pipe holds: the workers wait with full hands
+class Rows:  # each is more than a pipe holds, so the workers block
     def __getitem__(self, places):
         return [bytes(1 << 20)]
 
-stream = run_workers(Rows(), _Chunks(itertools.count(), 1), 2)
+stream = run_workers(Rows(), _RowChunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)
@@ -191,12 +200,12 @@ def test_workers_exit_when_the_trainer_is_killed():
     assert len(workers) == 2
     trainer.kill()
     try:
-        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last of those who hold it does
+        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last process that has it open ends
     except subprocess.TimeoutExpired:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        pytest.fail("the workers outlive the trainer")
+        pytest.fail("the workers are still running after the trainer")
 
 
 def bad_rows(folder, source):
@@ -223,7 +232,7 @@ def test_skipped_rows_are_counted_and_listed_once(folder, source, encoder, worke
     found = {line["row"]: line for line in map(json.loads, listed.read_text().splitlines())}
     assert set(found) == {2, 5, 7} and len(listed.read_text().splitlines()) == 3
     assert "none.png' is missing" in found[2]["reason"] and found[7]["action"] == "dropped"
-    # A resumed run, or another rank, lists nothing twice; a torn last line is left behind.
+    # A resumed run or another rank lists nothing twice; an incomplete last line is kept.
     listed.write_text(listed.read_text() + '{"file": "torn')
     steps(loader(bad_rows(folder, source), encoder, **options, start_row=4), 6)
     lines = listed.read_text().splitlines()
@@ -232,9 +241,11 @@ def test_skipped_rows_are_counted_and_listed_once(folder, source, encoder, worke
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
 def test_no_row_stops_a_run_that_skips_bad_rows(folder, encoder, name):
-    """Neither in training nor in evaluation; and what is trained on though it is strange is listed too."""
-    good, told = folder.llava("q", "a"), folder.llava("q <|im_end|> r", "a")
-    texts = [json.dumps(row) for row in (good, told, folder.llava("q\ud800", "a"), folder.llava("q", "a", id="\udfff"))]
+    """Neither in training nor in evaluation. Rows that are noted but trained on are listed too."""
+    good, noted = folder.llava("q", "a"), folder.llava("q <|im_end|> r", "a")
+    texts = [
+        json.dumps(row) for row in (good, noted, folder.llava("q\ud800", "a"), folder.llava("q", "a", id="\udfff"))
+    ]
     texts += [
         json.dumps(good).replace('"r"', value)
         for value in ("7" * 5000, "[" * 70 + "]" * 70, '{"":' * 9999 + "0" + "}" * 9999)
@@ -247,8 +258,8 @@ def test_no_row_stops_a_run_that_skips_bad_rows(folder, encoder, name):
     steps(stream, len(texts))
     assert stream.report.counts == {"skipped": 5, "dropped": 2, "with control tokens": 1}
     assert "contains '<|im_end|>', which the tokenizer reads" in stream.report.first["with control tokens"]["reason"]
-    held = EvalSet([folder.read(file)], encoder, 4, on_bad="skip")
-    assert sum(batch["meta"].samples for batch in held) == 2 and held.report.counts == stream.report.counts
+    eval_set = EvalSet([folder.read(file)], encoder, 4, on_bad="skip")
+    assert sum(batch["meta"].samples for batch in eval_set) == 2 and eval_set.report.counts == stream.report.counts
     found = {line["row"]: line["action"] for line in map(json.loads, listed.read_text().splitlines())}
     assert found == {1: "with control tokens", 2: "skipped", 3: "skipped", 4: "skipped", 5: "skipped", 6: "skipped",
                      7: "dropped", 8: "dropped"}  # fmt: skip
@@ -263,7 +274,7 @@ def test_file_name_that_is_not_utf8_is_listed(folder, encoder):
 
 
 def test_error_of_bad_row_does_not_keep_its_data(folder, encoder):
-    """It stays in the cache, which counts a kilobyte for it."""
+    """The error stays in the cache, which counts it as one kilobyte."""
     (folder.path / "broken.png").write_bytes(b"no")
     rows = EncodedRows((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
     [bad] = rows[[(0, 0)]]
@@ -339,13 +350,13 @@ def test_cache_is_bounded_and_used(source, encoder):
     of(two, 2)
     assert of(two, 1) is first  # used again, so row 2 is the older one
     of(two, 4)
-    assert of(two, 1) is first and set(two._kept) == {(0, 1), (0, 4)}
+    assert of(two, 1) is first and set(two._cache) == {(0, 1), (0, 4)}
     nothing = EncodedRows((source,), encoder, cache_bytes=0)
     assert of(nothing, 1) is not of(nothing, 1)
     first, *others, again = everything[[(0, 2), (0, 1), (0, 3), (0, 2)]]
-    assert first is again and others[0] is of(everything, 1) and [made.row for made in others] == [1, 3]
-    for made in EncodedRows((source,), encoder)[[(0, 1), (0, 2)]]:
-        assert made.pixel_values.base is None  # not a view of what was made of both
+    assert first is again and others[0] is of(everything, 1) and [sample.row for sample in others] == [1, 3]
+    for sample in EncodedRows((source,), encoder)[[(0, 1), (0, 2)]]:
+        assert sample.pixel_values.base is None  # not a view of the outputs of both
 
 
 def test_eval_set_has_each_row_once_in_order(source, encoder):
@@ -358,15 +369,15 @@ def test_eval_set_has_each_row_once_in_order(source, encoder):
     assert ranks[1][2]["meta"].samples == 0
     rows_of = [row for pair in zip(*ranks, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == list(range(12)) * 2
-    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, most=13)) for r in (0, 1)]
+    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, max_rows=13)) for r in (0, 1)]
     rows_of = [row for pair in zip(*first, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == [*range(12), 0]
 
 
 def test_eval_set_handles_bad_rows_like_the_loader(folder, source, encoder):
     bad = bad_rows(folder, source)
-    held = EvalSet([bad], encoder, 4, on_bad="skip", report_path=folder.path / "skipped.jsonl")
-    assert sum(batch["meta"].samples for batch in held) == 9 and held.report.counts["skipped"] == 2
+    eval_set = EvalSet([bad], encoder, 4, on_bad="skip", report_path=folder.path / "skipped.jsonl")
+    assert sum(batch["meta"].samples for batch in eval_set) == 9 and eval_set.report.counts["skipped"] == 2
     with pytest.raises(BadSample, match="row 2"):
         list(EvalSet([bad], encoder, 4))
 
@@ -382,8 +393,8 @@ def test_eval_set_handles_bad_rows_like_the_loader(folder, source, encoder):
     ],
 )
 def test_default_number_of_workers(asked, gpu, cores, ranks, workers, monkeypatch):
-    """None on a CPU, whose cores train; beside GPUs as the cores allow."""
-    monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
+    """The default is 0 on a CPU, and with GPUs it depends on the number of cores."""
+    monkeypatch.setattr("octavo.base.accelerator.device_count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert worker_count(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

@@ -1,4 +1,4 @@
-"""Finding the answers in what a chat template renders, whatever the template does."""
+"""Locates answers in rendered conversations, for many kinds of templates."""
 
 import random
 
@@ -17,7 +17,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3 does: an empty thinking block before the last answer only.
+# Like Qwen3: an empty thinking block only before the last answer.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>"
     "\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -81,7 +81,7 @@ def test_unlocatable_answers_are_rejected():
 
 def test_roles_rejected_by_template_are_reported():
     with pytest.raises(
-        TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
+        TemplateProblem, match=r"rejects the roles user, user, assistant \(TemplateError: roles must alt"
     ):
         answers(STRICT, [MESSAGES[0], *MESSAGES[:2]])
 
@@ -100,7 +100,7 @@ TEMPLATES = (CHATML, THINKING, COUNTING, FORGETFUL, STRICT, NO_END, STRIPPING, L
 WORDS = ["Hi", "", " padded ", "Hi", "text000001", "assistant\n", "<|im_end|>", "Hi Hi", "ends </s>", "\n", "é", "im"]
 
 
-def found(answers, *given):
+def spans_or_problem(answers, *given):
     try:
         return answers(*given)
     except TemplateProblem as problem:
@@ -109,7 +109,7 @@ def found(answers, *given):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_spans_by_marks_equal_spans_by_prefixes(template):
-    """Whatever texts say, and however the template treats them."""
+    """For any texts, and for templates that strip them."""
     ends, known = ["<|im_end|>", "</s>"], Answers(["<|im_end|>", "</s>"])
     render, draw = renderer(template), random.Random(0)
     for row in range(60):
@@ -119,19 +119,19 @@ def test_spans_by_marks_equal_spans_by_prefixes(template):
             text = render_messages(turns, render)
         except TemplateProblem:
             continue
-        for reach, given in ((None, 0), (len(text) // 2, 0), (None, 1)):
-            made = found(known.spans, text, turns, render, reach, given)
-            wanted = found(answer_spans, text, turns, render, ends, reach, given)
+        for reach, context in ((None, 0), (len(text) // 2, 0), (None, 1)):
+            spans = spans_or_problem(known.spans, text, turns, render, reach, context)
+            wanted = spans_or_problem(answer_spans, text, turns, render, ends, reach, context)
             # Prefixes find a middle answer such as "im" in its own <|im_end|>, and none of COUNTING.
-            if made != wanted:
+            if spans != wanted:
                 assert template in (THINKING, COUNTING) and "so that its answer cannot be found" in wanted
-                said = [turn["content"] for turn in turns if turn["role"] == "assistant"][given:]
-                own = [text[start:end].removeprefix("<think>\n\n</think>\n\n") for start, end in made]
-                assert own == [f"{words}<|im_end|>" for words in said][: len(made)]
+                expected = [turn["content"] for turn in turns if turn["role"] == "assistant"][context:]
+                answers = [text[start:end].removeprefix("<think>\n\n</think>\n\n") for start, end in spans]
+                assert answers == [f"{words}<|im_end|>" for words in expected][: len(spans)]
 
 
 def test_answers_that_end_differently_before_others_are_rejected():
-    """What a model would learn of such an answer is not how it must end one."""
+    """A model would learn a wrong end of its answers."""
     template = NO_END.replace("content }}", "content }}{{ '.' if loop.last else ',' }}")
     whole = render_messages(MESSAGES, renderer(template))
     with pytest.raises(TemplateProblem, match="so that its answer cannot be found"):
@@ -139,20 +139,23 @@ def test_answers_that_end_differently_before_others_are_rejected():
 
 
 def test_known_role_sequences_are_rendered_once():
-    def asked(template, rows):
+    def count_renderings(template, rows):
         calls, answers = [], Answers(["<|im_end|>"])
         for turns in rows:
             whole = render_messages(turns, renderer(template))
-            spans = answers.spans(whole, turns, lambda *given: calls.append(given) or renderer(template)(*given))
+            spans = answers.spans(whole, turns, lambda *args: calls.append(args) or renderer(template)(*args))
         return len(calls), [whole[start:end] for start, end in spans]
 
     rows = [[{**turn, "content": f"{turn['content']} {row}"} for turn in MESSAGES] for row in range(9)]
-    assert asked(CHATML, rows) == (3 + 4, ["Hello 8<|im_end|>", "Bye 8<|im_end|>"])  # the first; the placeholders
-    assert asked(LOUD, rows)[0] == 9 * 3 + 4
+    assert count_renderings(CHATML, rows) == (
+        3 + 4,
+        ["Hello 8<|im_end|>", "Bye 8<|im_end|>"],
+    )  # the first; the placeholders
+    assert count_renderings(LOUD, rows)[0] == 9 * 3 + 4
     seen = [
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
          {"role": "assistant", "content": [{"type": "text", "text": f"{row}"}]}] for row in range(9)
     ]  # fmt: skip
-    assert asked(PARTS, seen) == (1 + 2, ["8<|im_end|>"])
+    assert count_renderings(PARTS, seen) == (1 + 2, ["8<|im_end|>"])
     called = [[*turns[:-1], {**turns[-1], "name": "x"}] for turns in rows]
-    assert asked(CHATML, called)[0] == 9 * 3
+    assert count_renderings(CHATML, called)[0] == 9 * 3

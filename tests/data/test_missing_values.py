@@ -1,4 +1,4 @@
-"""NaN, Infinity and what pandas writes for missing values are never learned, nor taken for a right answer."""
+"""NaN, Infinity and pandas' missing values are never learned, and never accepted as a reference answer."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_nan_is_accepted_in_other_columns(folder):
 @pytest.mark.parametrize("cell", ("nan", "NaN", "NaT", "<NA>", "None", " nan "))
 @pytest.mark.parametrize("stream", (False, True))
 def test_missing_value_cells_of_pandas_are_rejected(folder, cell, stream):
-    """A whole cell that is read as a text; a word among others, another column and JSON may say it."""
+    """Only for a whole cell that is read as text; the word may occur in longer texts, other columns and JSON."""
     (folder.path / "rows.csv").write_text(f"question,reply,note\nq,{cell},x\nq,is {cell}?,{cell}\n")
     source = folder.read(folder.path / "rows.csv", stream=stream, columns={"prompt": "question", "answer": "reply"})
     with pytest.raises(BadSample, match=rf"row 0: 'answer' is the cell {cell.strip()}, as pandas writes"):
@@ -86,7 +86,7 @@ def test_empty_cell_is_not_an_answer(folder):
 
 
 def test_missing_time_is_not_a_text(folder):
-    """pandas' NaT as a value and not as null, which Arrow writes as the text NaT."""
+    """pandas' NaT stored as a value, which Arrow prints as the text NaT."""
     none = pa.Array.from_buffers(
         pa.timestamp("ns"), 1, [None, pa.py_buffer((-(2**63)).to_bytes(8, "little", signed=True))]
     )

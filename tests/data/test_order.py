@@ -1,4 +1,4 @@
-"""Orders of two levels: every row once an epoch, few shards at a time, any row without those before it."""
+"""Two-level orders: every row once per epoch, few shards at a time, and random access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
 
 class Rows(SimpleNamespace):
-    """A data set that says of itself what an order asks."""
+    """A data set with the attributes that an order reads."""
 
     def __len__(self) -> int:
         return sum(self.shards)
@@ -34,12 +34,12 @@ def test_windows_have_every_row_once_and_need_few_shards(sizes, window, seed, ep
         needed = {owner[row] for row in found[begin : begin + window]}
         first = list(rows.shards(epoch, begin + min(window, rows.size - begin) // 2))
         assert needed == {*first[: len(needed)]}
-        # and behind them those of the next window, of the next epoch where this one ends
+        # then those of the next window, which is in the next epoch at the end of this one
         behind = [rows.row(epoch + (begin + window >= rows.size), n % rows.size)
                   for n in (range(begin + window, min(begin + 2 * window, rows.size))
                             if begin + window < rows.size else range(min(window, rows.size)))]  # fmt: skip
         assert {owner[row] for row in behind} == {*first[len(needed) :]}
-    assert [rows.row(epoch, n) for n in reversed(range(rows.size))] == found[::-1]  # whatever was asked before
+    assert [rows.row(epoch, n) for n in reversed(range(rows.size))] == found[::-1]  # independent of earlier calls
     assert [pickle.loads(pickle.dumps(rows)).row(epoch, n) for n in range(rows.size)] == found
 
 
@@ -74,7 +74,7 @@ def test_blocks_draw_every_row_equally_often_and_name_their_shards(sets, block, 
 
 
 def test_blocks_have_each_data_set_in_proportion(monkeypatch):
-    """As one shuffled round does, but that a block may have a row more or less."""
+    """As in one shuffled round, except that a block may have one row more or less."""
     monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
     monkeypatch.setattr(order, "BLOCK", 100)
     drawn = Mixture([range(900), range(90), range(10)])
@@ -84,10 +84,12 @@ def test_blocks_have_each_data_set_in_proportion(monkeypatch):
 
 
 def test_default_windows_depend_on_size(monkeypatch):
-    """All rows of sets that fit, windows of others; files where there are some, else pieces."""
+    """Small data sets are shuffled as a whole, others in windows of shards, or of pieces if there are no shards."""
     assert isinstance(make_order(range(50), 0, 0), FullShuffle)
     assert isinstance(make_order(Rows(shards=[5, 5], window=None), 0, 0), FullShuffle)
-    assert isinstance(make_order(Rows(shards=[5, 5], window=10), 0, 0), FullShuffle)  # no order of files: all are in it
+    assert isinstance(
+        make_order(Rows(shards=[5, 5], window=10), 0, 0), FullShuffle
+    )  # no window order: all files are needed
     assert make_order(Rows(shards=[5, 5], window=4), 0, 0).sizes.tolist() == [5, 5]
     monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 40)
     monkeypatch.setattr(order, "WINDOW", 16)
@@ -97,7 +99,7 @@ def test_default_windows_depend_on_size(monkeypatch):
 
 
 def test_billion_rows_are_ordered_in_little_memory():
-    """Of several sets, in any epoch, at any place; bytes are counted."""
+    """For several data sets, any epoch and any position; measures the memory."""
     tracemalloc.start()
     drawn = Mixture([range(10**9), range(10**8), range(77)], seed=5)
     found = {drawn.row(n) for n in range(3 * 10**9, 3 * 10**9 + 50)}

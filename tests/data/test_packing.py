@@ -1,4 +1,4 @@
-"""Packs: the plan is a pure function, the stream the same everywhere, and every sample whole and alone in its pack."""
+"""Packing: the plan is a pure function, streams do not depend on ranks and workers, and samples are separate."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_every_sample_is_in_one_pack_and_packs_fit(lengths):
     assert sorted(chain(*packs)) == list(range(len(lengths)))
     sizes = [sum(lengths[n] for n in one) for one in packs]
     assert all(0 < size <= 64 for size in sizes) and all(list(one) == sorted(one) for one in packs)
-    assert sum(size <= 32 for size in sizes) <= 1  # or two of them would have been one
+    assert sum(size <= 32 for size in sizes) <= 1  # otherwise two packs would have been one
     assert packs == pack(list(lengths), 64)
     assert padding_share(packs, lengths, 64) == pytest.approx(1 - sum(sizes) / (64 * len(packs)) if packs else 0)
 
 
-def by_looking(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
-    """Best-fit decreasing, by looking at every pack."""
+def reference_pack(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
+    """Reference implementation of best-fit decreasing, which scans every pack."""
     packs: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         rooms = [(capacity - sum(lengths[n] for n in one), k) for k, one in enumerate(packs)]
@@ -48,7 +48,7 @@ def by_looking(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
 
 @given(LENGTHS)
 def test_pack_is_best_fit_decreasing(lengths):
-    assert pack(lengths, 64) == by_looking(lengths, 64)
+    assert pack(lengths, 64) == reference_pack(lengths, 64)
 
 
 def test_lengths_over_capacity_are_rejected():
@@ -105,8 +105,8 @@ def test_packs_are_padded_to_128_or_capacity():
 # --- counting -------------------------------------------------------------------------------------------------------
 
 
-def many(folder, count=40, images=True):
-    """Rows with texts of all lengths, every third with one or two images."""
+def write_rows(folder, count=40, images=True):
+    """Make rows with texts of all lengths; every third row has one or two images."""
     draw = random.Random(0)
     for n in range(5):
         folder.image(f"{n}.png", (8 + 8 * n, 24))
@@ -122,16 +122,16 @@ def many(folder, count=40, images=True):
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3", "llama"])
 def test_token_counts_equal_encoded_lengths(folder, models, family):
     encoder = Encoder(models(family), 400)
-    source = folder.read(many(folder, 20, images=encoder.multimodal))
+    source = folder.read(write_rows(folder, 20, images=encoder.multimodal))
     rows = [source[n] for n in range(20)]
-    lengths = [len(made.input_ids) for made in encoder.encode_all(rows)]
+    lengths = [len(sample.input_ids) for sample in encoder.encode_all(rows)]
     assert token_counts.count_tokens(encoder, rows) == lengths
     short = Encoder(encoder.processor, sorted(lengths)[10])
-    reasoning_notes = [isinstance(made, DataError) for made in short.encode_all(rows)]
+    reasoning_notes = [isinstance(sample, DataError) for sample in short.encode_all(rows)]
     assert any(reasoning_notes) and [count == 0 for count in token_counts.count_tokens(short, rows)] == reasoning_notes
     cut = Encoder(encoder.processor, sorted(lengths)[10], on_long="cut")
-    for count, made in zip(token_counts.count_tokens(cut, rows), cut.encode_all(rows), strict=True):
-        assert isinstance(made, DataError) or len(made.input_ids) <= count <= cut.seq_length
+    for count, sample in zip(token_counts.count_tokens(cut, rows), cut.encode_all(rows), strict=True):
+        assert isinstance(sample, DataError) or len(sample.input_ids) <= count <= cut.seq_length
 
 
 def test_document_counts_include_the_end_token(folder, models):
@@ -139,8 +139,10 @@ def test_document_counts_include_the_end_token(folder, models):
     image = folder.image("a.png", (40, 24))
     rows = [{"text": "one two"}, {"text": "it ends<|im_end|>"}, {"text": "<image> is <image>", "images": [image] * 2}]
     source = folder.read(rows, kind="documents")
-    found = [source[n] for n in range(3)]
-    assert token_counts.count_tokens(encoder, found) == [len(made.input_ids) for made in encoder.encode_all(found)]
+    documents = [source[n] for n in range(3)]
+    assert token_counts.count_tokens(encoder, documents) == [
+        len(sample.input_ids) for sample in encoder.encode_all(documents)
+    ]
 
 
 def test_rotated_image_is_counted_upright(folder, models):
@@ -152,7 +154,7 @@ def test_rotated_image_is_counted_upright(folder, models):
     encoder = Encoder(models("internvl"), 400)
     rows = [source[0], source[1]]
     assert size(rows[0].images[0]) == size(rows[1].images[0]) == load(rows[0].images[0]).size == (72, 16)
-    assert token_counts.count_tokens(encoder, rows) == [len(made.input_ids) for made in encoder.encode_all(rows)]
+    assert token_counts.count_tokens(encoder, rows) == [len(sample.input_ids) for sample in encoder.encode_all(rows)]
 
 
 def test_unusable_rows_count_zero_tokens(folder, models):
@@ -166,7 +168,7 @@ def test_unusable_rows_count_zero_tokens(folder, models):
 
 @pytest.fixture
 def source(folder):
-    return folder.read(many(folder))
+    return folder.read(write_rows(folder))
 
 
 @pytest.fixture
@@ -191,7 +193,7 @@ def rows(step):
     return [batch["meta"].rows for batch in step]
 
 
-def same(one, other):
+def batches_equal(one, other):
     assert one["meta"] == other["meta"] and one["boundaries"] == other["boundaries"] and one.keys() == other.keys()
     return all(torch.equal(one[key], other[key]) for key in one if key not in ("meta", "boundaries"))
 
@@ -208,18 +210,18 @@ def test_packs_have_every_row_once_per_round(source, encoder):
 
 @pytest.mark.parametrize("window", [16, 1000])  # an epoch of 40 rows has three windows, or one of no more rows
 def test_counted_packs_of_epochs_equal_the_stream(source, encoder, window):
-    kept = [n for n, count in enumerate(token_counts.count_tokens(encoder, [source[n] for n in range(40)])) if count]
-    assert 20 < len(kept) < 40  # the others are too long
+    usable = [n for n, count in enumerate(token_counts.count_tokens(encoder, [source[n] for n in range(40)])) if count]
+    assert 20 < len(usable) < 40  # the others are too long
     counted = []
     for workers, rank in ((0, 0), (2, 1)):
         loader = stream(source, encoder, window=window, workers=workers, rank=rank, world=2)
         counted.append([loader.count(epochs) for epochs in (0.01, 0.4, 1, 2.7, 3)])
         loader.close()
     assert counted[0] == counted[1] == sorted(counted[0]) and counted[0][0] == 1
-    one, three = counted[0][2], counted[0][4]
+    packs_per_epoch, three = counted[0][2], counted[0][4]
     steps = take(stream(source, encoder, window=window), -(-three // 2))
     packs = [pack for step in steps for pack in rows(step)][:three]
-    assert sorted(chain(*packs[:one])) == kept and sorted(chain(*packs)) == sorted(kept * 3)
+    assert sorted(chain(*packs[:packs_per_epoch])) == usable and sorted(chain(*packs)) == sorted(usable * 3)
 
 
 def test_pack_stream_resumes_for_any_ranks_and_workers(source, encoder, tmp_path):
@@ -236,7 +238,7 @@ def test_pack_stream_resumes_for_any_ranks_and_workers(source, encoder, tmp_path
             assert len({len(rank[number]) for rank in ranks}) == 1
             wanted = sorted(whole[first + number], key=lambda batch: batch["meta"].rows)
             ordered = sorted(found, key=lambda batch: batch["meta"].rows)
-            assert all(same(*both) for both in zip(ordered, wanted, strict=True))
+            assert all(batches_equal(*both) for both in zip(ordered, wanted, strict=True))
 
 
 def test_closed_stream_resumes(source, encoder):
@@ -247,11 +249,11 @@ def test_closed_stream_resumes(source, encoder):
 
 
 def test_bad_row_changes_no_other_pack(folder, models, tmp_path):
-    raw = many(folder)
+    raw = write_rows(folder)
     encoder = Encoder(models("qwen3_vl"), 64)
     whole = take(stream(folder.read(raw), encoder), 10)
     data = (folder.path / "2.png").read_bytes()
-    (folder.path / "2.png").write_bytes(data[:-30])  # a header that says its size, and half the pixels
+    (folder.path / "2.png").write_bytes(data[:-30])  # a header with its size, and half of the pixels
     report = tmp_path / "skipped.jsonl"
     found = take(stream(folder.read(raw), encoder, on_bad="skip", report_path=report), 10)
     broken = {n for n, row in enumerate(raw) if "2.png" in np.atleast_1d(row.get("image", ()))}
@@ -264,7 +266,7 @@ def test_bad_row_changes_no_other_pack(folder, models, tmp_path):
 
 
 def test_repaired_row_does_not_change_packs_of_a_resumed_run(folder, models, tmp_path):
-    raw, file = many(folder), folder.path / "2.png"
+    raw, file = write_rows(folder), folder.path / "2.png"
     data = file.read_bytes()
     file.unlink()
     cache, source = tmp_path / "cache", folder.read(raw)
@@ -281,7 +283,7 @@ def test_repaired_row_does_not_change_packs_of_a_resumed_run(folder, models, tmp
 
 
 def test_left_out_rows_are_listed_by_the_rank_of_their_pack(folder, models, tmp_path):
-    raw = many(folder, 20, images=False)
+    raw = write_rows(folder, 20, images=False)
     raw[7] = folder.llava("long " * 90, "a")
     report = tmp_path / "skipped.jsonl"
     loader = stream(folder.read(raw), Encoder(models("qwen3"), 128), window=20, report_path=report)
@@ -295,11 +297,11 @@ def test_left_out_rows_are_listed_by_the_rank_of_their_pack(folder, models, tmp_
 
 def test_tokens_are_counted_once(source, models, tmp_path, monkeypatch):
     encoder, counted = Encoder(models("qwen3_vl"), 128), []
-    own = token_counts.count_tokens
+    count = token_counts.count_tokens
 
     def noted(encoder, rows):
         counted.extend(row.row for row in rows)
-        return own(encoder, rows)
+        return count(encoder, rows)
 
     monkeypatch.setattr(token_counts, "count_tokens", noted)
     before = take(stream(source, encoder, tmp_path, window=40), 3)
@@ -314,7 +316,7 @@ def test_tokens_are_counted_once(source, models, tmp_path, monkeypatch):
 
 
 def test_row_longer_than_planned_is_left_out(folder, models, tmp_path):
-    raw = [folder.llava("<image>q", "a", image="0.png")] + many(folder, 9, images=False)
+    raw = [folder.llava("<image>q", "a", image="0.png")] + write_rows(folder, 9, images=False)
     folder.image("0.png", (16, 16))
     encoder = Encoder(models("qwen3_vl"), 128)
     source = folder.read(raw)

@@ -1,4 +1,4 @@
-"""Prompts and their references out of every format, as tokens that end where the answer begins."""
+"""Prompts and reference answers from every format; tokens end where the answer begins."""
 
 import json
 from types import SimpleNamespace
@@ -29,18 +29,19 @@ def test_last_answer_of_sft_rows_is_the_reference(folder):
                      {"role": "user", "content": "And now?"}],
     }  # fmt: skip
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    said = [{"role": "assistant", "content": "4"}]
-    assert prompts(folder, [{"messages": chat + said}])[0].answer == "4"
-    assert prompts(folder, [chat + said + chat[1:]])[0].answer == "4"  # what nobody answered is left out
-    # a row's own answer comes first, and then nothing of an unanswered conversation is cut
-    own = prompts(
-        folder, [{"messages": chat + said, "answer": 4.5}, {"messages": [*chat, *said, *chat], "answer": "x"}]
+    answer_turn = [{"role": "assistant", "content": "4"}]
+    assert prompts(folder, [{"messages": chat + answer_turn}])[0].answer == "4"
+    assert prompts(folder, [chat + answer_turn + chat[1:]])[0].answer == "4"  # a question without an answer is left out
+    # the key `answer` takes precedence, and then an unanswered conversation is not cut
+    rows = prompts(
+        folder,
+        [{"messages": chat + answer_turn, "answer": 4.5}, {"messages": [*chat, *answer_turn, *chat], "answer": "x"}],
     )
-    assert own[0].answer == "4.5" and len(own[0].conversation.turns) == 2
-    assert own[1].answer == "x" and len(own[1].conversation.turns) == 5
+    assert rows[0].answer == "4.5" and len(rows[0].conversation.turns) == 2
+    assert rows[1].answer == "x" and len(rows[1].conversation.turns) == 5
     drawn = [{"role": "assistant", "content": "Look: <image>"}]
-    behind = {"messages": [*chat, *said, {"role": "user", "content": "<image>"}], "images": [image]}
-    two = prompts(folder, [{"messages": chat + drawn + chat[1:] + said, "images": [image]},
+    behind = {"messages": [*chat, *answer_turn, {"role": "user", "content": "<image>"}], "images": [image]}
+    two = prompts(folder, [{"messages": chat + drawn + chat[1:] + answer_turn, "images": [image]},
                            {"messages": chat + drawn, "images": [image]}, behind])  # fmt: skip
     assert len(two[0].conversation.images) == 1 and two[2].conversation.images == ()
     with pytest.raises(BadSample, match="row 1: has an image in its last answer, but completions are text"):
@@ -48,7 +49,7 @@ def test_last_answer_of_sft_rows_is_the_reference(folder):
 
 
 def test_bytes_in_reward_columns_become_text(folder, models):
-    """Rewards run in a process of their own, which columns reach as JSON."""
+    """Rewards run in a separate process, which receives columns as JSON."""
     rows = [{"prompt": "2+3?", "answer": "5", "thumb": b"abc", "more": [{"bytes": b"x", "path": "y"}]}]
     parquet.write_table(pa.Table.from_pylist(rows), folder.path / "rows.parquet")
     sample = PromptEncoder(models("qwen3"), 64).encode(prompts(folder, folder.path / "rows.parquet")[0])
@@ -94,9 +95,9 @@ def test_rows_with_a_prompt(folder):
 
 
 def test_prompt_without_answer_is_used_unchanged(folder):
-    told = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-    asked, ended = prompts(folder, [{"prompt": told}, {"prompt": told[:2]}])
-    assert asked.answer is None and [turn.text for turn in asked.conversation.turns] == ["a", "b", "c"]
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    unanswered, ended = prompts(folder, [{"prompt": turns}, {"prompt": turns[:2]}])
+    assert unanswered.answer is None and [turn.text for turn in unanswered.conversation.turns] == ["a", "b", "c"]
     assert ended.answer == "b" and len(ended.conversation.turns) == 1
 
 
@@ -146,10 +147,10 @@ def test_mixed_formats_are_rejected(folder):
 
 
 @pytest.mark.parametrize(
-    "said", [{"answer": "a"}, {"completion": "a"}, {"completion": [{"role": "assistant", "content": "a"}]}]
+    "learned_turn", [{"answer": "a"}, {"completion": "a"}, {"completion": [{"role": "assistant", "content": "a"}]}]
 )
-def test_sft_trains_on_prompts_with_answers(folder, said):
-    rows = [{"prompt": [{"role": "user", "content": "q"}], **said}]
+def test_sft_trains_on_prompts_with_answers(folder, learned_turn):
+    rows = [{"prompt": [{"role": "user", "content": "q"}], **learned_turn}]
     assert [turn.text for turn in folder.read(rows)[0].turns] == ["q", "a"]
     assert prompts(folder, rows)[0].answer == "a" and "completion" not in prompts(folder, rows)[0].columns
     with pytest.raises(DataError, match="no row looks like a conversation"):
@@ -158,7 +159,7 @@ def test_sft_trains_on_prompts_with_answers(folder, said):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3"])
 def test_prompt_tokens_match_stock_processor(folder, models, family):
-    """And the same as SFT's up to the answer; pixels are the same."""
+    """They also equal SFT's tokens up to the answer, with equal pixels."""
     processor, vision = models(family), family != "qwen3"
     image = folder.image(size=(64, 48))
     row = folder.llava("<image>" * vision + "What is it?", "A dot.", **({"image": image} if vision else {}))
@@ -196,11 +197,11 @@ def test_prompt_leaves_space_for_its_answer(folder, models):
     room = rf"is {tokens} tokens long, seq_length is {tokens + 15}, 16 of it are reserved for the answer"
     with pytest.raises(LongSample, match=room):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16).encode(row)
-    with pytest.raises(DataError, match=rf"{room}; raise train.seq_length, .* or set data.on_long to drop$"):
+    with pytest.raises(DataError, match=rf"{room}; raise train.seq_length or .* or set data.on_long to drop$"):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
-    with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
+    with pytest.raises(DataError, match="on_long is cut, which would cut the question at the end of a prompt"):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
-    with pytest.raises(DataError, match="train_on_prompt is true, and only completions are learned from"):
+    with pytest.raises(DataError, match="train_on_prompt is true, but only completions are learned"):
         PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
     with pytest.raises(DataError, match="seq_length is 16, 16 of it are reserved .* no token is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)
@@ -225,7 +226,7 @@ def steps(cfg, processor, count, **more):
     return found, stream
 
 
-def told(step):
+def describe(step):
     return [(sample.number, sample.row, sample.answer) for sample in step]
 
 
@@ -235,15 +236,15 @@ def test_prompt_stream_resumes_exactly(folder, models):
     assert [sample.number for step in whole for sample in step] == list(range(20)) and stream.rows == 20
     assert sorted(sample.row for sample in [*whole[0], *whole[1][:2]]) == list(range(6))  # an epoch
     rest, _ = steps(cfg, models("qwen3"), 3, start_row=8)
-    assert [told(step) for step in rest] == [told(step) for step in whole[2:]]
+    assert [describe(step) for step in rest] == [describe(step) for step in whole[2:]]
     ranks = [steps(cfg, models("qwen3"), 5, rank=rank, world=2)[0] for rank in (0, 1)]
-    assert [told(a) + told(b) for a, b in zip(*ranks, strict=True)] == [told(step) for step in whole]
+    assert [describe(a) + describe(b) for a, b in zip(*ranks, strict=True)] == [describe(step) for step in whole]
     cfg.data.workers = 1
-    assert [told(step) for step in steps(cfg, models("qwen3"), 5)[0]] == [told(step) for step in whole]
+    assert [describe(step) for step in steps(cfg, models("qwen3"), 5)[0]] == [describe(step) for step in whole]
 
 
 def test_prompts_are_cached_without_workers(folder, models, monkeypatch):
-    """On a CPU none read ahead then, and what was encoded stays in memory for the next epoch."""
+    """On a CPU the default is no workers, so encoded rows stay in memory for the next epoch."""
     monkeypatch.setattr("octavo.base.accelerator.detect", lambda: None)
     cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(4)]), workers=None)
     stream = prompt_loader(cfg, models("qwen3"), prompts=4, max_new_tokens=8)
@@ -259,9 +260,9 @@ def test_left_out_rows_keep_the_numbers_of_others(folder, models):
     assert stream.report.counts == {"dropped": 1, "skipped": 1}
     clean, _ = steps(config(folder, folder.json([{"prompt": "q", "answer": n} for n in range(8)], "b.json")),
                      models("qwen3"), 2)  # fmt: skip
-    places = {row: number for step in clean for number, row, _ in told(step)}
-    kept = {row: number for step in whole for number, row, _ in told(step)}
-    assert kept == {row: number for row, number in places.items() if row not in (3, 5)}
+    places = {row: number for step in clean for number, row, _ in describe(step)}
+    numbers = {row: number for step in whole for number, row, _ in describe(step)}
+    assert numbers == {row: number for row, number in places.items() if row not in (3, 5)}
     with pytest.raises(BadSample, match="row 5"):
         steps(config(folder, path), models("qwen3"), 2)
 

@@ -1,4 +1,4 @@
-"""Rows of CSV, parquet, folders of shards and of what `datasets` saved: the same as those of JSON."""
+"""Rows of CSV, parquet, folders of shards and folders of `datasets` equal those of JSON."""
 
 import datetime
 import decimal
@@ -21,8 +21,8 @@ from octavo.data.tasks.sources import preferences
 TEXT = [{"instruction": f"Say {n}", "input": "é" * (n % 3), "output": f"<{n}>"} for n in range(40)]
 
 
-def saved(folder, rows, kind: str):
-    """The rows as a file or folder of a kind."""
+def save_rows(folder, rows, kind: str):
+    """Write the rows as a file or folder of a format."""
     path = folder.path / f"rows.{kind}"
     if kind in ("json", "jsonl"):
         return folder.json(rows, path.name)
@@ -37,7 +37,7 @@ def saved(folder, rows, kind: str):
     else:
         path.mkdir()
         for start in range(0, len(rows), 16):
-            part = saved(folder, rows[start : start + 16], kind.removeprefix("shards of "))
+            part = save_rows(folder, rows[start : start + 16], kind.removeprefix("shards of "))
             part.rename(path / f"part-{start:03}{part.suffix}")
     return path
 
@@ -48,14 +48,14 @@ STREAMED = ("jsonl", "csv", "tsv", "parquet", "shards of parquet", "shards of cs
 
 @pytest.mark.parametrize(("kind", "stream"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in STREAMED)])
 def test_every_file_format_gives_equal_batches(folder, models, kind, stream, monkeypatch):
-    """Rows, tokens, order, a resume in the middle, and all of it through the cache, or past it."""
+    """Compares rows, tokens, order and a resume, with and without the cache."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     encoder = Encoder(models("qwen3"), 64)
 
     def tokens(kind: str, first: int = 0, stream: bool = False) -> list:
-        path = saved(folder, TEXT, kind) if not first else folder.path / f"rows.{kind}"
-        source = pickle.loads(pickle.dumps(folder.read(path, stream=stream)))  # as a worker gets it
+        path = save_rows(folder, TEXT, kind) if not first else folder.path / f"rows.{kind}"
+        source = pickle.loads(pickle.dumps(folder.read(path, stream=stream)))  # as a worker receives it
         assert (source.format, len(source)) == ("alpaca", 40)
         loader = Loader(Mixture([source], seed=3), encoder, 4, 4, start_row=first)
         return [next(loader)[0]["input_ids"].tolist() for _ in range(15 - first // 4)]
@@ -68,14 +68,14 @@ def test_every_file_format_gives_equal_batches(folder, models, kind, stream, mon
 
 
 def test_stream_caches_few_row_groups_and_reads_quoted_lines(folder, monkeypatch):
-    """Cells with line ends, marks and quotes in them, long ones, blank lines, a byte order mark; groups come and go."""
+    """Cells with line breaks, delimiters and quotes, long cells, blank lines, a BOM; row groups are evicted."""
     content = b'\xef\xbb\xbfa,b\r\n"x\r\ny","1,""2"""\r\n\r\n"' + b"z" * 200_000 + 'é",\u2028\n3,4'.encode()
     (folder.path / "x.csv").write_bytes(content)
-    streamed, kept = (open_rows(folder.path / "x.csv", stream=stream) for stream in (True, False))
-    assert [streamed[n] for n in (2, 0, 1)] == [kept[n] for n in (2, 0, 1)]
-    assert kept[0] == {"a": "x\r\ny", "b": '1,"2"'} and len(streamed) == len(kept) == 3
+    streamed, converted = (open_rows(folder.path / "x.csv", stream=stream) for stream in (True, False))
+    assert [streamed[n] for n in (2, 0, 1)] == [converted[n] for n in (2, 0, 1)]
+    assert converted[0] == {"a": "x\r\ny", "b": '1,"2"'} and len(streamed) == len(converted) == 3
     monkeypatch.setattr("octavo.data.formats.streaming.CACHE_BYTES", 1)
-    rows = open_rows(saved(folder, TEXT, "parquet"), stream=True)
+    rows = open_rows(save_rows(folder, TEXT, "parquet"), stream=True)
     assert [rows[n] for n in (39, 0, 6, 7, 20)] == [TEXT[n] for n in (39, 0, 6, 7, 20)]
     assert len(streaming.TABLES) == 1
 
@@ -87,7 +87,7 @@ def test_reward_columns_include_keys_of_any_row(folder, kind, monkeypatch):
     rows = [{"question": f"{n}?", "answer": "1"} for n in range(20)]
     rows[17]["level"] = rows[18]["output"] = "2"
     columns = dict.fromkeys(("level", "output")) if kind in ("parquet", "saved") else {}
-    path = saved(folder, [columns | row for row in rows], kind)
+    path = save_rows(folder, [columns | row for row in rows], kind)
     if kind == "jsonl":
         path.write_text(path.read_text() + '{"bad": \n[{"list": 1}]\n')
     source = folder.read(path, kind="prompts", columns={"prompt": "question", "hint": "level"})
@@ -107,7 +107,7 @@ def test_table_rows_equal_json_rows(folder):
         {"a": "x", "b": None, "when": None, "price": None},
     ]
     for kind in ("parquet", "saved"):
-        found = open_rows(saved(folder, rows, kind))
+        found = open_rows(save_rows(folder, rows, kind))
         assert [found[0], found[1]] == [{"b": {"d": [1, 2.5]}, "when": "2026-01-02", "price": "1.20"}, {"a": "x"}]
         assert pickle.loads(pickle.dumps(found))[1] == {"a": "x"}
 
@@ -117,19 +117,19 @@ def test_table_rows_equal_json_rows(folder):
 )
 def test_cr_line_ends_are_streamed(folder, content):
     (folder.path / "x.csv").write_bytes(content)
-    kept, streamed = (open_rows(folder.path / "x.csv", stream=stream) for stream in (False, True))
+    converted, streamed = (open_rows(folder.path / "x.csv", stream=stream) for stream in (False, True))
 
-    def told(rows) -> list:
-        found = []
+    def rows_and_errors(rows) -> list:
+        results = []
         for row in range(len(rows)):
             try:
-                found.append(rows[row])
+                results.append(rows[row])
             except BadSample as bad:
-                found.append(str(bad))
-        return found
+                results.append(str(bad))
+        return results
 
-    assert told(kept) == told(streamed) and len(kept) > 0
-    assert [kept.line(n) for n in range(len(kept))] == [streamed.line(n) for n in range(len(kept))]
+    assert rows_and_errors(converted) == rows_and_errors(streamed) and len(converted) > 0
+    assert [converted.line(n) for n in range(len(converted))] == [streamed.line(n) for n in range(len(converted))]
 
 
 def not_utf8(*values: bytes) -> pa.Array:
@@ -138,7 +138,7 @@ def not_utf8(*values: bytes) -> pa.Array:
 
 @pytest.mark.parametrize("kind", ("parquet", "stream", "saved"))
 def test_unreadable_value_affects_only_its_row(folder, kind):
-    """Times that Python has no value for harm no row; a text that is no text does."""
+    """Times that Python cannot represent are accepted; invalid UTF-8 makes a bad row."""
     numbers = pa.array([0, 1 << 38])
     table = pa.table({
         "a": not_utf8(b"x", b"y\xff"),
@@ -171,7 +171,7 @@ def test_unreadable_value_affects_only_its_row(folder, kind):
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved"))
 def test_null_keys_are_dropped(folder, kind):
-    """Of JSON as of a table, in the looks that tell what rows are and in the rows."""
+    """In JSON and tables, for format detection and for rows."""
     spare = dict.fromkeys(("messages", "prompt", "instruction", "output", "chosen", "rejected", "label", "text", "id"))
     talk = {"conversations": folder.llava("hi", "yo")["conversations"]}
     made = {
@@ -183,17 +183,17 @@ def test_null_keys_are_dropped(folder, kind):
     }
     for of, row in made.items():
         (folder.path / of).mkdir()
-        path = saved(type(folder)(folder.path / of), [row, row], kind)
+        path = save_rows(type(folder)(folder.path / of), [row, row], kind)
         if of in ("pairs", "labelled"):
             assert preferences(Dataset(path=str(path))) == of
         full = {key: value for key, value in row.items() if value is not None}
         source, truth = folder.read(path, kind=of), folder.read([full] * 2, f"{of}.json", kind=of)
-        told = repr(source[1]).replace(str(path), str(folder.path / f"{of}.json"))
-        assert (source.format, told) == (truth.format, repr(truth[1]))
+        text = repr(source[1]).replace(str(path), str(folder.path / f"{of}.json"))
+        assert (source.format, text) == (truth.format, repr(truth[1]))
 
 
 def test_images_are_read_from_bytes_in_rows(folder, models):
-    """As `datasets` writes them; pixels and tokens are those of the files."""
+    """As `datasets` writes them; pixels and tokens equal those of the files."""
     names = [folder.image(f"{n}.png", color=(9 * n, 80, 200)) for n in range(3)]
     rows = [{"image": name, "conversations": folder.llava("<image>What?", name)["conversations"]} for name in names]
     inside = [{**row, "image": {"bytes": (folder.path / row["image"]).read_bytes(), "path": None}} for row in rows]
@@ -201,14 +201,14 @@ def test_images_are_read_from_bytes_in_rows(folder, models):
     named = [{**row, "image": {"bytes": None, "path": row["image"]}} for row in rows]
     encoder = Encoder(models("qwen3_vl"), 64)
     truth = folder.read(rows)
-    for given in (saved(folder, inside, "parquet"), saved(folder, named, "saved")):
+    for given in (save_rows(folder, inside, "parquet"), save_rows(folder, named, "saved")):
         source = folder.read(given, images=str(folder.path))
         for row in range(3):
             one, other = encoder.encode(truth[row]), encoder.encode(source[row])
             assert (one.pixel_values == other.pixel_values).all() and (one.input_ids == other.input_ids).all()
     pictures = [folder.read(folder.path / "rows.parquet")[row].images[0] for row in range(3)]
     assert len({*map(str, pictures)}) == 3 and str(pictures[2]).startswith("2.png (")
-    broken = folder.read(saved(folder, [{**inside[0], "image": {"bytes": b"no", "path": "x.png"}}], "parquet"))
+    broken = folder.read(save_rows(folder, [{**inside[0], "image": {"bytes": b"no", "path": "x.png"}}], "parquet"))
     with pytest.raises(BadSample, match=r"rows\.parquet, row 0: image x\.png \(\w{12}\) cannot be decoded"):
         encoder.encode(broken[0])
     bomb = image_refs.InlineImage((folder.path / names[0]).read_bytes())
@@ -218,7 +218,7 @@ def test_images_are_read_from_bytes_in_rows(folder, models):
 
 @pytest.mark.parametrize("kind", ("json", "parquet", "saved"))
 def test_image_without_bytes_and_path_is_null(folder, kind):
-    """As `datasets` and Arrow write the null of a struct."""
+    """`datasets` and Arrow write a null struct like this."""
     none, name = {"bytes": None, "path": None}, folder.image()
     there = {"bytes": None, "path": name}
     made = {
@@ -231,7 +231,7 @@ def test_image_without_bytes_and_path_is_null(folder, kind):
     for of, row in made.items():
         (folder.path / of).mkdir()
         rows = [row, row | {"image": there} if of == "talk" else row]  # so that the column has a type
-        path = saved(type(folder)(folder.path / of), rows, kind)
+        path = save_rows(type(folder)(folder.path / of), rows, kind)
         found = folder.read(path, kind="documents" if of == "prose" else "conversations", images=str(folder.path))[0]
         assert len(found.images) == (of != "talk")
 
@@ -259,7 +259,7 @@ def test_columns_are_renamed(folder):
         ({"instruction": ["a"], "output": "b"}, r"'instruction' is \['a'\]; expected text"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, r"has the history .*expected a list of \[question"),
         ({"instruction": "a", "input": "b"}, "an alpaca row has instruction and output"),
-        ({"instruction": " ", "input": "", "output": "b"}, "has an empty 'instruction' and no 'input', so nothing is"),
+        ({"instruction": " ", "input": "", "output": "b"}, "has an empty 'instruction' and no 'input', so there is no"),
         ({"instruction": "a", "output": ""}, "turn 2 is an assistant turn without text"),
     ],
 )  # fmt: skip
@@ -296,9 +296,9 @@ def test_unusable_tables_are_rejected(folder, name, content, message, stream):
 
 @pytest.mark.parametrize("small", (1 << 30, 0))
 def test_broken_page_is_an_error_of_the_file(folder, small, monkeypatch):
-    """Not that of the folder of the cache, which Arrow's OSError would be taken for."""
+    """Arrow raises OSError, which must not be reported as an error of the cache folder."""
     monkeypatch.setattr(cache, "SMALL_FILE", small)
-    path = saved(folder, TEXT, "parquet")
+    path = save_rows(folder, TEXT, "parquet")
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 60 + data[64:])
     with pytest.raises(DataError, match=r"rows\.parquet is not a readable parquet file"):
@@ -313,7 +313,7 @@ def test_unusable_folders_are_rejected(folder):
     folder.json(TEXT, "shards/b.json")
     with pytest.raises(DataError, match=r"shards is a folder with files of several kinds \(\.json, \.parquet\)"):
         open_rows(folder.path / "shards")
-    path = saved(folder, TEXT, "saved")
+    path = save_rows(folder, TEXT, "saved")
     with pytest.raises(DataError, match="folders of `datasets` are never copied; remove `stream`"):
         open_rows(path, stream=True)
     both = folder.path / "both"
@@ -328,15 +328,15 @@ def test_unusable_folders_are_rejected(folder):
 
 
 def test_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch):
-    """Bytes in Arrow's memory are counted; few small files stay as they are."""
+    """Measures Arrow's memory; a few small files are kept in memory."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
-    path = saved(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")
+    path = save_rows(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_FILES_IN_MEMORY", 25)
     before = pa.total_allocated_bytes()
-    held = open_rows(path)
+    opened = open_rows(path)
     assert pa.total_allocated_bytes() - before > 1 << 20 and not (folder.path / "cache").exists()
-    truth = [held[n] for n in (399, 0, 17)]
-    del held
+    truth = [opened[n] for n in (399, 0, 17)]
+    del opened
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_BYTES_IN_MEMORY", 1 << 20)
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 2)
     before = pa.total_allocated_bytes()

@@ -1,4 +1,4 @@
-"""Rows of tar files: what WebDataset's names mean, images out of the tar, one bad row among good ones."""
+"""Rows of tar files: member names as in WebDataset, media from the tar, bad rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from octavo.data.storage import cache
 from octavo.data.storage.open_rows import open_rows
 
 
-def packed(path: Path, *files: tuple[str, Any]) -> Path:
-    """A tar of (name, bytes, text or JSON value)."""
+def make_tar(path: Path, *files: tuple[str, Any]) -> Path:
+    """Make a tar from (name, bytes, text or JSON value)."""
     with tarfile.open(path, "w") as archive:
         for name, content in files:
             data = content if isinstance(content, bytes) else content.encode() if isinstance(content, str) else \
@@ -33,18 +33,18 @@ def packed(path: Path, *files: tuple[str, Any]) -> Path:
     return path
 
 
-def why(rows, row: int) -> str:
+def error_of(rows, row: int) -> str:
     with pytest.raises(BadSample) as bad:
         rows[row]
     return str(bad.value)
 
 
 def talk(*words: str) -> dict[str, Any]:
-    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": said} for n, said in enumerate(words)]}
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(words)]}
 
 
 def test_member_names_determine_keys(tmp_path):
-    path = packed(
+    path = make_tar(
         tmp_path / "a.tar",
         ("d/7.json", {"caption": "x", "id": 3}), ("d/7.JPG", b"jpg"), ("d/8.txt", "a cat\n"), ("d/8.png", b"png"),
         ("9.cls", "12\n"), ("9.cls2", "no"), ("9.caption.txt", "é"), ("9.seg.png", b"seg"), ("9.10.png", b"ten"),
@@ -54,7 +54,7 @@ def test_member_names_determine_keys(tmp_path):
     image = {"bytes": b"png", "path": "d/8.png"}
     assert len(rows) == 3 and rows.keys() >= {"caption", "image", "text", "images", "seg.png"}
     assert rows[0] == {"id": 3, "caption": "x", "image": {"bytes": b"jpg", "path": "d/7.jpg"}}
-    assert rows[1] == {"id": "d/8", "text": "a cat\n", "image": image, "cls": "big"}  # the last stands far behind
+    assert rows[1] == {"id": "d/8", "text": "a cat\n", "image": image, "cls": "big"}  # the last one is far behind
     assert rows[2] == {
         "id": "9", "cls": 12, "caption.txt": "é", "seg.png": {"bytes": b"seg", "path": "9.seg.png"},
         "images": [{"bytes": b"two", "path": "9.2.png"}, {"bytes": b"ten", "path": "9.10.png"}],
@@ -63,7 +63,7 @@ def test_member_names_determine_keys(tmp_path):
 
 def test_files_replace_their_names_in_the_json(tmp_path):
     parts = [{"type": "image", "image": "1.b.png"}, {"type": "text", "text": "?"}, {"type": "image", "image": "a.png"}]
-    path = packed(
+    path = make_tar(
         tmp_path / "a.tar",
         ("1.a.png", b"A"), ("1.b.png", b"B"), ("1.json", [{"role": "user", "content": parts}]),
         ("x/2.0.png", b"0"), ("x/2.1.png", b"1"), ("x/2.json", {"images": ["2.1.png", "x/2.0.png", "elsewhere.png"]}),
@@ -80,7 +80,7 @@ def test_files_replace_their_names_in_the_json(tmp_path):
 
 
 def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
-    """Tokens, pixels and order; by files that are opened anew; as a worker gets them; its index is made once."""
+    """Compares tokens, pixels and order, with reopened files and after pickling; the index is written once."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 1)
     names = [folder.image(f"{n}.png", color=(20 * n, 80, 200)) for n in range(9)]
@@ -90,14 +90,14 @@ def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
         files = [entry for n in range(3 * part, 3 * part + 3)
                  for entry in ((f"{n}.json", talk("<image>What?", f"{n}.png")),
                                (f"{n}.png", (folder.path / names[n]).read_bytes()))]  # fmt: skip
-        packed(folder.path / "tars" / f"part-{part}.tar", *files)
-    (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
-    said: list[str] = []
-    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # by processes
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9
-    assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
-    source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9 and said == []
+        make_tar(folder.path / "tars" / f"part-{part}.tar", *files)
+    (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools write it
+    log_lines: list[str] = []
+    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # with processes
+    assert len(open_rows(folder.path / "tars", log=log_lines.append)) == 9
+    assert len(log_lines) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in log_lines[0]
+    source, log_lines = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
+    assert len(open_rows(folder.path / "tars", log=log_lines.append)) == 9 and log_lines == []
     assert [file.name for file in cache.list_row_files(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
     assert source.shards.tolist() == [3, 3, 3]
     truth = folder.read(rows)
@@ -108,35 +108,35 @@ def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
         assert (a["input_ids"] == b["input_ids"]).all() and (a["pixel_values"] == b["pixel_values"]).all()
     windowed = read(Dataset(path=str(folder.path / "tars"), shuffle_buffer=3, max_samples=7))
     assert windowed.shards.tolist() == [3, 3, 1]
-    drawn = [Mixture([windowed], seed=1).row(n)[1] for n in range(7)]
-    assert sorted(drawn) == list(range(7)) and {row // 3 for row in drawn[:3]} != {0, 1, 2}
+    batches = [Mixture([windowed], seed=1).row(n)[1] for n in range(7)]
+    assert sorted(batches) == list(range(7)) and {row // 3 for row in batches[:3]} != {0, 1, 2}
 
 
 def test_captions_are_documents(tmp_path, models):
-    path = packed(tmp_path / "a.tar", ("0.txt", "A cat."), ("0.png", b"x"), ("1.txt", "A dog."), ("1.png", b"y"))
+    path = make_tar(tmp_path / "a.tar", ("0.txt", "A cat."), ("0.png", b"x"), ("1.txt", "A dog."), ("1.png", b"y"))
     source = read(Dataset(path=str(path)), "documents")
     assert source.format == "text" and source[1].images[0].data == b"y" and source[1].text.endswith("A dog.")
 
 
 def test_truncated_member_is_one_bad_row(tmp_path):
     files = [(f"{n}.json", talk("q", "a" * 600)) for n in range(4)]
-    path = packed(tmp_path / "a.tar", *files)
+    path = make_tar(tmp_path / "a.tar", *files)
     data = path.read_bytes()
     whole = open_rows(path)
     third = whole[2]
     path.write_bytes(data[: 3 * 1536 + 700])  # a header has 512 bytes, and one of 686 takes 1024
     rows = open_rows(path)
     assert len(rows) == 4 and rows[2] == third
-    assert f"{path}, row 3 (id 3): its 3.json has 686 bytes, and a.tar ends after 188 of them" in why(rows, 3)
+    assert f"{path}, row 3 (id 3): its 3.json has 686 bytes, and a.tar ends after 188 of them" in error_of(rows, 3)
     with pytest.raises(DataError, match=r"a\.tar changed while it was read; start again"):
         whole[0]
     for rest in (b"x" * 512, data[3 * 1536 :][:100], b""):
         path.write_bytes(data[: 3 * 1536] + rest)
         rows = open_rows(path)
         assert len(rows) == 4 and rows[2] == third
-        assert "a.tar is broken after 2.json, byte 4608 of" in why(rows, 3)
+        assert "a.tar is broken after 2.json, byte 4608 of" in error_of(rows, 3)
     path.write_bytes(data + data)
-    assert "data follows its end, as in concatenated tars" in why(open_rows(path), 4)
+    assert "data follows its end, as in concatenated tars" in error_of(open_rows(path), 4)
     (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
     with pytest.raises(DataError, match=r"b\.tar is a link to a missing file"):
         open_rows(tmp_path)
@@ -154,20 +154,20 @@ def test_truncated_member_is_one_bad_row(tmp_path):
     ],
 )
 def test_bad_rows_are_named(tmp_path, files, reason):
-    rows = open_rows(packed(tmp_path / "a.tar", *files, ("2.txt", "good")))
-    assert f"{tmp_path}/a.tar, row 0" in (told := why(rows, 0)) and reason in told
+    rows = open_rows(make_tar(tmp_path / "a.tar", *files, ("2.txt", "good")))
+    assert f"{tmp_path}/a.tar, row 0" in (message := error_of(rows, 0)) and reason in message
     assert rows[1]["text"] == "good"
 
 
 def test_videos_without_json_and_links_are_rejected(tmp_path):
-    path = packed(tmp_path / "a.tar", ("1.json", talk("q", "a")), ("1.mp4", b"x"))
+    path = make_tar(tmp_path / "a.tar", ("1.json", talk("q", "a")), ("1.mp4", b"x"))
     with pytest.raises(BadSample, match="video"):
         read(Dataset(path=str(path)))[0]
     with tarfile.open(path, "w") as archive:
         link = tarfile.TarInfo("1.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert "its 1.txt is a link or no plain file" in why(open_rows(path), 0)
+    assert "its 1.txt is a link or not a regular file" in error_of(open_rows(path), 0)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_invalid_tars_are_rejected(tmp_path, content, message):
 
 
 def test_damaged_tar_index_is_named(tmp_path):
-    rows = open_rows(packed(tmp_path / "a.tar", ("1.txt", "a")), tmp_path / "cache")
+    rows = open_rows(make_tar(tmp_path / "a.tar", ("1.txt", "a")), tmp_path / "cache")
     (index,) = (tmp_path / "cache").glob("*.index")
     index.write_bytes(index.read_bytes()[:50])
     with pytest.raises(DataError, match=r"\.index is not a valid Arrow file .*; delete it"):
@@ -196,9 +196,9 @@ def test_damaged_tar_index_is_named(tmp_path):
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 9000))
 def test_damaged_tar_is_read_or_named(tmp_path, damage, end):
-    """Bytes changed, and cut off: rows, bad rows that are named, or no tar; nothing else."""
+    """Changed or truncated bytes give rows, named bad rows, or a `DataError`, and no other exception."""
     files = [(f"{n}.{kind}", content) for n in range(3) for kind, content in (("json", talk("q", "a")), ("png", b"x"))]
-    path = packed(tmp_path / "a.tar", *files)
+    path = make_tar(tmp_path / "a.tar", *files)
     data = bytearray(path.read_bytes())
     for at, value in damage:
         data[at % len(data)] = value
@@ -218,7 +218,7 @@ def test_damaged_tar_is_read_or_named(tmp_path, damage, end):
 
 
 def test_tars_reject_stream(tmp_path):
-    path = packed(tmp_path / "a.tar", ("0.json", talk("q", "a")))
+    path = make_tar(tmp_path / "a.tar", ("0.json", talk("q", "a")))
     for named in (path, tmp_path):
         with pytest.raises(DataError, match="are never copied; remove `stream`"):
             open_rows(named, stream=True)

@@ -120,8 +120,8 @@ def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
         "import subprocess, sys; from argparse import Namespace as Given; from octavo.base import encryption as vault;"
         "from octavo.cli import arguments;"
         "arguments.use_key(Given(key_file=sys.argv[1] if len(sys.argv) > 1 else None));"
-        "print(vault.find_key().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable,"
-        "'-c', 'from octavo.base import encryption as vault; print(vault.find_key().id.hex())'], capture_output=True,"
+        "print(vault.find_key().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable, "
+        "'-c','from octavo.base import encryption as vault; print(vault.find_key().id.hex())'], capture_output=True, "
         "text=True, check=True).stdout)"
     )
     env = {name: value for name, value in os.environ.items() if name not in (encryption.FILE, encryption.VALUE)}

@@ -1,4 +1,4 @@
-"""The harness of the fuzzers finds each way in which a reader may break its promise."""
+"""The harness of the fuzzers detects each kind of violation."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def _fork() -> None:
     ("reader", "what"),
     [
         (lambda: _raise(Unreadable(f"{HERE} is empty")), None),
-        (_fork, None),  # a template is tried in a process of its own
+        (_fork, None),  # a template is tried in a separate process
         (lambda: _raise(Unreadable("it is empty")), "names no file: it is empty"),
         (lambda: _raise(KeyError("a")), "KeyError: 'a'"),
         (lambda: _raise(SystemExit("bye")), "SystemExit: bye"),

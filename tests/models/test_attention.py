@@ -149,7 +149,7 @@ def test_nothing_of_it_is_saved_and_it_can_be_taken_back(checkpoint, tmp_path):
 def test_a_model_that_does_not_use_sdpa_is_refused(checkpoint):
     model = models.load(checkpoint("qwen3"))
     model.set_attn_implementation("eager")
-    with pytest.raises(models.ModelError, match="by 'eager', and only 'sdpa'"):
+    with pytest.raises(models.ModelError, match="attention 'eager', but only 'sdpa'"):
         models.use_attention(model, grouped_attention)
     with pytest.raises(models.ModelError):
         models.use_attention(

@@ -231,5 +231,5 @@ def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
             models.load_processor(folder)
     shutil.copy(checkpoint("nvila_lite") / "config.json", folder)
     edit(folder / "preprocessor_config.json", size=1_000_000)  # no image is made so large to find out
-    with pytest.raises(models.ModelError, match="preprocessor_config.json gives size .* by config.json"):
+    with pytest.raises(models.ModelError, match="preprocessor_config.json has size .* but config.json requires"):
         models.load_processor(folder)

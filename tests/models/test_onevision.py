@@ -157,7 +157,7 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
     assert not register.is_custom(KIND)
     register._register(register.FAMILIES[KIND])
     assert CONFIG_MAPPING[KIND] is Other
-    with pytest.raises(ModelError, match="asks to run Python code"):
+    with pytest.raises(ModelError, match="requires Python code"):
         models.read_config(published)
 
 
@@ -191,7 +191,7 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "model"))
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "temporal_patch_size": 2}))
-    with pytest.raises(ModelError, match="temporal_patch_size 1, and preprocessor_config.json 2"):
+    with pytest.raises(ModelError, match="temporal_patch_size is 1 in config.json but 2 in preprocessor_config.json"):
         models.load_processor(folder)
     twice = inputs["pixel_values"].repeat_interleave(2, 1)
     with pytest.raises(ValueError, match=r"takes \[patches, 48\].*temporal_patch_size 1"):

@@ -160,7 +160,7 @@ def test_a_cache_and_a_mask_change_nothing(loaded):
     filled = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad():
         model(input_ids=samples[0]["input_ids"], past_key_values=filled, use_cache=True)
-    with pytest.raises(ModelError, match="a cache"):
+    with pytest.raises(ModelError, match="a key-value cache"):
         logits(past_key_values=filled, use_cache=True)
 
 
@@ -176,7 +176,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
         with pytest.raises(ModelError, match=r"compute them with Packed\.positions"), forms.forward(edges, wrong):
             pass
     model, family, _ = loaded("qwen3")
-    with pytest.raises(ModelError, match="found"), packed.Packed(model, family).forward(edges, right):
+    with pytest.raises(ModelError, match="got"), packed.Packed(model, family).forward(edges, right):
         pass
 
 
@@ -218,7 +218,7 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
     assert "in model_type 'gemma3'" in str(models.why_not_packed(models.empty(checkpoint("gemma3"))))
     assert "linear_attention, whose state continues" in models.why_not_packed(models.empty(recurrent))
     for changes, why in (
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
         ({"layer_types": ["chunked_attention"]}, "layers of chunked_attention"),
         ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "8 tokens back"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "angles depend on the longest sample"),
@@ -255,7 +255,7 @@ def test_flex_attention_sees_the_same(loaded, name):
     assert torch.allclose(logits(), wanted, atol=1e-5) and not torch.equal(logits(), wanted)
 
     class Late:
-        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
+        local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
 
     seen = segments.Segments.from_edges((0, 4, 7, 9), share=Late()).blocks
     mask = [[bool(seen.mask_mod(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(4)] for q in range(3)]
@@ -302,10 +302,10 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     class Late:
         """The queries of tokens 2 to 8, and whatever keys there are."""
 
-        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
+        local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
 
-        def attend(self, q, k, v, within, layer):
-            return within(q[:, :, 2:], k, v)
+        def attend(self, q, k, v, attention, layer):
+            return attention(q[:, :, 2:], k, v)
 
     wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
     monkeypatch.setattr(segments, "supports_varlen", lambda *of: True)

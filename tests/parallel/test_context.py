@@ -101,6 +101,6 @@ def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: in
 
 def test_ulysses_divides_the_context_and_the_heads():
     assert [ulysses_size(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
-    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 heads .*auto \(2 here\)")):
+    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 query heads. .*auto \(2 here\)")):
         with pytest.raises(WorldError, match=rf"ulysses is {asked}, which does not divide .*{why}"):
             ulysses_size(4, asked, heads)

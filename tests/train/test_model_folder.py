@@ -130,7 +130,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     moved(folder)
-    sentence = "(<|im_start|>) is beyond the model's embedding of"
+    sentence = "(<|im_start|>) is outside the model's embedding of"
     cfg = make(f"model.path={folder}", *ONE)
     for command in ("plan", "train"):
         with monkeypatch.context() as patched:

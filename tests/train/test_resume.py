@@ -200,7 +200,7 @@ def test_a_run_that_failed_before_its_first_step_begins_with_corrected_settings(
         train.run(make(*over, "model.path=nowhere"))
     done = train.run(make(*over))
     assert done.status == "finished" and load_config(done.dir / "config.yaml").fp8.rules == ()
-    with pytest.raises(train.TrainError, match="nothing is overwritten|other settings: model.path"):
+    with pytest.raises(train.TrainError, match="nothing is overwritten|different settings: model.path"):
         train.run(make(*over, "model.path=nowhere"))
 
 

@@ -65,7 +65,7 @@ def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_
 
 def _hold(directory: Path, alive: bool, pipe: Connection) -> None:
     """Hold the lock as if from another host."""
-    lock_file._boot, lock_file.socket.gethostname, lock_file.HEARTBEAT_S = lambda: "another", lambda: "node7", 0.05
+    lock_file._boot_id, lock_file.socket.gethostname, lock_file.HEARTBEAT_S = lambda: "another", lambda: "node7", 0.05
     if not alive:
         RunLock._beat = lambda *given: None
     (held := RunLock()).take(directory)

@@ -14,7 +14,7 @@ from octavo import data, train
 from octavo.config import Config
 from octavo.data.loaders.rows_from_config import encoder
 from octavo.data.storage import remote
-from tests.data.test_tar import packed
+from tests.data.test_tar import make_tar
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("uncounted")
@@ -45,7 +45,7 @@ def written(folder: Path, rows: list[dict], kind: str) -> Path:
     elif what == "parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
     elif what == "tar":
-        packed(path, *((f"{n}.json", row) for n, row in enumerate(rows)))
+        make_tar(path, *((f"{n}.json", row) for n, row in enumerate(rows)))
     elif what == "saved":
         import datasets
 

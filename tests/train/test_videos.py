@@ -181,7 +181,7 @@ def test_packs_hold_clips(here):
 
 def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
     cfg = load_config_text(TEXT.format(here=here), [f"model.path={tiny.write('qwen3', tmp_path / 'm', size='mini')}"])
-    with pytest.raises(ModelError, match="Octavo takes no videos for model_type 'qwen3'"):
+    with pytest.raises(ModelError, match="Octavo does not support videos for model_type 'qwen3'"):
         resolve_video(cfg)
     with pytest.raises(ConfigError, match="fps"):
         load_config_text(TEXT.format(here=here).replace("fps: 4", "fps: 0"), ())

@@ -28,7 +28,7 @@ def _path(key: str) -> Path:
 
 
 def glob_problem(pattern: str) -> str | None:
-    """Why ``pattern`` is not a glob over dotted module names; None if it is."""
+    """Return why ``pattern`` is not a glob over dotted module names, or None if it is."""
     if re.search(r"\s", pattern) or not pattern:
         return "module names have no spaces" if pattern else "it is empty"
     if "/" in pattern or "\\" in pattern:

@@ -23,7 +23,7 @@ FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 _NOT_ON_HUB = "has no effect on a local path"
 _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
-#: keys of `data`, and of a data set, that control how rows become numbers; sealed rows are numbers already
+#: keys of `data`, and of a data set, that control the encoding of rows; sealed rows are encoded already
 _ENCODING_KEYS = (
     *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),
     *("system", "template_args", "mask_empty_think", "mask_reasoning", "split_turns"),
@@ -291,7 +291,7 @@ def _memory(config: Sections) -> Iterator[Finding]:
         yield finding("train.offload_activations", reason, fix, "train.recompute")
     yield from _weight_codes(fp8)
 
-    # A component can set activations itself, so all of them are asked, not only the whole model.
+    # A component can set activations itself, so all components are checked, not only the whole model.
     fp8_kept = ["fp8.activations"] if fp8.activations == "fp8" else []
     parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
     fp8_kept += [f"fp8.{name}.activations" for name, part in parts if part and part.activations == "fp8"]

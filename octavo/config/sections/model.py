@@ -93,7 +93,7 @@ class ModelSection(Section):
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint",
         description="Initial weights: those of the folder; or random ones, drawn with run.seed by the family's "
-        "initialisation, for which config.json, tokenizer and processor are enough.",
+        "initialization, for which config.json, tokenizer and processor are enough.",
     )
     init_std: float | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Types of text in a configuration: text of whole characters, and paths that a file can have."""
+"""Types of text in a configuration: text without lone surrogates, and valid file paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file can have this name, or None. The limits are Linux's: 255 bytes a name, 4,095 a path."""
+    """Return why no file can have this name, or None. The limits are Linux's: 255 bytes per name, 4,095 per path."""
     if "\0" in text:
         return "contains a NUL character, which a file name cannot have"
     encoded = text.encode("utf-8", "surrogatepass")

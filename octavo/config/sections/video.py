@@ -29,9 +29,11 @@ class VideoSection(Section):
         default=None, gt=0, le=MAX_FPS, description="Frames sampled per second, evenly over the whole video."
     )
     min_frames: int | None = Field(
-        default=None, ge=1, le=2**16, description="Fewest frames of a short video, if it has as many."
+        default=None, ge=1, le=2**16, description="Minimum number of frames of a short video, if it has as many."
     )
-    max_frames: int | None = Field(default=None, ge=1, le=2**16, description="Most frames of a long video.")
+    max_frames: int | None = Field(
+        default=None, ge=1, le=2**16, description="Maximum number of frames of a long video."
+    )
     min_pixels: int | None = Field(
         default=None,
         ge=1,

@@ -1,4 +1,4 @@
-"""YAML 1.2 text -> plain values, with the line of every key.
+"""Reads YAML 1.2 text as plain values, with the line of every key.
 
 ruamel.yaml parses the structure; scalars are read here by the YAML 1.2 core schema, so that ``3e-4`` is a number,
 ``off`` and ``no`` are words, and a ``%YAML 1.1`` header cannot change that. Only mappings, lists and scalars are built:

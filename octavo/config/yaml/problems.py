@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from octavo.base.safe_read import printable
 
-#: the most problems that are printed; the others are counted
+#: limit of printed problems; the others are only counted
 MAX_SHOWN = 20
 
 

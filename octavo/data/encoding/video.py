@@ -314,7 +314,7 @@ def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputCont
                 streams = [candidate for candidate in container.streams.video if not candidate.disposition & cover]
                 if not streams:
                     content = "only audio" if container.streams.audio else "no video stream"
-                    raise Mismatch(f"video {file} holds {content}")
+                    raise Mismatch(f"video {file} has {content}")
                 stream = streams[0]
                 context = stream.codec_context
                 if context is None:

@@ -93,7 +93,7 @@ def _read_list(path: Path) -> Iterator[Text]:
     except json.JSONDecodeError as cause:
         raise DataError(
             f"{path} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
-            f"mend it there, or if it is one JSON object per line, name it .jsonl"
+            f"fix it there, or if it is one JSON object per line, name it .jsonl"
         ) from cause
     except _NotAList as cause:
         raise DataError(

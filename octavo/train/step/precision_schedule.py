@@ -92,7 +92,7 @@ class PrecisionSchedule:
         over ranks, so all ranks decide alike. Collective call."""
         assert self.adapt is not None
         limits = Limits(**self.adapt.model_dump(exclude={"every", "recipes"}))
-        planned, figures = self.schedule.at(step), judge.figures(world.sum)
+        planned, figures = self.schedule.at(step), judge.metrics(world.sum)
         candidates = self._recipe_candidates(planned)
         self.places, decisions = decide(step, self.places, figures, candidates, gemm_costs(planned), limits)
         return decisions

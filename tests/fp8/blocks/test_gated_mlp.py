@@ -378,7 +378,7 @@ def test_a_graph_capture_keeps_its_own_codes_of_weights(monkeypatch):
     x = torch.randn(4, 72).bfloat16()
     run(twin, x)
     made = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
-    monkeypatch.setattr(weights, "_capturing", lambda _: True)
+    monkeypatch.setattr(weights, "_is_capturing", lambda _: True)
     with torch.no_grad():  # unseen, as a replay's weights would be
         for m in (plain, twin):
             m.down_proj.weight.data.mul_(2)

@@ -318,7 +318,7 @@ class Outside(Qwen3RMSNorm):
         (Gemma2RMSNorm, {}, r"off by .*1 \+ weight"),
         (lambda k: nn.LayerNorm(k, bias=False), {}, "is not x / rms"),
         (nn.LayerNorm, {}, "LayerNorm has weight, bias; an RMSNorm has only a weight"),
-        (Biased, {}, "holds weight, bias"),
+        (Biased, {}, "has weight, bias"),
         (Outside, {}, "is not x / rms"),
         (lambda k: nn.RMSNorm(k), {}, "has no float attribute"),
         (Qwen3RMSNorm, {"recipe": "delayed"}, "history"),

@@ -75,8 +75,10 @@ class Rollouts:
         completions = max(1, rl.prompts * rl.group // ranks)
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
-        never = (0,) if patches else ()  # the id of the image token does not matter here
-        sampling = generation.Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, never=never)
+        excluded = (0,) if patches else ()  # the id of the image token does not matter here
+        sampling = generation.Sampling(
+            rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, excluded=excluded
+        )
 
         in_place = (
             self.usable is not None and not rl.invariant
