@@ -28,8 +28,8 @@ def test_invalid_source_or_destination_is_rejected(folder, tmp_path):
         (tmp_path / "nowhere", "d", "nowhere is not a folder"),
         (folder / "config.json", "d", "is not a folder"),
         (folder, "there", "there exists and is not overwritten"),
-        (folder, "model", "is inside .*model, which is only read"),
-        (folder, "model/dcp", "is inside .*model, which is only read"),
+        (folder, "model", "is inside .*model, which must not change"),
+        (folder, "model/dcp", "is inside .*model, which must not change"),
         (folder, "x.converting", "is not a valid name for a new directory"),
     ):
         with pytest.raises(CheckpointError, match=words):

@@ -51,7 +51,9 @@ def test_plain_text_for_sealed_model_is_rejected(checkpoint, key, tmp_path, caps
         refused(capsys, [*command, "--base", source], "is sealed with the key .* and .* is not sealed")
     assert main(["generate", str(adapter), "--prompt", "t1", "--max-new-tokens", "2"]) == 0
     run.write_text(run.read_text().replace("data: {", "data: {sealed: true, "))
-    refused(capsys, ["eval", twin, "--config", run, "--answers", "1"], "judged by their words, and sealed rows hold")
+    refused(
+        capsys, ["eval", twin, "--config", run, "--answers", "1"], "scored as text, which sealed rows do not contain"
+    )
 
 
 def refused(capsys, words: list[str | Path], said: str) -> None:
