@@ -1,4 +1,4 @@
-"""Attaching: what trains, where A begins, what is said; and what is refused before the model is changed."""
+"""Attaching adapters: trained parameters, initial values, messages, and errors raised before the model is changed."""
 
 from __future__ import annotations
 

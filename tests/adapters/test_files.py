@@ -1,4 +1,4 @@
-"""PEFT's folder: whole or not at all, read strictly, and refused with a sentence where it cannot be honoured."""
+"""PEFT's folder: written atomically, read strictly, and rejected if a field is not supported."""
 
 from __future__ import annotations
 

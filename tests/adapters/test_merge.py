@@ -1,4 +1,4 @@
-"""Adapters folded into weights: equal to what PEFT folds, to the adapted model, and to what a file is found to hold."""
+"""Adapters merged into weights match PEFT's merge and the adapted model; metrics of merge errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers get adapters: components, globs, suffixes; what never does; what matches nothing."""
+"""Targets of adapters: components, globs, suffixes, unadaptable layers and patterns without a match."""
 
 from __future__ import annotations
 

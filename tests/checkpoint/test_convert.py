@@ -1,4 +1,4 @@
-"""Hugging Face folders to DCP and back: bit for bit, with DCP's own loader as the witness."""
+"""Hugging Face folders to DCP and back, bit for bit, checked with DCP's loader."""
 
 from __future__ import annotations
 

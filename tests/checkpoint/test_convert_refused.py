@@ -1,4 +1,4 @@
-"""Conversions that cannot be: what is wrong with an end of one is named, and what is finished stays."""
+"""Rejected conversions: errors of source and destination are reported, and finished files are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export copies, what it replaces, and the sums that it leaves."""
+"""Files that an export copies and replaces, and its checksums."""
 
 from __future__ import annotations
 

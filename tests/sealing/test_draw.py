@@ -1,4 +1,4 @@
-"""Keys and what is drawn from them: the same everywhere, and never across the blocks that scales stand for."""
+"""Keys and their permutations: equal on every machine, and never across the blocks of scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twins of model folders: they answer as the plain model, come back bit for bit, and are refused where they cannot."""
+"""Sealed model folders match the plain model, are unsealed bit for bit, and unsupported models are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs beside their sealed twins: the same losses, weights that come back, and nothing plain left behind."""
+"""Sealed runs have the losses of plain runs, their weights can be unsealed, and no plain data is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sealed model is asked and answers in its own words, by the command line; what is of another world is refused."""
+"""A sealed model generates sealed tokens on the command line; plain inputs are rejected."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _check_index(path: Path, shards: Iterable[Header], placed: Mapping[str, str]
             raise CheckpointError(f"{path / INDEX} places {name} in {file}, and {where}. Download both again")
     if unlisted := [name for name in shard_of if name not in placed]:
         raise CheckpointError(
-            f"{path / shard_of[unlisted[0]]} holds {unlisted[0]}, which {INDEX} does not list. Write it again"
+            f"{path / shard_of[unlisted[0]]} contains {unlisted[0]}, which {INDEX} does not list. Write it again"
         )
 
 

@@ -470,7 +470,8 @@ area(
     ),
     (
         "other-optimizer-states-taken", "checkpoint/run_state/optimizer_state.py",
-        'saved_form, form = saved.get(key, "fp32"), group.get(key, "fp32")', 'saved_form = form = group.get(key, "fp32")',
+        'saved_form, form = saved.get(key, "fp32"), group.get(key, "fp32")',
+        'saved_form = form = group.get(key, "fp32")',
         "a checkpoint with states of another kind is not refused with its cure",
         "checkpoint/test_small_states.py",
     ),
