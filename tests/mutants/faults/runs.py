@@ -259,7 +259,7 @@ area(
     ),
     (
         "critic-shares-the-limit", "train/step/update.py",
-        "critic.parameters(model) if apart else ()", "()",
+        "critic.parameters(model) if separate else ()", "()",
         "a critic that is far off shrinks the policy's step",
         "rl/test_critic.py",
     ),
@@ -293,7 +293,8 @@ area(
     ),
     (
         "loss-by-sample", "train/forward/losses.py",
-        "known / (counts[:, None] if edges is None else counts[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
+        "share = has_loss / (counts[:, None] if edges is None else counts[_sample_indices(edges)])",
+        "share = has_loss / has_loss.sum().clamp(min=1)",
         "loss: sample weighs samples by their lengths",
         "train/test_losses.py",
     ),
@@ -366,7 +367,7 @@ area(
     ),
     (
         "skipped-step-leaves-histories", "train/step/step.py",
-        "if not done.applied and histories:", "if False:",
+        "if not outcome.applied and histories:", "if False:",
         "a step that is not applied leaves its amaxes behind",
         "train/test_step.py -k skipped",
     ),
@@ -407,7 +408,7 @@ area(
     ),
     (
         "dead-weights-go-on", "train/callbacks/stopping.py",
-        'refuse_weights(run.model, run.world, f"after step {step.number}")', "None",
+        'check_weights_finite(run.model, run.world, f"after step {step.number}")', "None",
         "a run whose weights are not finite skips ten steps before it ends, and names a layer's forward",
         "train/test_dead.py -k whatever",
     ),
