@@ -266,7 +266,8 @@ area(
     ),
     (
         "merge-accepts-what-is-lost", "adapters/survival.py",
-        "self.kept < KEPT or self.drowned > DROWNED", "self.kept < KEPT and self.drowned > DROWNED",
+        "self.kept < MIN_KEPT or self.noise_ratio > MAX_NOISE_RATIO",
+        "self.kept < MIN_KEPT and self.noise_ratio > MAX_NOISE_RATIO",
         "an adapter that FP8 rounds away is written",
         "adapters/test_merge.py", "adapters/test_merging.py",
     ),

@@ -377,7 +377,7 @@ area(
     "resume",
     (
         "resume-forgets-random-numbers", "checkpoint/run_state/rng.py",
-        'torch.set_rng_state(mine["torch"])', "None",
+        'torch.set_rng_state(states["torch"])', "None",
         "torch's generator does not come back",
         "checkpoint/test_rng.py",
     ),
@@ -421,7 +421,7 @@ area(
     ),
     (
         "dead-checkpoints-are-loaded", "checkpoint/run_state/state.py",
-        "or not_finite(path, document)", "",
+        "or describe_nonfinite(path, document)", "",
         "a checkpoint of 0.4.0 that holds NaN is the newest good one",
         "train/test_dead.py -k poisoned",
     ),
@@ -471,7 +471,8 @@ area(
     ),
     (
         "other-optimizer-states-taken", "checkpoint/run_state/optimizer_state.py",
-        'was, wanted = former.get(key, "fp32"), group.get(key, "fp32")', 'was = wanted = group.get(key, "fp32")',
+        'saved_form, form = saved.get(key, "fp32"), group.get(key, "fp32")',
+        'saved_form = form = group.get(key, "fp32")',
         "a checkpoint with states of another kind is not refused with its cure",
         "checkpoint/test_small_states.py",
     ),
