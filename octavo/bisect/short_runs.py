@@ -21,8 +21,8 @@ from octavo import checkpoint, rl, train
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.fp8 import ProofError
-from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed
-from octavo.report.trial.reuse import comparable
+from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed_run
+from octavo.report.trial.reuse import comparable_settings
 from octavo.train import TrainError
 
 BARE = {
@@ -133,7 +133,7 @@ class Trials:
 
 def name_of(cfg: Config) -> str:
     """A name derived from the settings that decide a configuration's numbers, and its starting point."""
-    text = json.dumps([comparable(cfg), cfg.run.fork], sort_keys=True)
+    text = json.dumps([comparable_settings(cfg), cfg.run.fork], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -165,6 +165,6 @@ def _read(home: Path, begins: int) -> Outcome | None:
     try:
         record: RunRecord = read(home)
     except ReportError:
-        record = read_failed(home, failure)
+        record = read_failed_run(home, failure)
     losses = np.where(np.isin(record.steps, record.skipped), math.nan, record.losses)
     return Outcome(home.name, begins, losses, record.tokens / record.tokens_per_s, failure)

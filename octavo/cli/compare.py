@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **how)
     code = print_verdict(verdict, args.json)
     log = terminal.note if args.json else print
-    for component in factorial_cells.costly(verdict.effects):
+    for component in factorial_cells.costly_components(verdict.effects):
         log(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
     log(f"report: {Path(directory) / 'report' / 'report.html'}")
     log(f"next: {_next(code, args, cfg)}")
@@ -126,7 +126,7 @@ def factors(text: str | None) -> tuple[str, ...]:
     from octavo.report.trial import factorial_cells
 
     try:
-        return factorial_cells.named([name.strip() for name in text.split(",") if name.strip()])
+        return factorial_cells.check_components([name.strip() for name in text.split(",") if name.strip()])
     except ReportError as error:
         raise arguments.UsageError(f"--{error}") from error
 

@@ -345,7 +345,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
     assert main([*asked, "--power"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in told) == 2
-    assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % takes 5" in told[5]
+    assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % needs 5" in told[5]
     at = told.index("8 runs, 0 of them already trained:")
     assert told[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(told) == at + 9
     assert main([*asked, "--power", "--json"]) == 0
@@ -355,7 +355,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
     assert {one["claim"] for one in found["power"]} >= {"accuracy", "effect_loss"}
     assert main(["compare", "run.yaml", "--out", "never", "--forks", "1", "--power", "--json"]) == 0
     forks = json.loads(capsys.readouterr().out)["power"][-1]
-    assert forks["claim"] == "loss_forks" and "have no time to diverge" in forks["why_not"]
+    assert forks["claim"] == "loss_forks" and "cannot diverge" in forks["why_not"]
     assert not (here / "never").exists()
 
 

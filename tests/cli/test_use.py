@@ -261,7 +261,7 @@ def test_training_leaves_a_page_and_report_writes_it_anywhere(here, tmp_path, ca
     for argv, code, said in (
         (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: a page must end with .html"),
         (["report", "lora", "digits/nothing"], 2, "there is no run directory digits/nothing"),
-        (["report", "digits"], 1, "digits has no config.yaml; is it a run directory of Octavo?"),
+        (["report", "digits"], 1, "digits has no config.yaml, so it is not a run directory"),
     ):
         assert main(argv) == code
         assert said in capsys.readouterr().err

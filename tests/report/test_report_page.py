@@ -16,11 +16,11 @@ from synthetic_runs import LAYERS, health, held, losses, plan
 from octavo.config import override
 from octavo.report import LayerHealth, ReportError, Trial
 from octavo.report.evidence.trust_table import loss_gap, seed_noise
-from octavo.report.run.page_parts import bytes_text, plan_groups
+from octavo.report.run.page_parts import format_bytes, plan_groups
 from octavo.report.run.plots import health_figure, running_gap, running_noise, smooth
 from octavo.report.trial.judge import judge as judge_runs
 from octavo.report.trial.report_page import _computed_on, write
-from octavo.report.trial.reuse import finished
+from octavo.report.trial.reuse import read_finished
 
 
 def judge(records):
@@ -29,7 +29,7 @@ def judge(records):
 
 
 def records_of(made):
-    return [(run, finished(run)) for run in made.runs]
+    return [(run, read_finished(run)) for run in made.runs]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
     made = trial(tables=None, proof=None, plan_json=None, environment={})
     records = [
         (run, dataclasses.replace(record, eval=None, memory={}, losses=np.append(record.losses[:-1], np.nan)))
-        for run, record in ((run, finished(run) or _read(run)) for run in made.runs)
+        for run, record in ((run, read_finished(run) or _read(run)) for run in made.runs)
     ]
     verdict = judge(records)
     assert verdict.status == "fail" and verdict.exit_code == 1
@@ -249,7 +249,7 @@ def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
 
 
 def test_bytes_for_people() -> None:
-    assert [bytes_text(n) for n in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
+    assert [format_bytes(n) for n in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
         "0",
         "0.5 KiB",
         "2.0 KiB",

@@ -150,8 +150,8 @@ def test_same_data() -> None:
 
 
 def test_worst_and_percent() -> None:
-    assert trust_table.worst([]) == PASS
-    assert trust_table.worst([PASS, FAIL, WARN]) == FAIL
+    assert trust_table.worst_status([]) == PASS
+    assert trust_table.worst_status([PASS, FAIL, WARN]) == FAIL
     assert trust_table.percent(0.0) == "0.00 %"
     assert trust_table.percent(0.012345) == "1.23 %"
     assert trust_table.percent(0.00001) == "0.0010 %"  # what is not zero never reads as zero
