@@ -39,7 +39,7 @@ from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, gemm, launch, ti
 SIZE = 128
 CALLS = 100  # of one contender in one round
 # On an H200 cuBLAS has no product for scales that its tensor cores do not multiply by.
-LAYERS = {name: ("torch", "triton") if spec.everywhere else ("triton",) for name, spec in SPECS.items()}
+LAYERS = {name: ("torch", "triton") if spec.is_native_on_all else ("triton",) for name, spec in SPECS.items()}
 Step = Callable[[bool], object]
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)  # two wait for each other at every small matrix
     model = models.load(cfg.model.path)
     engine = generation.Engine(model, processor.tokenizer, slots=64)
-    sampling = generation.Sampling(args.max_new_tokens, seed=args.seed, never=loader.encoder.places)
+    sampling = generation.Sampling(args.max_new_tokens, seed=args.seed, excluded=loader.encoder.places)
     prompts = next(loader)
     completions = engine.generate([engine_prompt(prompt) for prompt in prompts], sampling, args.samples)
     texts = [processor.tokenizer.decode(c.tokens, skip_special_tokens=True).strip() for c in completions]

@@ -173,7 +173,7 @@ def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) ->
     """(bytes of each collective in a micro-batch with images of so many patches, bytes held) of the rank that has most,
     as `octavo plan` has them."""
     cfg = load_config_text(RUN.format(place=place), list(overrides))
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, _, _ = planning.plan_model(cfg, model, family, size)
     counts = {"foundation": 512, "lm_head": 512, "image_encoder": patches, "image_projector": patches // 4}
     tokens = Tokens(counts, 512, 64)

@@ -127,7 +127,7 @@ def public_weights(place: Path) -> float:
 
     from octavo import models
     from octavo.sealing import read_key
-    from octavo.sealing.structure import structure
+    from octavo.sealing.structure import read_structure
 
     name = "model.embed_tokens.weight"
     plain, sealed = (
@@ -136,7 +136,7 @@ def public_weights(place: Path) -> float:
     )
     where = {row: number for number, row in enumerate(plain)}
     guesses = np.asarray([where.get(row, -1) for row in sealed])
-    true = structure(models.empty(place / "model")).draw(read_key(place / "a.key"))["vocab"]
+    true = read_structure(models.empty(place / "model")).draw(read_key(place / "a.key"))["vocab"]
     return float((guesses == true).mean())
 
 

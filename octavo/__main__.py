@@ -1,4 +1,4 @@
-"""``python -m octavo`` is ``octavo``; so ``torchrun -m octavo train FILE`` works too."""
+"""Runs ``octavo`` for ``python -m octavo``, and so for ``torchrun -m octavo train FILE``."""
 
 import sys
 

@@ -25,24 +25,24 @@ def load(
 ) -> PreTrainedModel:
     """Load a model from a local Hugging Face folder, in eval mode.
 
-    A model with FP8 codes is frozen as a whole, since codes are never trained: adapters, or a component that is
-    unfrozen by name, can be trained, and a training forward without any trainable parameter raises ModelError.
+    A model with FP8 codes is frozen entirely, since codes are never trained. Adapters, or a component that is unfrozen
+    by name, can be trained; a training forward without any trainable parameter raises ModelError.
 
     Args:
         path: the folder, or a name of the Hugging Face hub (org/name): BF16 or fp32 weights, or FP8 codes (DeepSeek's
             blocks, compressed-tensors).
         load_in_fp8: ``"rowwise"`` (or True), ``"blockwise"`` or ``"tensorwise"``: the linear layers and experts of the
             language model become frozen FP8 weights while loading; a mapping sets it separately for foundation,
-            image_encoder and image_projector. None: as stored in the folder, codes unchanged.
-        adapter: a PEFT folder to attach; only its adapters then require gradients. None: no adapter.
-        dtype: the dtype of parameters that are not FP8; None: BF16.
+            image_encoder and image_projector. None keeps the weights as stored, codes unchanged.
+        adapter: a PEFT folder to attach; only its adapters then require gradients.
+        dtype: the dtype of parameters that are not FP8; BF16 by default.
         device: where to put the model.
-        recipe: an FP8 recipe (or a policy) to plan and apply after loading; None: standard layers, where
-            frozen weights compute as their dequantized values.
-        keep_fp8: False: convert FP8 codes in the folder to ``dtype``.
+        recipe: an FP8 recipe (or a policy) to plan and apply after loading. With None, layers stay standard and
+            frozen FP8 weights compute as their dequantized values.
+        keep_fp8: if False, convert FP8 codes in the folder to ``dtype``.
         log: called with messages for the user, e.g. which of two sets of weights was chosen.
 
-    Raises ModelError, PlanError or AdapterError; each message says what was found and how to fix it.
+    Raises ModelError, PlanError or AdapterError; each message names the cause and the fix.
     """
     # Imported here, so that `import octavo` needs no torch.
     import torch

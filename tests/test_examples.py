@@ -16,7 +16,7 @@ from octavo.models.structure import shapes
 from octavo.models.tiny import tiny
 from octavo.train.estimate.memory import Card, Footprints
 from octavo.train.setup import frozen_base, planning
-from octavo.train.setup.token_counts import assumed
+from octavo.train.setup.token_counts import assume_tokens
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
@@ -67,9 +67,9 @@ def table(path: Path) -> list[str]:
     shape, card = (command[command.index(option) + 1] for option in ("--shape", "--card"))
     cfg = load_config(path, [f"model.path={shape}"])
     model, family = shapes.shape_model(shape)
-    frozen_base.prepare(model, family, cfg)
+    frozen_base.prepare_meta_model(model, family, cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
-    tokens, _ = assumed(cfg, family.components, model.config)
+    tokens, _ = assume_tokens(cfg, family.components, model.config)
     usable = Card.parse(card).usable
     sizes = Footprints(cfg, model, family, plan, tokens, copy=rl.reference_kind(cfg) == "copy", usable=usable).of(cfg)
     assert sizes.total <= usable

@@ -96,7 +96,7 @@ def test_a_run_that_fused_siblings_says_that_they_are_separate(copy: Path) -> No
     file.write_text(json.dumps({**earlier, "sisters": fused["sisters"]}))
     said = Console(file=io.StringIO(), width=400)
     train.run(load_config("runs/stopped/config.yaml", ["run.resume=auto"]), console=said)
-    assert said.file.getvalue().count("as one GEMM: each layer runs its own now") == 1
+    assert said.file.getvalue().count("as one GEMM; now each layer runs a separate GEMM") == 1
     now = json.loads(file.read_text())
     assert "sisters" not in now and any("as one GEMM" in note for note in now["notes"])
     siblings_run_as(fp8.load_plan(file, meta("model")), set())
@@ -138,7 +138,7 @@ def test_a_finished_run_answers_though_its_template_adds_texts_up(copy: Path, ca
     assert json.loads(capsys.readouterr().out)["fp8_gemms"] > 0
     Image.new("RGB", (8, 8)).save("cat.png")
     assert main([*ask, "--image", "cat.png"]) == 1
-    assert "1 images were given, and the model is text-only" in capsys.readouterr().err
+    assert "1 images were passed to a text-only model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", ["stopped", "stopped_fp8_weights", "lora", "finished"])

@@ -9,14 +9,14 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import adapter_state, load, load_adapter_state, save
 from octavo.adapters.inject import (
     DTYPES,
+    adapted_layers,
     adapter_parameters,
-    attached,
-    disabled,
+    disable_adapters,
     is_adapter_parameter,
     is_second_parameter,
-    second,
+    use_second_adapter,
 )
-from octavo.adapters.merge import merged
+from octavo.adapters.merge import merged_weights
 
 __all__ = [
     "DTYPES",
@@ -26,15 +26,15 @@ __all__ = [
     "adapter_state",
     "attach",
     "attach_second",
-    "attached",
+    "adapted_layers",
     "check",
-    "disabled",
+    "disable_adapters",
     "base_errors",
     "is_adapter_parameter",
     "is_second_parameter",
     "load",
     "load_adapter_state",
-    "merged",
+    "merged_weights",
     "save",
-    "second",
+    "use_second_adapter",
 ]

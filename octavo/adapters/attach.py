@@ -16,9 +16,9 @@ from torch import nn
 
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.adapters.files import continued, load_adapter_state
-from octavo.adapters.inject import DTYPES, NAME, SECOND, adapter_parameters, attached, copied, inject
-from octavo.adapters.targets import names_lost_by_peft, split, targets_of
+from octavo.adapters.files import load_adapter_state, read_continued
+from octavo.adapters.inject import DTYPES, NAME, SECOND, adapted_layers, adapter_parameters, copy_config, inject
+from octavo.adapters.targets import names_lost_by_peft, resolve_targets, split_targets
 
 if TYPE_CHECKING:
     from octavo.config import LoraSection
@@ -39,12 +39,12 @@ def attach(
     `device`: the device of adapters whose base is on the meta device; None: they are on the meta device, too.
 
     Returns the names of the targets. Raises AdapterError, before the model is changed, for targets that
-    :func:`~octavo.adapters.targets.targets_of` refuses, dropout or DoRA with experts, DoRA with dropout, a model that
-    has adapters, and a folder that does not fit.
+    :func:`~octavo.adapters.targets.resolve_targets` refuses, dropout or DoRA with experts, DoRA with dropout, a model
+    that has adapters, and a folder that does not fit.
     """
-    config = _config(lora)
-    names = _resolve_targets(model, family, lora, config, log)
-    state = None if lora.adapter is None else continued(lora, model, names)
+    config = _lora_config(lora)
+    names = _select_targets(model, family, lora, config, log)
+    state = None if lora.adapter is None else read_continued(lora, model, names)
     inject(model, config, names, DTYPES[lora.dtype], seed, device=device)
     if state is not None:
         load_adapter_state(model, state, where=str(lora.adapter))
@@ -54,28 +54,28 @@ def attach(
 
 def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0, device: torch.device | None = None) -> None:
     """Attach a second adapter, also without effect and trainable, to the layers that :func:`attach` adapted: a second
-    model on the same base (PPO's critic). It is active only inside :func:`octavo.adapters.inject.second`, and is not in
-    the files of the first. Raises AdapterError without a first adapter.
+    model on the same base (PPO's critic). It is active only inside :func:`octavo.adapters.inject.use_second_adapter`,
+    and is not in the files of the first. Raises AdapterError without a first adapter.
     """
     configs = getattr(model, "peft_config", {})
     if NAME not in configs:
         raise AdapterError("a second adapter needs a first, and the model has none; attach that before.")
-    layers = attached(model)
-    inject(model, copied(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND, device)
+    layers = adapted_layers(model)
+    inject(model, copy_config(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND, device)
     for layer in layers.values():
         layer._active_adapter = [NAME]  # PEFT has activated the newest
 
 
 def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[str, ...]:
-    """The names of the targets of :func:`attach`, and its errors; nothing is attached. The model may be on the meta
-    device, so that a plan can report the errors of a run before the base is read."""
-    names = _resolve_targets(model, family, lora, _config(lora), lambda text: None)
+    """Return the names of the targets of :func:`attach`, and its errors; nothing is attached. The model may be on the
+    meta device, so that a plan can report the errors of a run before the base is read."""
+    names = _select_targets(model, family, lora, _lora_config(lora), lambda text: None)
     if lora.adapter is not None:
-        continued(lora, model, names)
+        read_continued(lora, model, names)
     return names
 
 
-def _config(lora: LoraSection) -> Any:
+def _lora_config(lora: LoraSection) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -92,17 +92,17 @@ def _config(lora: LoraSection) -> Any:
     )
 
 
-def _resolve_targets(
+def _select_targets(
     model: nn.Module, family: Family | None, lora: LoraSection, config: Any, log: Log
 ) -> tuple[str, ...]:
-    """The names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does not
-    depend on a folder."""
-    if attached(model):
+    """Return the names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does
+    not depend on a folder."""
+    if adapted_layers(model):
         raise AdapterError("the model has adapters already, and takes one set. Load it again, or use these.")
-    names = targets_of(model, family, lora.targets, lora.exclude)
-    modules, parameters = split(model, names)
+    names = resolve_targets(model, family, lora.targets, lora.exclude)
+    modules, parameters = split_targets(model, names)
     # Errors come before `config` is changed, which `attach` passes to PEFT.
-    experts.refuse(parameters, lora)
+    experts.check_settings(parameters, lora)
     for name in dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters):
         why = experts.why_not(model.get_submodule(name))
         if why:

@@ -25,7 +25,7 @@ from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_weights
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightError:
     """One weight: its stock name, parameters, relative error and SQNR in dB."""
 
     name: str
@@ -38,10 +38,10 @@ class Row:
 class BaseErrors:
     """The error of each frozen weight of a model compared with its stock value."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[WeightError, ...]
 
     @property
-    def worst(self) -> Row:
+    def worst(self) -> WeightError:
         return max(self.rows, key=lambda row: row.relative)
 
     @property
@@ -62,8 +62,8 @@ class BaseErrors:
         )
 
     def __str__(self) -> str:
-        """The summary, and one line for each kind of layer."""
-        kinds: dict[str, list[Row]] = {}
+        """Return the summary, and one line for each kind of layer."""
+        kinds: dict[str, list[WeightError]] = {}
         for row in self.rows:
             kinds.setdefault(template(row.name), []).append(row)
         width = max(len(kind) for kind in kinds)
@@ -85,10 +85,10 @@ def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]
     mine = {stock_name(name): weight for name, weight in frozen_weights(model)}
     if not mine:
         raise AdapterError("the model has no FP8 weights: its base is the stock one, so nothing differs.")
-    rows: dict[str, Row] = {}
+    rows: dict[str, WeightError] = {}
     for name, value in stock.named_parameters() if isinstance(stock, nn.Module) else stock:
         if name in mine and name not in rows:
-            rows[name] = _row(name, value, mine[name])
+            rows[name] = _weight_error(name, value, mine[name])
     missing = [name for name in mine if name not in rows]
     if missing:
         raise AdapterError(
@@ -99,7 +99,7 @@ def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]
 
 
 @torch.no_grad()
-def _row(name: str, value: Tensor, weight: Tensor) -> Row:
+def _weight_error(name: str, value: Tensor, weight: Tensor) -> WeightError:
     if value.shape != weight.shape:
         raise AdapterError(f"{name} is {list(value.shape)} in the stock model and {list(weight.shape)} in this one.")
     assert isinstance(weight, Fp8Weight)
@@ -115,4 +115,4 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
         power += float(stock.double().square().sum())
         noise += float((stock.double() - dequantized.double()).square().sum())
         decibels.append(metrics.sqnr(stock, dequantized, block))
-    return Row(name, value.numel(), (noise / power) ** 0.5 if power else 0.0, statistics.fmean(decibels))
+    return WeightError(name, value.numel(), (noise / power) ** 0.5 if power else 0.0, statistics.fmean(decibels))

@@ -12,8 +12,8 @@ each. For a weight of E experts, W_e [N, K] as its GEMM multiplies by it, and ad
 product transposed. :func:`factors` reads both forms.)
 
 PEFT replaces W by W + s B A, for all experts, in every forward: this is impossible for FP8 codes, and the sum is as
-large as the layer. :func:`adopt` keeps PEFT's modules, names, configuration and files and replaces the forward of the
-outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` sorts by expert,
+large as the layer. :func:`replace_forwards` keeps PEFT's modules, names, configuration and files and replaces the
+forward of the outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` sorts by expert,
 
     y_e = base(x_e) + s (x_e A_e^T) B_e^T
 
@@ -22,8 +22,8 @@ are s x_e A_e^T [R, r], and x only if the base cannot recompute it: for gate_up_
 row for each of their experts, for down_proj the FP8 codes of gate and up if activations are saved in FP8. Experts
 without tokens get gradients of zero.
 
-PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them. :func:`refuse` does
-the same, because no program could read a file with them.
+PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them.
+:func:`check_settings` does the same, because no program could read a file with them.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 
 def stock_name(name: str) -> str:
-    """The name of a module or parameter without adapters, that is without PEFT's ``base_layer``."""
+    """Return the name of a module or parameter without adapters, that is without PEFT's ``base_layer``."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The three-dimensional parameters of a model's experts by stock name: the allowed ``target_parameters``."""
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the three-dimensional parameters of a model's experts by stock name: the allowed ``target_parameters``."""
     parameters: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         if moe.is_experts(module):
@@ -63,7 +63,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why the rows of these experts cannot be computed one by one, as adapters require; None if they can."""
+    """Return why the rows of these experts cannot be computed one by one, as adapters require; None if they can."""
     if isinstance(module, moe.Experts):  # was compared with the stock module when it was converted
         return None
     return moe.why_not(module) or (None if _is_meta(module) else moe.matches_stock(module))
@@ -78,7 +78,7 @@ def sort_parameters(model: nn.Module) -> None:
                 module._parameters[name] = module._parameters.pop(name)
 
 
-def refuse(names: Iterable[str], lora: LoraSection) -> None:
+def check_settings(names: Iterable[str], lora: LoraSection) -> None:
     """Raise AdapterError for dropout and DoRA if there are ``names`` of parameters of experts, whose adapters cannot
     have them."""
     first = next(iter(names), None)
@@ -102,8 +102,8 @@ def wrappers(outer: nn.Module) -> dict[str, Any]:
 
 
 def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """(A [E, r, K], B [E, N, r]) of one adapter, so that W_e [N, K] + s B_e A_e is the adapted weight of expert e, in
-    GEMM orientation for every storage. Views of PEFT's parameters, through which gradients flow."""
+    """Return (A [E, r, K], B [E, N, r]) of one adapter, so that W_e [N, K] + s B_e A_e is the adapted weight of expert
+    e, in GEMM orientation for every storage. Views of PEFT's parameters, through which gradients flow."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     experts = wrapper.num_experts
     down, up = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
@@ -113,7 +113,7 @@ def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
     return up.mT, down.mT  # PEFT before 0.19: A is for the first dimension of the parameter, which is N
 
 
-def adopt(model: nn.Module) -> int:
+def replace_forwards(model: nn.Module) -> int:
     """Replace the forward of experts that PEFT wrapped, in place; returns the number of modules of experts.
 
     The wrappers and their parameters remain PEFT's. May be called again. Raises AdapterError for wrapped parameters of
@@ -159,14 +159,14 @@ def _adapted_class() -> type[nn.Module]:
     class AdaptedExperts(ParamWrapper):
         @torch._disable_dynamo
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            """The forward of the module of experts; see the docstring of :mod:`octavo.adapters.experts`."""
+            """Return the forward of the module of experts; see the docstring of :mod:`octavo.adapters.experts`."""
             base = self.get_base_layer()
             # The base calls these functions at its projections. An attribute, because stock experts pass no arguments
             # through; deleted afterwards, so that a call of the base by itself has no adapters.
             base.__dict__[moe.ADAPTERS] = {
                 name: partial(low_rank, wrapper)
                 for name, wrapper in wrappers(self).items()
-                if not (wrapper.disable_adapters or wrapper.merged) and _active(wrapper)
+                if not (wrapper.disable_adapters or wrapper.merged) and _active_adapters(wrapper)
             }
             try:
                 return base(*args, **kwargs)
@@ -184,12 +184,12 @@ def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
     source = get_source(x)
     parts = [
         _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
-        for adapter in _active(wrapper)
+        for adapter in _active_adapters(wrapper)
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def _active(wrapper: Any) -> list[str]:
+def _active_adapters(wrapper: Any) -> list[str]:
     return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
 
 
@@ -201,10 +201,10 @@ class _LowRank(torch.autograd.Function):
         ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float, groups: Groups, source: Source | None
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            h = moe.grouped_fwd(x, _dense(down, x.dtype), None, groups) * scale
-            y = moe.grouped_fwd(h, _dense(up, x.dtype), None, groups)
+            h = moe.grouped_fwd(x, _contiguous_factor(down, x.dtype), None, groups) * scale
+            y = moe.grouped_fwd(h, _contiguous_factor(up, x.dtype), None, groups)
         saved = (x,) if source is None else source.tensors
-        ctx.remake = None if source is None else source.remake
+        ctx.recompute = None if source is None else source.recompute
         ctx.save_for_backward(*groups[:3], h, down, up, *(saved if ctx.needs_input_grad[1] else ()))
         ctx.scale, ctx.rows, ctx.dtype = scale, groups.rows, x.dtype
         return y
@@ -220,22 +220,22 @@ class _LowRank(torch.autograd.Function):
             if needs_up:
                 dup = moe.grouped_wgrad(dy, h, groups, up.dtype)
             if needs_x or needs_down:
-                dh = moe.grouped_dgrad(dy, _dense(up, dy.dtype), groups) * ctx.scale
+                dh = moe.grouped_dgrad(dy, _contiguous_factor(up, dy.dtype), groups) * ctx.scale
             if needs_down:
-                x = saved[0] if ctx.remake is None else ctx.remake(*saved).to(ctx.dtype)
+                x = saved[0] if ctx.recompute is None else ctx.recompute(*saved).to(ctx.dtype)
                 ddown = moe.grouped_wgrad(dh, x, groups, down.dtype)
             if needs_x:
-                dx = moe.grouped_dgrad(dh, _dense(down, dy.dtype), groups)
+                dx = moe.grouped_dgrad(dh, _contiguous_factor(down, dy.dtype), groups)
         return dx, ddown, dup, None, None, None
 
 
-def _dense(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor as grouped GEMMs need it: contiguous rows."""
+def _contiguous_factor(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a factor as grouped GEMMs need it: contiguous rows."""
     return factor.to(dtype).contiguous()
 
 
 def _is_wrapper(module: object) -> bool:
-    """Whether this is PEFT's wrapper of a parameter; tested by name, so that PEFT is not imported for it."""
+    """Return whether this is PEFT's wrapper of a parameter; tested by name, so that PEFT is not imported for it."""
     return any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__)
 
 

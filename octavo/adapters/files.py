@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
-from octavo.adapters.targets import NEVER, names_lost_by_peft
+from octavo.adapters.inject import DTYPES, NAME, adapted_layers, adapter_parameters, copy_config, inject, state_name
+from octavo.adapters.targets import UNADAPTABLE, names_lost_by_peft
 from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
 from octavo.base.safe_read import COUNT, FINITE, FLAG, ValueCheck
@@ -49,7 +49,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _REPLACEABLE = (CONFIG, WEIGHTS, NOTE, encryption.LIST, "README.md", ".gitattributes")
 
 # Fields of LoraConfig that are supported, or that do not affect the computation.
-_HONOURED = {
+_SUPPORTED_FIELDS = {
     *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters"),
     *("peft_type", "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"),
@@ -64,7 +64,7 @@ _LAYERS = ValueCheck(
     lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
     "a number or a list of numbers",
 )
-_FORM = {
+_SCHEMA = {
     "r": COUNT, "lora_alpha": FINITE, "lora_dropout": FINITE, "rank_pattern": {...: COUNT},
     "alpha_pattern": {...: FINITE}, "target_modules": _NAMES, "exclude_modules": _NAMES, "target_parameters": _NAMES,
     "layers_pattern": _NAMES, "layers_to_transform": _LAYERS, "use_rslora": FLAG, "use_dora": FLAG,
@@ -78,7 +78,7 @@ _REASONS = {
     "megatron_config": "it is for Megatron's own layers",
     "trainable_token_indices": "it trains rows of the embeddings",
 }
-_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # initialisations that change the base
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # initialisations that change the base
 Log = Callable[[str], None]
 
 
@@ -86,8 +86,8 @@ Log = Callable[[str], None]
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' values by their names in PEFT's files, sharing memory with the parameters as in a state dict. For a
-    sharded model all ranks must call it together, and get whole tensors.
+    """Return the adapters' values by their names in PEFT's files, sharing memory with the parameters as in a state
+    dict. For a sharded model all ranks must call it together, and get whole tensors.
 
     Raises AdapterError for a model without adapters.
     """
@@ -114,7 +114,7 @@ def save(
     values = dict(state) if state is not None else adapter_state(model)
     if bad := fp8.find_nonfinite(values.items()):
         raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): such an adapter is not written.")
-    text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(_config_document(model, str(base)), indent=2, sort_keys=True) + "\n"
     if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _REPLACEABLE]):
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
         raise AdapterError(f"{final} exists and is no adapter's folder ({odd}); name another.")
@@ -137,12 +137,12 @@ def save(
     return final
 
 
-def _document(model: nn.Module, base: str) -> dict[str, object]:
-    """The content of adapter_config.json: LoraConfig's fields, with sets sorted."""
+def _config_document(model: nn.Module, base: str) -> dict[str, object]:
+    """Return the content of adapter_config.json: LoraConfig's fields, with sets sorted."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or NAME not in configs:
         raise AdapterError("the model has no adapters; octavo.adapters.attach attaches some.")
-    config = copied(configs[NAME])
+    config = copy_config(configs[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
     return {key: _to_json(value) for key, value in config.to_dict().items()}
 
@@ -159,7 +159,7 @@ def _to_json(value: Any) -> Any:
 
 
 def read_config(directory: str | Path) -> LoraConfig:
-    """The LoraConfig of an adapter's folder, if Octavo implements it exactly.
+    """Return the LoraConfig of an adapter's folder, if Octavo implements it exactly.
 
     Raises AdapterError for a folder that is no adapter's, JSON that cannot be read, another kind of adapter (IA3,
     prompt tuning, ...) and fields whose effect Octavo does not implement.
@@ -169,7 +169,7 @@ def read_config(directory: str | Path) -> LoraConfig:
     if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
     raw = safe_read.read_json(file, AdapterError)
-    safe_read.check_schema(raw, _FORM, file, AdapterError)
+    safe_read.check_schema(raw, _SCHEMA, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -181,12 +181,12 @@ def read_config(directory: str | Path) -> LoraConfig:
     fields = {f.name: f for f in dataclasses.fields(LoraConfig)}
     stock = LoraConfig().to_dict()
     for key, value in raw.items():
-        if key in _HONOURED or not value or (key in stock and _to_json(stock[key]) == value) or value == "none":
+        if key in _SUPPORTED_FIELDS or not value or (key in stock and _to_json(stock[key]) == value) or value == "none":
             continue
         why = _REASONS.get(key, "it changes the adapter's computation in a way that Octavo does not know")
         raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} is not supported: {why}.")
     start = raw.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(_STARTS):
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_INITS):
         raise AdapterError(
             f"{file}: init_lora_weights={start!r} means that the adapter is for a base that this initialisation "
             "changed. Save it as plain LoRA with PEFT: save_pretrained(..., "
@@ -194,7 +194,7 @@ def read_config(directory: str | Path) -> LoraConfig:
         )
     # The installed LoraConfig checks the values; patterns and numbers that it accepts and fails on later are checked
     # here.
-    known = {k: v for k, v in raw.items() if k in fields and k in _HONOURED and k not in ("runtime_config",)}
+    known = {k: v for k, v in raw.items() if k in fields and k in _SUPPORTED_FIELDS and k not in ("runtime_config",)}
     for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # only about its initialisation
         known.pop(key, None)
     try:
@@ -212,7 +212,7 @@ def read_config(directory: str | Path) -> LoraConfig:
 
 
 def read_state(directory: str | Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's folder. Raises AdapterError for pickles, files that cannot be read, NaN and
+    """Return the tensors of an adapter's folder. Raises AdapterError for pickles, files that cannot be read, NaN and
     infinity."""
     folder = Path(directory)
     file = folder / WEIGHTS
@@ -247,12 +247,12 @@ def load(model: nn.Module, directory: str | Path, log: Log = lambda text: None, 
     Raises AdapterError, before the model is changed, as :func:`read_config` does, for pickles, tensors that are missing
     or that no target needs, shapes that do not fit the model, and targets that never get an adapter.
     """
-    if attached(model):
+    if adapted_layers(model):
         raise AdapterError("the model has adapters already, and takes one set. Load it again.")
     config, state = read_config(directory), read_state(directory)
     names = _check_fit(model, config, state, Path(directory))
-    resolved: Any = copied(config)  # PEFT's types do not allow sets, which it accepts and stores
-    of_experts = experts.parameters_of(model)
+    resolved: Any = copy_config(config)  # PEFT's types do not allow sets, which it accepts and stores
+    of_experts = experts.expert_parameters(model)
     resolved.target_modules = {name for name in names if name not in of_experts}
     resolved.target_parameters = [name for name in names if name in of_experts] or None
     resolved.exclude_modules = resolved.layers_to_transform = resolved.layers_pattern = None
@@ -268,14 +268,16 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
     Raises AdapterError, before anything is written, for names that are missing or unknown, and for other shapes.
     """
     mine = {state_name(name): p for name, p in adapter_parameters(model)}
-    _compare(where, {name: tuple(p.shape) for name, p in mine.items()}, {n: tuple(v.shape) for n, v in state.items()})
+    _check_tensors(
+        where, {name: tuple(p.shape) for name, p in mine.items()}, {n: tuple(v.shape) for n, v in state.items()}
+    )
     with torch.no_grad():
         for name, parameter in mine.items():
             value = state[name].to(parameter.device, parameter.dtype)
             parameter.copy_(value if is_whole(parameter) else distribute_like(value, parameter))
 
 
-def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:
     missing, extra = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
     other = [name for name in sorted(wanted.keys() & present.keys()) if wanted[name] != present[name]]
     wrong = []
@@ -289,13 +291,13 @@ def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping
 
 
 def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
-    """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
-    targets need."""
+    """Return the targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors
+    that the targets need."""
     # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
     from peft.tuners.tuners_utils import check_target_module_exists
 
     rows = {row.name: row for row in fp8.describe_layers(model)}
-    of_experts = experts.parameters_of(model)
+    of_experts = experts.expert_parameters(model)
     matched: list[str] = []
     if config.target_modules == "all-linear":
         matched = [n for n, row in rows.items() if row.kind in ("linear", "router") and row.name not in of_experts]
@@ -306,8 +308,8 @@ def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor]
     for name in matched:
         row = rows.get(name)
         if row is None or row.kind not in ("linear", "experts"):
-            kind = row.kind if row is not None else _kind(model, name)
-            why = NEVER.get(kind, "it is no linear layer")
+            kind = row.kind if row is not None else _module_kind(model, name)
+            why = UNADAPTABLE.get(kind, "it is no linear layer")
             raise AdapterError(f"{where} adapts {name} ({kind}), which gets no adapter here: {why}.")
     parameters = [name for name in matched if name in of_experts]
     if parameters and (config.lora_dropout or config.use_dora):
@@ -323,12 +325,12 @@ def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor]
         )
     wanted_shapes: dict[str, tuple[int, ...]] = {}
     for name in dict.fromkeys(matched):
-        wanted_shapes |= _shapes(name, rows[name], config, of_experts, matched)
-    _compare(str(where), wanted_shapes, {name: tuple(value.shape) for name, value in state.items()})
+        wanted_shapes |= _adapter_shapes(name, rows[name], config, of_experts, matched)
+    _check_tensors(str(where), wanted_shapes, {name: tuple(value.shape) for name, value in state.items()})
     return tuple(name for name in rows if name in set(matched))
 
 
-def _kind(model: nn.Module, name: str) -> str:
+def _module_kind(model: nn.Module, name: str) -> str:
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -336,7 +338,7 @@ def _kind(model: nn.Module, name: str) -> str:
     return "embedding" if isinstance(module, nn.Embedding) else type(module).__name__
 
 
-def _shapes(
+def _adapter_shapes(
     name: str, row: Row, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
 ) -> dict[str, tuple[int, ...]]:
     from peft.utils.other import get_pattern_key
@@ -363,8 +365,8 @@ def _shapes(
     return shapes
 
 
-def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of ``lora.adapter``. Raises AdapterError if its settings differ from ``lora``."""
+def read_continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the tensors of ``lora.adapter``. Raises AdapterError if its settings differ from ``lora``."""
     assert lora.adapter is not None
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)

@@ -37,24 +37,24 @@ def inject(
 
     config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
     experts.sort_parameters(model)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _with_values(device):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _keep_drawn_values(device):
         # Only the CPU's generator, on which PEFT draws: torch.manual_seed would set the generators of all devices.
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
         inject_adapter_in_model(config, model, adapter)
-    adapted = set(attached(model))
+    adapted = set(adapted_layers(model))
     if adapted != set(names):
         odd = sorted(adapted ^ set(names))
         raise AdapterError(
             f"PEFT adapted other layers than the requested ones: {len(odd)} differ, first {odd[0]}. This version of "
             "PEFT matches names in a way that Octavo does not know; use another version."
         )
-    experts.adopt(model)
-    _measure_rows(model, adapter)
+    experts.replace_forwards(model)
+    _set_dora_magnitudes(model, adapter)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter_parameter(name))
-        if _is_of(adapter, name) and parameter.dtype != dtype:
+        if _belongs_to(adapter, name) and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
@@ -62,7 +62,7 @@ _MOVE = "_move_adapter_to_device_of_base_layer"  # PEFT's method, which is repla
 
 
 @contextmanager
-def _with_values(device: torch.device | None) -> Iterator[None]:
+def _keep_drawn_values(device: torch.device | None) -> Iterator[None]:
     """A context in which new adapters keep the values that PEFT draws, on this device, although PEFT then moves them to
     the device of their base, which may be the meta device. None: they are moved to their base's device."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -89,7 +89,7 @@ def _with_values(device: torch.device | None) -> Iterator[None]:
             owner._parameters[leaf] = nn.Parameter(values)
 
 
-def _measure_rows(model: nn.Module, adapter: str) -> None:
+def _set_dora_magnitudes(model: nn.Module, adapter: str) -> None:
     """Set DoRA's magnitudes to fp32 norms: PEFT computes them in the weight's dtype, and BF16 rounds by up to 0.4 %."""
     from octavo.adapters.layer import Linear
 
@@ -99,7 +99,7 @@ def _measure_rows(model: nn.Module, adapter: str) -> None:
             held.lora_magnitude_vector[adapter].weight = nn.Parameter(held.norms(adapter))
 
 
-def attached(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Stock name -> PEFT's layer, for modules and for parameters of experts, in model order."""
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -111,30 +111,31 @@ def attached(model: nn.Module) -> dict[str, Any]:
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter that :func:`attach` or :func:`attach_second` added."""
-    return _is_of(NAME, name) or is_second_parameter(name)
+    """Return whether a parameter of this name belongs to an adapter that :func:`attach` or :func:`attach_second`
+    added."""
+    return _belongs_to(NAME, name) or is_second_parameter(name)
 
 
 def is_second_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to a second adapter."""
-    return _is_of(SECOND, name)
+    """Return whether a parameter of this name belongs to a second adapter."""
+    return _belongs_to(SECOND, name)
 
 
-def _is_of(adapter: str, name: str) -> bool:
+def _belongs_to(adapter: str, name: str) -> bool:
     return any(f".{kind}.{adapter}." in f".{name}" for kind in _KINDS)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters of a model, by name, without a second adapter's."""
-    return ((name, p) for name, p in model.named_parameters() if _is_of(NAME, name))
+    """Return the parameters of the adapters of a model, by name, without a second adapter's."""
+    return ((name, p) for name, p in model.named_parameters() if _belongs_to(NAME, name))
 
 
 @contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """A context in which the model computes without adapters: the reference model of RL. `requires_grad` is not
     changed. With activation checkpointing, do not run the backward of a graph from inside after the context: blocks
     would be recomputed with adapters. Raises AdapterError for a model without adapters."""
-    layers = list(attached(model).values())
+    layers = list(adapted_layers(model).values())
     if not layers:
         raise AdapterError("the model has no adapters that could be disabled.")
     before = [layer._disable_adapters for layer in layers]
@@ -148,11 +149,11 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def second(model: nn.Module) -> Iterator[None]:
+def use_second_adapter(model: nn.Module) -> Iterator[None]:
     """A context in which the second adapter is active instead of the first. Run the backward inside, too: blocks with
     activation checkpointing are recomputed with the adapters that are active then. `requires_grad` is not changed.
     Raises AdapterError without a second adapter."""
-    layers = [layer for layer in attached(model).values() if SECOND in layer.lora_A]
+    layers = [layer for layer in adapted_layers(model).values() if SECOND in layer.lora_A]
     if not layers:
         raise AdapterError("the model has no second adapter; octavo.adapters.attach_second attaches one.")
     before = [layer._active_adapter for layer in layers]
@@ -166,15 +167,15 @@ def second(model: nn.Module) -> Iterator[None]:
 
 
 def state_name(name: str) -> str:
-    """A parameter's name in PEFT's files."""
+    """Return a parameter's name in PEFT's files."""
     name = name.replace(f".{NAME}.", ".")
     if name.endswith("lora_magnitude_vector.weight"):
         name = name.removesuffix(".weight")
     return f"base_model.model.{name}"
 
 
-def copied(config: LoraConfig) -> LoraConfig:
-    """A copy of a LoraConfig without its registered classes."""
+def copy_config(config: LoraConfig) -> LoraConfig:
+    """Return a copy of a LoraConfig without its registered classes."""
     twin = copy.copy(config)
     twin._custom_modules = None
     return twin

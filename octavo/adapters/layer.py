@@ -26,7 +26,7 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
 from octavo.fp8.weights import Fp8Weight, is_frozen
 
-_ROWS = 1024  # rows of a weight that are in fp32 at a time
+_ROWS_AT_ONCE = 1024  # rows of a weight that are in fp32 at a time
 
 
 class Linear(PeftLinear):
@@ -86,13 +86,13 @@ class Linear(PeftLinear):
 
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The 2-norms [N] of the rows of W + scale B A in fp32; W [N, K] is dequantized temporarily."""
+    """Return the 2-norms [N] of the rows of W + scale B A in fp32; W [N, K] is dequantized temporarily."""
     if weight.is_meta:  # a model that is only planned
         return torch.empty(weight.shape[0], device="meta")
     values = weight.values() if isinstance(weight, Fp8Weight) else weight.detach()
     a32, b32 = a.detach().float(), b.detach().float()
     norms = []
     with torch.autocast(values.device.type, enabled=False):
-        for rows, up in zip(values.split(_ROWS), b32.split(_ROWS), strict=True):
+        for rows, up in zip(values.split(_ROWS_AT_ONCE), b32.split(_ROWS_AT_ONCE), strict=True):
             norms.append(torch.addmm(rows.float(), up, a32, alpha=scale).norm(dim=1))
     return torch.cat(norms)

@@ -34,13 +34,13 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
     mask = None
     if dropout:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
-    call = Call(scale, dropout, user, get_source(x))
+    call = LowRankArgs(scale, dropout, user, get_source(x))
     out: Tensor = _LowRank.apply(y, x, a, b, mask, call)
     return out
 
 
 def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
-    """The same in operators that a compiler can trace; the compiler decides what is saved."""
+    """Return the same in operators that a compiler can trace; the compiler decides what is saved."""
     dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
     dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     h = dropped @ a.to(y.dtype).t()
@@ -48,7 +48,7 @@ def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dr
     return out.view(y.shape)
 
 
-class Call(NamedTuple):
+class LowRankArgs(NamedTuple):
     """The arguments of a forward besides its tensors."""
 
     scale: float
@@ -59,11 +59,11 @@ class Call(NamedTuple):
 
 class _LowRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: LowRankArgs) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
             operand = Input(x, call.user, dtype)
-            x_MK = operand.high() if x.dtype != dtype else operand.matrix()
+            x_MK = operand.high_precision() if x.dtype != dtype else operand.matrix()
             h = _apply_mask(x_MK, mask, call.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
             out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)
@@ -72,7 +72,7 @@ class _LowRank(torch.autograd.Function):
         saved = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
         masks = () if mask is None else (mask,)
         ctx.save_for_backward(a, b, h, *masks, *(saved if ctx.needs_input_grad[2] else ()))
-        ctx.remake = None if source is None else source.remake
+        ctx.recompute = None if source is None else source.recompute
         ctx.scale, ctx.dropout, ctx.masked = call.scale, call.dropout, mask is not None
         ctx.x_shape, ctx.x_dtype, ctx.dtype = x.shape, x.dtype, dtype
         return torch.ops.aten._unsafe_view(out, y.shape)
@@ -91,7 +91,7 @@ class _LowRank(torch.autograd.Function):
                 db = ((dy_MN.t() @ h) * ctx.scale).to(b.dtype)
             if needs_a:
                 assert g is not None
-                x = rest[0] if ctx.remake is None else ctx.remake(*rest).to(ctx.dtype)
+                x = rest[0] if ctx.recompute is None else ctx.recompute(*rest).to(ctx.dtype)
                 x_MK = x.reshape(h.shape[0], a.shape[1])
                 da = (g.t() @ _apply_mask(x_MK, mask, ctx.dropout)).to(a.dtype)
             if needs_x:

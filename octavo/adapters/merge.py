@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.adapters.inject import NAME, attached, is_adapter_parameter
+from octavo.adapters.inject import NAME, adapted_layers, is_adapter_parameter
 from octavo.fp8.weights import codes_of_frozen, is_frozen, is_whole
 
 
 @dataclass(frozen=True, eq=False)
-class Fold:
+class AdaptedWeight:
     """One adapted weight, and the adapter to merge into it.
 
     name        of the parameter in the stock model: "...q_proj.weight", "...experts.down_proj"
@@ -56,7 +56,7 @@ class Fold:
         """The indices of the experts; (None,) for a linear layer."""
         return (None,) if self.count is None else tuple(range(self.count))
 
-    def base(self, slot: int | None = None) -> Tensor:
+    def base_values(self, slot: int | None = None) -> Tensor:
         """W in fp32, [N, K]: the dequantized codes, or the parameter."""
         if is_frozen(self.weight):
             q = codes_of_frozen(self.weight)
@@ -67,9 +67,9 @@ class Fold:
         values = values if slot is None else values[slot]
         return (values.mT if self.transposed else values).float()
 
-    def folded(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
+    def merged(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
         """W' in fp32, [N, K]; ``base``: W, if the caller has computed it."""
-        w = self.base(slot) if base is None else base
+        w = self.base_values(slot) if base is None else base
         a, b = self._factors(slot)
         out = torch.addmm(w, b, a, alpha=float(self.layer.scaling[NAME]))
         if self.count is None and self.layer.use_dora.get(NAME, False):
@@ -77,18 +77,18 @@ class Fold:
             out.mul_((m / out.norm(dim=1)).unsqueeze(1))
         return out
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
-        """The merged parameter as the stock model stores it, each value rounded once."""
+    def merged_parameter(self, dtype: torch.dtype) -> Tensor:
+        """Return the merged parameter as the stock model stores it, each value rounded once."""
         if self.count is None:
-            return self.folded().to(dtype)
+            return self.merged().to(dtype)
         n, k = self.shape
         out = torch.empty(self.count, n, k, dtype=dtype, device=self.weight.device)
         for slot in range(self.count):
-            out[slot] = self.folded(slot)
+            out[slot] = self.merged(slot)
         return out.mT if self.transposed else out
 
     def _factors(self, slot: int | None) -> tuple[Tensor, Tensor]:
-        """A [r, K] and B [N, r] in fp32."""
+        """Return a [r, K] and B [N, r] in fp32."""
         if slot is None:
             a, b = self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
         else:
@@ -97,14 +97,14 @@ class Fold:
         return a.detach().float(), b.detach().float()
 
 
-def folds(model: nn.Module, base: nn.Module | None = None) -> dict[str, Fold]:
-    """The adapted weights of a model by stock name, in model order.
+def adapted_weights(model: nn.Module, base: nn.Module | None = None) -> dict[str, AdaptedWeight]:
+    """Return the adapted weights of a model by stock name, in model order.
 
     base: a stock model to merge into, instead of the model's own base.
 
     Raises AdapterError for a model without adapters, a sharded model, and adapters that were merged in place.
     """
-    layers = attached(model)
+    layers = adapted_layers(model)
     if not layers:
         raise AdapterError("the model has no adapters to merge; octavo.adapters.load attaches some.")
     by_name = {}
@@ -114,22 +114,22 @@ def folds(model: nn.Module, base: nn.Module | None = None) -> dict[str, Fold]:
         inside = layer.get_base_layer()
         projection = getattr(layer, "parameter_name", None)
         name = stock if projection is not None else f"{stock}.weight"
-        weight = inside._parameters[projection or "weight"] if base is None else _parameter(base, name)
+        weight = inside._parameters[projection or "weight"] if base is None else _base_parameter(base, name)
         if not all(is_whole(p) for p in (weight, *layer.lora_A.parameters())):
             raise AdapterError(
                 f"{name} is a rank's shard; merge from a checkpoint or an adapter folder, in one process."
             )
         if weight.shape != inside._parameters[projection or "weight"].shape:
             raise AdapterError(f"{name} has the shape {list(weight.shape)} in `base`, and another one in the model.")
-        turned = projection is not None and bool(getattr(inside, "is_transposed", False))
-        by_name[name] = Fold(name, layer, weight, None if projection is None else weight.shape[0], turned)
+        transposed = projection is not None and bool(getattr(inside, "is_transposed", False))
+        by_name[name] = AdaptedWeight(name, layer, weight, None if projection is None else weight.shape[0], transposed)
     return by_name
 
 
-def merged(
+def merged_weights(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, base: nn.Module | None = None
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """(stock name, value) of every parameter and persistent buffer, with adapters merged; tied ones once.
+    """Return (stock name, value) of every parameter and persistent buffer, with adapters merged; tied ones once.
 
     Adapted weights are W' as the stock model stores them, computed in fp32 and rounded once to ``dtype``, one at a
     time. All others are unchanged: frozen weights are their codes ([N, K], or [E, N, K] for experts), parameters and
@@ -137,14 +137,14 @@ def merged(
 
     base: a stock model of any precision to merge the adapters into, instead of their own base.
 
-    Raises AdapterError as :func:`folds` does, before the first value.
+    Raises AdapterError as :func:`adapted_weights` does, before the first value.
     """
-    by_name = folds(model, base)
-    return _values(model if base is None else base, by_name, dtype)
+    by_name = adapted_weights(model, base)
+    return _iter_values(model if base is None else base, by_name, dtype)
 
 
-def _values(
-    source: nn.Module, by_name: dict[str, Fold], dtype: torch.dtype
+def _iter_values(
+    source: nn.Module, by_name: dict[str, AdaptedWeight], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     tied = set(getattr(source, "all_tied_weights_keys", {}))
     for name, value in source.state_dict(keep_vars=True).items():
@@ -153,7 +153,7 @@ def _values(
             continue
         if stock in by_name:
             with torch.no_grad():  # not around the yield, where it would apply to the caller's code
-                folded = by_name[stock].whole(dtype)
+                folded = by_name[stock].merged_parameter(dtype)
             yield stock, folded
         elif is_frozen(value):
             yield stock, codes_of_frozen(value)
@@ -161,7 +161,7 @@ def _values(
             yield stock, value.detach()
 
 
-def _parameter(base: nn.Module, name: str) -> Tensor:
+def _base_parameter(base: nn.Module, name: str) -> Tensor:
     try:
         return base.get_parameter(name)
     except AttributeError as error:

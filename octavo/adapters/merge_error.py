@@ -16,9 +16,10 @@ the noise of every cast to FP8 is added, 2 to 3 % of W, several times the change
 
 So a merge is judged by two figures, in which each weight counts by its relative energy |D|^2 / |W|^2:
 
-- ``kept`` of at least :data:`KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the merged
-  model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
-- ``drowned`` of at most 1: error * sqrt(r / K). For an input along its directions, a D of rank r has the output
+- ``kept`` of at least :data:`MIN_KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the
+  merged model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
+- ``noise_ratio`` of at most 1 ("drowned" in reports): error * sqrt(r / K). For an input along its directions, a D of
+  rank r has the output
   |D| / sqrt(r), and the rounding noise, spread over all K directions, has |D' - D| / sqrt(K). Above 1 the noise is
   larger than the adapter's output even for the inputs with the largest output.
 """
@@ -33,15 +34,15 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.adapters.merge import Fold
+from octavo.adapters.merge import AdaptedWeight
 from octavo.fp8.weights import is_frozen
 
-KEPT = 0.9
-DROWNED = 1.0
+MIN_KEPT = 0.9
+MAX_NOISE_RATIO = 1.0
 
 
 @dataclass
-class Weight:
+class WeightErrors:
     """The sums of one weight over all its written pieces, in fp64.
 
     fp8    whether it was written as codes
@@ -82,20 +83,21 @@ class Weight:
         return self.moved / self.elements if self.elements else 0.0
 
     @property
-    def drowned(self) -> float:
+    def noise_ratio(self) -> float:
         return self.error * math.sqrt(self.rank / self.inputs)
 
     def to_json(self) -> dict[str, object]:
-        figures = ("relative", "kept", "error", "cosine", "changed", "drowned")
-        return {"name": self.name, "fp8": self.fp8, **{figure: getattr(self, figure) for figure in figures}}
+        metrics = ("relative", "kept", "error", "cosine", "changed")
+        values = {metric: getattr(self, metric) for metric in metrics}
+        return {"name": self.name, "fp8": self.fp8, **values, "drowned": self.noise_ratio}
 
 
 class MergeErrors:
     """Accumulates the sums of each adapted weight from the values that are written, piece by piece."""
 
-    def __init__(self, folds: Mapping[str, Fold]) -> None:
+    def __init__(self, folds: Mapping[str, AdaptedWeight]) -> None:
         self._folds = folds
-        self.weights = {name: Weight(name, fold.rank, fold.shape[1]) for name, fold in folds.items()}
+        self.weights = {name: WeightErrors(name, fold.rank, fold.shape[1]) for name, fold in folds.items()}
         # A cache of the last matrix, W and D: its pieces are written one after the other.
         self._last: tuple[tuple[str, int | None], Tensor, Tensor] | None = None
 
@@ -113,16 +115,18 @@ class MergeErrors:
             assert isinstance(value, Tensor)  # codes of experts are written one by one
             for expert in range(fold.count):
                 matrix = value[expert]
-                self._take(fold, expert, None, matrix.mT if fold.transposed else matrix)
+                self._accumulate(fold, expert, None, matrix.mT if fold.transposed else matrix)
         else:
-            self._take(fold, slot, rows, value)
+            self._accumulate(fold, slot, rows, value)
 
-    def _take(self, fold: Fold, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized) -> None:
+    def _accumulate(
+        self, fold: AdaptedWeight, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized
+    ) -> None:
         sums = self.weights[fold.name]
         span = slice(*(rows or (0, fold.shape[0])))
         if self._last is None or self._last[0] != (fold.name, slot):
-            base = fold.base(slot)
-            self._last = (fold.name, slot), base, fold.folded(slot, base) - base
+            base = fold.base_values(slot)
+            self._last = (fold.name, slot), base, fold.merged(slot, base) - base
         w, d = self._last[1][span], self._last[2][span]
         if isinstance(value, Tensor):
             v, unchanged = value.float(), w.to(value.dtype).float()
@@ -133,69 +137,70 @@ class MergeErrors:
             unchanged = w if frozen else fp8.dequantize(fp8.quantize(w, value.spec), torch.float32)
         w, d, unchanged = w.to(v.device), d.to(v.device), unchanged.to(v.device)
         applied = v - w
-        sums.base += _square(w)
-        sums.delta += _square(d)
-        sums.applied += _square(applied)
+        sums.base += _sum_of_squares(w)
+        sums.delta += _sum_of_squares(d)
+        sums.applied += _sum_of_squares(applied)
         sums.inner += float((applied.double() * d).sum())
-        sums.difference += _square(applied - d)
+        sums.difference += _sum_of_squares(applied - d)
         sums.moved += int((v != unchanged).sum())
         sums.elements += v.numel()
 
     # Results ---------------------------------------------------------------------------------------------------------
 
-    def in_fp8(self) -> list[Weight]:
-        """The weights that were written as codes and that the adapter changes."""
+    def fp8_weights(self) -> list[WeightErrors]:
+        """Return the weights that were written as codes and that the adapter changes."""
         return [w for w in self.weights.values() if w.fp8 and w.delta]
 
     @property
     def kept(self) -> float:
         """The mean over all weights in FP8, weighted by relative energy; 1 if there are none."""
-        return _mean([(w.relative**2, w.kept) for w in self.in_fp8()], 1.0)
+        return _weighted_mean([(w.relative**2, w.kept) for w in self.fp8_weights()], 1.0)
 
     @property
-    def drowned(self) -> float:
-        return math.sqrt(_mean([(w.relative**2, w.drowned**2) for w in self.in_fp8()], 0.0))
+    def noise_ratio(self) -> float:
+        return math.sqrt(_weighted_mean([(w.relative**2, w.noise_ratio**2) for w in self.fp8_weights()], 0.0))
 
     @property
     def error(self) -> float:
-        return math.sqrt(_mean([(w.relative**2, w.error**2) for w in self.in_fp8()], 0.0))
+        return math.sqrt(_weighted_mean([(w.relative**2, w.error**2) for w in self.fp8_weights()], 0.0))
 
     @property
     def relative(self) -> float:
         """|D| / |W| over all adapted weights, in the root mean square."""
-        return math.sqrt(_mean([(1.0, w.relative**2) for w in self.weights.values()], 0.0))
+        return math.sqrt(_weighted_mean([(1.0, w.relative**2) for w in self.weights.values()], 0.0))
 
     @property
-    def lost(self) -> bool:
-        return self.kept < KEPT or self.drowned > DROWNED
+    def is_lost(self) -> bool:
+        return self.kept < MIN_KEPT or self.noise_ratio > MAX_NOISE_RATIO
 
-    def worst(self, count: int = 3) -> list[Weight]:
-        """The weights with the smallest ``kept``, or if that is above the limit, with the largest ``drowned``."""
-        if self.kept < KEPT:
-            return sorted(self.in_fp8(), key=lambda w: w.kept)[:count]
-        return sorted(self.in_fp8(), key=lambda w: -w.drowned)[:count]
+    def worst(self, count: int = 3) -> list[WeightErrors]:
+        """Return the weights with the smallest ``kept``, or if that is above the limit, with the largest
+        ``noise_ratio``."""
+        if self.kept < MIN_KEPT:
+            return sorted(self.fp8_weights(), key=lambda w: w.kept)[:count]
+        return sorted(self.fp8_weights(), key=lambda w: -w.noise_ratio)[:count]
 
-    def rounded(self) -> list[Weight]:
-        """Weights in high precision with ``kept`` below :data:`KEPT`: BF16 rounds too."""
-        return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < KEPT]
+    def rounded_weights(self) -> list[WeightErrors]:
+        """Weights in high precision with ``kept`` below :data:`MIN_KEPT`: BF16 rounds too."""
+        return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < MIN_KEPT]
 
     def to_json(self) -> dict[str, object]:
         return {
             "relative": self.relative,
             "kept": self.kept,
             "error": self.error,
-            "drowned": self.drowned,
-            "limits": {"kept": KEPT, "drowned": DROWNED},
-            "lost": self.lost,
+            "drowned": self.noise_ratio,
+            "limits": {"kept": MIN_KEPT, "drowned": MAX_NOISE_RATIO},
+            "lost": self.is_lost,
             "weights": [w.to_json() for w in self.weights.values()],
         }
 
 
-def _square(x: Tensor) -> float:
+def _sum_of_squares(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-def _mean(pairs: Iterable[tuple[float, float]], none: float) -> float:
+def _weighted_mean(pairs: Iterable[tuple[float, float]], none: float) -> float:
     pairs = list(pairs)
     weight = sum(w for w, _ in pairs)
     return sum(w * v for w, v in pairs) / weight if weight else none

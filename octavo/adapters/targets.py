@@ -8,7 +8,7 @@ A pattern is one of
     a suffix      "q_proj", "self_attn.q_proj": PEFT's target modules
 
 The results are full names, so that an adapter has the same modules wherever it is loaded. Some linear maps never get an
-adapter: see :data:`NEVER`.
+adapter: see :data:`UNADAPTABLE`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from octavo.models import WITHOUT_HEAD
 if TYPE_CHECKING:
     from octavo.models import Family
 
-NEVER: Mapping[str, str] = {
+UNADAPTABLE: Mapping[str, str] = {
     "lm_head": "the loss is computed from its weight in chunks, without calling the module, and RL compares "
     "log-probabilities of one head: an adapter there would have no effect",
     "embedding": "a look-up has no product to add to, and its weight is often shared with lm_head",
@@ -39,28 +39,29 @@ NEVER: Mapping[str, str] = {
 """Kinds of modules that get no adapter, with the reason. A glob skips them; naming one is an error."""
 
 
-def targets_of(
+def resolve_targets(
     model: nn.Module, family: Family | None, targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The names of the layers to adapt, in model order: modules, and parameters for experts ("...experts.down_proj").
+    """Return the names of the layers to adapt, in model order: modules, and parameters for experts
+    ("...experts.down_proj").
 
     family   the components of modules; None uses conventional names
     targets  components, globs or suffixes; each must match a layer that can have an adapter
     exclude  the same, for layers to exclude from the targets
 
     Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names a layer of
-    :data:`NEVER` (with the reason), a malformed glob, and when no layer is left.
+    :data:`UNADAPTABLE` (with the reason), a malformed glob, and when no layer is left.
     """
     rows = fp8.describe_layers(model, None if family is None else family.components)
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     chosen: set[str] = set()
     for pattern in targets:
-        chosen.update(_matching(pattern, rows, model, family))
+        chosen.update(_match_pattern(pattern, rows, model, family))
     for pattern in exclude:
-        out = {row.name for row in usable if row.component == pattern or _hits(pattern, row)}
+        out = {row.name for row in usable if row.component == pattern or _matches_row(pattern, row)}
         if not out:
             raise AdapterError(
-                f"exclude: {pattern!r} matches no layer that could have an adapter.{_close(pattern, usable)}"
+                f"exclude: {pattern!r} matches no layer that could have an adapter.{_suggest_names(pattern, usable)}"
             )
         chosen -= out
     if not chosen:
@@ -71,7 +72,7 @@ def targets_of(
     return tuple(row.name for row in usable if row.name in chosen)
 
 
-def _matching(pattern: str, rows: Sequence[Row], model: nn.Module, family: Family | None) -> set[str]:
+def _match_pattern(pattern: str, rows: Sequence[Row], model: nn.Module, family: Family | None) -> set[str]:
     # A pattern without a match gets one of three errors: its layers never have adapters, it covers only modules without
     # linear layers, or it matches nothing.
     if pattern in WITHOUT_HEAD:
@@ -83,7 +84,7 @@ def _matching(pattern: str, rows: Sequence[Row], model: nn.Module, family: Famil
                 f"it has {', '.join(has) or 'none in any component'}. Remove {pattern}."
             )
         return matched
-    hit = [row for row in rows if row.component == pattern or _hits(pattern, row)]
+    hit = [row for row in rows if row.component == pattern or _matches_row(pattern, row)]
     matched = {row.name for row in hit if row.kind in ("linear", "experts") and row.component != pattern}
     if matched:
         return matched
@@ -91,18 +92,18 @@ def _matching(pattern: str, rows: Sequence[Row], model: nn.Module, family: Famil
     tables = [name for name, m in names.items() if isinstance(m, nn.Embedding) and _covers(pattern, name)]
     for name, kind in [*((row.name, row.kind) for row in hit), *((name, "embedding") for name in tables)]:
         raise AdapterError(
-            f"targets: {pattern!r} names {name} ({kind}), which gets no adapter: {NEVER[kind]}. Remove it."
+            f"targets: {pattern!r} names {name} ({kind}), which gets no adapter: {UNADAPTABLE[kind]}. Remove it."
         )
     covered = [name for name in names if _covers(pattern, name)]
     why = f"names {covered[0]}, which holds no linear layer" if covered else "matches nothing"
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     raise AdapterError(
         f"targets: {pattern!r} {why}. A target is a component ({', '.join(WITHOUT_HEAD)}) or a glob over module names."
-        f"{_close(pattern, usable)}"
+        f"{_suggest_names(pattern, usable)}"
     )
 
 
-def _hits(pattern: str, row: Row) -> bool:
+def _matches_row(pattern: str, row: Row) -> bool:
     return _covers(pattern, row.name) or (row.kind == "experts" and _covers(pattern, row.module))
 
 
@@ -113,14 +114,14 @@ def _covers(pattern: str, name: str) -> bool:
         raise AdapterError(f"lora: {error}") from error
 
 
-def _close(pattern: str, rows: Sequence[Row]) -> str:
+def _suggest_names(pattern: str, rows: Sequence[Row]) -> str:
     close = nearest(pattern, [*WITHOUT_HEAD, *(row.name for row in rows)])
     return f" The nearest names: {', '.join(close)}." if close else ""
 
 
-def split(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(modules, parameters of experts) among target names."""
-    of_experts = experts.parameters_of(model)
+def split_targets(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (modules, parameters of experts) among target names."""
+    of_experts = experts.expert_parameters(model)
     return [n for n in names if n not in of_experts], [n for n in names if n in of_experts]
 
 

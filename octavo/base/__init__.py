@@ -1,2 +1,1 @@
-"""The lowest package: devices, safe reading and writing of files, folders of the Hugging Face hub, encryption. It
-imports torch only when a device is used."""
+"""The lowest package: devices, safe file access, the Hugging Face hub, encryption. Imports torch only for devices."""

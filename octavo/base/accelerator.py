@@ -1,6 +1,6 @@
-"""The device that a process computes on: all queries of its properties and abilities, answered by torch.
+"""The device that a process computes on, and queries of its properties and abilities.
 
-No other file names a vendor. A device is a ``torch.device``; its properties and abilities are queried here::
+No other file names a vendor. A device is a ``torch.device``::
 
     accelerator.default_device()             # the accelerator that torch found, or the CPU
     accelerator.has_own_memory(device)       # whether it has its own memory and clock
@@ -8,8 +8,8 @@ No other file names a vendor. A device is a ``torch.device``; its properties and
     accelerator.why_no_streams(device)       # None, or the reason as an error message quotes it
 
 An ability is probed by a small attempt, once for each type of device, because a list of vendors would be wrong about
-the next one. A missing ability is skipped where no result depends on it (pinned memory; memory figures, which are then
-None and not 0), and raises an error in the features that need it (offloading, graphs, several processes).
+the next one. A feature that affects no result is skipped if the ability is missing (pinned memory; memory figures are
+then None, not 0). Features that need it (offloading, graphs, several processes) raise an error.
 
 Kernels, their clock and graphs are written for one vendor's devices and call torch directly; ``names_no_device`` in
 ``tests/project_rules.py`` keeps all other files from doing so.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 VARIABLE = "OCTAVO_DEVICE"  # a device type that replaces torch's accelerator, such as cpu on a machine with a GPU
 CPU = torch.device("cpu")
-ABSENT_GPU = "cuda"  # device type of a plan for a card that this machine does not have
+ABSENT_GPU = "cuda"  # device type of a plan for a GPU that this machine does not have
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -41,47 +41,50 @@ class DeviceError(ValueError):
     """The requested device is not available, or lacks a requested ability."""
 
 
-# --- which ------------------------------------------------------------------------------------------------------------
+# --- choice -----------------------------------------------------------------------------------------------------------
 
 
 def default_device() -> torch.device:
-    """The device type that this process computes on, without an index: torch's accelerator if it is available and
-    supports FP8 dtypes, else the CPU. :data:`VARIABLE` overrides it. Raises DeviceError if that device is missing."""
+    """Return the device type that this process computes on, without an index: torch's accelerator if it is available
+    and supports FP8 dtypes, else the CPU. :data:`VARIABLE` overrides it. Raises DeviceError if the requested device is
+    missing."""
     accelerator = detect()
     if requested_type := os.environ.get(VARIABLE):
         if requested_type == CPU.type:
             return CPU
         if accelerator is None or accelerator.type != requested_type:
             seen, others = (accelerator, f"cpu or {accelerator.type}") if accelerator else ("no accelerator", "cpu")
-            raise DeviceError(f"{VARIABLE}={requested_type}, and torch sees {seen} here; unset it, or name {others}")
+            raise DeviceError(
+                f"{VARIABLE}={requested_type}, but torch sees {seen} here; unset it, or set it to {others}"
+            )
         return accelerator
     return CPU if accelerator is None or why_unused(accelerator) else accelerator
 
 
 def detect() -> torch.device | None:
-    """torch's accelerator, without an index, whether or not it is used; None where there is none."""
+    """Return torch's accelerator without an index, whether or not it is used, or None if there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def why_unused(device: torch.device) -> str | None:
-    """Why an accelerator is used only if :data:`VARIABLE` names it; None: it is used by default."""
-    lacks = missing_fp8(device)
-    return lacks and f"{lacks}; {VARIABLE}={device.type} uses it in high precision only"
+    """Return why an accelerator is used only if :data:`VARIABLE` names it, or None if it is used by default."""
+    missing = missing_fp8(device)
+    return missing and f"{missing}; set {VARIABLE}={device.type} to use it in high precision only"
 
 
 def missing_fp8(device: torch.device) -> str | None:
-    """The FP8 dtypes that tensors on this device cannot have, as a clause; None: it has them all."""
-    lacks = [_dtype_name(dtype) for dtype in FP8 if not supports_dtype(device, dtype)]
-    return f"{device.type} holds no {' and no '.join(lacks)}" if lacks else None
+    """Return the FP8 dtypes that this device does not support as a clause, or None if it supports all."""
+    names = [_dtype_name(dtype) for dtype in FP8 if not supports_dtype(device, dtype)]
+    return f"{device.type} does not support {' and '.join(names)}" if names else None
 
 
 def device_count() -> int:
-    """How many accelerators this process may use: 0 where it computes on the CPU."""
+    """Return the number of accelerators that this process may use, 0 if it computes on the CPU."""
     return 0 if default_device() == CPU else torch.accelerator.device_count()
 
 
 def select(index: int | None = None) -> torch.device:
-    """Make the accelerator with this index current, and return it with its index. None: the one that is current."""
+    """Make the accelerator with this index current and return it; by default the one that is current."""
     device = default_device()
     if device == CPU:
         return device
@@ -95,39 +98,39 @@ def set_current(device: torch.device) -> None:
     torch.accelerator.set_device_index(device)
 
 
-# --- what it is -------------------------------------------------------------------------------------------------------
+# --- properties ------------------------------------------------------------------------------------------------------
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether it runs asynchronously, in its own memory: every device except ``cpu`` and ``meta``."""
+    """Return whether the device runs asynchronously in its own memory: every device except ``cpu`` and ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether torch calls it ``cuda``: an NVIDIA GPU, or an AMD GPU where torch is built for ROCm
-    (:func:`rocm_version`). For kernels and libraries that support only these."""
+    """Return whether torch calls the device ``cuda``: an NVIDIA GPU, or an AMD GPU if torch is built for ROCm.
+    For kernels and libraries that support only these."""
     return device.type == "cuda"
 
 
 def rocm_version() -> str | None:
-    """The version of ROCm that this torch is built with, which calls AMD GPUs ``cuda``; None: it has none."""
+    """Return the version of ROCm that torch is built with (it calls AMD GPUs ``cuda``), or None."""
     return torch.version.hip
 
 
 def cuda_version() -> str | None:
-    """The version of CUDA that this torch is built with."""
+    """Return the version of CUDA that this torch is built with."""
     return torch.version.cuda
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """NVIDIA's compute capability; None for every other device, also for AMD GPUs, whose numbers mean other things."""
+    """Return NVIDIA's compute capability, or None for other devices. AMD GPUs report numbers with another meaning."""
     if not is_gpu(device) or rocm_version():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def properties(device: torch.device) -> dict[str, Any]:
-    """The name, and what torch's module reports besides: memory_bytes, multiprocessors, capability (NVIDIA),
+    """Return the name, and what torch's module reports besides: memory_bytes, multiprocessors, capability (NVIDIA),
     architecture (AMD)."""
     reported = _driver_properties(device)
     sm = compute_capability(device)
@@ -142,7 +145,7 @@ def properties(device: torch.device) -> dict[str, Any]:
 
 
 def identifiers(device: torch.device) -> list[str]:
-    """What distinguishes it from other devices of its kind, as far as the driver reports it: name, UUID, PCI bus."""
+    """Return what distinguishes the device from others of its kind, if the driver reports it: name, UUID, PCI bus."""
     reported = _driver_properties(device)
     uuid, bus = getattr(reported, "uuid", None), getattr(reported, "pci_bus_id", None)
     words = [str(getattr(reported, "name", None) or device.type)]
@@ -154,30 +157,30 @@ def identifiers(device: torch.device) -> list[str]:
 
 
 def _driver_properties(device: torch.device) -> object:
-    """What torch's module reports of the device, in a class of each vendor; None where it reports nothing."""
+    """Return the properties that torch's module reports, in a vendor's class, or None."""
     reader = getattr(module(device), "get_device_properties", None)
     return None if reader is None else reader(device)
 
 
 def all_properties(device: torch.device) -> list[dict[str, Any]]:
-    """:func:`properties` of every device of this type."""
+    """Return the :func:`properties` of every device of this type."""
     return [properties(torch.device(device.type, index)) for index in range(torch.accelerator.device_count())]
 
 
 def module(device: torch.device) -> Any:
-    """torch's module for this type of device, such as ``torch.xpu``; None where it has none."""
+    """Return torch's module for this type of device, such as ``torch.xpu``, or None."""
     try:
         return torch.get_device_module(device)
     except RuntimeError:
         return None
 
 
-# --- what it holds and computes ---------------------------------------------------------------------------------------
+# --- dtypes and computation -------------------------------------------------------------------------------------------
 
 
 def supports_dtype(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be allocated there, cast from fp32 and read as bytes."""
-    # Not tried where torch always has FP8: the attempt would initialize CUDA, and this process may still fork.
+    """Return whether the device can allocate tensors of this dtype, cast fp32 to it and read it as bytes."""
+    # Not probed if torch always supports FP8: the probe would initialize CUDA, and this process may still fork.
     return not has_own_memory(device) or is_gpu(device) or _supports_dtype(device.type, dtype)
 
 
@@ -191,8 +194,8 @@ def _supports_dtype(kind: str, dtype: torch.dtype) -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that high precision runs in: BF16 by autocast, or None for fp32 where torch has no autocast for the
-    device, and on the CPU, which is not faster in BF16."""
+    """Return the dtype that high precision runs in: BF16 by autocast, or None for fp32 where torch has no autocast for
+    the device, and on the CPU, which is not faster in BF16."""
     if not has_own_memory(device):
         return None
     return torch.bfloat16 if is_gpu(device) or _autocasts_to_bf16(device.type) else None
@@ -200,7 +203,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @lru_cache(maxsize=8)
 def _autocasts_to_bf16(kind: str) -> bool:
-    """Whether a matrix product under autocast is BF16 there: autocast accepts device types that it has no rules for."""
+    """Return whether a matrix product under autocast is BF16 there: autocast accepts device types that it has no rules
+    for."""
 
     def attempt() -> None:
         with torch.autocast(kind, dtype=torch.bfloat16):
@@ -212,23 +216,24 @@ def _autocasts_to_bf16(kind: str) -> bool:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast to this dtype; None: no autocast."""
+    """Return a context that autocasts to this dtype; None disables autocast."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def supports_fp32_product(device: torch.device) -> bool:
-    """Whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
+    """Return whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
     return is_gpu(device) or (has_own_memory(device) and _supports_fp32_product(device.type))
 
 
 @lru_cache(maxsize=8)
 def _supports_fp32_product(kind: str) -> bool:
-    one = torch.ones(16, 16, device=kind, dtype=torch.bfloat16)
-    return _failure_text(lambda: torch.mm(one, one, out_dtype=torch.float32)) is None
+    ones = torch.ones(16, 16, device=kind, dtype=torch.bfloat16)
+    return _failure_text(lambda: torch.mm(ones, ones, out_dtype=torch.float32)) is None
 
 
 def accepts_parameter_data(device: torch.device) -> bool:
-    """Whether ``parameter.data`` on the CPU can be set to a tensor there, as for the devices that torch knows."""
+    """Return whether ``parameter.data`` on the CPU can be set to a tensor there, as for the devices that torch
+    knows."""
     return not has_own_memory(device) or is_gpu(device) or _accepts_parameter_data(device.type)
 
 
@@ -258,9 +263,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def why_no_streams(device: torch.device) -> str | None:
-    """Why copies cannot overlap computation there; None: it has streams and events."""
+    """Return why copies cannot overlap computation there, or None if the device has streams and events."""
     if not has_own_memory(device):
-        return f"{device.type} has no memory of its own"
+        return f"{device.type} has no separate memory"
     return None if is_gpu(device) else _why_no_streams(device.type)
 
 
@@ -268,28 +273,28 @@ def why_no_streams(device: torch.device) -> str | None:
 def _why_no_streams(kind: str) -> str | None:
     def attempt() -> None:
         device = torch.device(kind, torch.accelerator.current_device_index())
-        with new_stream(device) as second:
-            new_event(device).record(second)
-        second.wait_stream(current_stream(device))
-        second.synchronize()
+        with new_stream(device) as side_stream:
+            new_event(device).record(side_stream)
+        side_stream.wait_stream(current_stream(device))
+        side_stream.synchronize()
 
-    why = _failure_text(attempt)
-    return None if why is None else f"{kind} has no streams and events besides its default one ({why})"
+    error = _failure_text(attempt)
+    return None if error is None else f"{kind} has only its default stream ({error})"
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A new stream; ``with`` makes it the current one."""
+    """Return a new stream; ``with`` makes it the current one."""
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that work is queued on now."""
+    """Return the stream that work is queued on now."""
     return torch.accelerator.current_stream(device)
 
 
 def module_has_streams() -> bool:
-    """Whether the module of torch's accelerator, used or not, has ``current_stream``: libraries that copy tensors
-    before they write them (DCP) call it."""
+    """Return whether the module of torch's accelerator has ``current_stream``, which libraries that copy tensors before
+    writing them (DCP) call, even if the accelerator is not used."""
     device = detect()
     return device is None or hasattr(module(device), "current_stream")
 
@@ -300,12 +305,12 @@ def set_stream(new: torch.Stream) -> None:
 
 
 def stream_id(device: torch.device) -> int:
-    """The id of the current stream among the streams of the device; 0 on the CPU."""
+    """Return the id of the current stream among the streams of the device; 0 on the CPU."""
     return current_stream(device).stream_id if has_own_memory(device) else 0
 
 
 def new_event(device: torch.device, timing: bool = False) -> torch.Event:
-    """A new event."""
+    """Return a new event."""
     return torch.Event(device, enable_timing=timing)
 
 
@@ -313,13 +318,13 @@ def new_event(device: torch.device, timing: bool = False) -> torch.Event:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors occupy there; None where the device does not count them."""
+    """Return the bytes that tensors occupy there, or None if the device does not count them."""
     return _read_memory_stat(device, torch.accelerator.memory_allocated)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The peak number of bytes that tensors occupied there since :func:`reset_peak`; None where the device does not
-    count them."""
+    """Return the peak number of bytes that tensors occupied there since :func:`reset_peak`, or None if the device
+    does not count them."""
     return _read_memory_stat(device, torch.accelerator.max_memory_allocated)
 
 
@@ -335,13 +340,13 @@ def reset_peak(device: torch.device) -> None:
 
 
 def requested_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors requested, without the allocator's rounding; None where the device does not count them."""
+    """Return the bytes that tensors requested, without the allocator's rounding, or None if not counted."""
     stats = _read_memory_stat(device, getattr(module(device), "memory_stats", lambda device: None))
     return None if stats is None else stats.get("requested_bytes.all.current")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors can still be allocated in there, including memory that torch caches unused; None where the
+    """Return the bytes that can still be allocated there, including unused memory that torch caches, or None if the
     device does not report it."""
     info = _read_memory_stat(device, torch.accelerator.get_memory_info)
     reserved, used = _read_memory_stat(device, torch.accelerator.memory_reserved), allocated_bytes(device)
@@ -368,12 +373,12 @@ def _probe_memory_stats(kind: str) -> bool:
 
 
 def empty_pinned(size: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Empty host memory, pinned where that lets ``device`` copy asynchronously."""
+    """Allocate host memory, pinned if that lets ``device`` copy asynchronously."""
     return torch.empty(size, dtype=dtype, device=CPU, pin_memory=can_pin_memory(device))
 
 
 def can_pin_memory(device: torch.device) -> bool:
-    """Whether host memory can be pinned for it."""
+    """Return whether host memory can be pinned for it."""
     return has_own_memory(device) and (is_gpu(device) or _can_pin_memory(device.type))
 
 
@@ -383,8 +388,8 @@ def _can_pin_memory(kind: str) -> bool:
 
 
 def pin_in_place(memory: Tensor, device: torch.device) -> bool | None:
-    """Pin existing host memory until :func:`unpin`: True, False where the limit of pinned memory is reached, None where
-    the device has no such call; then copies to it are slower."""
+    """Pin existing host memory until :func:`unpin`. Returns True, False if the limit of pinned memory is reached, or
+    None if the device has no such call, which makes copies slower."""
     if not is_gpu(device):
         return None
     return not int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
@@ -396,7 +401,7 @@ def unpin(memory: Tensor) -> None:
 
 
 def allocator() -> str | None:
-    """The allocator of GPU memory: native, cudaMallocAsync or a library's; None where there is no GPU."""
+    """Return the allocator of GPU memory: native, cudaMallocAsync or a library's, or None without a GPU."""
     device = detect()
     return torch.cuda.get_allocator_backend() if device is not None and is_gpu(device) else None
 
@@ -405,7 +410,8 @@ def allocator() -> str | None:
 
 
 def rng_state(device: torch.device) -> Tensor | None:
-    """The state of the device's random number generator, uint8 on the host; None on the CPU, and where it has none."""
+    """Return the state of the device's random number generator, uint8 on the host; None for the CPU and for devices
+    without a generator."""
     reader = getattr(module(device), "get_rng_state", None) if has_own_memory(device) else None
     return None if reader is None else reader(device)
 
@@ -416,8 +422,8 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """The backend of collectives of tensors there, from torch's table: nccl, xccl, hccl, gloo. Raises DeviceError where
-    no backend is registered for the device."""
+    """Return the backend of collectives of tensors there, from torch's table: nccl, xccl, hccl, gloo. Raises
+    DeviceError if no backend is registered for the device."""
     try:
         return torch.distributed.get_default_backend_for_device(device)
     except ValueError as error:
@@ -428,19 +434,19 @@ def collective_backend(device: torch.device) -> str:
 
 
 def nccl_version(device: torch.device) -> str | None:
-    """The version of NCCL (RCCL on AMD GPUs); None where another backend runs the collectives."""
+    """Return the version of NCCL (RCCL on AMD GPUs), or None if another backend runs the collectives."""
     if not is_gpu(device) or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def has_flight_recorder(device: torch.device) -> bool:
-    """Whether the last collectives are recorded (torch's flight recorder, of NCCL)."""
+    """Return whether torch's flight recorder, which is part of NCCL, records the last collectives."""
     return is_gpu(device)
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether steps can be captured and replayed: graphs are written for CUDA only."""
+    """Return whether steps can be captured and replayed: graphs are written for CUDA only."""
     return is_gpu(device)
 
 
@@ -448,7 +454,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def list_abilities(device: torch.device) -> dict[str, bool]:
-    """All abilities of a device by name, as ``octavo doctor`` prints and docs/devices.md lists them."""
+    """Return all abilities of a device by name, as ``octavo doctor`` prints and docs/devices.md lists them."""
     return {
         "FP8 dtypes": all(supports_dtype(device, dtype) for dtype in FP8),
         "float64": supports_dtype(device, torch.float64),
@@ -463,7 +469,7 @@ def list_abilities(device: torch.device) -> dict[str, bool]:
 
 
 def _failure_text(attempt: Callable[[], object]) -> str | None:
-    """The message of an attempt's exception, in one line; None: it worked."""
+    """Return the message of an attempt's exception in one line, or None if it succeeded."""
     try:
         attempt()
     except Exception as error:  # backends raise exceptions of any class for a missing ability

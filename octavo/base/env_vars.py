@@ -1,5 +1,5 @@
 """Switches outside the configuration file: environment variables, and settings of torch and Python, that change
-results, speed, or when a run gives up. ``environment.json`` records only those listed below, because the environment of
+results, speed, or time limits. ``environment.json`` records only those listed below, because the environment of
 a process also contains keys and passwords. ``docs/switches.md`` describes each, and when to change it.
 """
 
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: subject -> names of environment variables; their values are recorded where they are set
+#: subject -> names of environment variables; the values of those that are set are recorded
 VARIABLES: dict[str, tuple[str, ...]] = {
     "devices": (
         "OCTAVO_DEVICE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -41,7 +41,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 
 
 def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of :data:`VARIABLES` that are set, with their values."""
+    """Return the variables of :data:`VARIABLES` that are set, with their values."""
     return {name: environ[name] for names in VARIABLES.values() for name in names if name in environ}
 
 
@@ -50,7 +50,7 @@ def _affinity() -> list[int] | None:
 
 
 def _torch_setting(read: Callable[[Any], object]) -> Callable[[], object]:
-    """A reader of a setting of torch, which imports torch only when it is called."""
+    """Return a reader of a setting of torch, which imports torch only when it is called."""
 
     def setting() -> object:
         import torch
@@ -61,7 +61,7 @@ def _torch_setting(read: Callable[[Any], object]) -> Callable[[], object]:
 
 
 def _allocator() -> str | None:
-    from octavo.base import accelerator  # it imports torch
+    from octavo.base import accelerator  # imports torch
 
     return accelerator.allocator()
 

@@ -1,7 +1,7 @@
 """Description of the machine and the installed versions, recorded in every run to document its measurements.
 
 :func:`describe` never fails, and of the heavy packages imports only torch: a value that cannot be read is left out, and
-its cause is listed under ``unread``. :func:`package_problems` compares the versions with the required ones.
+the reason is listed under ``unread``. :func:`package_problems` compares the versions with the required ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REQUIRED: dict[str, str] = {
     "peft": ">=0.19",
 }
 
-#: recorded where they are installed, never required
+#: optional packages, recorded if they are installed
 OPTIONAL: tuple[str, ...] = (
     "triton", "deep_gemm", "flash-attn", "torchao", "trl", "accelerate", "vllm", "torchvision", "num2words",
     "soundfile", "soxr", "av", "cryptography",
@@ -67,8 +67,8 @@ class Problem:
 
 
 def describe() -> dict[str, Any]:
-    """The record of this machine, which JSON can hold: octavo, python, os, cpu, memory, torch, gpus, packages; the
-    variables and settings of :mod:`octavo.base.env_vars`.
+    """Return the record of this machine, which JSON can hold: octavo, python, os, cpu, memory, torch, gpus, packages;
+    the variables and settings of :mod:`octavo.base.env_vars`.
 
     Memory is in bytes. Takes a fraction of a second once torch is imported. Never raises; ``unread`` maps values that
     could not be read to the cause.
@@ -103,18 +103,19 @@ def describe() -> dict[str, Any]:
 
 @functools.cache
 def _cached(reader: Callable[[], Any]) -> Any:
-    """The result of a reader, cached for values that do not change while a process runs: its code and packages."""
+    """Return the result of a reader, cached for values that do not change while a process runs: its code and
+    packages."""
     return reader()
 
 
 def versions() -> dict[str, str]:
-    """The installed version of every package that Octavo needs or can use. Nothing is imported."""
+    """Return the installed version of every package that Octavo needs or can use. Nothing is imported."""
     numbers = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, from its metadata; None where it is not installed."""
+    """Return the installed version of a package from its metadata, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -122,7 +123,7 @@ def version(package: str) -> str | None:
 
 
 def package_problems() -> list[Problem]:
-    """Required packages that are missing or out of range, each with the command that fixes it."""
+    """Return required packages that are missing or out of range, each with the command that fixes it."""
     problems = []
     for package, needed in REQUIRED.items():
         installed = version(package)
@@ -133,23 +134,23 @@ def package_problems() -> list[Problem]:
 
 
 def why_no_trackers(names: Sequence[str]) -> str | None:
-    """Why trackers cannot be used: the packages that are not installed, and the command that installs them."""
-    lost = [name for name in names if version(name) is None and version(f"{name}-skinny") is None]
-    if not lost:
+    """Return why trackers cannot be used: the packages that are not installed, and the command that installs them."""
+    missing = [name for name in names if version(name) is None and version(f"{name}-skinny") is None]
+    if not missing:
         return None
     return (
-        f"run.trackers asks for {', '.join(names)}, and {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not "
-        f"installed here: pip install {' '.join(lost)}, or leave {'it' if len(lost) == 1 else 'them'} out"
+        f"run.trackers names {', '.join(names)}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+        f"installed here: pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out"
     )
 
 
 def is_in_range(installed: str, needed: str) -> bool:
-    """Whether a version is in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
+    """Return whether a version is in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
     number = _parse_release(installed)
     for clause in needed.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", clause)
         if match is None:
-            raise ValueError(f"the version range {needed!r} holds {clause!r}; only >= and < are understood")
+            raise ValueError(f"the version range {needed!r} contains {clause!r}; only >= and < are understood")
         bound = _parse_release(match[2])
         if not (number >= bound if match[1] == ">=" else number < bound):
             return False
@@ -163,7 +164,7 @@ def _parse_release(text: str) -> tuple[int, ...]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the checkout that octavo is imported from, and whether it is dirty; empty for an installed package."""
+    """Return the commit of the checkout that octavo is imported from, and whether it is dirty; {} if installed."""
     package = Path(octavo.__file__).resolve().parent
     if not (package.parent / ".git").exists():
         return {}
@@ -174,24 +175,24 @@ def git_state() -> dict[str, Any]:
 
 
 def _run_command(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise OSError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if process.returncode:
+        raise OSError(f"{command[0]} ended with {process.returncode}: {process.stderr.strip()[:200]}")
+    return process.stdout
 
 
 def _cpu() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        model = named[1].strip() if named else model
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        model = match[1].strip() if match else model
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"model": model, "machine": platform.machine(), "cores": os.cpu_count(), "usable_cores": usable}
 
 
 def _memory() -> int | None:
-    """Bytes of memory this process may use: the machine's memory, or the limit of its container if that is smaller."""
+    """Return the bytes of memory that this process may use: the machine's, or its container's limit if smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
@@ -218,7 +219,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """The GPUs of NVIDIA and AMD; :func:`_accelerator` describes the device that this process computes on."""
+    """Return the GPUs of NVIDIA and AMD; :func:`_accelerator` describes the device that this process computes on."""
     from octavo.base import accelerator
 
     device = accelerator.detect()
@@ -226,7 +227,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """The device that this process computes on, of any vendor, and the abilities it lacks; for a CPU only its type."""
+    """Return the device that this process computes on and its missing abilities; for a CPU only the type."""
     from octavo.base import accelerator
 
     device, detected = accelerator.default_device(), accelerator.detect()
@@ -236,8 +237,8 @@ def _accelerator() -> dict[str, Any]:
         "high": "bf16" if accelerator.autocast_dtype(device) else "fp32",
     }
     if accelerator.has_own_memory(device):
-        lacks = [name for name, has in accelerator.list_abilities(device).items() if not has]
-        record |= {"devices": accelerator.all_properties(device), "lacks": lacks}
+        missing = [name for name, present in accelerator.list_abilities(device).items() if not present]
+        record |= {"devices": accelerator.all_properties(device), "lacks": missing}
     elif detected is not None:
         record |= {
             "left_out": accelerator.why_unused(detected) or f"{detected.type}: {accelerator.VARIABLE}={device.type}"
@@ -251,7 +252,8 @@ _INTEL = "0x8086"
 
 
 def _detect_drivers() -> list[str]:
-    """Accelerators whose drivers this machine has, whether or not torch sees them: ascend, amd, intel, apple."""
+    """Return accelerators whose drivers this machine has, even if torch does not see them: ascend, amd, intel,
+    apple."""
     names = [name for name, path in _FILES.items() if Path(path).exists()]
     # The graphics of an Intel CPU do not count: XPU means a card with its own memory.
     for card in Path("/sys/class/drm").glob("card[0-9]*/device"):
@@ -263,8 +265,8 @@ def _detect_drivers() -> list[str]:
 
 
 def describe_device(device: torch.device) -> str:
-    """A torch device with what distinguishes it from others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; for a CPU its
-    model. Values that the driver does not report are left out."""
+    """Return a torch device with what distinguishes it from others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; for a
+    CPU its model. Values that the driver does not report are left out."""
     from octavo.base import accelerator
 
     if not accelerator.has_own_memory(device):
@@ -273,7 +275,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def _driver() -> str | None:
-    """NVIDIA's driver version; None on a machine without one."""
+    """Return NVIDIA's driver version, or None on a machine without the driver."""
     proc = Path("/proc/driver/nvidia/version")
     if proc.exists():
         match = re.search(r"Kernel Module.*?\s([0-9]+(\.[0-9]+)+)", proc.read_text(errors="replace"))

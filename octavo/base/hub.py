@@ -1,7 +1,7 @@
-"""Names of the Hugging Face hub (`org/name`) in place of local folders: which snapshot is used, and why one cannot be.
+"""Resolves names of the Hugging Face hub (`org/name`) to local folders.
 
 A name is resolved to the folder of one revision in the hub's cache (`~/.cache/huggingface/hub/models--ORG--NAME/
-snapshots/SHA`), which all other code reads as any local folder. Code of a repository is never downloaded. Nothing
+snapshots/SHA`), which all other code reads like any local folder. Code of a repository is never downloaded. Nothing
 here imports torch: without a network a call returns at once, and if the hub does not answer, after `TIMEOUT_S`.
 """
 
@@ -17,7 +17,7 @@ from octavo.base import suffixes
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.safe_read import first_line
 
-TIMEOUT_S = 10.0  # that the hub may take to answer
+TIMEOUT_S = 10.0  # for an answer of the hub
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 #: files of a model's repository that are downloaded: no pickles, no code
 DOWNLOADED_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*")
@@ -32,7 +32,8 @@ class HubError(ValueError):
 
 
 def is_name(text: str, folder: str | Path | None = None) -> bool:
-    """Whether a path is a repository's name: two words with a slash between, and no existing file or folder. With the
+    """Return whether a path is a repository's name: two words with a slash between, and no existing file or folder.
+    With the
     `folder` of a configuration, a path into an existing folder is not a name either, but probably a misspelled path."""
     if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.ALL_FILES) or ".." in text:
         return False
@@ -40,10 +41,10 @@ def is_name(text: str, folder: str | Path | None = None) -> bool:
 
 
 def resolve_names(cfg: Any, log: Log) -> Any:
-    """An `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest revision.
-    A configuration without names is returned unchanged.
+    """Return an `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest
+    revision. A configuration without names is returned unchanged.
 
-    With `model.load_in_fp8`, a published FP8 twin with weights of the language model's kind replaces quantization on
+    With `model.load_in_fp8`, a published FP8 repository of the same model replaces quantization on
     this machine, unless `model.revision` pins the weights. Raises HubError.
     """
     model, data = cfg.model, cfg.data
@@ -51,23 +52,24 @@ def resolve_names(cfg: Any, log: Log) -> Any:
         kind = None if model.revision is not None else model.load_in_fp8.kinds.get("foundation")
         folder = model_folder(model.path, model.revision, kind, log)
         model = model.model_copy(update={"path": str(folder), "revision": None})
-    parts = {of: tuple(_pin_revision(entry, log) for entry in getattr(data, of)) for of in ("train", "eval")}
-    if model is cfg.model and parts == {of: getattr(data, of) for of in parts}:
+    parts = {split: tuple(_pin_revision(entry, log) for entry in getattr(data, split)) for split in ("train", "eval")}
+    if model is cfg.model and parts == {split: getattr(data, split) for split in parts}:
         return cfg
     return cfg.model_copy(update={"model": model, "data": data.model_copy(update=parts)})
 
 
 def model_folder(name: str, revision: str | None, kind: str | None, log: Log) -> Path:
-    """The folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no twin)."""
-    called = NAME_OF_KIND.get(kind or "", kind)
+    """Return the folder of a model, or of its published FP8 twin with codes of `kind` (row, block, tensor; None
+    disables the search for a twin)."""
+    kind_name = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _resolve_sha(name, revision, "model")
-    for twin in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
-        if (taken := _find_fp8_model(twin, str(kind), sha is not None, log)) is not None:
+    for twin_name in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
+        if (twin := _find_fp8_model(twin_name, str(kind), sha is not None, log)) is not None:
             log(
-                f"model.path {name}: {_describe_revision(taken)} is taken, its published FP8 twin ({called}, "
+                f"model.path {name}: {_describe_revision(twin)} is taken, its published FP8 twin ({kind_name}, "
                 "load_in_fp8)"
             )
-            return taken
+            return twin
     if sha is not None:
         folder = _download(name, sha)
     elif (cached := _cached_folder(name, revision)) is not None:
@@ -75,13 +77,15 @@ def model_folder(name: str, revision: str | None, kind: str | None, log: Log) ->
         log(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
         raise HubError(_unreachable_error(name, revision, "model", why))
-    no_twin = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
+    no_twin = (
+        "" if kind is None else f"; no published FP8 twin of the kind {kind_name} was found, so it is quantized here"
+    )
     log(f"model.path {name}: {_describe_revision(folder)} is taken{no_twin}")
     return folder
 
 
 def origin(folder: str | Path) -> dict[str, str] | None:
-    """{"name", "revision"} of a folder in the hub's cache; None for any other folder."""
+    """Return {"name", "revision"} of a folder in the hub's cache, or None for any other folder."""
     path = Path(folder)
     kind, _, name = path.parent.parent.name.partition("--")
     if path.parent.name != "snapshots" or kind != "models" or not name:
@@ -95,7 +99,7 @@ def _describe_revision(folder: Path) -> str:
 
 
 def _pin_revision(entry: Any, log: Log) -> Any:
-    """A data set with the SHA of its revision."""
+    """Return a data set with the SHA of its revision."""
     if not is_name(entry.path) or (entry.revision is not None and re.fullmatch("[0-9a-f]{40}", entry.revision)):
         return entry
     sha, why = _resolve_sha(entry.path, entry.revision, "dataset")
@@ -106,11 +110,11 @@ def _pin_revision(entry: Any, log: Log) -> Any:
 
 
 def _resolve_sha(name: str, revision: str | None, kind: str) -> tuple[str | None, str]:
-    """(SHA of the revision, ""), or (None, reason) where the hub does not answer. Raises HubError where it does not
-    exist or access is denied."""
+    """Return (SHA of the revision, ""), or (None, reason) where the hub does not answer. Raises HubError where it does
+    not exist or access is denied."""
     from huggingface_hub import HfApi, errors
 
-    at = "" if revision is None else f" at the revision {revision!r}"
+    at_revision = "" if revision is None else f" at the revision {revision!r}"
     try:
         return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha, ""
     except errors.GatedRepoError as cause:
@@ -119,15 +123,15 @@ def _resolve_sha(name: str, revision: str | None, kind: str) -> tuple[str | None
         ) from cause
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as cause:
         raise HubError(
-            f"there is no {kind} {name}{at} on the Hugging Face hub (or it is private and `hf auth login` was not done "
-            f"here), and no folder {name} here. Check the name; a local path begins with ./ or /"
+            f"there is no {kind} {name}{at_revision} on the Hugging Face hub (or it is private and `hf auth login` was "
+            f"not done here), and no folder {name} here. Check the name; a local path begins with ./ or /"
         ) from cause
     except Exception as cause:  # network errors, whose classes differ between versions of the library
         return None, first_line(cause)[:160]
 
 
 def _download(name: str, sha: str) -> Path:
-    """The folder of a model, downloaded now if it is not in the cache."""
+    """Return the folder of a model, downloaded now if it is not in the cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -135,12 +139,12 @@ def _download(name: str, sha: str) -> Path:
     except Exception as cause:
         raise HubError(
             f"{name} could not be fetched from the Hugging Face hub ({first_line(cause)[:160]}). "
-            "The finished files are kept: start again, or fetch it with `hf download` and name the folder"
+            "The finished files are kept: start again, or fetch it with `hf download` and use the folder"
         ) from cause
 
 
 def _cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a model in the hub's cache, if it contains weights."""
+    """Return the folder of a model in the hub's cache, if it contains weights."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -151,22 +155,23 @@ def _cached_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def _unreachable_error(name: str, revision: str | None, kind: str, why: str) -> str:
-    at = "" if revision is None else f" at the revision {revision!r}"
+    at_revision = "" if revision is None else f" at the revision {revision!r}"
     key, words, fix = (
         "model.path",
         "model",
-        f"fetch it where there is a network (`hf download {name}`) and name the folder",
+        f"fetch it where there is a network (`hf download {name}`) and use the folder",
     )
     if kind == "dataset":
         key, words, fix = "data", "data set", "give the `revision` (a commit) that `datasets` has fetched before"
     return (
-        f"{key}: there is no folder {name} here, and the Hugging Face hub cannot be asked for the {words} {name}{at} "
-        f"({why}); its cache does not hold it either. Check the path (a local one begins with ./ or /), or {fix}"
+        f"{key}: there is no folder {name} here, and the Hugging Face hub cannot be asked for the {words} "
+        f"{name}{at_revision} ({why}); it is not in the cache either. Check the path (a local one begins with ./ or "
+        f"/), or {fix}"
     )
 
 
 def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
-    """The folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
+    """Return the folder of a repository whose weights are codes of `kind`, or None. If the hub is not
     `reachable`, only the cache is searched."""
     from huggingface_hub import errors, hf_hub_download
 
@@ -182,21 +187,21 @@ def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | N
         sha, why = None, first_line(cause)[:160]
     if cached is None and sha is None:
         if why:
-            log(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
+            log(f"note: the hub did not answer whether {name} exists ({why}); it is not used")
         return None
-    held = declared_kind(config if cached is None else cached / "config.json")
-    if held != kind:
+    found_kind = declared_kind(config if cached is None else cached / "config.json")
+    if found_kind != kind:
         log(
             f"note: {name} is not taken: its codes are "
-            f"{'of no kind known here' if held is None else NAME_OF_KIND[held]}"
+            f"{'of an unsupported kind' if found_kind is None else NAME_OF_KIND[found_kind]}"
         )
         return None
     return cached or _download(name, str(sha))
 
 
 def declared_kind(config: Path) -> str | None:
-    """The kind of codes (row, block, tensor) that a model's config.json declares; None for another or none. Loading the
-    model checks it in full."""
+    """Return the kind of codes (row, block, tensor) that a model's config.json declares, or None for any other kind.
+    Loading the model checks it in full."""
     try:
         values = json.loads(config.read_text())
         section = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
@@ -208,10 +213,10 @@ def declared_kind(config: Path) -> str | None:
 
 def _declared_kinds(section: dict[str, Any]) -> Iterator[str | None]:
     if section.get("quant_method") == "fp8":  # DeepSeek's format
-        usual = (
+        is_deepseek = (
             section.get("weight_block_size") == [128, 128] and section.get("activation_scheme", "dynamic") == "dynamic"
         )
-        yield "block" if usual else None
+        yield "block" if is_deepseek else None
         return
     for group in (section.get("config_groups") or {}).values():  # compressed-tensors
         weights = group["weights"]

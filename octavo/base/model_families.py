@@ -1,4 +1,4 @@
-"""What Octavo must know about a family of models beyond its structure: one record a family, without torch.
+"""Properties of model families that their structure does not show: one record per family, without torch.
 
 A description (:mod:`octavo.models.structure.describe`) is read from the model itself and is enough to plan and to
 measure it. To train a family, the data package must produce the inputs of its forward: it wraps the image processor,
@@ -28,7 +28,7 @@ ImageCut = Literal[
 @dataclass(frozen=True)
 class VideoRecord:
     """How a family samples videos if neither the run nor the model folder sets it. The values do not come from the
-    installed transformers, so that another version of it changes no run.
+    installed transformers, so that upgrading transformers does not change results.
 
     budget      what `min_pixels` and `max_pixels` limit: all frames of a video together ("video"), each frame
                 ("frame"), or nothing, because each frame is one tile of the tower's size ("tile")
@@ -73,9 +73,9 @@ class FamilyRecord:
                  one_tile           the whole image as one tile; no limit
                  scaled_tiles       tiles of several scales; their number is limited
     media        its inputs other than text
-    why_not      why it does not train here, as the end of a sentence, if the inputs of its forward do not show it
-    images_attend_both_ways   tokens of an image attend to later ones: no packs, and no generation by the engine
-    video        how it samples videos in training; None: it does not train on videos
+    why_not      why it does not train here, as the end of a sentence; "" if it trains or its forward shows the reason
+    images_attend_both_ways   tokens of an image attend to later ones: no packs, and the engine cannot generate
+    video        how it samples videos in training, or None if it does not train on videos
     tiny         whether `octavo tiny` writes one (a function of this name among the small checkpoints)
     unsourced    facts without a primary source, for docs/families.md
     """
@@ -112,7 +112,7 @@ _QWEN2_5_VIDEO = VideoRecord(
 _INTERNVL_VIDEO = VideoRecord(
     "tile", "internvl", fps=1.0, min_frames=1, cap_pixels_per_frame=None, mean=_CLIP_MEAN, std=_CLIP_STD
 )
-_LAYOUT = "the processor of the layout of one folder"
+_ONE_FOLDER = "the processor of the single-folder layout"
 
 
 def _table(records: Iterable[FamilyRecord]) -> dict[str, FamilyRecord]:
@@ -146,9 +146,9 @@ RECORDS: dict[str, FamilyRecord] = _table(
             "nvila",
             "NvilaProcessor",
             "scaled_tiles",
-            unsourced=f"{_LAYOUT}; whether VILA 1.5 expects a line break after each image",
+            unsourced=f"{_ONE_FOLDER}; whether VILA 1.5 expects a line break after each image",
         ),
-        FamilyRecord("nvila_lite", "NvilaProcessor", "scaled_tiles", unsourced=_LAYOUT),
+        FamilyRecord("nvila_lite", "NvilaProcessor", "scaled_tiles", unsourced=_ONE_FOLDER),
         FamilyRecord("qwen2_vl", "Qwen2VLImageTextProcessor", "patches"),
         FamilyRecord("qwen2_audio", media="sound"),
         FamilyRecord("qwen3", media="text"),
@@ -166,26 +166,28 @@ RECORDS: dict[str, FamilyRecord] = _table(
 
 
 def trained_families(media: Media) -> tuple[str, ...]:
-    """`model_type` of the families with these media that train here, in the order of the table."""
-    return tuple(one.model_type for one in RECORDS.values() if one.media == media and one.trains)
+    """Return the `model_type` of each family with these media that trains here, in the order of the table."""
+    return tuple(record.model_type for record in RECORDS.values() if record.media == media and record.trains)
 
 
 def tiny_families() -> tuple[str, ...]:
-    """`model_type` of the families for which `octavo tiny` writes a small checkpoint."""
-    return tuple(one.model_type for one in RECORDS.values() if one.tiny)
+    """Return the `model_type` of each family for which `octavo tiny` writes a small checkpoint."""
+    return tuple(record.model_type for record in RECORDS.values() if record.tiny)
 
 
 def video_families() -> dict[str, VideoRecord]:
-    """`model_type` -> video record, of the families that train on videos."""
-    return {one.model_type: one.video for one in RECORDS.values() if one.video is not None and one.trains}
+    """Return `model_type` -> video record of the families that train on videos."""
+    return {
+        record.model_type: record.video for record in RECORDS.values() if record.video is not None and record.trains
+    }
 
 
 def trains_on(model_type: object, *media: Media) -> bool:
-    """Whether models with this `model_type` in config.json train on one of these media."""
+    """Return whether models with this `model_type` in config.json train on one of these media."""
     record = RECORDS.get(model_type) if isinstance(model_type, str) else None
     return record is not None and record.trains and record.media in media
 
 
 def attends_both_ways(model_type: str) -> bool:
-    """Whether tokens of an image attend to later ones in models of this `model_type`."""
+    """Return whether tokens of an image attend to later ones in models of this `model_type`."""
     return model_type in RECORDS and RECORDS[model_type].images_attend_both_ways

@@ -8,8 +8,8 @@ With x (M tokens x K), w (N x K), dy (M x N), a training step of a linear layer 
 
 A recipe defines for each of their six operands which elements share a scale, and how scales are stored. The rest
 follows from that: which recipes cast a weight in two layouts, which have a scale that spans tokens, which multiply by
-the codes of a frozen weight. To add a recipe, add a line to ``_TABLE``; choices of the configuration, candidates of
-``auto``, ladders, notes of a plan, memory figures and benchmarks are derived from it.
+the codes of a frozen weight. To add a recipe, add a line to ``_TABLE``; configuration choices, candidates of
+``auto``, fallback orders, notes of a plan, memory figures and benchmarks are derived from it.
 
 This file needs neither torch nor pydantic: ``octavo.fp8`` and ``octavo.config`` both import it.
 :mod:`octavo.fp8.arithmetic.recipe` builds the casts.
@@ -43,7 +43,7 @@ class RecipeSpec:
             another recipe can use these casts, and ``auto`` does not choose it.
         native: the lowest compute capability whose tensor cores multiply by such scales. Below it they are emulated.
         fastest_on: major compute capabilities for which it is the documented choice if nothing was measured.
-        elsewhere: (library, its name for these casts), repeated if a library has several names.
+        library_names: (library, its name for these casts), repeated if a library has several names.
     """
 
     name: str
@@ -54,26 +54,26 @@ class RecipeSpec:
     delayed: bool = False
     native: tuple[int, int] = (8, 9)
     fastest_on: tuple[int, ...] = ()
-    elsewhere: tuple[tuple[str, str], ...] = ()
+    library_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def layouts(self) -> int:
-        """Number of casts of a weight, each one byte a parameter. 1 where fwd and dgrad share codes."""
+        """Number of casts of a weight, each one byte per parameter; 1 if fwd and dgrad share codes."""
         return len({self.blocks[1], self.blocks[3]})
 
     @property
-    def by_tensor(self) -> bool:
-        """Whether x or dy has one scale for the whole tensor, which differs between ranks."""
+    def has_tensor_scale(self) -> bool:
+        """True if x or dy has one scale for the whole tensor, which differs between ranks."""
         return TENSOR in (self.blocks[0], self.blocks[2])
 
     @property
-    def spans_rows(self) -> bool:
-        """Whether tokens share scales in the forward pass, so that a token's result depends on its batch."""
+    def couples_rows(self) -> bool:
+        """True if tokens share scales in the forward pass, so that a token's result depends on its batch."""
         return self.delayed or self.blocks[0][0] != 1
 
     @property
-    def everywhere(self) -> bool:
-        """Whether every GPU with FP8 hardware multiplies by its scales."""
+    def is_native_on_all(self) -> bool:
+        """True if every GPU with FP8 hardware multiplies by its scales."""
         return self.native <= (8, 9)
 
 
@@ -87,30 +87,31 @@ _TABLE = (
     # The fewest scales, and the fastest GEMMs.
     RecipeSpec(
         "tensorwise", (TENSOR,) * 6, "fp32", _HYBRID, rank=3,
-        elsewhere=(("torchao", "tensorwise"), ("Megatron", "tensorwise")),
+        library_names=(("torchao", "tensorwise"), ("Megatron", "tensorwise")),
     ),
     # An outlier affects only its own row.
     RecipeSpec(
         "rowwise", (ROW, ROW, ROW, COLUMN, COLUMN, COLUMN), "pow2", _WITH_HYBRID, rank=2, fastest_on=(8, 12),
-        elsewhere=(("torchao", "rowwise"), ("torchao", "rowwise_with_gw_hp")),
+        library_names=(("torchao", "rowwise"), ("torchao", "rowwise_with_gw_hp")),
     ),
     # DeepSeek-V3's recipe, and the default.
     RecipeSpec(
-        "blockwise", _ALONG, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,), elsewhere=(("Megatron", "blockwise"),)
+        "blockwise", _ALONG, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,), library_names=(("Megatron", "blockwise"),)
     ),
     # OCP MX: blocks along each contraction. A block of 32 does not need the range of E5M2.
     RecipeSpec(
-        "mxfp8", _MX, "e8m0", _E4M3, rank=1, native=(10, 0), fastest_on=(10, 11), elsewhere=(("Megatron", "mxfp8"),)
+        "mxfp8", _MX, "e8m0", _E4M3, rank=1, native=(10, 0), fastest_on=(10, 11), library_names=(("Megatron", "mxfp8"),)
     ),
     # No cast has to wait for an amax.
-    RecipeSpec("delayed", (TENSOR,) * 6, "fp32", _HYBRID, rank=4, delayed=True, elsewhere=(("Megatron", "delayed"),)),
+    RecipeSpec("delayed", (TENSOR,) * 6, "fp32", _HYBRID, rank=4, delayed=True,
+               library_names=(("Megatron", "delayed"),)),
 )  # fmt: skip
 
 SPECS: Mapping[str, RecipeSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
 """Name -> spec, in the order of the table."""
 
 DEFAULT_RECIPE = "blockwise"
-"""The recipe for FP8 where none is named."""
+"""The FP8 recipe if none is named."""
 
 NAMES = tuple(SPECS)
 CURRENT_SCALING = tuple(name for name, spec in SPECS.items() if not spec.delayed)
@@ -120,10 +121,10 @@ RANKED = tuple(sorted(NAMES, key=lambda name: SPECS[name].rank))
 CANDIDATES = tuple(name for name in RANKED if name in CURRENT_SCALING)
 """The recipes that ``auto`` chooses among; on a tie, the first."""
 
-PER_TOKEN = tuple(name for name in CURRENT_SCALING if not SPECS[name].spans_rows)
-"""Recipes in which an outlier affects at most its own token, the fastest first."""
+PER_TOKEN = tuple(name for name in CURRENT_SCALING if not SPECS[name].couples_rows)
+"""Recipes whose forward scales do not span tokens, the fastest first."""
 
-COARSE_TO_FINE = tuple(name for name in reversed(CANDIDATES) if SPECS[name].everywhere)
+COARSE_TO_FINE = tuple(name for name in reversed(CANDIDATES) if SPECS[name].is_native_on_all)
 """From coarse to fine: a GEMM that needs smaller blocks gets the next one."""
 
 FROZEN_BLOCKS: Mapping[str, Block] = MappingProxyType({"row": ROW, "block": (128, 128), "tensor": TENSOR})
@@ -135,33 +136,34 @@ RECIPES_OF_KIND: Mapping[str, tuple[str, ...]] = MappingProxyType(
         for kind, block in FROZEN_BLOCKS.items()
     }
 )
-"""Kind of frozen FP8 weights -> recipes that multiply by such codes; the kind is named after the first."""
+"""Kind of frozen FP8 weights -> recipes that multiply by such codes; the first one names the kind."""
 
 NAME_OF_KIND: Mapping[str, str] = MappingProxyType({kind: names[0] for kind, names in RECIPES_OF_KIND.items()})
 """Kind of frozen FP8 weights -> recipe to set for it."""
 
 
 def recipes_with_format(form: str) -> tuple[str, ...]:
-    """The recipes with this default format."""
+    """Return the recipes with this default format."""
     return tuple(name for name, spec in SPECS.items() if spec.formats[0] == form)
 
 
 def parse_kind(word: str) -> str:
-    """The kind of frozen weights for a recipe's name or the kind itself; any other word unchanged."""
+    """Return the kind of frozen weights for a recipe's name or the kind itself; any other word unchanged."""
     return next((kind for kind, name in NAME_OF_KIND.items() if name == word), word)
 
 
 def fastest_on(major: int) -> str:
-    """The documented choice for GPUs of a major compute capability; newer ones than the table get its newest entry."""
+    """Return the documented choice for GPUs of a major compute capability; newer ones than the table get its newest
+    entry."""
     by_major = {number: name for name, spec in SPECS.items() for number in spec.fastest_on}
     return by_major.get(major, by_major[max(by_major)])
 
 
 def names_in_library(library: str) -> dict[str, str]:
-    """A library's names of recipes -> Octavo's names."""
-    return {theirs: name for name, spec in SPECS.items() for of, theirs in spec.elsewhere if of == library}
+    """Return a library's names of recipes -> Octavo's names."""
+    return {alias: name for name, spec in SPECS.items() for owner, alias in spec.library_names if owner == library}
 
 
 def join_words(names: tuple[str, ...], last: str = "and") -> str:
-    """Names as a phrase: "a, b and c"."""
+    """Join names into a phrase: "a, b and c"."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

@@ -1,9 +1,9 @@
-"""Safe reading of untrusted files: only a regular file, up to a size limit, as bytes, text or JSON; or a clear error.
+"""Reads untrusted files safely: only regular files, up to a size limit, as bytes, text or JSON.
 
 A path may lead to a pipe (reading never returns), a device (which never ends), a socket or a folder; a file may be
 empty, huge, binary, or JSON that crashes code which walks through it: brackets nested without end, numbers with
-thousands of digits, lone surrogates. Each is refused here with an error class of the caller's choice, which names the
-file and what to do. Configurations, rows, model folders, adapters, checkpoints and run directories are all opened with
+thousands of digits, lone surrogates. Each raises an error of the caller's class here, which names the
+file and the fix. Configurations, rows, model folders, adapters, checkpoints and run directories are all opened with
 this module.
 
 An encrypted file (:mod:`octavo.base.encryption`) is recognized by its first bytes and read as its plain text.
@@ -25,7 +25,7 @@ from octavo.base import encryption
 
 #: bytes of a file that is read whole; the largest published tokenizers and indices have about 40 MB
 MAX_BYTES = 256 << 20
-#: nested brackets; code that copies or writes the JSON later may recurse about ten times deeper
+#: nested brackets; code that later copies or writes the JSON may recurse about ten times deeper
 MAX_DEPTH = 64
 #: digits of a whole number: a longer one does not even fit into a float
 MAX_DIGITS = 300
@@ -42,7 +42,7 @@ class Unreadable(ValueError):
 
 
 def printable(text: object) -> str:
-    r"""Text in which control and unprintable characters are escaped for a terminal: "a\x1b[2Jb" -> r"a\x1b[2Jb"."""
+    r"""Escape control and unprintable characters for a terminal: "a\x1b[2Jb" -> r"a\x1b[2Jb"."""
     text = str(text)
     if text.isprintable():
         return text
@@ -50,13 +50,14 @@ def printable(text: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """``TypeName: first line of the message``; only the type for an error without a message (``raise EOFError``)."""
+    """Return ``TypeName: first line of the message``, or only the type if there is no message (``raise EOFError``)."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def describe_file_type(path: str | os.PathLike[str]) -> str | None:
-    """What a path is if not a regular file ("a named pipe", "a folder", ...); None for a file. Links are followed.
+    """Return what a path is if not a regular file ("a named pipe", "a folder", ...), or None for a file. Links are
+    followed.
 
     Raises OSError where the path does not exist.
     """
@@ -65,7 +66,7 @@ def describe_file_type(path: str | os.PathLike[str]) -> str | None:
 
 
 def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable, buffering: int = -1) -> BinaryIO:
-    """A regular file, opened for reading bytes; an encrypted one is decrypted.
+    """Return a regular file, opened for reading bytes; an encrypted one is decrypted.
 
     Raises `error` for a path that is missing, not a regular file, not permitted or not valid, and for an encrypted file
     that is damaged or has no key. A chunk that turns out to be damaged later raises VaultError, which is an OSError.
@@ -82,7 +83,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
             raise error(f"{printable(path)} is a socket or a device, not a file. Put the file in its place.") from cause
         raise error(f"{printable(path)} cannot be read: {cause.strerror}.") from cause
     except ValueError as cause:  # a NUL or a lone surrogate
-        raise error(f"{printable(path)} is no path: it holds a character that no file name can have.") from cause
+        raise error(f"{printable(path)} is not a path: it contains a character that file names cannot have.") from cause
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
@@ -104,7 +105,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file, of plain text if it is encrypted; its position does not change."""
+    """Return the size of an open file in bytes (of the plain text if it is encrypted); the position does not change."""
     at = file.tell()
     size = file.seek(0, os.SEEK_END)
     file.seek(at)
@@ -112,7 +113,7 @@ def size_of(file: BinaryIO) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = MAX_BYTES) -> bytes:
-    """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer file."""
+    """Return a whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer file."""
     with open_file(path, error, buffering=0) as file:
         size = size_of(file)
         pieces, left = [], limit + 1
@@ -123,7 +124,7 @@ def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable
         except OSError as cause:
             raise error(f"{printable(path)} cannot be read: {cause.strerror}.") from cause
     if size > limit or not left:
-        raise error(f"{printable(path)} has {max(size, limit + 1)} bytes or more, and {limit} are the most here.")
+        raise error(f"{printable(path)} has {max(size, limit + 1)} bytes or more; the limit is {limit}.")
     return b"".join(pieces)
 
 
@@ -133,12 +134,12 @@ def read_text(
     limit: int = MAX_BYTES,
     encoding: str = "utf-8",
 ) -> str:
-    """The text of a file (`encoding`: utf-8, or utf-8-sig to drop a byte order mark). Raises `error`."""
+    """Return the text of a file (`encoding`: utf-8, or utf-8-sig to drop a byte order mark). Raises `error`."""
     return decode(read_bytes(path, error, limit), path, error, encoding)
 
 
 def decode(raw: bytes, where: object, error: type[Exception] = Unreadable, encoding: str = "utf-8") -> str:
-    """Bytes decoded as UTF-8; `where` names them in the message of `error`."""
+    """Decode bytes as UTF-8; `where` names them in the message of `error`."""
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as cause:
@@ -155,12 +156,12 @@ def read_json(
     limit: int = MAX_BYTES,
     wanted: type | None = dict,
 ) -> Any:
-    """The JSON value of a file, of the type `wanted` (None: any type). Raises `error`."""
+    """Return the JSON value of a file, of the type `wanted` (None accepts any type). Raises `error`."""
     return parse_json(read_text(path, error, limit), path, error, wanted)
 
 
 def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wanted: type | None = dict) -> Any:
-    """A JSON value that is safe to walk through, copy, convert and write again.
+    """Return a JSON value that is safe to walk through, copy, convert and write again.
 
     Raises `error` with `where`: for text that is not JSON, with line and column; for brackets nested deeper than DEPTH,
     whole numbers of more than DIGITS digits and lone surrogates (which no file and no tokenizer accepts); and for a
@@ -170,15 +171,15 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
     try:
         value = json.loads(text, parse_int=_parse_int)
     except json.JSONDecodeError as cause:
-        at = f"line {cause.lineno}, column {cause.colno}"
+        position = f"line {cause.lineno}, column {cause.colno}"
         raise error(
-            f"{shown} is not JSON: {cause.msg} ({at}). Download or write it again." if text.strip() else
-            f"{shown} is empty, where JSON belongs. Download or write it again."
+            f"{shown} is not JSON: {cause.msg} ({position}). Download or write it again." if text.strip() else
+            f"{shown} is empty; expected JSON. Download or write it again."
         ) from cause  # fmt: skip
     except RecursionError as cause:
         raise error(f"{shown} nests brackets deeper than {MAX_DEPTH}; no file of this kind does.") from cause
     except _TooManyDigits as cause:
-        raise error(f"{shown} holds a number of {cause} digits; a float holds {MAX_DIGITS}.") from cause
+        raise error(f"{shown} contains a number of {cause} digits; a float holds {MAX_DIGITS}.") from cause
     # The walk is slow, so it runs only for texts that can have one of the faults it finds.
     if (text.count("[") + text.count("{") > MAX_DEPTH or _SURROGATE_ESCAPE.search(text)) and (
         why := _why_unsafe(value)
@@ -186,12 +187,12 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
         raise error(f"{shown} {why}.")
     if wanted is not None and not isinstance(value, wanted):
         word = "an object" if wanted is dict else "a list" if wanted is list else wanted.__name__
-        raise error(f"{shown} holds a {type(value).__name__} where {word} belongs. Download or write it again.")
+        raise error(f"{shown} contains a {type(value).__name__}; expected {word}. Download or write it again.")
     return value
 
 
 def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> Iterator[tuple[int, Any]]:
-    """(number from 1, object) of each line that is not blank, in a file of JSON lines that a program appends to.
+    """Yield (number from 1, object) of each line that is not blank, in a file of JSON lines that a program appends to.
 
     An incomplete last line, as a kill leaves it, is left out. Raises `error`, with the number, for any other line that
     is not an object.
@@ -208,7 +209,7 @@ def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """The same value with None for NaN and infinities, which JSON cannot write."""
+    """Return the value with None in place of NaN and infinities, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -229,32 +230,32 @@ def _parse_int(digits: str) -> int:
 
 
 def _why_unsafe(root: object) -> str | None:
-    """Why JSON would crash code that walks through it; None if it would not. Walks by level, not by recursion."""
+    """Return why JSON would crash code that walks through it, or None. Walks by level, not by recursion."""
     level, depth = [root], 0
     while level:
-        below: list[object] = []
+        next_level: list[object] = []
         for value in level:
             if isinstance(value, dict):
-                below += value
-                below += value.values()
+                next_level += value
+                next_level += value.values()
             elif isinstance(value, list):
-                below += value
+                next_level += value
             elif isinstance(value, str) and not value.isascii():
                 try:
                     value.encode()
-                except UnicodeEncodeError as half:
-                    return f"holds half a character (a lone \\u{ord(value[half.start]):04x}), which is no text"
+                except UnicodeEncodeError as error:
+                    return f"holds half a character (a lone \\u{ord(value[error.start]):04x}), which is not text"
         depth += any(isinstance(value, dict | list) for value in level)
         if depth > MAX_DEPTH:
             return f"nests brackets deeper than {MAX_DEPTH}; no file of this kind does"
-        level = below
+        level = next_level
     return None
 
 
 class ValueCheck(NamedTuple):
-    """What a single value must be: a predicate, and its description."""
+    """A check of a single value, and its description."""
 
-    fits: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
     words: str
 
 
@@ -265,39 +266,43 @@ NUMBER = ValueCheck(lambda value: type(value) in (int, float), "a number")
 FINITE = ValueCheck(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
 
 
-def check_schema(value: Any, form: Any, where: object, error: type[Exception] = Unreadable, at: str = "") -> None:
-    """Check that a JSON value has a form, so that its readers need no checks. Raises `error` with the place.
+def check_schema(value: Any, schema: Any, where: object, error: type[Exception] = Unreadable, prefix: str = "") -> None:
+    """Check a JSON value against a schema, so that its readers need no checks. Raises `error` with the key.
 
-    A form is an `Is`; a list with one form for all entries; or a dict of key -> form, in which a key "name!" is
-    required and the key ... applies to all other keys (without it they are not checked). A form of None accepts any
+    A schema is a `ValueCheck`; a list with one schema for all entries; or a dict of key -> schema, in which a key
+    "name!" is required and the key ... applies to all other keys (without it they are not checked). None accepts any
     value. A key that is not required may be null.
     """
-    if isinstance(form, ValueCheck):
-        good, words, inner = form.fits(value), form.words, []
-    elif isinstance(form, list):
-        good, words = isinstance(value, list), "a list"
-        inner = [(str(i), one, form[0]) for i, one in enumerate(value)] if good else []
+    if isinstance(schema, ValueCheck):
+        is_valid, words, inner = schema.is_valid(value), schema.words, []
+    elif isinstance(schema, list):
+        is_valid, words = isinstance(value, list), "a list"
+        inner = [(str(i), entry, schema[0]) for i, entry in enumerate(value)] if is_valid else []
     else:
-        good, words = isinstance(value, dict), "an object"
-        wanted = {key.rstrip("!") if isinstance(key, str) else key: one for key, one in form.items()}
-        inner = [(key, one, wanted.get(key, wanted.get(...))) for key, one in value.items()] if good else []
-        for key in [key[:-1] for key in form if key is not ... and key.endswith("!")] if good else []:
+        is_valid, words = isinstance(value, dict), "an object"
+        wanted = {
+            key.rstrip("!") if isinstance(key, str) else key: inner_schema for key, inner_schema in schema.items()
+        }
+        inner = [(key, entry, wanted.get(key, wanted.get(...))) for key, entry in value.items()] if is_valid else []
+        for key in [key[:-1] for key in schema if key is not ... and key.endswith("!")] if is_valid else []:
             if value.get(key) is None:
-                raise error(f"{printable(where)} lacks {at + key!r}; it was changed, or Octavo did not write it.")
-    if not good:
+                raise error(
+                    f"{printable(where)} has no key {prefix + key!r}; it was changed, or Octavo did not write it."
+                )
+    if not is_valid:
         shown = printable(json.dumps(value)[:80])
-        raise error(f"{printable(where)}: {at.rstrip('.') or 'it'} is {shown}, where {words} belongs.")
-    for key, one, wanted_one in inner:
-        if wanted_one is not None and one is not None:
-            check_schema(one, wanted_one, where, error, f"{at}{printable(key)}.")
+        raise error(f"{printable(where)}: {prefix.rstrip('.') or 'it'} is {shown}; expected {words}.")
+    for key, entry, entry_schema in inner:
+        if entry_schema is not None and entry is not None:
+            check_schema(entry, entry_schema, where, error, f"{prefix}{printable(key)}.")
 
 
 def link_target_outside(path: Path, folder: Path) -> Path | None:
-    """The target of a path in a folder, if links lead out of the folder; None if it stays inside.
+    """Return the target of a path in a folder if links lead out of the folder, or None if it stays inside.
 
     A snapshot in the Hugging Face hub's cache consists of links into the blobs of the same repository
     (`REPO/snapshots/REVISION/config.json -> REPO/blobs/HASH`), which count as inside.
     """
-    target, home = path.resolve(), folder.resolve()
-    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    return None if any(target.is_relative_to(one) for one in homes) else target
+    target, root = path.resolve(), folder.resolve()
+    roots = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    return None if any(target.is_relative_to(allowed) for allowed in roots) else target

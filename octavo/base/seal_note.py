@@ -30,8 +30,9 @@ _HEX_DIGITS = ValueCheck(
 )
 _SEALED_KIND = ValueCheck(lambda value: value in ("model", "data", "adapter"), "model, data or adapter")
 ONE_KEY_ONE_PURPOSE = (
-    "A key has one purpose: who gets this one to read files undoes the permutation, too. Make one for files (octavo "
-    "encrypt --new-key NEW); octavo encrypt SRC DST --old-key OLD --key-file NEW takes to it what is encrypted already"
+    "A key has one purpose: with the same key, a reader of the files could also undo the permutation. Make a separate "
+    "key for files (octavo encrypt --new-key NEW); octavo encrypt SRC DST --old-key OLD --key-file NEW moves encrypted "
+    "files to it"
 )
 """The error text if one key would both seal and encrypt."""
 
@@ -46,18 +47,18 @@ class Note:
 
 
 def fingerprint(secret: bytes) -> str:
-    """32 hexadecimal digits that identify a key and do not reveal it."""
+    """Return 32 hexadecimal digits that identify a key without revealing it."""
     return hmac.digest(secret, LABEL + b"fingerprint", "sha256")[:16].hex()
 
 
 def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note | None:
-    """The note of a folder; None where it has none. Raises `error` for a note that cannot be read."""
+    """Return the note of a folder, or None if it has none. Raises `error` for a note that cannot be read."""
     file = Path(folder) / NOTE
     if not os.path.lexists(file):
         return None
     raw = safe_read.read_json(file, error)
     if (version := raw.get("octavo_sealed")) != FORMAT:
-        raise error(f"{file} is of format {version!r:.20}, and this version reads {FORMAT}: seal it again")
+        raise error(f"{file} has format {version!r:.20}, but this version reads {FORMAT}: seal it again")
     safe_read.check_schema(raw, {"of": _SEALED_KIND, "key": _HEX_DIGITS}, file, error)
     return Note(raw["of"], raw["key"], {k: v for k, v in raw.items() if k not in ("octavo_sealed", "of", "key")})
 
@@ -68,8 +69,10 @@ def check_adapter(adapter: str | Path, base: str | Path, error: type[Exception],
     notes = read_note(adapter, error), read_note(base, error)
     if len({note and note.key for note in notes}) > 1:
         first, second = (f"sealed with the key {note.key}" if note else "not sealed" for note in notes)
-        raise error(f"{key}{adapter} is {first}, and {base} is {second}: to each other they are noise. `octavo seal "
-                    "adapter` and `octavo unseal adapter` lead from one to the other")  # fmt: skip
+        raise error(
+            f"{key}{adapter} is {first}, and {base} is {second}: to each other they are noise. Convert the adapter "
+            "with `octavo seal adapter` or `octavo unseal adapter`"
+        )
 
 
 def write_note(folder: Path, note: Note) -> None:
@@ -78,7 +81,7 @@ def write_note(folder: Path, note: Note) -> None:
 
 
 def note_bytes(note: Note) -> bytes:
-    """The bytes of a note's file."""
+    """Return the bytes of a note's file."""
     return (
         json.dumps({"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.details}, indent=1) + "\n"
     ).encode()

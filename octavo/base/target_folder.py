@@ -3,7 +3,7 @@
 A target is usually written under a temporary name and renamed into place (:mod:`octavo.base.atomic_write`). The root of
 a mounted file system (a container's volume at /out) cannot be renamed: rename(2) fails with EBUSY. Then the files are
 written in `TARGET/.octavo.part` and moved up one by one, JSON files last: without config.json or octavo_export.json no
-reader takes the folder for a model or an export.
+reader mistakes the folder for a model or an export.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> None:
-    """Refuse a path that cannot become a file or a folder, before any work is done.
+    """Raise `refused` for a path that cannot become a file or a folder, before any work is done.
 
-    Raises `refused` for a name that is not UTF-8 or has control characters (it would be written into reports, indices
-    and tables), for links that lead in a circle, and for a path below a file.
+    Such names are not UTF-8 or have control characters (they would be written into reports, indices and tables), are
+    links that lead in a circle, or are below a file.
     """
     path, shown = Path(target), printable(os.fspath(target))
     if not os.fspath(path).isprintable():
         raise refused(
-            f"{shown} cannot be written: its name holds control characters or is not UTF-8. Name another place"
+            f"{shown} cannot be written: its name contains control characters or is not UTF-8. Choose another path"
         )
-    for place in (path, *path.parents):
+    for ancestor in (path, *path.parents):
         try:
-            os.stat(place)
+            os.stat(ancestor)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise refused(f"{shown} cannot be written: its links lead in a circle. Name another place") from error
+                raise refused(f"{shown} cannot be written: its links lead in a circle. Choose another path") from error
             continue
-        if place != path and not os.path.isdir(place):
-            raise refused(f"{shown} cannot be written: {printable(place)} is a file. Name another place")
+        if ancestor != path and not os.path.isdir(ancestor):
+            raise refused(f"{shown} cannot be written: {printable(ancestor)} is a file. Choose another path")
         return
 
 
 def contents(target: Path) -> list[str]:
-    """The names in a folder, except leftovers of a file system or a killed command; [] if not a folder."""
+    """Return the names in a folder, except leftovers of a file system or a killed command; [] if not a folder."""
     return sorted(name for name in os.listdir(target) if name not in _IGNORED_ENTRIES) if target.is_dir() else []
 
 
 def is_free(target: Path) -> bool:
-    """Whether the path does not exist, or is an empty folder."""
+    """Return whether the path does not exist, or is an empty folder."""
     return not target.exists() or (target.is_dir() and not contents(target))
 
 
 def is_fixed(target: Path) -> bool:
-    """Whether it is a folder that a rename cannot replace: a mount point, or one in a folder without write access."""
+    """Return whether a rename cannot replace the folder: a mount point, or a folder whose parent is not writable."""
     if not target.is_dir():
         return False
     return os.path.ismount(target) or str(target) in _mount_points() or not os.access(target.parent, os.W_OK)
@@ -64,8 +64,8 @@ def is_fixed(target: Path) -> bool:
 def move_in(new_folder: Path, target: Path) -> None:
     """Replace the entries of the folder `target` by the entries of `new_folder`.
 
-    The present entries are moved to `.octavo.part/leaving`, which is renamed to `old` when all of them are in it: from
-    that `recover` knows how far a killed process came. A rename that fails undoes the earlier ones.
+    The present entries are moved to `.octavo.part/leaving`, which is renamed to `old` when all of them are in it: this
+    tells `recover` how far a killed process came. A rename that fails undoes the earlier ones.
     """
     stage = target / STAGE
     new, leaving, old = stage / "new", stage / "leaving", stage / "old"
@@ -91,7 +91,8 @@ def move_in(new_folder: Path, target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Finish a `move_in` that a kill cut short: undo it if not all old entries had been moved out, else complete it."""
+    """Finish a `move_in` that a kill interrupted: undo it if not all old entries had been moved out, else complete
+    it."""
     stage = target / STAGE
     if not target.is_dir() or not stage.is_dir():
         return
@@ -113,7 +114,7 @@ def _json_last(folder: Path) -> list[str]:
 
 
 def _mount_points() -> set[str]:
-    """Mount points of this process (Linux), including bind mounts of the same file system, which `ismount` misses."""
+    """Return the mount points of this process (Linux), including bind mounts, which `ismount` misses."""
     try:
         lines = _MOUNTS.read_bytes().splitlines()
     except OSError:

@@ -95,7 +95,7 @@ def supported_backends(bench: Bench, recipe: str) -> list[str]:
     only the reference. A recipe is included where tensor cores multiply by its scales (MXFP8 from Blackwell on):
     elsewhere it is emulated, cannot win, and would take a fifth of a suite's time."""
     native, capability = SPECS[recipe].native, accelerator.compute_capability(bench.device)
-    if not SPECS[recipe].everywhere and capability is not None and capability < native:
+    if not SPECS[recipe].is_native_on_all and capability is not None and capability < native:
         return []
     built = fp8.recipe(recipe)
     backends: list[str] = []

@@ -1,4 +1,4 @@
-"""Find the layer, GEMM or feature that breaks a run, by short runs with parts of its FP8 and savings switched off."""
+"""Finds the layer, GEMM or feature that breaks a run, with short runs in which parts of its FP8 and savings are off."""
 
 from octavo.bisect.find_culprits import bisect
 from octavo.bisect.page import document

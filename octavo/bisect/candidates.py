@@ -1,8 +1,8 @@
-"""The candidates that may break a run: each GEMM that its plan has in FP8, and each feature; and runs with some of
-them.
+"""The candidates that may break a run: each GEMM that its plan has in FP8, and each feature; and configurations with a
+subset of them.
 
-Candidates have one order: GEMMs by component and layer in the model's order, then features. So halving tests components
-first, then layers, then GEMMs. A run without any candidate is high precision without savings.
+Candidates are ordered: GEMMs by component and layer in the order of the model, then features. Halving therefore
+separates components first, then layers, then GEMMs. A run without candidates is high precision without savings.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from octavo.fp8.policy import matches, template
 from octavo.report.trial.memory_savings import HEAD, Saving, change_section, enabled_savings
 from octavo.train.setup import planning
 
-REFERENCE = "reference"  # the backend that is the specification
+REFERENCE = "reference"  # the backend that defines the arithmetic
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A GEMM of a layer (``gemm`` is fwd, dgrad or wgrad) or, with an empty ``gemm``, a feature in its words."""
+    """A GEMM of a layer (``gemm`` is fwd, dgrad or wgrad) or, with an empty ``gemm``, a feature."""
 
     name: str
     gemm: str = ""
@@ -38,21 +38,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates of a configuration ``cfg`` whose plan has these rows."""
+    """The candidates of a configuration ``cfg``, with the layers and recipes of its plan."""
 
     cfg: Config
     gemms: tuple[Candidate, ...]
     features: tuple[Saving, ...]
-    layers: tuple[str, ...]  # all linear layers, those in high precision too
-    recipes: Mapping[str, str]  # of those in FP8
+    layers: tuple[str, ...]  # all linear layers, including those in high precision
+    recipes: Mapping[str, str]  # layer -> recipe, of the layers in FP8
 
     @classmethod
     def of(cls, cfg: Config, plan: Mapping[str, Any]) -> Space:
-        """The space of a configuration and the plan.json of a run of it. Recipes that a plan file or a measurement
-        chose become rules, layer by layer."""
+        """Create the space of a configuration from the plan.json of a run of it. Recipes that a plan file or a
+        measurement chose become rules, layer by layer."""
         rows = plan["rows"]
-        if planning.leaves_open(cfg):
-            cfg = _by_rules(cfg, plan)
+        if planning.has_open_recipes(cfg):
+            cfg = _plan_to_rules(cfg, plan)
         gemms = tuple(
             Candidate(row["name"], gemm, row["component"], float(row["flops"]))
             for row in rows
@@ -62,76 +62,82 @@ class Space:
         )
         used = {name for row in rows for name in (row.get("backend") or {}).values()}
         recipes = {row["name"]: row["recipe"]["name"] for row in rows if row["recipe"]}
-        return cls(cfg, gemms, tuple(features_of(cfg, used)), tuple(row["name"] for row in rows), recipes)
+        return cls(cfg, gemms, tuple(list_features(cfg, used)), tuple(row["name"] for row in rows), recipes)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         return (*self.gemms, *(Candidate(switch.words) for switch in self.features))
 
     def with_only(self, on: Collection[Candidate]) -> Config:
-        """The configuration with these candidates on and all others off."""
+        """Return the configuration with only these candidates on."""
         cfg = self.cfg
-        names = {one.name for one in on if not one.gemm}
+        names = {candidate.name for candidate in on if not candidate.gemm}
         for switch in self.features:
             if switch.words not in names:
                 cfg = switch.off(cfg)
-        off = [one for one in self.gemms if one not in set(on)]
+        off = [candidate for candidate in self.gemms if candidate not in set(on)]
         if len(off) == len(self.gemms):
             return cfg.model_copy(update={"fp8": Fp8Section(recipe="off")})
         return _with_rules(cfg, self.rules(off))
 
     def without(self, off: Collection[Candidate]) -> Config:
-        return self.with_only([one for one in self.candidates if one not in set(off)])
+        return self.with_only([candidate for candidate in self.candidates if candidate not in set(off)])
 
     def in_recipe(self, layers: Collection[Candidate], recipe: str) -> Config:
-        """The configuration with the layers of these GEMMs in another recipe and all candidates on."""
-        names = dict.fromkeys(one.name for one in layers if one.gemm)
+        """Return the configuration with the layers of these GEMMs in another recipe and all candidates on."""
+        names = dict.fromkeys(candidate.name for candidate in layers if candidate.gemm)
         form = SPECS[recipe].formats[0] if is_unsupported(recipe, self.cfg.fp8.format) else None
         rules = ((name, Rule(match=name, recipe=recipe, format=form)) for name in names)
-        return _with_rules(self.cfg, self._folded(dict(rules)))
+        return _with_rules(self.cfg, self._merge_rules(dict(rules)))
 
     def has_recipe(self, layers: Collection[Candidate], recipe: str) -> bool:
-        """Whether any of these layers already has the recipe."""
-        return any(self.recipes[one.name] == recipe for one in layers)
+        """Return whether any of these layers already has the recipe."""
+        return any(self.recipes[candidate.name] == recipe for candidate in layers)
 
     def rules(self, off: Iterable[Candidate]) -> list[Rule]:
-        """Rules that keep these GEMMs in high precision while the other GEMMs of their layers stay in FP8."""
+        """Return rules that keep these GEMMs in high precision while the other GEMMs of their layers stay in FP8."""
         out: dict[str, list[str]] = {}
-        for one in off:
-            out.setdefault(one.name, []).append(one.gemm)
-        have = {name: {one.gemm for one in self.gemms if one.name == name} for name in out}
-        return self._folded({name: _rule(name, gone, set(gone) == have[name]) for name, gone in out.items()})
+        for candidate in off:
+            out.setdefault(candidate.name, []).append(candidate.gemm)
+        all_gemms = {name: {c.gemm for c in self.gemms if c.name == name} for name in out}
+        return self._merge_rules(
+            {name: _rule(name, gemms, set(gemms) == all_gemms[name]) for name, gemms in out.items()}
+        )
 
-    def _folded(self, rules: Mapping[str, Rule]) -> list[Rule]:
-        """The rules with one glob for all layers that differ only in their numbers, if their rules are the same."""
+    def _merge_rules(self, rules: Mapping[str, Rule]) -> list[Rule]:
+        """Merge the rules of layers that differ only in their numbers into one glob, if the rules are equal."""
         out: dict[str, Rule] = {}
         for name, rule in rules.items():
             glob = template(name)
-            alike = [other for other in self.layers if matches(glob, other)]
-            same = {k: v for k, v in rule if k != "match"}
-            if all(other in rules and {k: v for k, v in rules[other] if k != "match"} == same for other in alike):
+            matching = [other for other in self.layers if matches(glob, other)]
+            settings = {k: v for k, v in rule if k != "match"}
+            if all(
+                other in rules and {k: v for k, v in rules[other] if k != "match"} == settings for other in matching
+            ):
                 out[glob] = rule.model_copy(update={"match": glob})
             else:
                 out[name] = rule
         return list(out.values())
 
 
-def _rule(name: str, gone: Sequence[str], all_of_them: bool) -> Rule:
-    return Rule.model_validate({"match": name, **({"recipe": "off"} if all_of_them else dict.fromkeys(gone, "bf16"))})
+def _rule(name: str, gemms: Sequence[str], is_whole_layer: bool) -> Rule:
+    return Rule.model_validate(
+        {"match": name, **({"recipe": "off"} if is_whole_layer else dict.fromkeys(gemms, "bf16"))}
+    )
 
 
-def features_of(cfg: Config, backends: Collection[str]) -> list[Saving]:
-    """The savings of a configuration, its other features, and the backends of its plan other than the reference."""
+def list_features(cfg: Config, backends: Collection[str]) -> list[Saving]:
+    """Return the savings of a configuration, its other features, and the backends of its plan except the reference."""
     others = sorted(set(backends) - {REFERENCE})
     backend = [Saving(f"backend: {', '.join(others)}", change_section("fp8", backend=REFERENCE))] if others else []
     savings = [
         switch for switch in enabled_savings(cfg) if not switch.words.startswith(HEAD)
-    ]  # its GEMMs are candidates
-    return [*savings, *extras(cfg), *backend]
+    ]  # GEMMs of the head are candidates
+    return [*savings, *extra_features(cfg), *backend]
 
 
-def extras(cfg: Config) -> list[Saving]:
-    """The features of a configuration, other than FP8 and savings, that change how a step is computed."""
+def extra_features(cfg: Config) -> list[Saving]:
+    """Return the features of a configuration, except FP8 and savings, that change how a step is computed."""
     train, fp8 = cfg.train, cfg.fp8
     switchable = (
         (train.compile, "compile", change_section("train", compile=False)),
@@ -147,9 +153,9 @@ def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
     return change_section("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
 
 
-def _by_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
-    """A configuration whose plan comes from a file or a measurement, with a rule for each layer instead, and the plan's
-    other settings."""
+def _plan_to_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
+    """Replace the plan file or measurement of a configuration by a rule for each layer and the plan's other
+    settings."""
     chosen = [row for row in plan["rows"] if row["recipe"]]
     rules = tuple(
         Rule.model_validate({"match": row["name"], "recipe": row["recipe"]["name"], "format": row["recipe"]["format"],

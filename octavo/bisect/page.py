@@ -1,4 +1,4 @@
-"""Writes the result of a search: ``bisect.html`` (one file, opens offline) and the same as JSON."""
+"""Writes the result of a search as ``bisect.html`` (self-contained) and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import octavo
 from octavo.base import atomic_write
 from octavo.base.safe_read import replace_nonfinite
-from octavo.bisect.search_result import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
+from octavo.bisect.search_result import FOUND, SOUND, UNSOLVED, Answer, Line, describe_figure, list_words, percent
 from octavo.config import to_yaml
 from octavo.report.run import page_parts, plots
 
@@ -20,7 +20,7 @@ PILLS = {FOUND: "fail", SOUND: "pass", UNSOLVED: "undecided"}
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """``bisect.json``: the answer and every run, as plain JSON; numbers that are not finite are null."""
+    """Return the content of ``bisect.json``: the answer and every run; numbers that are not finite are null."""
     content: dict[str, Any] = replace_nonfinite(
         {
             "octavo": octavo.__version__,
@@ -30,8 +30,8 @@ def document(answer: Answer) -> dict[str, Any]:
             "bar": answer.bar,
             "steps": answer.steps,
             "candidates": answer.candidates,
-            "sets": [[_candidate(one) for one in together] for together in answer.sets],
-            "out": [_candidate(one) for one in answer.out],
+            "sets": [[_candidate(candidate) for candidate in culprits] for culprits in answer.sets],
+            "out": [_candidate(candidate) for candidate in answer.out],
             "works": answer.how or None,
             "rules": [] if answer.works is None else [_rule(rule) for rule in answer.works.fp8.rules],
             "runs": [_line(line) for line in answer.lines],
@@ -42,8 +42,8 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def write(answer: Answer, directory: Path) -> Path:
-    """Write the page and its plots; return the page's path."""
-    curves = curves_of(answer)
+    """Write the page and its plots; returns the path of the page."""
+    curves = make_curves(answer)
     drawings = []
     with matplotlib.rc_context(plots.STYLE):
         if len(curves) > 1:
@@ -56,7 +56,7 @@ def write(answer: Answer, directory: Path) -> Path:
         answer=answer,
         pill=PILLS.get(answer.status, "warn"),
         bar=percent(answer.bar),
-        lines=[(line, said(answer.by, line.figure)) for line in answer.lines],
+        lines=[(line, describe_figure(answer.by, line.figure)) for line in answer.lines],
         drawings=drawings,
         works=""
         if answer.works is None
@@ -66,16 +66,17 @@ def write(answer: Answer, directory: Path) -> Path:
     return page
 
 
-def curves_of(answer: Answer) -> list[plots.Curve]:
-    """The runs to plot: high precision, the unchanged configuration, each smallest set alone, and what works."""
-    reference, whole, *trial_lines = answer.lines
-    chosen = [("high precision", "base", reference), ("unchanged", "fp8-0", whole)]
+def make_curves(answer: Answer) -> list[plots.Curve]:
+    """Return the runs to plot: high precision, the unchanged configuration, each smallest set, and the change that
+    works."""
+    reference, unchanged, *trial_lines = answer.lines
+    chosen = [("high precision", "base", reference), ("unchanged", "fp8-0", unchanged)]
     for number, causes in enumerate(answer.sets, 1):
-        alone = [line for line in trial_lines if line.broken and line.words == f"with {named(causes)}"]
-        chosen += [(f"set {number} alone", f"fp8-{1 + number % 3}", line) for line in alone[:1]]
+        set_lines = [line for line in trial_lines if line.broken and line.words == f"with {list_words(causes)}"]
+        chosen += [(f"set {number} alone", f"fp8-{1 + number % 3}", line) for line in set_lines[:1]]
     if answer.works is not None:
         chosen += [("what works", "fp8-4", line) for line in [line for line in trial_lines if not line.broken][-1:]]
-    return [_curve(*one) for one in chosen if one[2].outcome.losses.size]
+    return [_curve(*entry) for entry in chosen if entry[2].outcome.losses.size]
 
 
 def _curve(label: str, color: str, line: Line) -> plots.Curve:
@@ -84,8 +85,8 @@ def _curve(label: str, color: str, line: Line) -> plots.Curve:
     return plots.Curve(label, "reference" if color == "base" else "fp8", color, steps, losses)
 
 
-def _candidate(one: Any) -> dict[str, Any]:
-    return {"name": one.name, "gemm": one.gemm or None, "component": one.component or None}
+def _candidate(candidate: Any) -> dict[str, Any]:
+    return {"name": candidate.name, "gemm": candidate.gemm or None, "component": candidate.component or None}
 
 
 def _rule(rule: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The answer of a search, and its text."""
+"""The result of a search, and its text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOUND, SOUND, DIFFUSE, UNSOLVED = "found", "sound", "diffuse", "unsolved"
 
 @dataclass(frozen=True)
 class Line:
-    """A run of the search: what was on, its figure (inf: it failed) and whether it counts as broken."""
+    """A run of the search: its description, its figure (inf if it failed), and whether it is broken."""
 
     words: str
     outcome: Outcome
@@ -26,16 +26,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a search.
+    """The result of a search.
 
     status   found; sound (not worse than high precision by the margin); diffuse (many candidates each do a little harm,
-             and ``how`` works); unsolved (nothing that was tried works)
-    bar      the margin: above that share a configuration is broken. The harm appeared in the first ``steps`` steps
+             and ``how`` works); unsolved (no change that was tried works)
+    bar      the margin above which a configuration is broken; the problem occurs in the first ``steps`` steps
     sets     smallest sets that break a run
     out      candidates that had to be removed until the rest worked
-    how      the change that works, in words; ``works``: the configuration with it
+    how      description of the change that works; ``works``: the configuration with it
     lines    all runs in order: high precision, the unchanged configuration, and the search; ``trained`` of them were
-             trained now
+             trained by this call
     """
 
     status: str
@@ -54,26 +54,30 @@ class Answer:
     def sentence(self) -> str:
         """The answer in one sentence."""
         if self.status == SOUND:
-            result = said(self.by, self.lines[1].figure)
-            return f"nothing is broken: {result} over {self.steps} steps, and the margin is {percent(self.bar)}"
+            result = describe_figure(self.by, self.lines[1].figure)
+            return f"nothing is broken: {result} over {self.steps} steps, with a margin of {percent(self.bar)}"
         if self.status == DIFFUSE:
-            return f"no few of the {self.candidates} candidates break it, many each do a little harm; {self.how} works"
+            return (
+                f"no small set of {self.candidates} candidates breaks it, many each do a little harm; {self.how} works"
+            )
         if self.status == UNSOLVED:
-            return f"no few of the {self.candidates} candidates break it, and no coarser change that was tried works"
-        culprits = "; and ".join(" together with ".join(one.words for one in culprit_set) for culprit_set in self.sets)
+            return f"no small set of {self.candidates} candidates breaks it, and no coarser change that was tried works"
+        culprits = "; and ".join(
+            " together with ".join(candidate.words for candidate in culprit_set) for culprit_set in self.sets
+        )
         return f"{culprits} break{'s' if len(self.sets) == 1 else ''} it; {self.how} works"
 
 
-def named(candidates: Sequence[Candidate]) -> str:
-    """Candidates by their words."""
-    return ", ".join(one.words for one in candidates)
+def list_words(candidates: Sequence[Candidate]) -> str:
+    """List the descriptions of candidates."""
+    return ", ".join(candidate.words for candidate in candidates)
 
 
 def brief(on: Collection[Candidate]) -> str:
-    """Candidates in a few words."""
+    """Describe candidates in a few words."""
     listed = list(on)
     if len(listed) <= 3:
-        return named(listed)
+        return list_words(listed)
     return f"{len(listed)} candidates, {listed[0].words} to {listed[-1].words}"
 
 
@@ -81,9 +85,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def said(by: By, share: float) -> str:
-    """A figure in words."""
+def describe_figure(by: By, share: float) -> str:
+    """Describe a figure in words."""
     if math.isinf(share):
         return "it failed"
-    what = "loss" if by == "loss" else "seconds a step"
-    return f"{what} {100 * share:+.3g} % against high precision"
+    what = "loss" if by == "loss" else "seconds per step"
+    return f"{what} {100 * share:+.3g} % compared with high precision"

@@ -1,7 +1,7 @@
 """Trains one short run unless its result exists, and reads its figures.
 
-Each configuration has a folder of its own, named by what decides its numbers, so that a search that is started again
-reads what it has trained. A run leaves no checkpoint: one that was cut off is trained again from its beginning.
+Each configuration has a separate folder, named by a hash of the settings that determine its numbers, so that a repeated
+search reuses finished runs. A run writes no checkpoint: one that was interrupted is trained again from its start.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ DONE, FAILURE = "done", "failure.txt"
 
 
 class BisectError(ValueError):
-    """A search is impossible or meaningless; the message says why and what to do."""
+    """A search is impossible or meaningless; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run's first steps, which begin after step ``begins``.
+    """The result of the first steps of a run, which begin after step ``begins``.
 
-    losses   of the steps that it did, in nats per token
-    seconds  of each of them
-    failure  why it did not do them all; empty where it did
+    losses   losses of the finished steps, in nats per token
+    seconds  seconds of each of them
+    failure  why the run ended early, or empty
     """
 
     name: str
@@ -54,14 +54,15 @@ class Outcome:
 
     @property
     def fails_at(self) -> int | None:
-        """The first step without a finite loss, or the one after the last if the run ended with an error."""
+        """The first step without a finite loss, or the one after the last if the run ended with an error; None if it is
+        fine."""
         bad = np.flatnonzero(~np.isfinite(self.losses))
         if bad.size:
             return int(bad[0]) + 1
         return len(self.losses) + 1 if self.failure else None
 
     def upto(self, steps: int) -> Outcome:
-        """The same result, cut to fewer steps."""
+        """Return the same result, cut to fewer steps."""
         failure = self.failure if len(self.losses) < steps else ""
         return Outcome(self.name, self.begins, self.losses[:steps], self.seconds[:steps], failure)
 
@@ -72,73 +73,73 @@ class Outcome:
         return float(np.median(rest)) if rest.size else math.nan
 
 
-class Enough(Exception):
+class StepsDone(Exception):
     """A run has completed the requested steps."""
 
 
-class Until(train.Callback):
-    """Ends a run after a step with an exception, so without a checkpoint; also at the first loss that is not finite."""
+class StopAfter(train.Callback):
+    """Ends a run without a checkpoint, by an exception, after a step or at the first loss that is not finite."""
 
     def __init__(self, last: int) -> None:
         self.last = last
 
     def end_step(self, run: train.Run, step: train.Step) -> None:
         if step.number >= self.last or not math.isfinite(step.row["loss"]):
-            raise Enough
+            raise StepsDone
 
 
 class Trials:
-    """The runs of one search, in ``directory``/runs. ``log`` is called with a line about each that is trained."""
+    """The runs of one search, in ``directory``/runs. ``log`` is called with a line about each trained run."""
 
     def __init__(self, directory: Path, log: Callable[[str], None]) -> None:
         self.directory, self.log = directory / "runs", log
         self.trained = 0
 
     def outcome(self, cfg: Config, steps: int, words: str) -> Outcome:
-        """The result of a configuration after ``steps`` steps; ``words`` describe it."""
-        home = self.directory / name_of(cfg)
+        """Return the result of a configuration after ``steps`` steps; ``words`` describe it."""
+        folder = self.directory / run_name(cfg)
         begins = fork_step(cfg)
-        stored = _read(home, begins)
+        stored = _read(folder, begins)
         if stored is None or (len(stored.losses) < steps and not stored.failure and stored.fails_at is None):
             self.trained += 1
             self.log(f"run {self.trained}: {words}")
-            stored = self._train(cfg, home, begins, steps)
+            stored = self._train(cfg, folder, begins, steps)
         return stored.upto(steps)
 
-    def _train(self, cfg: Config, home: Path, begins: int, steps: int) -> Outcome:
-        if home.exists():
-            shutil.rmtree(home)
-        run = cfg.run.model_copy(update={**BARE, "dir": str(home)})
+    def _train(self, cfg: Config, folder: Path, begins: int, steps: int) -> Outcome:
+        if folder.exists():
+            shutil.rmtree(folder)
+        run = cfg.run.model_copy(update={**BARE, "dir": str(folder)})
         data = cfg.data.model_copy(update={"eval": ()})
         cfg = cfg.model_copy(update={"run": run, "data": data})
-        failure, until = "", Until(begins + steps)
+        failure, stop_after = "", StopAfter(begins + steps)
         try:
-            result = rl.run(cfg, callbacks=[until], describe_plan=lambda planned: ())
+            result = rl.run(cfg, callbacks=[stop_after], describe_plan=lambda planned: ())
             if result.status != "finished":
-                raise BisectError(f"stopped in {home}; the same command goes on")
+                raise BisectError(f"stopped in {folder}; run the same command to continue")
         except Exception as error:
-            if not isinstance(error.__cause__, Enough):
+            if not isinstance(error.__cause__, StepsDone):
                 if not _is_finding(error):
                     raise
                 failure = f"{type(error).__name__}: {error}"
         gc.collect()
         if failure:
-            home.mkdir(parents=True, exist_ok=True)
-            atomic_write.write_text(home / FAILURE, failure + "\n")
-        (home / DONE).touch()
-        stored = _read(home, begins)
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write.write_text(folder / FAILURE, failure + "\n")
+        (folder / DONE).touch()
+        stored = _read(folder, begins)
         assert stored is not None
         return stored
 
 
-def name_of(cfg: Config) -> str:
-    """A name derived from the settings that decide a configuration's numbers, and its starting point."""
+def run_name(cfg: Config) -> str:
+    """Return a name derived from the settings that determine a configuration's numbers, and its starting point."""
     text = json.dumps([comparable_settings(cfg), cfg.run.fork], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def fork_step(cfg: Config) -> int:
-    """The step of the checkpoint that a configuration continues from; 0 without one."""
+    """Return the step of the checkpoint that a configuration continues from, or 0."""
     if cfg.run.fork is None:
         return 0
     path = Path(cfg.run.fork)
@@ -146,25 +147,25 @@ def fork_step(cfg: Config) -> int:
         return int(checkpoint.read_state(path)["step"])
     last = path.name.rpartition("_")[2]
     if not (last.isascii() and last.isdecimal()):
-        raise BisectError(f"{cfg.run.fork} is no checkpoint of a run: those are called step_N")
+        raise BisectError(f"{cfg.run.fork} is not a checkpoint of a run: their names are step_N")
     return int(last)
 
 
 def _is_finding(error: Exception) -> bool:
-    """Whether an error comes from computing: a step, a kernel, memory or the proof. Errors of the plan, the data or the
-    folder do not depend on the settings under test."""
+    """Return whether an error comes from computing: a step, a kernel, memory or the proof. Errors of the plan, the data
+    or the folder do not depend on the settings under test."""
     return isinstance(error, TrainError | ProofError | RuntimeError | MemoryError)
 
 
-def _read(home: Path, begins: int) -> Outcome | None:
-    """The stored result of a run that reached its intended end, None if there is none."""
-    if not (home / DONE).is_file():
+def _read(folder: Path, begins: int) -> Outcome | None:
+    """Return the stored result of a finished run, or None if there is none."""
+    if not (folder / DONE).is_file():
         return None
-    file = home / FAILURE
+    file = folder / FAILURE
     failure = safe_read.read_text(file, BisectError).strip() if file.is_file() else ""
     try:
-        record: RunRecord = read(home)
+        record: RunRecord = read(folder)
     except ReportError:
-        record = read_failed_run(home, failure)
+        record = read_failed_run(folder, failure)
     losses = np.where(np.isin(record.steps, record.skipped), math.nan, record.losses)
-    return Outcome(home.name, begins, losses, record.tokens / record.tokens_per_s, failure)
+    return Outcome(folder.name, begins, losses, record.tokens / record.tokens_per_s, failure)

@@ -3,7 +3,7 @@
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.hf_folder import save_hf
 from octavo.checkpoint.run_state import rng
-from octavo.checkpoint.run_state.background import Background
+from octavo.checkpoint.run_state.background import BackgroundSaver
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.checkpoint.run_state.files import (
     MOVED_SUFFIX,
@@ -14,21 +14,21 @@ from octavo.checkpoint.run_state.files import (
     steps,
     why_misplaced,
 )
-from octavo.checkpoint.run_state.state import WITHOUT_STATES, Restored, describe_nonfinite, latest, load
+from octavo.checkpoint.run_state.state import WITHOUT_STATES, RestoredState, describe_nonfinite, latest, load
 from octavo.checkpoint.run_state.weights import load_weights
 from octavo.checkpoint.run_state.writing import Snapshot, save, take_snapshot, write
 from octavo.checkpoint.verify import verify
-from octavo.checkpoint.verify.findings import Verified
+from octavo.checkpoint.verify.findings import VerifyResult
 
 __all__ = [
-    "Background",
+    "BackgroundSaver",
     "CheckpointError",
     "MOVED_SUFFIX",
     "WITHOUT_STATES",
     "Snapshot",
-    "Restored",
+    "RestoredState",
     "SafeReader",
-    "Verified",
+    "VerifyResult",
     "why_misplaced",
     "latest",
     "load",

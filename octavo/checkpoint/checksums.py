@@ -1,4 +1,4 @@
-"""octavo_export.json, the file in which an export lists what it wrote, with the SHA-256 of every file."""
+"""octavo_export.json: the note of an export, with the SHA-256 of every file that it wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.base import safe_read
 from octavo.checkpoint import compat
 from octavo.checkpoint.errors import CheckpointError
 
-#: lists what an export wrote; a folder that has it may be replaced by another export
+#: the note's file name; a folder that has it may be replaced by another export
 MARKER = "octavo_export.json"
 #: the key of the SHA-256 of all other fields of this file
 NOTE_DIGEST = "sha256_of_note"
@@ -34,9 +34,10 @@ def note_digest(note: Mapping[str, Any]) -> str:
 
 
 def is_changed(note: Mapping[str, Any]) -> bool:
-    """Whether a note was changed after the export: its digest does not match, or files that it names have no checksum.
+    """Return whether a note was changed after the export: its digest does not match, or files that it names have no
+    checksum.
 
-    A note without a digest (Octavo 0.4.0) is judged by its checksums only.
+    A note without a digest (Octavo 0.4.0) is checked only by its checksums.
     """
     sums = compat.export_checksums(note)
     noted = note.get(NOTE_DIGEST)
@@ -52,5 +53,5 @@ def read_note(folder: Path) -> dict[str, Any]:
     sums, files = compat.export_checksums(note), note.get("files")
     good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
     if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
-        raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder again.")
+        raise CheckpointError(f"{folder / MARKER} is not the note of an export. Export the folder again.")
     return {**note, "sha256": sums}

@@ -1,8 +1,7 @@
-"""Reads runs, checkpoints and exports of Octavo 0.4.0: one function for each form that differs from today's.
+"""Reads runs, checkpoints and exports of Octavo 0.4.0: one function per format that has changed since.
 
-All of this is removed in 1.0. This file imports nothing else of its package, so that every file there can use it.
-
-Some forms are read where they are used, because those packages are below this one, or must not load torch:
+All of it will be removed in 1.0. This file imports nothing else from its package, so that every file there can use it.
+Some formats are read where they are used, because those packages are below this one, or must not load torch:
 
     octavo.fp8.planning.file          `sisters` in plan files: layers that ran as one GEMM
     octavo.fp8.measuring.cases        fields of measurements for such layers
@@ -29,24 +28,24 @@ from octavo.models.folder.folder import INDEX, companions
 
 
 def find_nonfinite(state: Mapping[str, Any], values: Callable[[], Iterable[tuple[str, Tensor]]]) -> str | None:
-    """Return the first tensor of a checkpoint that holds NaN or infinity; None if none does.
+    """Return the first tensor of a checkpoint that contains NaN or infinity, or None.
 
-    For 0.4.0, until 1.0. Its state.json lacks "finite", because values were not checked, so `values` are read here.
+    For 0.4.0, until 1.0. Its state.json has no "finite", because values were not checked, so `values` are read here.
     """
     if state.get("finite"):
         return None
     return next((name for name, tensor in values() if fp8.find_nonfinite([(name, tensor)])), None)
 
 
-def why_not_finished(result: Mapping[str, Any], last: Callable[[], str | None]) -> str | None:
-    """Return why a run must continue although its result.json says that it has finished; None if it has finished.
+def why_not_finished(result: Mapping[str, Any], last_checkpoint: Callable[[], str | None]) -> str | None:
+    """Return why a run must continue although its result.json records it as finished, or None if it has finished.
 
-    For 0.4.0, until 1.0. It ended runs whose last step was skipped, or whose last checkpoint holds NaN; `last` returns
-    the latter in a sentence.
+    For 0.4.0, until 1.0. It ended runs whose last step was skipped, or whose last checkpoint holds NaN;
+    `last_checkpoint` returns the latter as a sentence.
     """
     if (result.get("final") or {}).get("skipped"):
         return "its last step was skipped (loss or gradient were not finite)"
-    return last()
+    return last_checkpoint()
 
 
 def complete_counters(counters: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,18 +65,18 @@ def image_backend(counters: Mapping[str, Any]) -> str:
     return str(counters.get("pixels", "pil"))
 
 
-def fingerprints_differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two fingerprints of a file ({"size", "sha256", "whole"}; None: the file is missing) are of other bytes.
+def fingerprints_differ(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> bool:
+    """Return whether two fingerprints of a file ({"size", "sha256", "whole"}, or None for a missing file) differ.
 
     For 0.4.0, until 1.0. It has no "whole", the digest of all bytes, so only keys that both have are compared.
     """
-    if one is None or other is None:
-        return one != other
-    return any(one[key] != other[key] for key in {*one} & {*other})
+    if saved is None or current is None:
+        return saved != current
+    return any(saved[key] != current[key] for key in {*saved} & {*current})
 
 
 def has_sibling_gemms(plan: Mapping[str, Any]) -> bool:
-    """Whether a run's plan.json runs layers with the same input as one GEMM, so that it must be written again.
+    """Return whether a run's plan.json runs layers with the same input as one GEMM, so that it must be written again.
 
     For 0.4.0, until 1.0. Today each layer runs its own GEMM, and the plan has no `sisters`.
     """
@@ -95,6 +94,6 @@ def export_checksums(note: Mapping[str, Any]) -> Any:
 def exported_names(note: Mapping[str, Any], folder: Path) -> set[str]:
     """Return the names of files that an export without checksums may have written into `folder`, except its note.
 
-    For 0.4.0, until 1.0. It listed only weight files, so every other usual file of a model folder may be from it.
+    For 0.4.0, until 1.0. It listed only weight files, so every other standard file of a model folder may be from it.
     """
     return {INDEX, "config.json", *note["files"], *(file.name for file in companions(folder))}

@@ -1,4 +1,4 @@
-"""hf/: writes the trained weights as a Hugging Face folder from all ranks, none of which holds the whole model.
+"""Writes the trained weights as a Hugging Face folder (hf/) from all ranks, none of which holds the whole model.
 
 Names, dtypes, shapes and file offsets are decided before any value is read. Then one parameter at a time is gathered,
 and the rank with the least work so far converts it to the layout on disk and writes it to its offset. So a rank holds
@@ -26,7 +26,7 @@ from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.encrypted import EncryptedShards
-from octavo.checkpoint.export.files import Planned, Shards, nbytes
+from octavo.checkpoint.export.files import PlannedTensor, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.checkpoint.stock_model import StockModel
 from octavo.fp8.weights import full, is_frozen, master_of
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     """Parameters that are converted together (usually one), their tensors on disk, and the rank that writes them."""
 
     parameters: tuple[str, ...]
-    tensors: tuple[Planned, ...]
+    tensors: tuple[PlannedTensor, ...]
     rank: int
 
 
@@ -65,7 +65,7 @@ def save_hf(
     """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return its path. A collective.
 
     source   the folder that the model was loaded from: config, tokenizer and processor files are copied from it
-    largest  maximum bytes of a file; a larger tensor gets a file of its own
+    largest  maximum bytes of a file; a larger tensor gets a separate file
     skip     whether a parameter name is not part of the model (parameters of a critic)
     encrypt  encrypt every file (:mod:`octavo.base.encryption`); which tensors share a file then depends on the ranks
 
@@ -84,7 +84,7 @@ def save_hf(
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
-    # Gathered before any file exists, so that all ranks refuse together.
+    # Gathered before any file exists, so that all ranks raise together.
     nonfinite = {name for names in world.gather_objects(fp8.find_nonfinite(state.items())) for name in names}
     _refuse_nonfinite([name for name in state if name in nonfinite], state)
     parts = plan_parts(stock, {name: t.dtype for name, t in state.items()}, world.size)
@@ -92,8 +92,8 @@ def save_hf(
         tensors = [tensor for part in parts for tensor in part.tensors]
         owners = {name: part.rank for part in parts for name, _, _ in part.tensors}
         encrypted = encryption.Folder(folder, _shared_folder_id(world)) if encrypt else None
-        homes = FolderShards(folder, tensors, largest, owners, world.rank, parts_of(source), encrypted)
-        with _open_shards(homes, world) as shards:
+        folder_shards = FolderShards(folder, tensors, largest, owners, world.rank, parts_of(source), encrypted)
+        with _open_shards(folder_shards, world) as shards:
             _write_parts(state, parts, stock, shards, world)
         sizes: Counter[torch.dtype] = Counter()
         for _, dtype, shape in tensors:
@@ -160,8 +160,8 @@ def _write_parts(
 
 def _gather(tensor: Tensor) -> Tensor:
     """Return the full tensor in high precision. A collective if it is a DTensor."""
-    here: Tensor = full(tensor.detach())
-    return here.dequantize() if is_frozen(here) else here
+    whole: Tensor = full(tensor.detach())
+    return whole.dequantize() if is_frozen(whole) else whole
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def _fail_together(world: Ranks) -> Iterator[None]:
     if error is not None:
         raise error
     if messages:
-        raise CheckpointError(f"another rank failed, and this one with it: {messages[0]}")
+        raise CheckpointError(f"another rank failed: {messages[0]}")
 
 
 def _check_target(target: Path) -> None:
@@ -215,7 +215,7 @@ def _check_target(target: Path) -> None:
     if target.exists() and (
         not target.is_dir() or (target_folder.contents(target) and not (target / "config.json").exists())
     ):
-        raise models.ModelError(f"{target} exists and is not a model folder; name another directory, or delete it.")
+        raise models.ModelError(f"{target} exists and is not a model folder; choose another directory, or delete it.")
     if foreign := _foreign_files(target):
         raise models.ModelError(
             f"{target} would be replaced, and {printable(foreign[0])} in it is not part of a model; move it away."
@@ -236,11 +236,11 @@ def _check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:
     wanted = stock.state_dict()
     tied = set(getattr(stock, "all_tied_weights_keys", {}))
     absent = [name for name in wanted if name not in weights and name not in tied]
-    strange = [name for name in weights if name not in wanted]
-    if absent or strange:
+    unknown = [name for name in weights if name not in wanted]
+    if absent or unknown:
         raise models.ModelError(
             f"the weights do not match the source's model: {len(absent)} missing (first {absent[:1]}), "
-            f"{len(strange)} unknown (first {strange[:1]}). Save with the folder that the model was loaded from."
+            f"{len(unknown)} unknown (first {unknown[:1]}). Save with the folder that the model was loaded from."
         )
     for name, tensor in weights.items():
         if tensor.shape != wanted[name].shape:
@@ -252,11 +252,11 @@ def _check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:
             raise models.ModelError(f"{name} is on the meta device and has no values to save. Load the weights first.")
 
 
-def _refuse_nonfinite(bad: Sequence[str], of: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if `bad`, the names of tensors in `of` that hold NaN or infinity, is not empty."""
+def _refuse_nonfinite(bad: Sequence[str], state: Mapping[str, Tensor]) -> None:
+    """Raise ModelError if `bad`, the names of tensors in `state` that contain NaN or infinity, is not empty."""
     if bad:
         raise models.ModelError(
-            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(of)} tensors do), and such a model answers with NaN: "
+            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(state)} tensors do), so the model would return NaN: "
             "nothing is written. Save an earlier checkpoint."
         )
 
@@ -269,11 +269,11 @@ class FolderShards:
     """
 
     def __init__(
-        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
+        self, directory: Path, tensors: Iterable[PlannedTensor], largest: int, owners: Mapping[str, int], rank: int,
         parts: Sequence[str] = (), encrypted: encryption.Folder | None = None,
     ) -> None:  # fmt: skip
-        self._named = bool(parts)
-        planned: dict[str, list[Planned]] = {part: [] for part in parts or ("",)}
+        self._has_parts = bool(parts)
+        planned: dict[str, list[PlannedTensor]] = {part: [] for part in parts or ("",)}
         for name, dtype, shape in tensors:
             part, name = self._place(name)
             planned[part].append((name, dtype, shape))
@@ -286,14 +286,14 @@ class FolderShards:
             if encrypted is not None:
                 self._shards[part] = EncryptedShards(directory / part, planned[part], largest, named, rank, encrypted)
             else:
-                mine = [name for name, owner in named.items() if owner == rank]
-                self._shards[part] = Shards(directory / part, planned[part], largest, mine)
+                local_names = [name for name, owner in named.items() if owner == rank]
+                self._shards[part] = Shards(directory / part, planned[part], largest, local_names)
         self._folders = [directory / part for part in parts]
 
     def _place(self, name: str) -> tuple[str, str]:
         """Return (folder, name inside it) of a tensor."""
         part, _, inside = name.partition(".")
-        return (part, inside) if self._named else ("", name)
+        return (part, inside) if self._has_parts else ("", name)
 
     def open(self, create: bool = True) -> None:
         """Create the files, with their headers, or open those that another process created."""

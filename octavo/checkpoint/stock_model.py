@@ -105,16 +105,16 @@ class StockModel:
     def _groups(self) -> list[tuple[str, ...]]:
         """Parameters in groups that transformers converts together: usually one parameter, but in Ernie the experts for
         text and those for images, which continue the same numbering."""
-        several = [move.target_patterns for move in self._converters if len(move.target_patterns) > 1]
+        multi_target = [move.target_patterns for move in self._converters if len(move.target_patterns) > 1]
         groups, grouped = [], set()
         for name in self.weights:
             if name in grouped:
                 continue
             group: tuple[str, ...] = (name,)
-            for patterns in several:
+            for patterns in multi_target:
                 for matched in (pattern for pattern in patterns if pattern in name):
-                    named = tuple(name.replace(matched, pattern) for pattern in patterns)
-                    group = named if all(one in self.weights for one in named) else group
+                    members = tuple(name.replace(matched, pattern) for pattern in patterns)
+                    group = members if all(member in self.weights for member in members) else group
             groups.append(group)
             grouped |= set(group)
         return groups
@@ -128,13 +128,13 @@ class StockModel:
     def tied_on_disk(self) -> dict[str, str]:
         """Names on disk of tied weights -> the name on disk that holds their values."""
 
-        def only(name: str) -> str:
+        def disk_name(name: str) -> str:
             (disk,) = self.revert({name: self.state[name]})
             return disk
 
-        return {only(second): only(first) for second, first in self.tied.items()}
+        return {disk_name(second): disk_name(first) for second, first in self.tied.items()}
 
-    def renamed(self, module: str) -> str:
+    def disk_name(self, module: str) -> str:
         """Return the name on disk of a module."""
         for name in (f"{module}.weight", *(n for n in self.weights if n.startswith(f"{module}."))):
             on_disk = self.disk.get(name, ())
@@ -144,12 +144,12 @@ class StockModel:
         # Its parameters are written in pieces (experts one by one), or it is tied: convert the parent's name, and
         # append the last part of its name.
         parent, _, last = module.rpartition(".")
-        return f"{self.renamed(parent)}.{last}" if parent and parent in self.modules else module
+        return f"{self.disk_name(parent)}.{last}" if parent and parent in self.modules else module
 
     # Disk to memory: the parameters that are filled ------------------------------------------------------------------
 
     def to_module(self, name: str) -> str:
-        """Return the parameter that transformers would fill from a name on disk, whether or not the model has it.
+        """Return the parameter that transformers would fill from a name on disk, even if the model does not have it.
 
         Raises CheckpointError for a name that its conversion cannot handle.
         """
@@ -157,7 +157,7 @@ class StockModel:
         try:
             moved, _ = rename_source_key(name, *moves, self.model.base_model_prefix, self.state)
         except (ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(f"transformers cannot place the name {name!r}: {error}") from error
+            raise CheckpointError(f"transformers cannot map the name {name!r}: {error}") from error
         return moved
 
     def to_module_prefix(self, name: str) -> str:
@@ -168,7 +168,8 @@ class StockModel:
         return moved.removesuffix(".")
 
     def alias(self, name: str, present: Iterable[str]) -> str | None:
-        """Return the usual disk name for another name that the loader also accepts; None if `present` has both."""
+        """Return the standard disk name for another name that the loader also accepts, or None if `present` has
+        both."""
         if name in self.shapes:
             return name
         moved = self.to_module(name)
@@ -181,7 +182,7 @@ class StockModel:
         return {self.to_module(name): name for name in self.shapes if name not in merged}
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the family's loaders leave out a tensor with this name."""
+        """Return whether the family's loaders leave out a tensor with this name."""
         return any(re.search(pattern, name) for pattern in self._ignored)
 
     # Layers ----------------------------------------------------------------------------------------------------------
@@ -219,21 +220,21 @@ class StockModel:
         for disk in [name for name, shape in self.shapes.items() if len(shape) == 3 and ".experts." in name]:
             prefix, _, leaf = disk.rpartition(".")
             moved = self.to_module(disk)
-            if moved not in self.state or leaf not in EXPERTS or self.transposed(moved):
+            if moved not in self.state or leaf not in EXPERTS or self.is_transposed(moved):
                 continue
             many = range(len(self.state[moved]))
-            singles[disk] = tuple(f"{prefix}.{e}.{one}.weight" for e in many for one in EXPERTS[leaf])
+            singles[disk] = tuple(f"{prefix}.{e}.{projection}.weight" for e in many for projection in EXPERTS[leaf])
         return singles
 
     @cached_property
     def head(self) -> str | None:
         """The name on disk of the output projection's weight."""
         module = self.model.get_output_embeddings()
-        names = [name for name, one in self.modules.items() if one is module]
+        names = [name for name, candidate in self.modules.items() if candidate is module]
         return next((disk for disk, layer in self.linears.items() if layer.module in names), None)
 
-    def transposed(self, parameter: str) -> bool:
-        """Whether a parameter of experts is [E, K, N] in memory."""
+    def is_transposed(self, parameter: str) -> bool:
+        """Return whether a parameter of experts is [E, K, N] in memory."""
         return is_transposed(self.modules[parameter.rpartition(".")[0]])
 
     @cached_property
@@ -248,13 +249,13 @@ class StockModel:
     @cached_property
     def fused_groups(self) -> list[tuple[Linear, ...]]:
         """The groups of layers that servers merge into one matrix, in its order; incomplete groups are left out."""
-        at = {layer.disk: layer for layer in self.linears.values()}
+        by_name = {layer.disk: layer for layer in self.linears.values()}
         groups = []
-        for layer in at.values():
+        for layer in by_name.values():
             parent, _, leaf = layer.disk.rpartition(".")
             for leaves in FUSED:
                 if leaf == leaves[0]:
-                    group = [at.get(f"{parent}.{other}" if parent else other) for other in leaves]
+                    group = [by_name.get(f"{parent}.{other}" if parent else other) for other in leaves]
                     if all(group):
                         groups.append(tuple(g for g in group if g))
         return groups

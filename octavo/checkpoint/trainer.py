@@ -1,4 +1,4 @@
-"""Fp8Callback: FP8 models in Hugging Face's Trainer and in the trainers of TRL.
+"""Fp8Callback: trains FP8 models with Hugging Face's Trainer and the trainers of TRL.
 
     from octavo.checkpoint.trainer import Fp8Callback
 
@@ -7,12 +7,12 @@
     trainer.train(resume_from_checkpoint=True)
 
 With ``delayed`` scaling the scales come from amax histories, which no state dict contains: without the callback a
-resumed Trainer begins with empty histories, uses other scales and trains another model. The callback saves them in
+resumed Trainer starts with empty histories and different scales, so its results differ. The callback saves them in
 ``trainer_state.json`` of every checkpoint and restores them. fp32 values are exact in JSON.
 
 Histories are local to a rank; after each step every rank gets the maximum over ranks, as in
-:mod:`octavo.train.step.step`, so that one checkpoint serves all ranks. A custom loop, for example with Accelerate, does
-the same with :func:`octavo.fp8.scaling_state`, :func:`octavo.fp8.load_scaling_state` and
+:mod:`octavo.train.step.step`, so that one checkpoint serves all ranks. A custom loop, for example with Accelerate, can
+use :func:`octavo.fp8.scaling_state`, :func:`octavo.fp8.load_scaling_state` and
 :func:`octavo.fp8.delayed.reduce_scaling_state`.
 
 Layers keep the FP8 codes of their weight from one optimizer step to the next. A callback that writes weights through
@@ -46,7 +46,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
     """Saves and restores amax histories of delayed scaling in a Trainer's checkpoints, reports a reference model that
     computes in another precision than the policy, and raises RuntimeError for stale FP8 codes, naming the layer.
 
-    trainer  its ``ref_model`` is checked (:func:`octavo.fp8.proof.reference_note`); None: there is no reference model
+    trainer  its ``ref_model`` is checked (:func:`octavo.fp8.proof.reference_note`); None if there is no reference model
     log      called with messages for the user when training begins
     """
 
@@ -54,7 +54,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self._trainer, self._log = trainer, log
         self._model: nn.Module | None = None
         self._checks = 0  # number of checks of codes so far
-        self._exchanged = False  # whether a callback may have written weights since the last check
+        self._weights_may_have_changed = False  # whether a callback may have written weights since the last check
 
     def state(self) -> dict[str, object]:
         """Return the state that the Trainer saves with a checkpoint."""
@@ -82,30 +82,30 @@ class Fp8Callback(TrainerCallback, ExportableState):
             self._log(
                 f"the checkpoint of step {state.global_step} was written without Fp8Callback and holds no amax "
                 "histories: the first steps scale by the current amax instead of the delayed one, so this run is not "
-                "bit for bit the one that was interrupted. From here on they are saved"
+                "bit for bit the interrupted one. From now on they are saved"
             )
         # When the Trainer saves, it indexes this table by the names of all its callbacks. The state of a checkpoint
-        # that was written without Fp8Callback lacks this one.
+        # that was written without Fp8Callback has no entry for it.
         _saved_callbacks(state)[type(self).__name__] = self.state()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the codes in some steps. Raises RuntimeError for stale codes: see the module's docstring."""
-        if self._checks < FIRST_STEPS or self._exchanged or state.global_step % CHECK_INTERVAL == 0:
+        if self._checks < FIRST_STEPS or self._weights_may_have_changed or state.global_step % CHECK_INTERVAL == 0:
             self._check_codes(kwargs["model"], state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the codes now, and again before the next optimizer step."""
         self._check_codes(kwargs["model"], state)
-        self._exchanged = True
+        self._weights_may_have_changed = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the codes before the next optimizer step."""
-        self._exchanged = True
+        self._weights_may_have_changed = True
 
     def _check_codes(self, model: nn.Module, state: TrainerState) -> None:
-        self._checks, self._exchanged = self._checks + 1, False
+        self._checks, self._weights_may_have_changed = self._checks + 1, False
         reference = getattr(self._trainer, "ref_model", None)
         for prefix, checked in (("", model), ("reference model: ", reference)):
             stale = stale_codes(checked, draw=state.global_step) if isinstance(checked, nn.Module) else []

@@ -1,4 +1,4 @@
-"""Times Octavo's kernels, layers and training steps, and compares them with high precision and other libraries.
+"""Benchmarks Octavo's kernels, layers and training steps against high precision and other libraries.
 
 octavo bench linear
 octavo bench all --out benchmarks/results
@@ -22,19 +22,21 @@ SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    suites = f"all, {', '.join(SUITES)}; or report and folders of figures, to compare them with the goals"
+    suites = f"all, {', '.join(SUITES)}; or report and folders of results, to compare them with the targets"
     parser.add_argument("suite", nargs="+", metavar="SUITE", help=suites)
-    parser.add_argument("--device", metavar="NAME", help="cuda or cpu; default: the GPU if there is one")
-    parser.add_argument("--small", action="store_true", help="small sizes (always on a CPU)")
-    parser.add_argument("--shape", metavar="NAME", help="published model size (default qwen3_vl_8b)")
+    parser.add_argument("--device", metavar="NAME", help="cuda or cpu (default: a GPU if there is one)")
+    parser.add_argument("--small", action="store_true", help="use small sizes (always on a CPU)")
+    parser.add_argument("--shape", metavar="NAME", help="published model whose sizes are used (default qwen3_vl_8b)")
     parser.add_argument(
-        "--tokens", type=arguments.positive, metavar="N", help="tokens of a call (default: each suite's own)"
+        "--tokens", type=arguments.positive, metavar="N", help="tokens per call (default: depends on the suite)"
     )
-    parser.add_argument("--layers", type=arguments.positive, metavar="N", help="step: only the first N decoder blocks")
     parser.add_argument(
-        "--budget", type=_seconds, metavar="SECONDS", help="start no new case of a suite after this many seconds"
+        "--layers", type=arguments.positive, metavar="N", help="suite step: use only the first N decoder blocks"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON there, one file for each suite")
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="SECONDS", help="time limit of a suite; no case starts after it"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="output folder for JSON results, one file per suite")
     arguments.add_json(parser)
 
 
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
         return bench.report(args.suite[1:])
     if unknown := [name for name in args.suite if name not in ("all", *SUITES)]:
-        print(f"octavo bench: there is no suite {unknown[0]!r}; there are: all, {', '.join(SUITES)}", file=sys.stderr)
+        print(f"octavo bench: there is no suite {unknown[0]!r}; suites are: all, {', '.join(SUITES)}", file=sys.stderr)
         return 2
     import torch
 
@@ -59,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if args.shape is not None:
         from octavo import models
 
-        models.shape_model(args.shape)  # an unknown name is refused before anything is timed
+        models.shape_model(args.shape)  # check the name before anything is timed
     if args.out is not None:
-        bench.check_folder(args.out)  # also refuse a folder that cannot be written
+        bench.check_folder(args.out)  # check that the folder is writable
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     small = args.small or device.type == "cpu"
     session = bench.Bench(
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         for path in bench.write_suites(result, args.out):
             terminal.note(f"wrote {path}")
     if not result.rows:
-        terminal.note("nothing was timed; see above for what was skipped or absent, and why")
+        terminal.note("nothing was timed; see above for skipped cases and missing candidates")
     return 0 if result.rows else 1
 
 
@@ -94,9 +96,9 @@ def _show(result: Any) -> None:
     for line in result.cut:
         print(f"skipped: {line}")
     if noisy := record.noisy_rows(result):
-        print(f"note: noise: {len(noisy)} of {len(result.rows)} rows vary by more than 50 % between quartiles")
+        print(f"note: {len(noisy)} of {len(result.rows)} rows are noisy: they vary by more than 50 % between quartiles")
     if result.small:
-        print("note: small sizes; FP8 on a CPU is emulated, so these ratios say nothing about a GPU")
+        print("note: sizes are small, and FP8 on a CPU is emulated: the ratios do not apply to a GPU")
 
 
 def _seconds(text: str) -> float:
@@ -105,5 +107,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
     return value

@@ -1,8 +1,9 @@
-"""Finds which layer, GEMM or feature breaks a run, by short runs on the same data.
+"""Finds the layer, GEMM or feature that breaks a run, with short runs on the same data.
 
-A run is broken if it raises, its loss is not finite, or it is worse than high precision by a margin. The search halves
-the set of suspects; the answer is the smallest set that breaks the run, and a configuration that works (works.yaml).
-An interrupted search continues: runs that are already trained are read. Exit code: 0 with an answer, 1 without.
+A run is broken if it raises an error, its loss is not finite, or it is worse than high precision by a margin. The
+search is a bisection over candidates. It prints the smallest set that breaks the run, and writes a configuration that
+works (works.yaml). An interrupted search can be continued: finished runs are reused. Exit code: 0 with an answer, 1
+without.
   octavo bisect run.yaml
   octavo bisect run.yaml --steps 100 --margin 0.01
   octavo bisect run.yaml --from runs/first/milestones/step_200
@@ -20,21 +21,19 @@ from octavo.cli import arguments, terminal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
-    parser.add_argument("--out", metavar="DIR", help="folder of the search (default: <run.dir>-bisect)")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: <run.dir>-bisect)")
     parser.add_argument(
-        "--by", choices=("loss", "time"), default="loss", help="what decides whether a run is broken (default loss)"
+        "--by", choices=("loss", "time"), default="loss", help="criterion for a broken run (default loss)"
     )
     parser.add_argument(
         "--margin", type=arguments.share, metavar="X",
-        help="how much worse than high precision counts as broken, a share (default 0.02; by time 0.05)",
+        help="relative difference from high precision above which a run is broken (default 0.02, with --by time 0.05)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=arguments.positive, metavar="N", help="most steps of each run (default: train.steps)"
+        "--steps", type=arguments.positive, metavar="N", help="maximum number of steps per run (default: train.steps)"
     )
-    parser.add_argument(
-        "--from", dest="start", metavar="CHECKPOINT", help="a checkpoint of a run, from which all runs continue"
-    )
-    parser.add_argument("--fresh", action="store_true", help="train all runs again")
+    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="checkpoint that all runs start from")
+    parser.add_argument("--fresh", action="store_true", help="retrain all runs")
     arguments.add_json(parser)
 
 

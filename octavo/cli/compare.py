@@ -1,10 +1,10 @@
-"""Runs a trial of three runs on the same data: high precision, high precision with another seed, and FP8.
+"""Trains in high precision, in high precision with another seed, and in FP8 on the same data, and compares the runs.
 
-Before the first run it prints what the trial can be expected to decide; --power only prints that. --factorial trains
-every combination of components in FP8 and reports the cost of each.
-Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass or warn, 1 fail,
-3 undecided: no evidence against FP8, and the report says which further runs would decide. Runs can be added later;
-runs that are already trained are read.
+Before the first run it prints what the trial is expected to decide; --power prints only that. --factorial trains every
+combination of components in FP8 and reports the cost of each.
+Writes report.html (self-contained), report.json and PNG plots. Exit code: 0 for pass or warn, 1 for fail, 3 for
+undecided: there is no evidence against FP8, and the report lists the runs that would decide. Existing runs are reused,
+so runs can be added later.
   octavo compare run.yaml
   octavo compare run.yaml --recipes blockwise,tensorwise --out trial
   octavo compare run.yaml --forks 3 --savings
@@ -29,75 +29,89 @@ from octavo.config.yaml.problems import nearest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
-    parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to try (default: the file's recipe)")
-    parser.add_argument("--out", metavar="DIR", help="folder of the report and the runs (default: <run.dir>-compare)")
-    parser.add_argument("--fresh", action="store_true", help="train all runs again")
+    # Options with defaults 0 and 1 stand for the smallest trial; each one adds runs to it.
+    parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to compare (default: the recipe of the file)")
     parser.add_argument(
-        "--jobs", type=arguments.positive, default=1, metavar="N", help="runs that train at the same time (default 1)"
+        "--out", metavar="DIR", help="output folder for the report and the runs (default: <run.dir>-compare)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="retrain all runs")
+    parser.add_argument(
+        "--jobs",
+        type=arguments.positive,
+        default=1,
+        metavar="N",
+        help="number of runs to train in parallel (default 1)",
     )
     parser.add_argument(
-        "--nproc", metavar="N", type=launch_ranks.processes, default=1, help="processes of each run, or auto: one a GPU"
+        "--nproc",
+        metavar="N",
+        type=launch_ranks.processes,
+        default=1,
+        help="number of processes per run, or auto for one per GPU (default 1)",
     )
     parser.add_argument(
-        "--savings", action="store_true", help="also train a run for each memory saving, to measure what it costs"
+        "--savings", action="store_true", help="also train one run per memory saving, to measure its cost"
     )
     parser.add_argument(
         "--forks", type=arguments.natural, default=0, metavar="N",
-        help="forks of high precision at two thirds of the run, in each precision, e.g. 3; they decide the loss "
-        "(default 0; phases rl and preference have none: held-out answers decide there)",
+        help="number of forks of the high-precision run after two thirds of its steps, in each precision, e.g. 3; the "
+        "verdict on the loss is based on them (default 0; not for phases rl and preference)",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=arguments.positive, default=1, metavar="N",
-        help="whole runs in each precision, in pairs with the same seed (default 1, which gives no interval)",
+        help="number of runs in each precision, in pairs with the same seed (default 1, which gives no interval)",
     )  # fmt: skip
     parser.add_argument(
         "--factorial", metavar="A,B",
         help="two to four components: train every combination of them in FP8 with --seeds seeds, and report the cost "
-        "of each (docs/trials.md)",
+        "of each component (see docs/trials.md)",
     )  # fmt: skip
     parser.add_argument(
         "--power", action="store_true",
-        help="print what this trial can be expected to decide and which runs it needs; train nothing",
+        help="print what this trial is expected to decide and which runs it needs, without training",
     )  # fmt: skip
-    parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
+    parser.add_argument("--verbose", action="store_true", help="print the plan layer by layer, with all notes")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     cfg = arguments.config(args)
     if args.nproc != 1 and args.jobs > 1:
-        raise arguments.UsageError("--jobs trains runs at the same time, --nproc each run over processes; use one")
-    recipes = chosen(cfg, args.recipes)
-    components = factors(args.factorial)
+        raise arguments.UsageError(
+            "--jobs trains runs in parallel and --nproc distributes each run; use only one of them"
+        )
+    recipes = parse_recipes(cfg, args.recipes)
+    components = parse_factorial(args.factorial)
     cfg = arguments.require_files(cfg, args.file)
 
     from octavo.cli.train import plan_printer
 
     with arguments.importing():
-        from octavo import report, rl  # noqa: F401  the runs need it, and it is imported fastest here
+        from octavo import report, rl  # noqa: F401  runs import it; here garbage collection is off
         from octavo.report.trial import design, factorial_cells
 
-    nproc = 1 if args.nproc == 1 else launch_ranks.how_many(args.nproc)
+    nproc = 1 if args.nproc == 1 else launch_ranks.resolve_process_count(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
-    # Checked before the first run: the report is written only after the last one.
+    # Checked before the first run, because the report is written after the last one.
     target_folder.check_target(directory, arguments.UsageError)
     options = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
     options["factorial"] = components
     if args.power:
         return print_design(design.design(cfg, recipes, directory, **options), args.json)
-    how = {"jobs": args.jobs, "nproc": nproc, "describe_plan": plan_printer(args.verbose)}
-    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **how)
+    execution = {"jobs": args.jobs, "nproc": nproc, "describe_plan": plan_printer(args.verbose)}
+    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **execution)
     code = print_verdict(verdict, args.json)
     log = terminal.note if args.json else print
     for component in factorial_cells.costly_components(verdict.effects):
-        log(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
+        command = _bisect_command(component, args, verdict.data)
+        log(f"{component} costs more than its margin; to find the cause, run {command}")
     log(f"report: {Path(directory) / 'report' / 'report.html'}")
     log(f"next: {_next(code, args, cfg)}")
     return code
 
 
 def print_design(design: Any, as_json: bool) -> int:
-    """Print what a trial can be expected to decide and which runs it needs."""
+    """Print what a trial is expected to decide and which runs it needs."""
     if as_json:
         terminal.show_json(design.to_json())
         return 0
@@ -109,8 +123,8 @@ def print_design(design: Any, as_json: bool) -> int:
     return 0
 
 
-def _bisect(component: str, args: argparse.Namespace, data: Any) -> str:
-    """The command that searches with only this component in FP8."""
+def _bisect_command(component: str, args: argparse.Namespace, data: Any) -> str:
+    """Return the command that searches with only this component in FP8."""
     factorial = data["factorial"]
     recipe = [f"fp8.recipe={args.recipes}", "fp8.plan=null"] if args.recipes else []
     others = [name for name in (*factorial["components"], *factorial["left_out"]) if name != component]
@@ -118,8 +132,8 @@ def _bisect(component: str, args: argparse.Namespace, data: Any) -> str:
     return shlex.join(["octavo", "bisect", args.file, *arguments.overrides(args), *recipe, *off])
 
 
-def factors(text: str | None) -> tuple[str, ...]:
-    """The components of a factorial trial, checked before torch is imported."""
+def parse_factorial(text: str | None) -> tuple[str, ...]:
+    """Parse the components of a factorial trial, without importing torch."""
     if text is None:
         return ()
     from octavo.report import ReportError
@@ -132,24 +146,24 @@ def factors(text: str | None) -> tuple[str, ...]:
 
 
 def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
-    """The command to run next."""
+    """Return the command to run next."""
     options = [*(["--out", args.out] * bool(args.out)), *(["--nproc", str(args.nproc or "auto")] * (args.nproc != 1))]
-    same = shlex.join(["octavo", "compare", args.file, *arguments.overrides(args), *options])
+    command = shlex.join(["octavo", "compare", args.file, *arguments.overrides(args), *options])
     if code == 0:
         return shlex.join(["octavo", "train", args.file, *arguments.overrides(args)])
     if code == 1:
-        return f"read the report for what failed, then try another recipe: {same} --recipes ..."
+        return f"see the report for the failed checks, then try another recipe: {command} --recipes ..."
     if cfg.train.phase in BEYOND_SFT:
-        return f"{same} --seeds {args.seeds + 2}"
+        return f"{command} --seeds {args.seeds + 2}"
     if args.factorial:
         recipe = ["--recipes", args.recipes] if args.recipes else []
         further = shlex.join([*recipe, "--factorial", args.factorial, "--seeds", str(args.seeds + 2)])
-        return f"follow the advice of each undecided claim above; for more seeds: {same} {further}"
-    return f"follow the advice of each undecided claim above, then run {same} --fresh"
+        return f"follow the advice of each undecided claim above; for more seeds: {command} {further}"
+    return f"follow the advice of each undecided claim above, then run {command} --fresh"
 
 
-def chosen(cfg: Config, text: str | None) -> list[str] | None:
-    """The recipes to try, each checked against the configuration before the first run."""
+def parse_recipes(cfg: Config, text: str | None) -> list[str] | None:
+    """Parse the recipes to compare, and check each against the configuration."""
     if text is None:
         return None
     names = list(dict.fromkeys(canonical_name(name.strip()) for name in text.split(",") if name.strip()))
@@ -157,17 +171,19 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:
         if name == "off":
-            raise arguments.UsageError("--recipes: off is the reference of every recipe; leave it out")
+            raise arguments.UsageError("--recipes: off is always the reference; remove it")
         if name not in (*RECIPES, "auto"):
             close = nearest(name, RECIPES[1:])
             hint = f"did you mean {close}? " if close else ""
-            raise arguments.UsageError(f"--recipes: unknown {name!r}; {hint}there are {', '.join(RECIPES[1:])}")
+            raise arguments.UsageError(
+                f"--recipes: unknown recipe {name!r}; {hint}recipes are {', '.join(RECIPES[1:])}"
+            )
         override(cfg, [f"fp8.recipe={name}"])
     return names
 
 
 def print_verdict(verdict: Any, as_json: bool) -> int:
-    """Says the verdict with its claims and reasons; 0 for pass and warn, 1 for fail, 3 where it is undecided."""
+    """Print the verdict with its claims and reasons. Returns 0 for pass and warn, 1 for fail, 3 for undecided."""
     if as_json:
         terminal.show_json(summary(verdict))
     else:
@@ -179,7 +195,7 @@ def print_verdict(verdict: Any, as_json: bool) -> int:
 
 
 def _row(effect: Any) -> tuple[str, ...]:
-    """An effect in the table: points of accuracy, per cent of a loss."""
+    """Format an effect as a table row: points of accuracy, per cent of a loss."""
     accuracy = effect.name.endswith("accuracy")
     digits = 2 if accuracy else 3
     ends = "" if effect.low is None else f"{100 * effect.low:+.{digits}f} to {100 * effect.high:+.{digits}f}"
@@ -188,7 +204,7 @@ def _row(effect: Any) -> tuple[str, ...]:
 
 
 def summary(verdict: Any) -> dict[str, Any]:
-    """A verdict for programs; report.json in the report folder holds every figure."""
+    """Return the verdict as JSON; report.json in the report folder has every figure."""
     return {
         "status": verdict.status,
         "line": verdict.line,

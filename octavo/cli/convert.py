@@ -1,15 +1,15 @@
 """Converts between Hugging Face folders and DCP checkpoints, for users of MindSpeed-MM's workflow.
 
 octavo convert hf_to_dcp ./Qwen3-VL-8B-Instruct ./dcp                     DST/release, latest_checkpointed_iteration.txt
-octavo convert hf_to_dcp ./Qwen3-VL-8B-Instruct ./dcp --is-lora-base      keys of a PEFT model's base
+octavo convert hf_to_dcp ./Qwen3-VL-8B-Instruct ./dcp --is-lora-base      key names of the base of a PEFT model
 octavo convert lora_hf_to_dcp ./adapter ./dcp-lora
 octavo convert dcp_to_hf ./dcp ./back                                     bit-identical to the original
-octavo convert dcp_to_hf ./trained ./out --like ./Qwen3-VL-8B-Instruct    a checkpoint that MindSpeed-MM trained
+octavo convert dcp_to_hf ./trained ./out --like ./Qwen3-VL-8B-Instruct    a checkpoint trained with MindSpeed-MM
 
-MindSpeed-MM's own spelling is accepted too: octavo convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y.
+MindSpeed-MM's command line is also accepted: octavo convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y.
 
-Streams tensor by tensor. The same command resumes a conversion that was killed; DST appears complete or
-not at all. Every tensor has a checksum, which is verified on the way back.
+Tensors are streamed one at a time. If a conversion is killed, the same command resumes it; DST is created only when it
+is complete. Every tensor has a checksum, which is verified when it is converted back.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ from octavo.cli import arguments, terminal
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
 #: the command in MindSpeed-MM's guide: `mm-convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y`
 CONVERTER = "Qwen3VLConverter"
-THEIRS, SWITCHES = ("hf_dir", "dcp_dir", "load_dir", "save_dir", "model_assets_dir"), ("is_lora_base", "to_bf16")
+MINDSPEED_FOLDERS, MINDSPEED_SWITCHES = (
+    ("hf_dir", "dcp_dir", "load_dir", "save_dir", "model_assets_dir"),
+    ("is_lora_base", "to_bf16"),
+)
 _TRUE, _FALSE = ("true", "True"), ("false", "False")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = f"{', '.join(COMMANDS)}; the folder to convert, which is only read; a new folder to write"
+    what = f"WHAT is {', '.join(COMMANDS)}; SRC is the folder to convert, DST the folder to create"
     parser.add_argument("words", metavar="WHAT SRC DST", nargs="+", help=what)
-    parser.add_argument("--is-lora-base", action="store_true", help="hf_to_dcp: keys of the base of a PEFT model")
+    parser.add_argument("--is-lora-base", action="store_true", help="hf_to_dcp: use the key names of a PEFT base model")
     parser.add_argument(
-        "--tie-weights", action="store_true", help="hf_to_dcp: write lm_head too where it is tied to the embeddings"
+        "--tie-weights", action="store_true", help="hf_to_dcp: also write lm_head if it is tied to the embeddings"
+    )
+    parser.add_argument("--to-bf16", action="store_true", help="convert values to BF16; FP8 codes are dequantized")
+    parser.add_argument(
+        "--like", metavar="FOLDER", help="dcp_to_hf: folder of the original model, for its configuration and tokenizer"
     )
     parser.add_argument(
-        "--to-bf16", action="store_true", help="convert values to BF16; FP8 codes are multiplied by their scales"
+        "--workers", type=arguments.positive, metavar="N", help="number of files to process in parallel (default 4)"
     )
-    parser.add_argument(
-        "--like", metavar="FOLDER", help="dcp_to_hf: the original model's folder, for its configuration and tokenizer"
-    )
-    parser.add_argument(
-        "--workers", type=arguments.positive, metavar="N", help="files processed in parallel (default 4)"
-    )
-    theirs = parser.add_argument_group(f"MindSpeed-MM's spelling, after {CONVERTER}")
-    for name in THEIRS:
-        theirs.add_argument(f"--{name}", metavar="DIR")
-    for name in SWITCHES:
-        theirs.add_argument(f"--{name}", dest=f"their_{name}", metavar="true|false", choices=[*_TRUE, *_FALSE])
+    mindspeed = parser.add_argument_group(f"MindSpeed-MM's options, after {CONVERTER}")
+    for name in MINDSPEED_FOLDERS:
+        mindspeed.add_argument(f"--{name}", metavar="DIR")
+    for name in MINDSPEED_SWITCHES:
+        mindspeed.add_argument(f"--{name}", dest=f"mindspeed_{name}", metavar="true|false", choices=[*_TRUE, *_FALSE])
     arguments.add_json(parser)
 
 
 def _resolve_arguments(args: argparse.Namespace) -> None:
-    """Set ``args.command``, ``source`` and ``destination`` from either spelling. Raises
-    UsageError for an argument that is missing, surplus or given twice."""
+    """Set ``args.command``, ``source`` and ``destination`` from either command line. Raises UsageError for a missing,
+    extra or repeated argument."""
     words = list(args.words)
-    # MindSpeed-MM names the converter class first; that spelling is accepted too.
+    # MindSpeed-MM names the converter class first.
     if words[0].endswith("Converter"):
         if words[0] != CONVERTER:
-            raise arguments.UsageError(f"{words[0]} is not supported; of MindSpeed-MM's converters, {CONVERTER} is")
+            raise arguments.UsageError(f"converter {words[0]} is not supported; only {CONVERTER} is")
         words.pop(0)
     args.command, *folders = words or [""]
     if args.command not in COMMANDS:
         raise arguments.UsageError(f"{args.command or CONVERTER}: expected one of {', '.join(COMMANDS)}")
     folder_names = ("load_dir", "save_dir") if args.command == "dcp_to_hf" else ("hf_dir", "dcp_dir")
-    for name in THEIRS:
+    for name in MINDSPEED_FOLDERS:
         if getattr(args, name) is not None and name not in (
             *folder_names,
             *(["model_assets_dir"] if folder_names[0] == "load_dir" else []),
@@ -86,9 +87,9 @@ def _resolve_arguments(args: argparse.Namespace) -> None:
     if args.like and args.model_assets_dir:
         raise arguments.UsageError("--like and --model_assets_dir name the same folder; keep one")
     args.like = args.like or args.model_assets_dir
-    for name in SWITCHES:
-        theirs = getattr(args, f"their_{name}")
-        setattr(args, name, getattr(args, name) or theirs in _TRUE)
+    for name in MINDSPEED_SWITCHES:
+        value = getattr(args, f"mindspeed_{name}")
+        setattr(args, name, getattr(args, name) or value in _TRUE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.checkpoint import convert
 
-    # MindSpeed-MM requires the option, so its users pass it also where nothing is read from that folder.
-    if args.model_assets_dir and convert.knows_its_folder(args.source):
+    # MindSpeed-MM requires the option, so its users pass it even if that folder is not read.
+    if args.model_assets_dir and convert.was_converted_by_octavo(args.source):
         terminal.note(
             f"{args.source} was converted by Octavo and contains the model's files: --model_assets_dir is not needed"
         )
@@ -111,13 +112,13 @@ def run(args: argparse.Namespace) -> int:
         "dcp_to_hf": {"like": args.like},
         "lora_hf_to_dcp": {},
     }[args.command]
-    began = time.monotonic()
+    start = time.monotonic()
     with terminal.progress(args.command) as progress:
         done = getattr(convert, args.command)(
             args.source, args.destination, to_bf16=args.to_bf16, workers=args.workers, log=terminal.note,
             progress=progress, **options,
         )  # fmt: skip
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     if args.json:
         terminal.show_json({**vars(done), "directory": str(done.directory), "seconds": seconds})
     else:

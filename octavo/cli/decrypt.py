@@ -1,11 +1,11 @@
-"""Decrypts a file or a whole folder that `octavo encrypt` or a run with run.encrypt wrote.
+"""Decrypts a file or a whole folder that was written by `octavo encrypt` or a run with run.encrypt.
 
 octavo decrypt secret/qwen models/qwen --key-file octavo.key
 octavo decrypt runs/a/answers.jsonl.aes answers.jsonl      a file of encrypted lines
 
-Every byte is checked: a file that was changed, truncated, moved or encrypted with another key is an error that names
-it, and no output is left behind. Files of a folder that are not encrypted are copied unchanged and listed; a single
-file that is not encrypted is an error. Nothing is overwritten.
+Every byte is checked: a file that was changed, truncated, moved or encrypted with another key is an error, and no
+output is left. Unencrypted files of a folder are copied unchanged and listed; an unencrypted single file is an error.
+Nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from octavo.base.encryption.folders import has_list
 from octavo.base.safe_read import printable
 from octavo.cli import encrypt_decrypt, terminal
 
-_STATE = "state.json"  # a checkpoint's; octavo.checkpoint defines this name but imports torch
+_STATE = "state.json"  # of a checkpoint; octavo.checkpoint defines this name but imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", type=Path, help="a file or a folder")
-    parser.add_argument("target", metavar="DST", type=Path, help="where to write it; must not exist yet")
+    parser.add_argument("source", metavar="SRC", type=Path, help="file or folder to decrypt")
+    parser.add_argument("target", metavar="DST", type=Path, help="output; must not exist")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,8 @@ class _Decryption:
         self.plain: list[str] = []
 
     def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
-        """Raises VaultError for a file that is damaged, replaced, missing or added, and if nothing is encrypted."""
+        """Check the source. Raises VaultError for a file that is damaged, replaced, missing or added, and if nothing is
+        encrypted."""
         for folder in (source, *sorted(source.rglob("*"))):
             if new_folder is not None and (folder == source or has_list(folder)):
                 encryption.check_folder(folder)
@@ -74,7 +75,7 @@ class _Decryption:
             )
 
     def named(self, file: Path) -> str | None:
-        """The target's name: without the suffix for encrypted lines, None for a folder's list of files."""
+        """Return the name of the target: without the suffix for encrypted lines, None for a folder's list of files."""
         if file.name == encryption.LIST and encryption.is_encrypted(file):
             return None
         return file.name.removesuffix(encryption.SUFFIX) if is_encrypted_lines(file) else file.name
@@ -97,12 +98,12 @@ class _Decryption:
             yield len(piece)
 
     def finish(self) -> None:
-        """Nothing more to write."""
+        """Do nothing: all files are written."""
 
 
 def _refuse_damaged(file: Path) -> None:
-    """Raises Damaged for a plain file that was an encrypted one, according to what is left of its header, its name, or
-    the state of the checkpoint that it belongs to."""
+    """Raise Damaged for a plain file that was an encrypted one, according to the rest of its header, its name, or the
+    state of its checkpoint."""
     with file.open("rb") as stored:
         head = stored.read(MAX_HEADER_BYTES)
     why = ""

@@ -1,8 +1,8 @@
-"""Trains, compares and queries a tiny model on real handwriting, in a few minutes on a laptop.
+"""Trains, compares and queries a tiny model on handwritten digits, in a few minutes on a laptop.
 
-Creates the digits data set and a tiny Qwen3-VL, trains it in high precision (two seeds) and in FP8, writes the report,
-and asks the FP8 model about an image that it was not trained on. Completed runs in DIR are reused. Exit code: 0; 1 if
-the verdict is fail, 3 if the accuracy is undecided.
+Creates the digits dataset and a tiny Qwen3-VL, trains it in high precision (two seeds) and in FP8, writes the report,
+and asks the FP8 model about a held-out image. Finished runs in DIR are reused. Exit code: 0; 1 if the verdict is fail,
+3 if the accuracy is undecided.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from octavo.cli import arguments, compare, terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", default="demo", metavar="DIR", help="folder for everything (default: demo)")
+    parser.add_argument("--dir", default="demo", metavar="DIR", help="output folder (default: demo)")
     parser.add_argument(
-        "--steps", type=arguments.positive, default=500, metavar="N", help="training steps (default 500)"
+        "--steps", type=arguments.positive, default=500, metavar="N", help="number of training steps (default 500)"
     )
-    parser.add_argument("--fresh", action="store_true", help="train the runs again")
+    parser.add_argument("--fresh", action="store_true", help="retrain all runs")
     arguments.add_json(parser)
 
 
@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> int:
     # with --json, stdout carries only the verdict, and progress goes to stderr
     console = terminal.console(stderr=args.json)
     console.print(
-        f"Trains a tiny Qwen3-VL to read handwriting, {args.steps} steps a run: twice in high precision, once in FP8; "
-        "then branches both at two thirds and asks the FP8 model. This takes a few minutes.", highlight=False,
+        f"Training a tiny Qwen3-VL to read handwriting, {args.steps} steps per run: twice in high precision, once in "
+        "FP8; then forking both at two thirds, and asking the FP8 model. This takes a few minutes.", highlight=False,
     )  # fmt: skip
 
     from octavo.report.trial import demo

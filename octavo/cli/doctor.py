@@ -1,7 +1,9 @@
-"""Shows what this machine can run, what it cannot, and how to fix it. Exit code 1 if something required is broken.
+"""Shows what this machine can run, what it cannot run, and how to fix it.
 
-octavo doctor --all          all checks one by one
-octavo doctor --families     what each model of images, audio and text can do here; --all adds its parts
+octavo doctor --all          list every check
+octavo doctor --families     list which model families can be trained here; with --all, by component
+
+Exit code 1 if something required is broken.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from octavo.cli import arguments, terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_json(parser)
     parser.add_argument(
-        "--all", action="store_true", help="list all checks one by one, with the fix for absent optional packages"
+        "--all", action="store_true", help="list every check, with the fix for missing optional packages"
     )
     parser.add_argument(
         "--families",
         action="store_true",
-        help="list the models of images, audio and text in the installed transformers",
+        help="list the vision, audio and text models of the installed transformers",
     )
 
 
@@ -41,21 +43,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def families(args: argparse.Namespace) -> int:
-    """List the models of images, audio and text: which train here, can only be planned, or are refused, and why."""
+    """List the vision, audio and text models: which train here, can only be planned, or are not supported, and why."""
     with arguments.importing():
         from octavo.models.forward import survey
     rows = list(survey.survey())
     if args.json:
-        terminal.show_json([one.to_json() for one in rows])
+        terminal.show_json([row.to_json() for row in rows])
         return 0
-    which = range(len(survey.COLUMNS)) if args.all else (0, len(survey.COLUMNS) - 1)
-    terminal.show_table([survey.COLUMNS[i] for i in which], [[one.cells[i] for i in which] for one in rows])
+    columns = range(len(survey.COLUMNS)) if args.all else (0, len(survey.COLUMNS) - 1)
+    terminal.show_table([survey.COLUMNS[i] for i in columns], [[row.cells[i] for i in columns] for row in rows])
     print(f"\n{survey.summary(rows)}")
     return 0
 
 
 def show(report: Any, everything: bool) -> None:
-    """Print the checks as a table, the meaning and the fix of each failure, and a line that sums up."""
+    """Print the checks as a table, the meaning and fix of each failure, and a summary line."""
     rows = _all_rows(report) if everything else _short_rows(report)
     terminal.show_table(("", "what", "found"), rows)
     for check in report.of("fail", "warn", *(["absent"] if everything else [])):
@@ -67,10 +69,10 @@ def show(report: Any, everything: bool) -> None:
     failures = report.of("fail")
     print()
     if failures:
-        count = "1 required thing does" if len(failures) == 1 else f"{len(failures)} required things do"
-        print(f"{count} not work: {', '.join(check.name for check in failures)}.")
+        count = "1 required check" if len(failures) == 1 else f"{len(failures)} required checks"
+        print(f"{count} failed: {', '.join(check.name for check in failures)}.")
     else:
-        print("Everything that is required works.")
+        print("All required checks passed.")
 
 
 def _all_rows(report: Any) -> list[tuple[str, str, str]]:
@@ -78,7 +80,7 @@ def _all_rows(report: Any) -> list[tuple[str, str, str]]:
 
 
 def _short_rows(report: Any) -> list[tuple[str, str, str]]:
-    """The passed checks of an area in one row; every other check in a row."""
+    """Return one row for the passed checks of an area, and one row for every other check."""
     rows: list[tuple[str, str, str]] = []
     for area in dict.fromkeys(check.area for check in report.checks):
         checks = [check for check in report.checks if check.area == area]

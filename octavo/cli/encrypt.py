@@ -1,14 +1,14 @@
-"""Encrypts a file, or a folder with everything in it: a model, data, a run directory (AES-256-GCM).
+"""Encrypts a file, or a folder with all its content: a model, data, or a run directory (AES-256-GCM).
 
-octavo encrypt --new-key octavo.key                        create a key, readable only by this user
+octavo encrypt --new-key octavo.key                        create a key that only you can read
 octavo encrypt models/qwen secret/qwen --key-file octavo.key
-octavo encrypt old new --old-key old.key --key-file new.key   encrypt again with another key
+octavo encrypt old new --old-key old.key --key-file new.key   re-encrypt with another key
 
-The files of a folder are bound to their paths in it: exchanged, missing or added files are refused by name when the
-folder is read or decrypted. Copy and move it as a whole, with its files.octavo.
+The files of a folder are bound to their paths in it: swapped, missing or added files are detected when the folder is
+read or decrypted. Copy and move the folder as a whole, including its files.octavo.
 
-File names stay. With the key (--key-file, OCTAVO_KEY_FILE or OCTAVO_KEY) every command reads encrypted files like plain
-ones. Files that are already encrypted are copied unchanged. Nothing is overwritten, and SRC stays: delete it yourself.
+File names do not change. With the key (--key-file, OCTAVO_KEY_FILE or OCTAVO_KEY) every command reads encrypted files
+like plain ones. Files that are already encrypted are copied unchanged. Nothing is overwritten, and SRC is not deleted.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from octavo.cli import arguments, encrypt_decrypt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", nargs="?", type=Path, help="a file or a folder")
-    parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the target; must not exist")
+    parser.add_argument("source", metavar="SRC", nargs="?", type=Path, help="file or folder to encrypt")
+    parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="output; must not exist")
     parser.add_argument(
-        "--new-key", metavar="FILE", type=Path, help="create a key and write it to FILE, readable only by you"
+        "--new-key", metavar="FILE", type=Path, help="create a key in FILE, readable only by you, and exit"
     )
-    parser.add_argument("--old-key", metavar="FILE", type=Path, help="encrypt again what this key encrypted in SRC")
+    parser.add_argument(
+        "--old-key", metavar="FILE", type=Path, help="key of SRC, to re-encrypt its files with another key"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.new_key is not None:
         if args.source is not None:
-            raise arguments.UsageError("--new-key only creates a key; encrypt with it in a second command")
+            raise arguments.UsageError("--new-key only creates a key; encrypt in a second command")
         key = write_new(args.new_key)
-        print(f"wrote {args.new_key}, key {key.id.hex()}. Keep a copy elsewhere: without it encrypted files are lost")
+        print(f"wrote {args.new_key}, key {key.id.hex()}. Keep a backup: without the key, encrypted files are lost")
         return 0
     if args.source is None or args.target is None:
         raise arguments.UsageError("name a source and a target: octavo encrypt SRC DST")
@@ -59,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Encryption:
-    """Encrypts plain files and files that the old key opens. Each folder with a list of its files, and the whole, gets
-    a new list; without an old key, encrypted folders stay unchanged."""
+    """Encrypts plain files and files that the old key opens. Each folder with a list of its files, and the whole
+    folder, gets a new list; without an old key, encrypted folders stay unchanged."""
 
     def __init__(self, key: encryption.Key, old: encryption.Key | None) -> None:
         self.key, self.old = key, old
@@ -70,8 +72,8 @@ class _Encryption:
         self._single = False
 
     def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
-        """Raises Replaced for files that are missing from a folder with a list or are not on the list, and Refused for
-        a part of such a folder, whose files cannot be read without the rest."""
+        """Check the source. Raises Replaced for files that are missing from a folder with a list or are not on the
+        list, and Refused for a part of such a folder, whose files cannot be read without the rest."""
         self._single = new_folder is None
         roots = [folder for folder in (source, *sorted(source.rglob("*"))) if has_list(folder)]
         if self.old is None and source not in roots and find_root(source) is not None:
@@ -80,8 +82,8 @@ class _Encryption:
             with suppress(encryption.WrongKey):  # a third key's files are copied unchanged and cannot be checked
                 encryption.check_folder(root, added=self.old is None, key=self.old or self.key)
         if new_folder is not None:
-            anew = roots if self.old is not None else []
-            bound = [source, *anew] if self.old is not None or source not in roots else []
+            rewritten = roots if self.old is not None else []
+            bound = [source, *rewritten] if self.old is not None or source not in roots else []
             self._folders = {
                 root: encryption.Folder(new_folder / root.relative_to(source), key=self.key) for root in bound
             }
@@ -94,7 +96,7 @@ class _Encryption:
             )
 
     def named(self, file: Path) -> str | None:
-        """All files keep their names; a list that is written again is not encrypted as a file."""
+        """Return the name of the target, which does not change; None for a list that is written again."""
         return None if self.old is not None and file.name == encryption.LIST else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
@@ -105,16 +107,16 @@ class _Encryption:
             for size, line in encrypt_decrypt.lines(opened, file, self.old):
                 out.write(encryption.encrypt_line(line, self.key))
                 yield size
-            self._note(path, LINES)
+            self._record(path, LINES)
             return
         if encrypted and self.old is not None:
             plain = encryption.open_decrypted(os.dup(opened.fileno()), file, key=self.old)
         elif encrypted or listed:
-            kind = LINES if listed else self._checked(file)
+            kind = LINES if listed else self._check_and_get_tag(file)
             for piece in encrypt_decrypt.pieces(opened):
                 out.write(piece)
                 yield len(piece)
-            self._note(path, kind, "copied as they are")
+            self._record(path, kind, "copied as they are")
             return
         else:
             with suppress(encryption.WrongKey):
@@ -124,7 +126,7 @@ class _Encryption:
             writer.write(piece)
             yield len(piece)
         writer.finish()
-        self._note(path, writer.tag.hex())
+        self._record(path, writer.tag.hex())
 
     def finish(self) -> None:
         """Write the lists of folders, inner folders first: their lists are files of the outer folders."""
@@ -135,14 +137,14 @@ class _Encryption:
                 self._kinds[folder.root / encryption.LIST] = reader.tag.hex()
 
     def _place(self, file: Path, path: Path) -> Place | None:
-        """The place that a file is bound to: its path in the innermost folder with a list."""
+        """Return the place that a file is bound to: its path in the innermost folder with a list."""
         for root in file.parents:
             if root in self._folders:
                 return self._folders[root].place(path)
         return None
 
-    def _checked(self, file: Path) -> str:
-        """The tag of an encrypted file that is copied unchanged. With its key, its place is checked first."""
+    def _check_and_get_tag(self, file: Path) -> str:
+        """Return the tag of an encrypted file that is copied unchanged. With its key, its place is checked first."""
         try:
             with encryption.Reader.of(file, self.key) as reader:
                 encryption.check_file(file, reader, self.key)
@@ -153,13 +155,13 @@ class _Encryption:
         with file.open("rb") as stored:
             return header_tag(stored.read(MAX_HEADER_BYTES)).hex()
 
-    def _note(self, path: Path, kind: str, how: str = "encrypted") -> None:
+    def _record(self, path: Path, kind: str, how: str = "encrypted") -> None:
         self._kinds[path] = kind
         self.counts[how] += 1
 
 
 def _check_purpose(source: Path, old: encryption.Key | None) -> None:
-    """Raises Refused if a folder in the source was sealed with the same key, according to its note."""
+    """Raise Refused if a folder in the source was sealed with the same key, according to its note."""
     key_id = fingerprint(encryption.process_secret()).encode()
     for file in source.rglob(NOTE) if source.is_dir() else [source.with_name(NOTE)]:
         raw = file.read_bytes() if file.is_file() else b""

@@ -14,18 +14,18 @@ import octavo
 from octavo.base import atomic_write, target_folder
 from octavo.cli.arguments import UsageError
 
-#: a link to examples/ in the repository; a wheel contains the files
+#: in the repository a link to examples/, in a wheel a folder
 SOURCE = Path(octavo.__file__).parent / "examples"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder to write, which is new or empty")
+    parser.add_argument("directory", metavar="DIR", help="output folder, new or empty")
 
 
 def run(args: argparse.Namespace) -> int:
     target = Path(args.directory)
     if not target_folder.is_free(target):
-        raise UsageError(f"{target} exists and is not empty; name a new folder, nothing is overwritten")
+        raise UsageError(f"{target} exists and is not empty; choose a new folder")
     with atomic_write.new_folder(target, UsageError, replace=False) as folder:
         shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         atomic_write.sync_tree(folder)

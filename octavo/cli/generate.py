@@ -144,7 +144,10 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
         help=f"quantize weights while loading: {kinds}",
     )
     parser.add_argument(
-        "--step", type=arguments.positive, metavar="N", help="checkpoint of a run (default: the newest)"
+        "--step",
+        type=arguments.positive,
+        metavar="N",
+        help="step of the checkpoint to use, for a run (default: the newest)",
     )
 
 
@@ -159,7 +162,7 @@ def inspect_target(args: argparse.Namespace, base: str | None) -> Any:
         from octavo.fp8 import kernels
         from octavo.train import artifacts
 
-    target = artifacts.look(folder, base)
+    target = artifacts.inspect_target(folder, base)
     if args.step is not None and target.kind != "run":
         raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is not a run directory; remove --step")
     if args.backend != "auto" and args.recipe == "off":

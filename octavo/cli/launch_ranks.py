@@ -1,9 +1,9 @@
-"""`octavo train FILE --nproc N`: starts, watches and ends this machine's processes of a run.
+"""`octavo train FILE --nproc N`: starts the ranks of a run on this machine, watches them, and ends them.
 
-It does what torchrun does on one machine, with the same variables (RANK, WORLD_SIZE, ...) and the same kind of store.
-In addition, a signal reaches every process once, no process is killed while it saves (run.timeout bounds that), the
-exit code is the run's, and an error is printed without the launcher's traceback. For several machines use torchrun:
-`torchrun --nnodes ... -m octavo train FILE`.
+It works like torchrun on one machine, with the same variables (RANK, WORLD_SIZE, ...) and the same kind of store. In
+addition, each signal is forwarded to every rank once, no rank is killed while it saves (bounded by run.timeout), the
+exit code is that of the run, and errors are printed without the launcher's traceback. For several machines use
+torchrun: `torchrun --nnodes ... -m octavo train FILE`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 
 from octavo.cli.arguments import UsageError, positive
 
-LOOK = 0.2  # seconds between looks at the processes
-MERCY = 30.0  # seconds that the other processes have to end once one has failed, as under torchrun
+POLL_S = 0.2  # seconds between checks of the processes
+GRACE_S = 30.0  # seconds that the other ranks have to end after one has failed, as under torchrun
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 def processes(text: str) -> int | None:
-    """An argparse type: a number of processes, or auto (None): one for each GPU."""
+    """Argparse type: a number of processes, or auto (None) for one per GPU."""
     return None if text == "auto" else positive(text)
 
 
-def how_many(count: int | None) -> int:
-    """The number of processes; None: one for each GPU. Raises UsageError for more than there are GPUs, and under
-    torchrun."""
+def resolve_process_count(count: int | None) -> int:
+    """Return the number of processes, one per GPU if `count` is None. Raises UsageError if there are not enough GPUs,
+    and under torchrun."""
     if "WORLD_SIZE" in os.environ:
         raise UsageError(
-            "--nproc starts the processes of a run, and torchrun has started this one; use only one of them"
+            "--nproc starts the processes of a run, but this process was started by torchrun; use only one of them"
         )
     from octavo.base import accelerator
 
@@ -43,16 +43,18 @@ def how_many(count: int | None) -> int:
     if count is None:
         return max(1, gpus)
     if gpus and count > gpus:
-        raise UsageError(f"--nproc {count}: this machine has {gpus} GPU(s), one for each process; use --nproc auto")
+        raise UsageError(
+            f"--nproc {count}: this machine has only {gpus} GPU(s), and each process needs one; use --nproc auto"
+        )
     return count
 
 
 def launch(words: Sequence[str], count: int) -> int:
-    """Run `octavo WORDS...` as `count` ranks. Returns the exit code of the first rank that failed, else rank 0's. The
-    stderr of ranks other than 0 is printed only if they fail."""
+    """Run `octavo WORDS...` as `count` ranks. Returns the exit code of the first rank that failed, else that of rank 0.
+    The stderr of other ranks is printed only if they fail."""
     from torch.distributed import TCPStore
 
-    from octavo.report.trial.parallel_runs import COMMAND  # it saves and ends if this process disappears
+    from octavo.report.trial.parallel_runs import COMMAND  # a rank saves and ends if this process is killed
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -67,27 +69,27 @@ def launch(words: Sequence[str], count: int) -> int:
             subprocess.Popen(
                 [sys.executable, "-c", COMMAND, str(os.getpid()), *words], stderr=error,
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,  # the terminal's Ctrl-C must not reach ranks directly, but once, from here
+                start_new_session=True,  # Ctrl-C must reach the ranks only once, from here
             )
             for rank, error in enumerate([None, *errors])
         ]  # fmt: skip
         for process in ranks:
             stack.callback(process.kill)
         with _forwarding(ranks):
-            code, ended = _end(ranks)
-        said: dict[tuple[int, str], list[int]] = {}  # an error that all ranks report is printed once
+            code, killed = _wait(ranks)
+        outputs: dict[tuple[int, str], list[int]] = {}  # (exit code, stderr) -> ranks, so that equal errors print once
         for rank, error in enumerate(errors, 1):
             error.seek(0)
             if ranks[rank].returncode and (text := error.read().strip()):
-                said.setdefault((ranks[rank].returncode, text), []).append(rank)
-        for (ended_by, text), those in said.items():
-            who = f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
-            print(f"{who}, exit code {ended_by}:\n{text}", file=sys.stderr)
+                outputs.setdefault((ranks[rank].returncode, text), []).append(rank)
+        for (exit_code, text), failed_ranks in outputs.items():
+            names = f"rank{'s' if len(failed_ranks) > 1 else ''} {', '.join(map(str, failed_ranks))}"
+            print(f"{names}, exit code {exit_code}:\n{text}", file=sys.stderr)
         for rank in (rank for rank, process in enumerate(ranks) if process.returncode == -9):
-            if rank not in ended:
+            if rank not in killed:
                 print(
-                    f"rank {rank} was killed by SIGKILL from outside. If neither a user nor a scheduler sent it, host "
-                    "memory was full: the kernel's log (dmesg) says so",
+                    f"rank {rank} was killed by SIGKILL. If neither a user nor a scheduler sent it, host memory was "
+                    "full; the kernel's log (dmesg) then has an entry",
                     file=sys.stderr,
                 )
     return code
@@ -95,7 +97,7 @@ def launch(words: Sequence[str], count: int) -> int:
 
 @contextmanager
 def _forwarding(ranks: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
-    """Context that forwards signals to every rank. An ignored signal (nohup) stays ignored."""
+    """Forward signals to every rank inside this context. Ignored signals (nohup) stay ignored."""
 
     def forward(number: int, frame: object) -> None:
         for process in ranks:
@@ -113,11 +115,11 @@ def _forwarding(ranks: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(ranks: Sequence[subprocess.Popen[Any]]) -> tuple[int, list[int]]:
-    """Wait for all ranks. Returns the exit code and the ranks that were killed here. When a rank fails, the others are
-    terminated, and killed after :data:`MERCY` seconds."""
+def _wait(ranks: Sequence[subprocess.Popen[Any]]) -> tuple[int, list[int]]:
+    """Wait for all ranks. Returns the exit code and the ranks that were killed. When a rank fails, the others are
+    terminated, and killed after :data:`GRACE_S` seconds."""
     failed, since = 0, 0.0
-    ended: list[int] = []
+    killed: list[int] = []
     while running := [process for process in ranks if process.poll() is None]:
         if not failed:
             codes = [process.returncode for process in ranks if process.returncode is not None]
@@ -126,10 +128,10 @@ def _end(ranks: Sequence[subprocess.Popen[Any]]) -> tuple[int, list[int]]:
                 since = time.monotonic()
                 for process in running:
                     process.terminate()
-        elif time.monotonic() - since > MERCY:
+        elif time.monotonic() - since > GRACE_S:
             for process in running:
                 process.kill()
-            ended = [rank for rank, process in enumerate(ranks) if process in running]
-        time.sleep(LOOK)
+            killed = [rank for rank, process in enumerate(ranks) if process in running]
+        time.sleep(POLL_S)
     code = failed or next((process.returncode for process in ranks if process.returncode), 0)
-    return 128 - code if code < 0 else code, ended
+    return 128 - code if code < 0 else code, killed

@@ -200,9 +200,9 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _FIXES:
         return f"{error.strerror}: {error.filename or 'a file'}; {_FIXES[error.errno]}"
     if isinstance(error, RuntimeError | MemoryError):  # imports torch
-        from octavo.train.loop.out_of_memory import SMALLER, what_is_full
+        from octavo.train.loop.out_of_memory import SMALLER, describe_full_memory
 
-        if (full := what_is_full(error)) is not None:
+        if (full := describe_full_memory(error)) is not None:
             return f"{full}; {SMALLER}"
     if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST_PEER):
         return (

@@ -1,17 +1,17 @@
-"""Shows the recipe and kernel of every linear layer, and the reason. Reads no weights.
+"""Shows the recipe and kernel of every linear layer, and the reasons. Reads no weights.
 
 octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
-octavo plan run.yaml --why                                     backends, and why others were not chosen
-octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where measured faster; see docs/plan.md
-octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   a schedule by step
+octavo plan run.yaml --why                                     show why each backend was chosen or rejected
+octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   use FP8 only where it is faster; see docs/plan.md
+octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   a schedule over steps
 octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
-octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, savings by switch
-octavo plan run.yaml --ranks 64 --parallel replicate=2,shard=8,context=4   FLOPs, and bytes sent by exchange
+octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, possible savings
+octavo plan run.yaml --ranks 64 --parallel replicate=2,shard=8,context=4   FLOPs and communication volume
 octavo plan run.yaml --cluster h100x8x8                        step time and the best mesh; see docs/scale.md
-octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest setting that fits; see docs/memory.md
-octavo plan run.yaml --shape llama2_7b                         the file's settings on a published model
+octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest settings that fit; see docs/memory.md
+octavo plan run.yaml --shape llama2_7b                         settings of the file with a published model
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ from octavo.config.yaml.problems import describe_value, nearest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser, file="?")
-    parser.add_argument("--shape", metavar="NAME", help="a published model by its dimensions, instead of model.path")
-    parser.add_argument("--all", action="store_true", help="list repeated layers one by one")
-    parser.add_argument("--why", action="store_true", help="also list the backend of each GEMM and the rejected ones")
+    # FILE.yaml is optional because --shape can replace its model; `_config` checks that one of them is given.
+    parser.add_argument("--shape", metavar="NAME", help="published model to plan for, instead of model.path")
+    parser.add_argument("--all", action="store_true", help="list repeated layers individually")
+    parser.add_argument(
+        "--why", action="store_true", help="also list the backend of each GEMM, and the rejected backends"
+    )
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -48,41 +51,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        metavar="PART=N,...",
+        metavar="COMPONENT=N,...",
         type=_tokens,
-        help="tokens of one forward through each part, e.g. image_encoder=4096,foundation=8192 (default: from the "
-        "data)",
+        help="number of tokens per forward in each component, e.g. image_encoder=4096,foundation=8192 (default: "
+        "counted in the data)",
     )
     parser.add_argument(
-        "--cache", metavar="FILE", help="where measurements are stored (default: the user's cache folder)"
+        "--cache", metavar="FILE", help="file that stores measurements (default: in the user's cache folder)"
     )
-    parser.add_argument("--ranks", metavar="N", type=arguments.positive, default=1, help="memory on each of N GPUs")
+    parser.add_argument("--ranks", metavar="N", type=arguments.positive, default=1, help="number of GPUs (default 1)")
     parser.add_argument(
         "--parallel",
         metavar="AXIS=N,...",
         type=_axes,
         default=[],
-        help=f"mesh of the ranks: {', '.join(AXES)}; see docs/scale.md",
+        help=f"sizes of the mesh axes {', '.join(AXES)}; see docs/scale.md",
     )
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help="estimate step time and the best mesh on a cluster: h100x8x8 (8 nodes of 8), or a file",
+        help="estimate step time and find the best mesh on a cluster: e.g. h100x8x8 (8 nodes of 8 GPUs), or a file",
     )
-    parser.add_argument("--card", metavar="SIZE", help="check whether it fits a GPU with this much memory, e.g. 80GB")
+    parser.add_argument(
+        "--card", metavar="SIZE", help="check whether the run fits on a GPU with this much memory, e.g. 80GB"
+    )
     parser.add_argument(
         "--fit",
         metavar="SIZE",
-        help="propose the fastest settings that fit this much memory; key=value settings stay fixed",
+        help="propose the fastest settings that fit in this much memory; key=value settings are kept",
     )
-    parser.add_argument(
-        "--save", metavar="FILE", help="write the plan to a file that can be edited and used with fp8.plan"
-    )
+    parser.add_argument("--save", metavar="FILE", help="write the plan to an editable file for fp8.plan")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    gc.disable()  # imports create many long-lived objects: collecting takes a tenth of the time
+    gc.disable()  # imports create many long-lived objects, and collections take a tenth of the time
     try:
         return _run(args)
     finally:
@@ -91,18 +94,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.cache is not None and not args.measure:
-        raise arguments.UsageError("--cache is for measurements; add --measure, or leave it out")
+        raise arguments.UsageError("--cache stores measurements; add --measure, or remove --cache")
     if args.save is not None:
-        _can_be_written(Path(args.save), args.save)
+        _check_writable(Path(args.save), args.save)
     if args.fit is not None and (args.measure or args.save is not None or args.card is not None):
-        raise arguments.UsageError("--fit only proposes settings; leave out --measure, --save and --card")
+        raise arguments.UsageError("--fit only proposes settings; remove --measure, --save and --card")
     if args.parallel and args.cluster is None and args.ranks == 1:
         raise arguments.UsageError("--parallel sets the mesh of several ranks; add their number, e.g. --ranks 64")
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
     cfg = _config(args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
-            f"--measure makes a plan, but the configuration reads one from {cfg.fp8.plan}; leave one of them out "
+            f"--measure creates a plan, but the configuration uses the plan of {cfg.fp8.plan}; remove one of them "
             "(fp8.plan=null)"
         )
 
@@ -123,53 +126,56 @@ def _run(args: argparse.Namespace) -> int:
     model, family, count = _model(args, cfg)
     tokens = measurements = None
     if args.measure:
-        _need_a_gpu()
-        tokens, measurements = _measured(args, cfg, model, family, count)
+        _require_gpu()
+        tokens, measurements = _measure(args, cfg, model, family, count)
     elif args.tokens is not None:
         tokens = count()
-    rank_tokens = (
-        None if tokens is None else tokens.shared(cfg.parallel.context)
-    )  # tokens in one rank's forward, which is what is measured
+    # Measurements are of one rank's forward, which has a part of the tokens under context parallelism.
+    rank_tokens = None if tokens is None else tokens.shared(cfg.parallel.context)
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, rank_tokens, measurements)
-    plans = planning.scheduled(cfg, plan, model, measurements)
+    plans = planning.make_schedule(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _show_layers_only(args, plan, family, notes, why)
-    steps, reference = _of_phase(cfg, args.ranks)
-    notes = (*notes, *map(str, _attention(cfg, model)), *_of_folder(args, cfg, model))
+    steps, reference = _describe_phase(cfg, args.ranks)
+    notes = (*notes, *map(str, _attention_choices(cfg, model)), *_folder_notes(args, cfg, model))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         fixed = [pair.partition("=")[0] for pair in arguments.overrides(args)]
         return plan_memory.show_fit(sizes, message, args, fixed)
     prediction = None if rank_tokens is None else planning.predict(plan, model, rank_tokens)
-    if args.measure and not planning.leaves_open(cfg):
-        notes = (*notes, _HINT)
+    if args.measure and not planning.has_open_recipes(cfg):
+        notes = (*notes, _TRAIN_HINT)
     sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.card, reference)
     if args.json:
         extra: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
         extra |= {"step": steps} if steps else {}
         extra |= {"spans": _spans(plans)} if plans.spans else {}
-        extra["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
+        extra["memory"] = _unless_unpredictable(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
             extra["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **extra})
     else:
         print("\n".join(summary.verdict(plan)))
-        for sentence in [*planning.spans_told(plans), *steps, *([] if prediction is None else prediction.sentences())]:
+        for sentence in [
+            *planning.describe_spans(plans),
+            *steps,
+            *([] if prediction is None else prediction.sentences()),
+        ]:
             print(sentence)
-        shown = _unless_impossible(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
+        shown = _unless_unpredictable(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
         show(plan, notes, everything=args.all, why=args.why)
         if shown:
             plan_memory.show(sizes, message, args)
         if args.ranks > 1:
             plan_step_time.show(sizes, cluster, args)
-    if args.save is not None:  # last, so that the plan is shown even if writing fails
+    if args.save is not None:  # last, so that the plan is printed even if writing fails
         fp8.save_plan(plan, args.save, plans.spans)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
 
 
 def _spans(plans: Any) -> list[dict[str, Any]]:
-    """The plan of each range of steps, for rules with `first` and `last`."""
+    """Return the plan of each range of steps, for rules with `first` and `last`."""
     return [
         {"steps": [span.first, span.last], "share": span.plan.share, "rows": [row.to_json() for row in span.plan.rows]}
         for span in plans.spans
@@ -177,13 +183,13 @@ def _spans(plans: Any) -> list[dict[str, Any]]:
 
 
 def _show_layers_only(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:
-    """Show the plan of a model that Octavo cannot train: its layers are known, the memory of a step is not."""
+    """Print the plan of a model that Octavo cannot train; its memory is not predicted."""
     from octavo import fp8
     from octavo.train.loop import summary
 
     known = f"model_type {family.name!r} can be planned but not trained: {why}"
     if args.card is not None or args.fit is not None or args.cluster is not None or args.ranks > 1:
-        raise arguments.UsageError(f"{known}. Its memory and time are not predicted: leave out {_BEYOND}")
+        raise arguments.UsageError(f"{known}. Its memory and time are not predicted: remove {_MEMORY_OPTIONS}")
     notes = (*notes, f"{known}; its memory is not predicted")
     if args.json:
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes)})
@@ -196,11 +202,11 @@ def _show_layers_only(args: argparse.Namespace, plan: Any, family: Any, notes: S
     return 0
 
 
-_BEYOND = "--card, --fit, --cluster and --ranks"
+_MEMORY_OPTIONS = "--card, --fit, --cluster and --ranks"
 
 
-def _can_be_written(path: Path, argument: str) -> None:
-    """Raise UsageError for a target that cannot be written, before minutes of measuring. Creates nothing."""
+def _check_writable(path: Path, argument: str) -> None:
+    """Raise UsageError for a path that cannot be written, before minutes of measuring. Creates nothing."""
     problem = ""
     try:
         folder = next(p for p in path.absolute().parents if p.exists())
@@ -222,8 +228,8 @@ def _can_be_written(path: Path, argument: str) -> None:
         raise arguments.UsageError(f"--save {argument!r} {problem}; name a file, e.g. --save plan.json")
 
 
-def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any:
-    """``work()``, or None and a note if memory cannot be predicted; an error only if --card asked for it."""
+def _unless_unpredictable(work: Callable[[], Any], args: argparse.Namespace) -> Any:
+    """Return ``work()``, or None with a note if memory cannot be predicted. With --card the error is raised."""
     from octavo.train.errors import TrainError
 
     try:
@@ -235,8 +241,9 @@ def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any
         return None
 
 
-def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
-    """(lines that describe a step, the kind of reference model) of preference and rl; empty for other phases."""
+def _describe_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
+    """Return (lines that describe a step, kind of the reference model) of phases preference and rl; empty for other
+    phases."""
     if cfg.train.phase not in BEYOND_SFT:
         return [], None
     from octavo import rl
@@ -244,35 +251,35 @@ def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
     return rl.describe_step(cfg, ranks), rl.reference_kind(cfg)
 
 
-_HINT = (
-    "octavo train runs the configured recipe; to run this plan, save it (--save FILE, then fp8.plan: FILE), or "
-    "set fp8.recipe: auto"
+_TRAIN_HINT = (
+    "octavo train uses the configured recipe; to use this plan, save it (--save FILE, then fp8.plan: FILE), or set "
+    "fp8.recipe: auto"
 )
 
 
 def _config(args: argparse.Namespace) -> Any:
-    """The configuration; --shape overrides `model.path` and needs no data."""
+    """Load the configuration; --shape replaces `model.path` and needs no data."""
     if args.shape is None:
         if args.file is None:
             raise arguments.UsageError(
                 "name a configuration file, or a published model: octavo plan --shape qwen3_vl_8b"
             )
-        return _config_of_file(args)
+        return _load_file(args)
     if args.shape not in SHAPES:
         close = nearest(args.shape, SHAPES)
         hint = f"did you mean {close}? " if close else ""
         raise arguments.UsageError(
             f"there is no published shape {args.shape!r}; {hint}expected one of {', '.join(SHAPES)}"
         )
-    if args.file is not None and "=" in args.file:  # without a file, the first setting was parsed as FILE
+    if args.file is not None and "=" in args.file:  # without a file, argparse takes the first setting as FILE
         args.overrides.insert(0, args.file)
         args.file = None
     if args.measure and args.tokens is None:
         raise arguments.UsageError(
-            "a published shape comes without data: give the tokens of one forward through each component, e.g. "
-            "--tokens foundation=8192, or with a vision tower --tokens foundation=8192,image_encoder=4096"
+            "a published model has no data: set the number of tokens per forward in each component, e.g. "
+            "--tokens foundation=8192, or for a vision model --tokens foundation=8192,image_encoder=4096"
         )
-    if args.file is not None:  # the file's settings, on this model
+    if args.file is not None:  # settings of the file with this model
         return load_config(args.file, [f"model.path={args.shape}", *arguments.overrides(args)])
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
     if any(re.fullmatch(r"context=(?!1$)\d+", pair) for pair in args.parallel):  # context parallelism requires packing
@@ -280,7 +287,7 @@ def _config(args: argparse.Namespace) -> Any:
     return load_config(None, [*settings, *arguments.overrides(args)])
 
 
-#: the names in octavo.models.structure.shapes, repeated here because that module imports transformers
+#: the names in octavo.models.structure.shapes, which imports transformers
 SHAPES = (
     "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
     "internvl3_5_8b", "llava_onevision_1_5_4b", "llava_onevision_1_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b",
@@ -289,22 +296,22 @@ SHAPES = (
 
 
 def shape_of(path: str) -> str | None:
-    """The published shape that a folder's name suggests: `.../Qwen3-VL-8B-Instruct` is qwen3_vl_8b."""
+    """Guess the published model from the name of a folder: `.../Qwen3-VL-8B-Instruct` is qwen3_vl_8b."""
 
     def bare(text: str) -> str:
         return re.sub("[^a-z0-9]", "", text.lower())
 
-    last = bare("/".join(Path(path).parts[-3:]))  # the hub's cache has the name two folders up
+    last = bare("/".join(Path(path).parts[-3:]))  # in the hub's cache the name is two folders up
     return max((name for name in SHAPES if bare(name) in last), key=len, default=None)
 
 
-def _config_of_file(args: argparse.Namespace) -> Any:
-    """The configuration; missing data only cause a note, since a plan needs data only to count tokens."""
+def _load_file(args: argparse.Namespace) -> Any:
+    """Load the configuration. Missing data cause only a note, since a plan needs data only to count tokens."""
     cfg, missing = arguments.resolve_files(arguments.config(args), args.file)
     shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
     if shape is not None:
-        words = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
-        missing[0] += f"; its name matches a published model, which can be planned without the folder: {words}"
+        command = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
+        missing[0] += f"; its name matches a published model, which can be planned without the folder: {command}"
     if missing and (missing[0].startswith("model.path") or (args.measure and args.tokens is None)):
         raise arguments.UsageError("\n".join(missing))
     for sentence in missing:
@@ -313,29 +320,30 @@ def _config_of_file(args: argparse.Namespace) -> Any:
 
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
-    """(model without weights, family, function that counts its tokens)."""
+    """Return (model without weights, family, function that counts its tokens)."""
     from octavo.models.structure import shapes
     from octavo.train.setup import frozen_base, planning
     from octavo.train.setup import token_counts as tokens
-    from octavo.train.setup.resolve_config import data_settings, processor_of
+    from octavo.train.setup.resolve_config import data_settings, load_processor
 
     model: nn.Module
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
-        frozen_base.prepare(model, family, cfg)
+        frozen_base.prepare_meta_model(model, family, cfg)
     else:
-        model, family = planning.model_of(cfg)
+        model, family = planning.meta_model(cfg)
 
     def count() -> Any:
         if args.tokens is not None:
-            return tokens.given(cfg, family, args.tokens)
-        return tokens.count(data_settings(cfg), processor_of(cfg), family, model.config)
+            return tokens.complete_tokens(cfg, family, args.tokens)
+        return tokens.count_tokens(data_settings(cfg), load_processor(cfg), family, model.config)
 
     return model, family, count
 
 
-def _attention(cfg: Any, model: Any) -> Any:
-    """The attention kernels that a run on this machine would use; empty where torch chooses at each call."""
+def _attention_choices(cfg: Any, model: Any) -> Any:
+    """Return the attention kernels that a run on this machine would use, or nothing where torch chooses at each
+    call."""
     from octavo.base import accelerator
     from octavo.train.forward import attention_kernel
 
@@ -344,9 +352,9 @@ def _attention(cfg: Any, model: Any) -> Any:
     )
 
 
-def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
-    """What the files of the model's folder mean for a run (`octavo.train.setup.model_folder`); nothing of a published
-    shape, or without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
+def _folder_notes(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
+    """Return notes about the model folder (`octavo.train.setup.model_folder`); nothing for a published model or without
+    a tokenizer. Raises ModelError for a tokenizer or weights that do not belong to the model."""
     from octavo import models
     from octavo.models.folder.folder import find_file
     from octavo.train.setup import model_folder
@@ -359,24 +367,24 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
     return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
 
 
-def _need_a_gpu() -> None:
+def _require_gpu() -> None:
     from octavo.base import accelerator
 
     if not accelerator.is_gpu(accelerator.default_device()):
         raise arguments.UsageError(
-            "--measure needs a GPU: on a CPU FP8 is emulated, and its times say nothing about where it pays. Measure "
-            "on the machine that will train; without --measure, recipe auto uses the table in docs/plan.md"
+            "--measure needs a GPU: on a CPU FP8 is emulated, so its times are not meaningful. Measure on the machine "
+            "that will train; without --measure, recipe auto uses the table in docs/plan.md"
         )
 
 
-def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count: Callable[[], Any]) -> tuple[Any, Any]:
+def _measure(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count: Callable[[], Any]) -> tuple[Any, Any]:
     from octavo.base import accelerator
     from octavo.train.setup import planning
 
     tokens = count()
     rank_tokens = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, fallback=_note_measured) as progress:
-        measurements = planning.measured(
+        measurements = planning.measure_recipes(
             cfg, model, family, accelerator.default_device(), rank_tokens, progress, args.cache
         )
     return tokens, measurements
@@ -390,11 +398,11 @@ AXES = ("replicate", "shard", "context", "ulysses", "expert")
 
 
 def _axes(text: str) -> list[str]:
-    """An argparse type: ``axis=N,axis=N``."""
+    """Argparse type: ``axis=N,axis=N``."""
     pairs = [pair.strip() for pair in text.split(",")]
     names = [pair.partition("=")[0] for pair in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise argparse.ArgumentTypeError(f"expected each axis once, found {twice} twice")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise argparse.ArgumentTypeError(f"expected each axis once, found {duplicate} twice")
     for pair in pairs:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:
@@ -406,13 +414,13 @@ def _axes(text: str) -> list[str]:
 
 
 def _tokens(text: str) -> dict[str, int]:
-    """An argparse type: ``part=N,part=N``."""
+    """Argparse type: ``component=N,component=N``."""
     counts: dict[str, int] = {}
     for pair in text.split(","):
         name, _, number = (part.strip() for part in pair.partition("="))
         if not name or not number.isdecimal() or len(number) > 12 or name in counts:
             raise argparse.ArgumentTypeError(
-                "expected each part once with a whole number below 10**12, e.g. foundation=8192, found "
+                "expected each component once with an integer below 10**12, e.g. foundation=8192, found "
                 f"{describe_value(pair)}"
             )
         counts[name] = int(number)
@@ -434,13 +442,13 @@ def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -
 
 
 def backends(plan: Any) -> list[str]:
-    """The backend of each GEMM with the reason, and why others were rejected, in lines of 80 characters."""
-    alike: dict[Any, list[str]] = {}
+    """List the backend of each GEMM with the reason, and why others were rejected, in lines of 80 characters."""
+    groups: dict[Any, list[str]] = {}
     for line in plan.backends():
         key = (line.recipe, line.gemm, line.backend, line.reason, line.rejected)
-        alike.setdefault(key, []).append(f"{line.shape[0]}\u00a0x\u00a0{line.shape[1]}")  # non-breaking spaces
+        groups.setdefault(key, []).append(f"{line.shape[0]}\u00a0x\u00a0{line.shape[1]}")  # non-breaking spaces
     wrapped: list[str] = []
-    for (recipe, gemm, backend, reason, rejected), shapes in alike.items():
+    for (recipe, gemm, backend, reason, rejected), shapes in groups.items():
         lines = [f"{recipe}, {gemm} on {backend}, {reason}: {', '.join(shapes)}"]
         lines += [f"  {name} is not used: {why}" for name, why in rejected]
         wrapped += [part for text in lines for part in textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
@@ -448,17 +456,17 @@ def backends(plan: Any) -> list[str]:
 
 
 _INDENT = "  "
-_NAME = 32  # characters of a layer's name on the line of its figures; a longer name gets its own line
+_NAME = 32  # width of the name column; a longer name is printed on a separate line
 
 
 def layers(plan: Any, everything: bool = False) -> list[str]:
-    """A plan's layers in lines of 80 characters: under each component the commonest reason and the names without what
-    they share; under a layer the reason that is its own. Layers that differ in their numbers alone are one line."""
+    """Format a plan's layers in lines of 80 characters, grouped by component. The most common reason and the common
+    prefix of names are printed once per component; layers that differ only in their numbers share a line."""
     from octavo.fp8 import planning
 
     rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan.rows)
     parts = {name: [row[1:] for row in rows if row[0] == name] for name in dict.fromkeys(row[0] for row in rows)}
-    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 a token)"
+    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 per token)"
     widths = [max(map(len, shapes.values())), *(max(len(row[n]) for row in rows) for n in (3, 4))]
     out: list[str] = []
     for component, layer_rows in parts.items():

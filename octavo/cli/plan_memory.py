@@ -1,4 +1,4 @@
-"""The memory part of `octavo plan`: the table by kind, whether it fits, savings by switch, and --fit."""
+"""The memory output of `octavo plan`: the table by kind, whether it fits, possible savings, and --fit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from octavo.cli import arguments, terminal
 from octavo.train.estimate.memory import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
-from octavo.train.setup.token_counts import assumed
+from octavo.train.setup.token_counts import assume_tokens
 
-BEYOND = ("reference", "kv_cache")  # kinds that only phases rl and preference have
+RL_KINDS = ("reference", "kv_cache")  # only in phases rl and preference
 
 
 def predicted(
     cfg: Any, model: Any, family: Any, plan: Any, counted: Any, card: str | None = None, reference: str | None = None
 ) -> tuple[Any, str]:
-    """(predictor of this model's memory, message about the assumed tokens). ``card``: the memory that rollouts must
-    fit; ``reference``: base, copy or none."""
+    """Return (memory predictor of this model, message about the assumed tokens). ``card``: the memory that rollouts
+    must fit in; ``reference``: base, copy or none."""
     if counted is None:
-        tokens, message = assumed(cfg, family.components, model.config)
+        tokens, message = assume_tokens(cfg, family.components, model.config)
     else:
         counts = ", ".join(f"{name} {n}" for name, n in counted.counts.items())
         tokens, message = counted, f"tokens of one micro-batch: {counts}"
@@ -28,7 +28,7 @@ def predicted(
 
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
-    """What `show` prints, for programs."""
+    """Return the content of `show` as JSON."""
     report: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
         report["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
@@ -47,7 +47,7 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
 
 
 def line(sizes: Any, args: Any) -> str:
-    """One line: how much memory, and whether it fits."""
+    """Return one line: the predicted memory, and whether it fits."""
     total = sizes.of(sizes.cfg, args.ranks).total
     where = f"each of {args.ranks} GPUs" if args.ranks > 1 else "one GPU"
     return (
@@ -58,7 +58,7 @@ def line(sizes: Any, args: Any) -> str:
 
 
 def show(sizes: Any, message: str, args: Any) -> None:
-    """Print the table, whether it fits, and the savings of each switch."""
+    """Print the table, whether the run fits, and the savings of each switch."""
     one = sizes.of(sizes.cfg, 1)
     footprints = {"one GPU": one}
     if args.ranks > 1:
@@ -66,18 +66,18 @@ def show(sizes: Any, message: str, args: Any) -> None:
     _table(footprints)
     print()
     print(message)
-    # With --ranks a rollout runs on one of the ranks, so the last footprint is the one to report.
+    # A rollout runs on one rank, which is the last footprint.
     last = [*footprints.values()][-1]
     if last.rollout is not None:
-        print(_at_a_time(last.rollout, sizes.cfg, args.card))
+        print(_describe_rollout(last.rollout, sizes.cfg, args.card))
     if not args.card:
-        print("for the savings of each memory switch and whether it fits, add --card SIZE, e.g. --card 80GB")
+        print("add --card SIZE, e.g. --card 80GB, to see whether it fits and what each memory switch saves")
         return
     listed = list(savings(sizes, args.ranks))
     if listed:
         print()
         terminal.show_table(
-            ("switch", "to", "saves", "what it costs"),
+            ("switch", "to", "saves", "cost"),
             [
                 (s.key, f"{_word(s.value)} (on)" if s.on else _word(s.value), _saved(s.bytes), s.cost)
                 for s in listed
@@ -88,7 +88,7 @@ def show(sizes: Any, message: str, args: Any) -> None:
 
 
 def _table(footprints: Mapping[str, Any]) -> None:
-    """Print the bytes by kind; for phase rl, of the rollout and of the update."""
+    """Print the bytes by kind; for phase rl in separate columns for rollout and update."""
     one = next(iter(footprints.values()))
     columns: dict[str, Mapping[str, int]] = {}
     for name, f in footprints.items():
@@ -96,19 +96,19 @@ def _table(footprints: Mapping[str, Any]) -> None:
             columns[name] = f.kinds
         else:
             columns |= {f"{name}, rollout": f.rollout.kinds, f"{name}, update": f.kinds}
-    shown = [kind for kind in KINDS if kind not in BEYOND or any(kinds.get(kind) for kinds in columns.values())]
+    shown = [kind for kind in KINDS if kind not in RL_KINDS or any(kinds.get(kind) for kinds in columns.values())]
     rows = [[kind, *(gb(kinds.get(kind, 0)) for kinds in columns.values()), _about(kind, one)] for kind in shown]
     rows.append(["total", *(gb(sum(kinds.values())) for kinds in columns.values()), ""])
     if any(f.host + f.staging for f in footprints.values()):
-        of = [gb(f.host + f.staging) for f in footprints.values() for _ in range(1 + (f.rollout is not None))]
-        rows.append(["in host memory", *of, ""])
+        host = [gb(f.host + f.staging) for f in footprints.values() for _ in range(1 + (f.rollout is not None))]
+        rows.append(["in host memory", *host, ""])
     print()
     terminal.show_table(["memory", *columns, ""], rows, right=tuple(range(1, 1 + len(columns))))
 
 
-def _at_a_time(rollout: Any, cfg: Any, card: str | None) -> str:
-    """One sentence: how many completions are generated at a time, and why."""
-    token = f"{rollout.token / 1024:.4g} KiB of cache a token (rl.kv: {cfg.rl.kv})"
+def _describe_rollout(rollout: Any, cfg: Any, card: str | None) -> str:
+    """Describe how many completions are generated at a time, and why."""
+    token = f"{rollout.token / 1024:.4g} KiB of cache per token (rl.kv: {cfg.rl.kv})"
     if rollout.sequences == rollout.of:
         why = "all completions of a step"
     elif cfg.rl.slots is not None:
@@ -122,21 +122,22 @@ def _at_a_time(rollout: Any, cfg: Any, card: str | None) -> str:
 
 
 def _saved(size: int) -> str:
-    """What a switch saves; one that is on may use more memory than off."""
+    """Format the saving of a switch; a switch may also use more memory."""
     return gb(size) if size >= 0 else f"costs {gb(-size)}"
 
 
 def fits(card: Any, total: int, ranks: int) -> str:
-    """One sentence: whether it fits, what is free or missing, and the reserve."""
+    """Describe whether it fits, what is free or missing, and the reserve."""
     left = card.usable - total
-    where = f"{card.name} a GPU" if ranks > 1 else card.name
+    where = f"{card.name} per GPU" if ranks > 1 else card.name
     reserve = f"{gb(card.reserve)} reserved for the CUDA context, libraries and allocator fragmentation (assumed)"
     verdict = f"fits, {gb(left)} free" if left >= 0 else f"does not fit, {gb(-left)} too much"
     return f"{where}: {verdict}; {reserve}"
 
 
 def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
-    """Print the proposal as YAML, its reasons, and faster settings that do not fit. Exit code 1 if nothing fits."""
+    """Print the proposal as YAML, its reasons, and faster settings that do not fit. Returns exit code 1 if nothing
+    fits."""
     card = Card.parse(args.fit)
     proposal = propose(sizes, card, args.ranks, fixed)
     if args.json:
@@ -155,26 +156,26 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
             }
         )
         return 0 if proposal.best is not None else 1
-    print(f"{message}; {ASSUMED}{'; of rollouts, no time' if sizes.cfg.train.phase == 'rl' else ''}")
+    print(f"{message}; {ASSUMED}{'; the time of rollouts is not included' if sizes.cfg.train.phase == 'rl' else ''}")
     if proposal.best is None:
         small = proposal.smallest
         print(f"nothing fits: of {proposal.tried} settings, the smallest needs {gb(small.over(card))} more:")
         print("\n".join(f"  {line}" for line in small.yaml()))
         print(
-            f"over {proposal.ranks} GPUs something fits: --ranks {proposal.ranks}"
+            f"it fits on {proposal.ranks} GPUs: --ranks {proposal.ranks}"
             if proposal.ranks
             else "a larger card, shorter rows (train.seq_length) or fewer images would help"
         )
         return 1
     best, now = proposal.best, settings_of(sizes.cfg)
     print(fits(card, best.footprint.total, args.ranks))
-    print(f"the fastest of {proposal.tried} settings that fits, by an estimate of FLOPs and bytes (not a measurement):")
+    print(f"the fastest of {proposal.tried} settings that fit, by an estimate of FLOPs and bytes (not measured):")
     print()
     changes = best.yaml(now)
     print("\n".join(changes) if changes else "the configuration unchanged")
     print()
     if changes and args.file is not None:
-        # Overrides of keys that the proposal changes would contradict it in the same command.
+        # Overrides of keys that the proposal changes are left out of the command.
         remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
         print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *remaining])} {best.words(now)}")
     for reason in proposal.reasons:
@@ -198,7 +199,7 @@ def _percent(change: float) -> str:
 
 def _about(kind: str, footprint: Any) -> str:
     if kind == "activations":
-        return ", ".join(f"{n / 1024:.1f} KiB a token of {name}" for name, n in footprint.per_token.items())
+        return ", ".join(f"{n / 1024:.1f} KiB per token of {name}" for name, n in footprint.per_token.items())
     if kind == "workspace":
         when = "" if footprint.rollout is None else "in the update: "
         return when + ", ".join(f"{name} {gb(n)}" for name, n in footprint.parts.items())

@@ -1,5 +1,5 @@
-"""The multi-rank part of `octavo plan`: FLOPs and bytes sent in a step, and on a named cluster the step time
-and the best mesh."""
+"""The multi-rank output of `octavo plan`: FLOPs and communication volume, and on a named cluster the step time and the
+best mesh."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.train.estimate.memory import gb
 from octavo.train.estimate.memory.mesh import layout_of
 
 ASSUMED = "from data sheets and constants fitted to published figures (docs/scale.md); not measured by this project"
-SHOWN = 8  # meshes in the table
-# Whether each exchange overlaps with computation.
-WHERE = {
+MAX_MESHES = 8  # in the table
+# exchange -> whether it overlaps with computation
+OVERLAP = {
     "gather": "overlapped", "reduce": "overlapped", "sum": "overlapped",
     "dispatch": "not overlapped; expected value", "combine": "not overlapped; expected value",
     "features": "not overlapped; expected value",
@@ -23,30 +23,30 @@ WHERE = {
 
 
 def cluster_of(args: argparse.Namespace) -> Any:
-    """The requested cluster, or None; sets ``args.ranks`` to its size. Raises UsageError if --ranks is
-    different."""
+    """Return the requested cluster, or None; sets ``args.ranks`` to its size. Raises UsageError if --ranks differs."""
     if args.cluster is None:
         return None
     cluster = step_time.Cluster.parse(args.cluster)
     if args.ranks not in (1, cluster.ranks):
         raise UsageError(
             f"--ranks {args.ranks} and --cluster {args.cluster} contradict each other: that cluster has "
-            f"{cluster.ranks} GPUs. Leave --ranks out"
+            f"{cluster.ranks} GPUs. Remove --ranks"
         )
     args.ranks = cluster.ranks
     return cluster
 
 
-def of(sizes: Any, args: argparse.Namespace) -> tuple[Any, Any]:
-    """(work of a micro-batch, mesh) of the configuration. Raises TrainError for a mesh of another number of ranks."""
+def work_and_mesh(sizes: Any, args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return (work of a micro-batch, mesh) of the configuration. Raises TrainError for a mesh of a different number of
+    ranks."""
     layout = layout_of(sizes.cfg, args.ranks)
     work = step_time.work_of(sizes, sizes.cfg)
     return work, step_time.Mesh.of(layout, sizes.cfg.parallel.ulysses, work.decoder.heads)
 
 
 def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """What `show` prints, for programs: bytes and FLOPs of one micro-batch on one rank."""
-    work, mesh = of(sizes, args)
+    """Return the content of `show` as JSON: bytes and FLOPs of one micro-batch on one rank."""
+    work, mesh = work_and_mesh(sizes, args)
     moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
     sharers = mesh.layout.context
     report: dict[str, Any] = {
@@ -67,18 +67,18 @@ def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any
 
 def show(sizes: Any, cluster: Any, args: argparse.Namespace) -> None:
     """Print FLOPs and bytes by exchange; with a cluster also what bounds the step, and a table of meshes."""
-    work, mesh = of(sizes, args)
+    work, mesh = work_and_mesh(sizes, args)
     sharers, tokens = mesh.layout.context, work.rows.tokens
     recomputed = sum(work.computed.values()) / work.model_flops - 1
     print()
     print(f"a micro-batch on each of {args.ranks} ranks ({mesh}): {tokens // sharers} tokens,")
     print(
         f"{work.model_flops / sharers / 1e12:.4g} TFLOP of the model ({work.model_flops / max(1, tokens) / 1e9:.4g} "
-        f"GFLOP a token), {recomputed:+.0%} recomputed"
+        f"GFLOP per token), {recomputed:+.0%} recomputed"
     )
     moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
     rows = [
-        (kind, gb(size), step_time.CARRIED[kind], WHERE.get(kind, "not overlapped")) for kind, size in moved.items()
+        (kind, gb(size), step_time.CARRIED[kind], OVERLAP.get(kind, "not overlapped")) for kind, size in moved.items()
     ]
     if rows:
         terminal.show_table(("exchange", "bytes to each rank", "collective", ""), rows, right=(1,))
@@ -91,26 +91,25 @@ def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
     best = results[0]
     print()
     print(
-        f"{cluster.ranks} {cluster.gpu}: {configured.estimate.rate:,.0f} tokens/s a GPU, "
-        f"{configured.estimate.seconds:.3g} s a "
-        f"micro-batch, {configured.estimate.bound}"
+        f"{cluster.ranks} {cluster.gpu}: {configured.estimate.rate:,.0f} tokens/s per GPU, "
+        f"{configured.estimate.seconds:.3g} s per micro-batch, {configured.estimate.bound}"
     )
     print(f"({ASSUMED})")
     if best.over > 0:
-        print(f"no mesh fits {cluster.memory.name}: {best.mesh} needs least memory")
-    fitting = [f for f in results[1:] if f.over <= 0][: SHOWN - 2]
-    too_large = [f for f in results[1:] if f.over > 0][: SHOWN - len(fitting)]
+        print(f"no mesh fits {cluster.memory.name}: {best.mesh} needs the least memory")
+    fitting = [f for f in results[1:] if f.over <= 0][: MAX_MESHES - 2]
+    too_large = [f for f in results[1:] if f.over > 0][: MAX_MESHES - len(fitting)]
     rows = [
         (
             str(f.mesh),
             gb(f.memory),
             f"{f.estimate.rate:,.0f}",
             f.estimate.bound,
-            "the best" if f is best else f.why(best),
+            "best" if f is best else f.why(best),
         )
         for f in (best, *fitting, *too_large)
     ]
-    terminal.show_table(("mesh", "memory", "tokens/s a GPU", "bound by", ""), rows, right=(1, 2))
+    terminal.show_table(("mesh", "memory", "tokens/s per GPU", "bound by", ""), rows, right=(1, 2))
     print(f"{len(results)} meshes were compared")
 
 

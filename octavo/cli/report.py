@@ -1,6 +1,8 @@
-"""Writes the page of a run, finished or not: curves, held-out figures and answers, FP8 health, memory, plan and proof.
-For several runs the page compares their curves, last figures and differing settings. A running training writes and
-updates RUN/page.html itself.
+"""Writes an HTML page about a run, finished or not: curves, held-out figures and answers, FP8 health, memory, plan,
+proof.
+
+For several runs the page compares curves, final figures and differing settings. During training, RUN/page.html is
+updated automatically.
 
 octavo report runs/first
 octavo report runs/first runs/second -o compared.html
@@ -15,19 +17,19 @@ from octavo.cli.arguments import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, as octavo train wrote it")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory of octavo train")
     parser.add_argument(
-        "-o", "--out", metavar="OUT.html", help="the page (default: RUN/page.html; for several runs, runs.html here)"
+        "-o", "--out", metavar="OUT.html", help="output file (default: RUN/page.html, or runs.html for several runs)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out or (f"{args.runs[0]}/page.html" if len(args.runs) == 1 else "runs.html"))
     if out.suffix != ".html":
-        raise UsageError(f"-o {out}: a page must end with .html; its picture is written next to it, as .png")
-    if lost := [run for run in args.runs if not Path(run).is_dir()]:
+        raise UsageError(f"-o {out}: the name must end with .html; a .png of the same name is written next to it")
+    if missing := [run for run in args.runs if not Path(run).is_dir()]:
         raise UsageError(
-            f"there is no run directory {', '.join(lost)}; name a directory that octavo train wrote (run.dir)"
+            f"there is no run directory {', '.join(missing)}; name a directory that octavo train wrote (run.dir)"
         )
 
     from octavo.report.run import run_page

@@ -1,6 +1,6 @@
 """Prints the JSON schema of the configuration: every key with its meaning, type and default.
 
-For completion and checks in an editor, put this at the top of a YAML file:
+For completion and validation in an editor, save it and put this at the top of a YAML file:
   # yaml-language-server: $schema=octavo.schema.json
 """
 

@@ -1,4 +1,4 @@
-"""Writes a sealed (permuted) copy of a model folder, a data set or an adapter, by a key that training never sees.
+"""Writes a sealed (permuted) copy of a model folder, a dataset or an adapter. Training does not need the key.
 
 octavo seal key seal.key                                                    32 random bytes, readable only by you
 octavo seal model ./Qwen3-VL-8B-Instruct ./twin --key-file seal.key
@@ -6,10 +6,10 @@ octavo seal data rows.jsonl ./sealed-rows --model ./Qwen3-VL-8B-Instruct --key-f
 octavo seal adapter ./adapter ./sealed-adapter --model ./twin --key-file seal.key
 octavo seal text "What is this?" --model ./Qwen3-VL-8B-Instruct --key-file seal.key
 
-Sources may be encrypted, with another key: --files-key. Targets are written in plain: encrypt them with octavo encrypt.
-A sealed run takes the sealed model, the sealed rows and `data.sealed: true`; `octavo unseal` restores its weights for
-the plain model. Settings of data (key=value) belong to this command, because it turns rows into numbers. A permutation
-is not encryption: docs/confidential.md says what it hides and what it does not.
+Sources may be encrypted with another key (--files-key). Outputs are not encrypted; encrypt them with octavo encrypt.
+A sealed run uses the sealed model, the sealed rows and `data.sealed: true`; `octavo unseal` restores its weights for
+the plain model. Data settings (key=value) are passed to this command, because it tokenizes the rows. A permutation is
+not encryption: docs/confidential.md describes what it hides and what it does not.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ WHATS = ("key", "model", "data", "adapter", "text")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", choices=WHATS, help=", ".join(WHATS))
+    parser.add_argument("what", metavar="WHAT", choices=WHATS, help=f"one of {', '.join(WHATS)}")
     add_shared(parser)
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="data: settings such as train.seq_length=4096")
-    parser.add_argument("--model", metavar="FOLDER", help="data, text: the plain model; adapter: the sealed one")
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="*", help="for data: settings such as train.seq_length=4096"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="for data and text: folder of the plain model; for adapter: of the sealed model",
+    )
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
-    """The arguments of seal and unseal."""
-    parser.add_argument("source", metavar="SRC", help="source; for key the file to write, for text the text")
-    parser.add_argument(
-        "target", metavar="DST", nargs="?", help="a folder that does not exist yet; not for key and text"
-    )
-    parser.add_argument("--files-key", metavar="FILE", help="the key of encrypted sources")
+    """Add the arguments that seal and unseal share."""
+    parser.add_argument("source", metavar="SRC", help="source folder or file; for key: output file; for text: the text")
+    parser.add_argument("target", metavar="DST", nargs="?", help="output folder, must not exist; not for key and text")
+    parser.add_argument("--files-key", metavar="FILE", help="key of encrypted sources")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     needs_model = args.what in ("data", "adapter", "text")
     no_target = args.what in ("key", "text")
-    # Without a target, argparse takes the first setting for it.
+    # Without a target, argparse takes the first setting as DST.
     if args.what == "data" and args.target is not None and "=" in args.target:
         args.target, args.settings = None, [args.target, *args.settings]
     check(args, no_target, needs_model, key=args.what != "key")
@@ -61,38 +65,40 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "key":
         target_folder.check_target(args.source, arguments.UsageError)
         new_secret(args.source)
-        return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Without it nothing can be unsealed")
+        return _print_result(
+            args, {"key_file": args.source}, f"{args.source}: a new key. Without it nothing can be unsealed"
+        )
 
     from octavo import sealing
 
     key, encrypted = keys(args)
     if args.what == "text":
         words = sealing.seal_text(args.source, args.model, key)
-        return _say(args, {"text": words}, words)
+        return _print_result(args, {"text": words}, words)
     if args.what == "adapter":
         adapter = sealing.seal_adapter(args.source, args.target, args.model, key)
-        say_plain(encrypted, adapter)
-        return _say(
+        warn_plain(encrypted, adapter)
+        return _print_result(
             args, {"directory": str(adapter), "key": key.fingerprint}, f"{adapter}: sealed, key {key.fingerprint}"
         )
     with terminal.progress("seal") as progress:
         if args.what == "data":
             rows = sealing.seal_data(args.source, args.target, args.model, key, args.settings, progress=progress)
-            say_plain(encrypted, rows.directory)
+            warn_plain(encrypted, rows.directory)
             words = f"{rows.directory}: {rows.rows} rows, {rows.left} of them skipped, key {key.fingerprint}"
-            return _say(args, {**vars(rows), "directory": str(rows.directory), "key": key.fingerprint}, words)
+            return _print_result(args, {**vars(rows), "directory": str(rows.directory), "key": key.fingerprint}, words)
         done = sealing.seal_model(args.source, args.target, key, progress=progress)
-    say_plain(encrypted, done.directory)
-    tried = "not tested: even a few of its blocks are too large" if done.difference is None else (
+    warn_plain(encrypted, done.directory)
+    tried = "not tested: even a few blocks are too large" if done.difference is None else (
         f"answers like the plain model (random weights, logits within {done.difference:.0e})"
     )  # fmt: skip
     words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB, key {key.fingerprint}; {tried}"
-    return _say(args, {**vars(done), "directory": str(done.directory), "key": key.fingerprint}, words)
+    return _print_result(args, {**vars(done), "directory": str(done.directory), "key": key.fingerprint}, words)
 
 
 def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
-    """The sealing key, which is then removed from the environment so that it opens no file, and an encrypted file among
-    the sources, if there is one. Raises UsageError for a key that is used for both purposes."""
+    """Return the sealing key, removed from the environment so that it opens no file, and an encrypted file among the
+    sources or None. Raises UsageError for a key that is used for both purposes."""
     from octavo import sealing
     from octavo.data.storage.cache import list_row_files
 
@@ -115,10 +121,10 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     return key, encrypted
 
 
-def say_plain(encrypted: Path | None, target: object) -> None:
-    """Print a note that the target is plain although a source was encrypted."""
+def warn_plain(encrypted: Path | None, target: object) -> None:
+    """Print a note if a source was encrypted and the output is not."""
     if encrypted is not None:
-        terminal.note(f"{encrypted} is encrypted, and {target} is not: run octavo encrypt on it if that matters")
+        terminal.note(f"{encrypted} is encrypted, but {target} is not: run octavo encrypt on it if needed")
 
 
 def check(args: argparse.Namespace, no_target: bool, needs_model: bool, key: bool) -> None:
@@ -131,7 +137,7 @@ def check(args: argparse.Namespace, no_target: bool, needs_model: bool, key: boo
         raise arguments.UsageError(f"{args.what} takes the name of a new file as SRC, and no --key-file")
 
 
-def _say(args: argparse.Namespace, document: dict[str, Any], words: str) -> int:
+def _print_result(args: argparse.Namespace, document: dict[str, Any], words: str) -> int:
     if args.json:
         terminal.show_json(document)
     else:

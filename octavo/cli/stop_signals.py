@@ -1,8 +1,8 @@
-"""SIGTERM and SIGHUP end a command like Ctrl-C: by an exception, so that half-written files are removed.
+"""Turns SIGTERM and SIGHUP into an exception, like Ctrl-C, so that half-written files are removed.
 
-The default action of both signals ends the process at once, and no ``finally`` runs: plain text that `octavo decrypt`
-had written would stay on the disk. A process that is killed (SIGKILL) still leaves it; the next command that writes
-there removes it (:mod:`octavo.base.atomic_write`).
+The default action of both signals ends the process at once without running ``finally``: plain text that `octavo
+decrypt` had written would stay on the disk. SIGKILL still leaves it there; the next command that writes to the same
+place removes it (:mod:`octavo.base.atomic_write`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 
 class Stopped(BaseException):
-    """A signal asked the process to end. It is no ``Exception``, so that ``except Exception`` does not catch it."""
+    """Raised for a signal that ends the process; not an ``Exception``, so that ``except Exception`` does not catch
+    it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -32,13 +33,13 @@ class Stopped(BaseException):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside this context, the first SIGTERM, SIGHUP or SIGINT raises `Stopped` or KeyboardInterrupt in the main
-    thread.
+    """Raise `Stopped` or KeyboardInterrupt in the main thread on the first SIGTERM, SIGHUP or SIGINT inside this
+    context.
 
-    A SIGTERM or SIGHUP after the first signal has no effect, so that it does not interrupt the clean-up (schedulers
+    A SIGTERM or SIGHUP after the first signal has no effect, so that it does not interrupt the cleanup (schedulers
     repeat their signals); a second SIGINT does interrupt it. Ignored signals (nohup) stay ignored, and handlers of
-    other code stay in place. Outside the main thread nothing is changed. A forked child process that inherits the
-    handlers ends as it would without them.
+    other code stay in place. Outside the main thread nothing changes. A forked child that inherits the handlers ends by
+    the signal's default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,7 +74,7 @@ def stop_signals() -> Iterator[None]:
 
 
 def _end_by(number: int) -> NoReturn:
-    """End this process by the signal's default action."""
+    """End this process by the default action of the signal."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)

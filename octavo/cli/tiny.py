@@ -1,4 +1,4 @@
-"""Writes a small checkpoint of a real architecture with random weights: config, safetensors, tokenizer, processor.
+"""Writes a tiny checkpoint of a real architecture with random weights: config, safetensors, tokenizer, processor.
 
 octavo tiny qwen3_vl ./tiny-qwen3-vl
 """
@@ -12,9 +12,11 @@ from octavo.cli import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("family", metavar="FAMILY", help=", ".join(tiny_families()))
-    parser.add_argument("directory", metavar="DIR", help="folder to write; must not hold another checkpoint")
-    parser.add_argument("--seed", type=arguments.natural, default=0, help="seed of the random weights (default 0)")
+    parser.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(tiny_families())}")
+    parser.add_argument("directory", metavar="DIR", help="output folder; must not contain another checkpoint")
+    parser.add_argument(
+        "--seed", type=arguments.natural, default=0, metavar="N", help="seed of the random weights (default 0)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

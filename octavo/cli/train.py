@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = arguments.config(args)  # before the slow import of torch
     cfg = arguments.require_files(cfg, args.file)
 
-    if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
+    if args.nproc != 1 and (count := launch_ranks.resolve_process_count(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
         Layout.from_section(count, cfg.parallel)  # report a wrong mesh once instead of on each rank
@@ -73,14 +73,14 @@ def plan_printer(
     prediction."""
     from octavo import rl
     from octavo.cli.plan import layers
-    from octavo.train.loop.summary import in_full, summary
+    from octavo.train.loop.summary import describe_in_full, summary
 
     def describe_plan(planned: Any) -> list[str]:
         cfg = planned.cfg
         with_phase = dataclasses.replace(
             planned, reference=rl.reference_kind(cfg), steps=rl.describe_step(cfg, planned.ranks)
         )
-        return in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
+        return describe_in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
 
     return describe_plan
 

@@ -1,12 +1,12 @@
-"""Restores what was trained sealed, for the plain model, with the key that sealed it.
+"""Restores a model, an adapter or text from sealed training, for the plain model, with the key that sealed it.
 
 octavo unseal model runs/sealed/hf ./trained --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 octavo unseal adapter runs/sealed/adapter ./adapter --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 octavo unseal text "t17 t4005" --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 
---model is the plain folder: for a model, tokenizer and processor are copied from it (without it only weights and
-configuration are written); for an adapter, it is the base. Weights are restored bit for bit. Sources may be encrypted,
-with another key: --files-key. Targets are written in plain: encrypt them with octavo encrypt.
+--model is the plain model. For a model, its tokenizer and processor are copied (without --model, only weights and
+configuration are written); for an adapter, it is the base. Weights are restored bit for bit. Sources may be encrypted
+with another key (--files-key). Outputs are not encrypted; encrypt them with octavo encrypt.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ WHATS = ("model", "adapter", "text")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", choices=WHATS, help=", ".join(WHATS))
+    parser.add_argument("what", metavar="WHAT", choices=WHATS, help=f"one of {', '.join(WHATS)}")
     seal.add_shared(parser)
-    parser.add_argument("--model", metavar="FOLDER", help="the plain model")
+    parser.add_argument("--model", metavar="FOLDER", help="folder of the plain model")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
         document, words = {"text": text}, text
     elif args.what == "adapter":
         adapter = sealing.unseal_adapter(args.source, args.target, args.model, key)
-        seal.say_plain(encrypted, adapter)
+        seal.warn_plain(encrypted, adapter)
         document, words = {"directory": str(adapter)}, f"{adapter}: an adapter of {args.model}"
     else:
         with terminal.progress("unseal") as progress:
             model = sealing.unseal_model(args.source, args.target, key, args.model, progress=progress)
-        seal.say_plain(encrypted, model.directory)
+        seal.warn_plain(encrypted, model.directory)
         document = {"directory": str(model.directory), "tensors": model.tensors, "bytes": model.bytes}
         missing = "" if args.model else "; copy tokenizer and processor from the plain model"
         words = f"{model.directory}: {model.tensors} tensors, {model.bytes / 1e9:.3g} GB{missing}"

@@ -1,10 +1,10 @@
-"""Verifies a model folder (plain, FP8) or an adapter folder: do transformers, vLLM and SGLang load it correctly?
+"""Checks whether transformers, vLLM and SGLang load a model folder (plain or FP8) or an adapter folder correctly.
 
 octavo verify DIR                      files, names, scales, skip lists, every value; a verdict for each loader
-octavo verify DIR --against BASE       also the error of every tensor compared with the folder it was made from
+octavo verify DIR --against BASE       also compare every tensor with the folder it was derived from
 octavo verify DIR --quick              everything except values: headers, config.json, tokenizer, template, processor
 
-Exit code 1 if something is wrong; warnings do not fail.
+Exit code 1 if something is wrong; warnings do not change the exit code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from typing import Any
 from octavo.base.safe_read import printable
 from octavo.cli import arguments, terminal
 
-_SHOWN = 3  # findings of one kind, and unread files, that are printed without --all
+_SHOWN = 3  # findings of one kind, and unread files, printed without --all
 _ROWS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a Hugging Face folder or a PEFT adapter folder")
+    parser.add_argument("directory", metavar="DIR", help="Hugging Face folder or PEFT adapter folder")
     parser.add_argument(
-        "--against", metavar="DIR", help="the folder it was made from (for an adapter: its base), plain or FP8"
+        "--against", metavar="DIR", help="folder that DIR was derived from (for an adapter: its base), plain or FP8"
     )
-    parser.add_argument("--quick", action="store_true", help="read no values, only headers, settings and tokenizer")
+    parser.add_argument(
+        "--quick", action="store_true", help="check only headers, settings and tokenizer, without reading values"
+    )
     parser.add_argument("--all", action="store_true", help="list every finding and every compared tensor")
     arguments.add_json(parser)
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(verified: Any, everything: bool) -> None:
-    """Print the findings, the largest errors, the verdicts as a table, and a line that sums up."""
+    """Print the findings, the largest errors, the verdicts as a table, and a summary line."""
     size = f"{verified.size / 1e9:.2f} GB" if verified.size >= 1e8 else f"{verified.size / 1e6:.2f} MB"
     codes = f", {verified.fp8} of them FP8 codes" if verified.fp8 else ""
     terminal.say(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
@@ -69,7 +71,7 @@ def show(verified: Any, everything: bool) -> None:
         _show_compared(verified, everything)
     print()
     terminal.show_table(
-        ("loader", "verdict", "reason", "how it is known"),
+        ("loader", "verdict", "reason", "source"),
         [(v.loader, v.verdict, v.reason, v.source) for v in verified.verdicts],
     )
     print()
@@ -78,11 +80,11 @@ def show(verified: Any, everything: bool) -> None:
         files = ", ".join(map(printable, verified.unread[:_SHOWN])) + (" ..." if len(verified.unread) > _SHOWN else "")
         print(f"Not read: {files}.")
     if failed:
-        print(f"{failed} thing{'s are' if failed > 1 else ' is'} wrong, {_count(warned)}.")
+        print(f"{failed} problem{'s' * (failed > 1)}, {_count(warned)}.")
     elif verified.scanned:
-        print(f"Nothing is wrong{' in what was read' if verified.unread else ''}, {_count(warned)}.")
+        print(f"No problems found{' in the files that were read' if verified.unread else ''}, {_count(warned)}.")
     else:
-        print(f"Headers, settings and tokenizer are right, {_count(warned)}; values were not read (--quick).")
+        print(f"Headers, settings and tokenizer are correct, {_count(warned)}; values were not read (--quick).")
 
 
 def _count(warned: int) -> str:
@@ -101,7 +103,7 @@ def _show_compared(verified: Any, everything: bool) -> None:
         title=f"compared with {verified.against}, worst first",
         right=(2, 3, 4),
     )
-    same = sum(c.codes == "identical" for c in verified.compared)
+    identical = sum(c.codes == "identical" for c in verified.compared)
     exact = sum(c.error == 0 for c in verified.compared)
-    codes = f", {same} with identical codes" if same else ""
+    codes = f", {identical} with identical codes" if identical else ""
     print(f"{len(verified.compared)} tensors compared, {exact} equal{codes}.")

@@ -1,4 +1,5 @@
-"""Tree -> Config, or every problem with its line and message (:mod:`octavo.config.error_texts`)."""
+"""Converts a tree to a Config, or reports every problem with its line and message
+(:mod:`octavo.config.error_texts`)."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[Error
 
 
 def _order(tree: Tree) -> Callable[[Place], tuple[int, int, int]]:
-    """By file in order of appearance, then by line and column; overrides last, as they were given."""
+    """Return a sort key: by file in order of appearance, then by line and column; overrides come last, in their
+    order."""
     overrides = dict.fromkeys(tree.overrides)
     files = dict.fromkeys(p.source for p in tree.places.values() if p.line is not None and p.source not in overrides)
     position = {source: number for number, source in enumerate([*files, *overrides])}
@@ -98,7 +100,7 @@ def _overlaps(path: Path, bad: Path) -> bool:
 
 
 def _without_wrong_values(value: dict[str, Any], bad: list[Path]) -> Config | None:
-    """The configuration without its wrong values, so that the rules over the other keys can be checked too."""
+    """Validate the configuration without its wrong values, so that the rules over the other keys can be checked too."""
     for whole_lists in (False, True):  # a list entry may be invalid without the key that was removed from it
         repaired = copy.deepcopy(value)
         for path in bad:

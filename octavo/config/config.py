@@ -24,7 +24,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Config:
-        # The loader checks the rules itself, to report lines; for a Config built in Python they are checked here.
+        # The loader checks the rules itself, to report lines. For a Config built in Python they are checked here.
         if not (info.context and info.context.get("rules") == "later"):
             findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
             if findings:
@@ -33,7 +33,7 @@ class Config(Sections):
 
 
 def with_recipes(data: Any) -> Any:
-    """The raw configuration with the recipes that follow from its other settings.
+    """Return the raw configuration with the recipes that follow from its other settings.
 
     A component that `model.load_in_fp8` names takes the recipe that multiplies by such codes, unless it has a recipe.
     If `fp8.recipe` is absent, only the components that are named (other than `off`) run in FP8; if none is named, the
@@ -60,7 +60,7 @@ def with_recipes(data: Any) -> Any:
 
 
 def whole_model_recipe(data: dict[str, Any]) -> Any:
-    """The recipe of the whole model if FP8 is requested without a recipe."""
+    """Return the recipe of the whole model if FP8 is requested without a recipe."""
     return _implied_recipes(data).get("foundation", DEFAULT_RECIPE)
 
 
@@ -73,5 +73,5 @@ def _implied_recipes(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _raw(value: Any) -> Any:
-    """A section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
+    """Return a section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

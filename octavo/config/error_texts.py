@@ -1,4 +1,4 @@
-"""Messages for errors in keys and values: what was found, the nearest name, the fix.
+"""Messages for errors in keys and values: the value found, the nearest name, the fix.
 
 Messages for errors in YAML are in :mod:`octavo.config.yaml.document`, for combinations of settings in the rules.
 """
@@ -19,7 +19,7 @@ from octavo.config.sections.names import FROZEN, RECIPES
 from octavo.config.yaml.document import Path, scalar
 from octavo.config.yaml.problems import describe_value, dotted, nearest
 
-#: settings of other trainers -> their keys here
+#: settings of other trainers -> keys of Octavo
 OTHER_TRAINERS = {
     "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
     "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",
@@ -38,7 +38,7 @@ OTHER_TRAINERS = {
 
 
 def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
-    """(what was found, the fix) for one of pydantic's errors at ``path``."""
+    """Return (reason, fix) for one of pydantic's errors at ``path``."""
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key", _unknown_key_fix(path)
@@ -53,7 +53,7 @@ def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
             options
         )
     if kind in ("half_character", "string_unicode"):
-        return "holds half a character (a lone surrogate, U+D800 to U+DFFF)", "write the whole one"
+        return "contains a lone surrogate (U+D800 to U+DFFF)", "replace it by a complete character"
     words = path in (("train", "recompute"), ("model", "load_in_fp8"), ("model", "attention"))
     mapping = "a word or a mapping" if words else "a mapping"
     expected = {
@@ -124,7 +124,7 @@ def _type_fix(kind: str, value: Any, path: Path) -> str:
 
 
 def _short_form(path: Path, value: str) -> str:
-    """The fix for a single word where a section is expected, e.g. `foundation: rowwise`."""
+    """Return the fix for a single word where a section is expected, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
     if section is AttentionSection:
@@ -145,7 +145,7 @@ def _short_form(path: Path, value: str) -> str:
 
 
 def _unknown_key_fix(path: Path) -> str:
-    """The fix for an unknown key: the name that was probably meant."""
+    """Return the fix for an unknown key: the name that was probably meant."""
     section, name = _section(path[:-1]), str(path[-1])
     if section is None:
         return ""
@@ -168,7 +168,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _section(path: Path) -> type[BaseModel] | None:
-    """The type of the section at ``path``; None if there is no section."""
+    """Return the type of the section at ``path``, or None if there is none."""
     here: Any = Config
     for part in path:
         if isinstance(part, int):
@@ -196,13 +196,13 @@ def _options(path: Path) -> tuple[Any, ...]:
 
 
 def _default(path: Path) -> list[Any]:
-    """The default of a list field; empty if it has none."""
+    """Return the default of a list field; empty if it has none."""
     field = _fields(path[:-1]).get(str(path[-1]))
     return list(field.default) if field and isinstance(field.default, tuple) else []
 
 
 def _to_yaml_list(values: list[Any]) -> str:
-    """A list in YAML's flow style."""
+    """Format a list in YAML's flow style."""
     return f"[{', '.join(str(value) for value in values)}]"
 
 

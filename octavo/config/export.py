@@ -33,14 +33,14 @@ _Representer.add_representer(str, _Representer.represent_text)
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration with every default. Loading it returns an equal :class:`Config`, except for a word of
-    an older version, which is written in its current form."""
+    """Return the resolved configuration with every default. Loading it returns an equal :class:`Config`, except for a
+    word of an older version, which is written in its current form."""
     return "".join(_lines(plain(config)))
 
 
 def _lines(tree: dict[str, Any]) -> Iterator[str]:
-    """The mapping in block style. Entries are dumped one by one and cached, because the configurations of a process
-    share most of them."""
+    """Yield the mapping in block style. Entries are dumped one by one and cached, because the configurations of a
+    process share most of them."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield _dump_entry(json.dumps({key: 0})).removesuffix(" 0\n") + "\n"
@@ -61,7 +61,7 @@ def _dump_entry(entry: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema (2020-12) of a configuration file.
+    """Return the JSON schema (2020-12) of a configuration file.
 
     A file may omit keys that a file which it extends sets, so nothing outside list entries is required here;
     :func:`octavo.config.load_config` checks the merged result.
@@ -84,5 +84,5 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as in the file ``octavo.schema.json``."""
+    """Return the schema as the text of the file ``octavo.schema.json``."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -37,13 +37,13 @@ def load_config_text(
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
-    """A copy of ``config`` with overrides applied; everything is checked again."""
+    """Return a copy of ``config`` with overrides applied; everything is checked again."""
     return _load_tree(Tree("the configuration", value=plain(config)), overrides)
 
 
 def plain(config: Config) -> dict:
-    """The configuration as mappings, lists and scalars. With a plan file the default recipe is omitted: an explicit
-    recipe with a plan is refused."""
+    """Return the configuration as mappings, lists and scalars. With a plan file the default recipe is omitted: an
+    explicit recipe with a plan is refused."""
     values = config.model_dump(mode="json")
     if config.fp8.plan is not None and config.fp8.recipe == type(config.fp8).model_fields["recipe"].default:
         del values["fp8"]["recipe"]
@@ -62,8 +62,8 @@ def _load_tree(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Con
 
 
 def _resolve_plan_override(tree: Tree) -> None:
-    """An override `fp8.plan=FILE` replaces a recipe in the file, because later settings win. A recipe on the command
-    line, or in the file that names the plan, conflicts with the plan and is refused."""
+    """Let an override `fp8.plan=FILE` replace a recipe in the file, because later settings win. A recipe on the
+    command line, or in the file that names the plan, conflicts with the plan and is refused."""
     fp8 = tree.value.get("fp8")
     if (
         not isinstance(fp8, dict)
@@ -77,8 +77,8 @@ def _resolve_plan_override(tree: Tree) -> None:
 
 
 def _resolve_length_override(tree: Tree) -> None:
-    """An override `train.steps=N` replaces epochs in the file, because later settings win, and vice versa; both in one
-    place are refused."""
+    """Let an override `train.steps=N` replace epochs in the file, because later settings win, and vice versa; both
+    in one place are refused."""
     train = tree.value.get("train")
     if not isinstance(train, dict) or train.get("steps") is None or train.get("epochs") is None:
         return

@@ -1,7 +1,7 @@
-"""Files and overrides -> one tree of plain values that records where each of its keys was written.
+"""Merges files and overrides into one tree of plain values that records where each of its keys was written.
 
-Later settings win: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings merge,
-everything else (also lists) is replaced. Paths are made absolute here, relative to the file that contains them.
+Later settings win: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings are
+merged, everything else (including lists) is replaced. Paths are made absolute, relative to the file that contains them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.config.sections.text_types import is_reward_path, is_url, path_probl
 from octavo.config.yaml.document import MAX_CHARACTERS, MAX_LEVELS, Document, Path, read_text, read_value
 from octavo.config.yaml.problems import Place, Problem, describe_value, dotted, nearest
 
-#: most files of one configuration; files that extend each other in pairs are read 2, 4, 8 ... times
+#: limit of files per configuration; files that extend each other in pairs are read 2, 4, 8 ... times
 MAX_FILES = 100
 
 
@@ -39,7 +39,7 @@ class Tree:
         self.problems.append(Problem(place, key, reason, fix))
 
     def place(self, path: Path) -> Place:
-        """Where ``path`` was written, else the place of the closest enclosing key."""
+        """Return the place where ``path`` was written, else that of the closest enclosing key."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -133,7 +133,8 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
 
 
 def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | int | None:
-    """The key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no meaning."""
+    """Return the key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no
+    meaning."""
     where = dotted(path)
     fix = f"set the whole list: {where}=[...]"
     if isinstance(node, list):
@@ -236,7 +237,7 @@ def _suggest_file(path: FilePath) -> str:
 
 
 def _display_path(path: FilePath) -> str:
-    """A file's name for a message: relative to the working directory if it is inside."""
+    """Return the name of a file for a message: relative to the working directory if it is inside."""
     absolute = FilePath(os.path.normpath(path.absolute()))
     here = FilePath.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

@@ -51,7 +51,7 @@ class BadSample(DataError):
         return type(self), (self.file, self.row, self.reason, self.id)
 
     def record(self) -> dict[str, str | int | None]:
-        """The line written to `skipped.jsonl`."""
+        """Return the line written to `skipped.jsonl`."""
         return {"file": self.file, "row": self.row, "id": self.id, "action": self.action, "reason": self.reason}
 
 

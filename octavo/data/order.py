@@ -21,10 +21,10 @@ import numpy as np
 
 from octavo.data.errors import DataError
 
-FULL_SHUFFLE_ROWS = 1 << 24  # up to this many rows a set is by default shuffled as a whole: 8 bytes a row
-WINDOW = 1 << 14  # default rows of a window
-BLOCK = 1 << 16  # approximate rows of a block, into which a round of more than WHOLE rows is divided
-PIECE = 1 << 10  # rows of a piece, which takes the place of a shard in a set without shards
+FULL_SHUFFLE_ROWS = 1 << 24  # up to this many rows, a data set is shuffled as a whole by default: 8 bytes per row
+WINDOW = 1 << 14  # default number of rows in a window
+BLOCK = 1 << 16  # approximate rows per block; a round of more than FULL_SHUFFLE_ROWS rows is divided into blocks
+PIECE = 1 << 10  # rows per piece; pieces take the place of shards in a data set without shards
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
@@ -97,11 +97,12 @@ class WindowShuffle:
 
 
 def make_order(source: Sized, seed: int, number: int) -> FullShuffle | WindowShuffle:
-    """The order of a data set, the `number`-th of its mixture.
+    """Return the order of a data set, which is the `number`-th of its mixture.
 
-    `source.window`: rows that are shuffled together; None: all up to :data:`FULL_SHUFFLE_ROWS` rows, windows for larger
-    sets.
-    `source.shards`: the number of rows in each of its files; without it, pieces of :data:`PIECE` rows are used."""
+    `source.window` is the number of rows shuffled together, or None for the default: all rows up to
+    :data:`FULL_SHUFFLE_ROWS`, windows for larger data sets. `source.shards` is the number of rows in each file, or None
+    for pieces of :data:`PIECE` rows.
+    """
     size = len(source)
     window = getattr(source, "window", None)
     if window is None and size > FULL_SHUFFLE_ROWS:

@@ -14,7 +14,7 @@ from octavo.base.safe_read import describe_file_type
 from octavo.data.errors import DataError
 
 # Actions for rows that are noted and trained on unchanged:
-CONTROL_TOKENS = "with control tokens"  # the text spells control tokens
+CONTROL_TOKENS = "with control tokens"  # the text contains control tokens
 REASONING_LEFT_OUT = "with reasoning left out"  # the chat template does not write all reasoning
 NOTED = (CONTROL_TOKENS, REASONING_LEFT_OUT)
 

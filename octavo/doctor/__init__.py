@@ -1,6 +1,6 @@
 """Reports what this machine can run, what it cannot, and how to fix it.
 
-``examine()`` really runs each thing and does not stop at a failure: a broken torch is one line of the report.
+``examine()`` runs each check and continues after failures: a broken torch is one line of the report.
 """
 
 from octavo.doctor.examine import examine

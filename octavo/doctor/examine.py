@@ -10,12 +10,12 @@ from octavo.doctor.report import FAIL, Check, Report
 
 
 def examine(log: Callable[[str], None] = lambda text: None) -> Report:
-    """Run all checks; ``log`` is called with the progress. Takes some seconds, because packages are really imported."""
+    """Run all checks; ``log`` is called with the progress. Takes some seconds, because packages are imported."""
     checks: list[Check] = machine.versions()
     log("importing packages")
-    # The imports run in their own process while the rest is checked here.
-    with packages.Together(packages.REQUIRED + packages.OPTIONAL) as together:
-        torch = together.check(next(package for package in packages.REQUIRED if package.distribution == "torch"))
+    # The imports run in a separate process while the rest is checked here.
+    with packages.SharedImports(packages.REQUIRED + packages.OPTIONAL) as imports:
+        torch = imports.check(next(package for package in packages.REQUIRED if package.distribution == "torch"))
         log("examining devices")
         record = environment.describe()
         device_checks = machine.devices(record)
@@ -30,5 +30,5 @@ def examine(log: Callable[[str], None] = lambda text: None) -> Report:
             device_checks += machine.process_groups()
         device_checks += machine.storage()
         log("waiting for the imports")
-        checks += [*together.checks(packages.REQUIRED), *device_checks, *together.checks(packages.OPTIONAL)]
+        checks += [*imports.checks(packages.REQUIRED), *device_checks, *imports.checks(packages.OPTIONAL)]
     return Report(tuple(checks), record)

@@ -1,9 +1,9 @@
 """Lists every FP8 backend with its version and capabilities, and runs it wherever it would be chosen automatically.
 
-Each test is a real linear layer, forward and backward, in every recipe. The layer is set up as in a training run (plan,
-apply, autograd), its GEMMs are counted, and y, dx and dw are compared with high precision. Sizes are ragged on purpose:
-33 tokens, 144 inputs, 80 outputs fill no 128-block evenly. A backend that is used on a device only when requested by
-name (e.g. Triton's interpreter on the CPU) is listed with that reason and not run.
+Each test is a linear layer, forward and backward, in every recipe. The layer is set up as in a training run (plan,
+apply, autograd), its GEMMs are counted, and y, dx and dw are compared with high precision. Sizes are deliberately
+uneven: 33 tokens, 144 inputs and 80 outputs fill no block of 128. A backend that is used on a device only when
+requested by name (e.g. Triton's interpreter on the CPU) is listed with that reason and not run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from octavo.base.safe_read import first_line
 from octavo.doctor.report import ABSENT, FAIL, OK, Check
 
 TOKENS, INPUTS, OUTPUTS = 33, 144, 80
-MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")
+EXTRA_OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")
 
 
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
-    """For each device and backend, one check that describes it, and one for each recipe that it can run."""
+    """Return, for each device and backend, one check that describes it and one for each recipe that it can run."""
 
     from octavo.base import accelerator
     from octavo.fp8 import kernels
@@ -28,7 +28,7 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
 
 
 def versions_tested(device: str | None = None) -> Check:
-    """The tested versions of torch and Triton. If newer ones are installed, all kernels that are chosen on a device
+    """Check the versions of torch and Triton. If they are newer than tested, all kernels that are chosen on a device
     (None: where training runs) are compared with the reference (:mod:`octavo.fp8.kernels`, ``self_check``), unless a
     cached result exists."""
     from octavo.base import accelerator
@@ -42,7 +42,7 @@ def versions_tested(device: str | None = None) -> Check:
         return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
-    except Exception as error:  # kernels may raise anything; the error is shown as the result
+    except Exception as error:  # kernels may raise anything; the error becomes the result
         means = "training in FP8 with these kernels stops with an error"
         fix = f"fp8.backend: reference (slow), or tested versions: {most}"
         return Check("fp8", "versions", FAIL, first_line(error), means, fix)
@@ -53,7 +53,7 @@ def versions_tested(device: str | None = None) -> Check:
 
 
 def _check_kernels(device: str) -> int:
-    """Run the checks of every recipe on its chosen backends, unless results are cached; return their number."""
+    """Run the checks of every recipe on its chosen backends, unless results are cached; returns their number."""
     import torch
 
     from octavo import fp8
@@ -82,7 +82,7 @@ def _backend(name: str, device: str) -> list[Check]:
         means = "another backend is chosen on this device"
         reason = why if "not installed" in why else f"not run: {why} ({backend.version()})"
         return [Check("fp8", f"{name} on {device}", ABSENT, reason, means, "none needed")]
-    checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_more(name, device)}")]
+    checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_extra_operations(name, device)}")]
     for recipe_name, why_not in reasons.items():
         if why_not is None:
             checks.append(_try(name, recipe_name, device))
@@ -93,7 +93,7 @@ def _backend(name: str, device: str) -> list[Check]:
 
 
 def _why_not(backend: str, recipe_name: str, device: str) -> str | None:
-    """The reason why the backend cannot run all three GEMMs of this recipe here, None if it can."""
+    """Return why the backend cannot run all three GEMMs of this recipe here, or None if it can."""
     import torch
 
     from octavo.fp8 import kernels, recipe
@@ -106,14 +106,14 @@ def _why_not(backend: str, recipe_name: str, device: str) -> str | None:
     return "; ".join(dict.fromkeys(filter(None, reasons))) or None
 
 
-def _more(backend: str, device: str) -> str:
-    """Its operations in the default recipe besides casts and the GEMMs of a linear layer."""
+def _extra_operations(backend: str, device: str) -> str:
+    """List its operations in the default recipe in addition to casts and the GEMMs of a linear layer."""
     import torch
 
     from octavo.fp8 import kernels, recipe
 
     supports, built_recipe, on = kernels.get(backend).supports, recipe("blockwise"), torch.device(device)
-    supported = [op for op in MORE if supports(op, built_recipe, on, None) is None]
+    supported = [op for op in EXTRA_OPS if supports(op, built_recipe, on, None) is None]
     return f"; also {', '.join(supported)}" if supported else ""
 
 
@@ -125,7 +125,7 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
     fix = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"
     try:
         worst = _run(backend, recipe_name, device)
-    except Exception as error:  # kernels may raise anything; the error is shown as the result
+    except Exception as error:  # kernels may raise anything; the error becomes the result
         return Check("fp8", name, FAIL, first_line(error), means, fix)
     bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND_DIFF]
     if bad:
@@ -134,7 +134,7 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
 
 
 def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
-    """calc_diff of y, dx and dw from high precision; raises if a GEMM did not run in FP8 on this backend."""
+    """Return calc_diff of y, dx and dw from high precision. Raises if a GEMM did not run in FP8 on this backend."""
     import torch
 
     from octavo import fp8
@@ -148,12 +148,12 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     plain = _forward_backward(model, x, dy)
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe_name, backend=backend)))
     with fp8.count_gemms() as counts:
-        ours = _forward_backward(model, x, dy)
+        converted = _forward_backward(model, x, dy)
     ran = {gemm for (_, gemm, used), calls in dict(counts).items() if used == backend and calls}
     missing = {"fwd", "dgrad", "wgrad"} - ran
     if missing:
         raise RuntimeError(f"{', '.join(sorted(missing))} did not run in FP8")
-    return {what: calc_diff(a, b) for what, a, b in zip(("y", "dx", "dw"), ours, plain, strict=True)}
+    return {what: calc_diff(a, b) for what, a, b in zip(("y", "dx", "dw"), converted, plain, strict=True)}
 
 
 def _forward_backward(model, x, dy):  # type: ignore[no-untyped-def]

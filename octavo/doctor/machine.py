@@ -1,4 +1,4 @@
-"""Checks of Python, packages, devices, memory, disk and process groups: all that is not FP8 arithmetic."""
+"""Checks of Python, packages, devices, memory, disk and process groups: everything except FP8 arithmetic."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from octavo.doctor import other_vendors
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
 GIB = 2**30
-SHM_WANTED = 1 * GIB
-DISK_WANTED = 5 * GIB
+MIN_SHM = 1 * GIB
+MIN_DISK = 5 * GIB
 
 
 def versions() -> list[Check]:
     """Check Python and every required package against the supported versions."""
-    checks = [Check("versions", "python", OK, platform.python_version())]  # pip does not install Octavo on an older one
+    checks = [Check("versions", "python", OK, platform.python_version())]  # pip enforces its minimum version
     problems = {problem.package: problem for problem in environment.package_problems()}
     for package, needed in environment.REQUIRED.items():
         if package in problems:
@@ -32,11 +32,11 @@ def versions() -> list[Check]:
 
 
 def devices(record: dict[str, Any]) -> list[Check]:
-    """CPU, memory and GPUs, from :func:`octavo.base.environment.describe`'s record."""
+    """Check CPU, memory and GPUs, from the record of :func:`octavo.base.environment.describe`."""
     cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
     size = f", {memory / GIB:.0f} GiB of memory" if memory else ""
     checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
-    others = other_vendors.would_run(record)
+    others = other_vendors.vendor_checks(record)
     if other_vendors.kind_of(record) is not None:
         return checks + others
     for index, gpu in enumerate(record.get("gpus") or []):
@@ -74,19 +74,19 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
         space = f"{free / GIB:.1f} GiB free"
-        if free >= SHM_WANTED:
+        if free >= MIN_SHM:
             checks.append(Check("storage", str(shm), OK, space))
         else:
-            means = "data workers pass batches through it and crash with a bus error when it is full"
+            means = "data workers pass batches through it, and crash with a bus error if it is full"
             fix = "data.workers: 0, or start the container with --shm-size=8g"
             checks.append(Check("storage", str(shm), WARN, space, means, fix))
     folder = folder or Path.cwd()
     free = shutil.disk_usage(folder).free
     space = f"{free / GIB:.0f} GiB free"
-    if free >= DISK_WANTED:
+    if free >= MIN_DISK:
         checks.append(Check("storage", "this folder", OK, space))
     else:
-        means = "a checkpoint holds weights, master weights and two moments: about 16 bytes per parameter"
+        means = "a checkpoint contains weights, master weights and two moments: about 16 bytes per parameter"
         fix = "free some space, or set run.dir to a larger disk"
         checks.append(Check("storage", "this folder", WARN, space, means, fix))
     if not os.access(folder, os.W_OK):

@@ -13,16 +13,16 @@ from typing import Any
 from octavo.doctor.report import ABSENT, WARN, Check
 
 GIB = 2**30
-UNTRIED = "never tested by this project"
-_NVIDIA = "it is written for NVIDIA GPUs"
+UNTESTED = "never tested by this project"
+_NVIDIA = "it needs an NVIDIA GPU"
 _OTHERS = {"torch": _NVIDIA, "triton": _NVIDIA, "deepgemm": _NVIDIA}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of machine. ``sign``: its name among the signs of :func:`octavo.base.environment.describe`; ``package``:
-    what torch needs to see it; ``install``: how to install that; ``others``: why each backend but the reference is not
-    used.
+    """A kind of accelerator. ``sign``: its name among the signs of :func:`octavo.base.environment.describe`;
+    ``package``: what torch needs to detect it; ``install``: how to install that; ``others``: why each backend except
+    the reference is not used.
     """
 
     name: str
@@ -55,8 +55,8 @@ SIGNS = {kind.sign: name for name, kind in KINDS.items()}
 
 
 def kind_of(record: Mapping[str, Any]) -> str | None:
-    """The kind of a described machine according to torch: npu, rocm, xpu, mps, or another device type; None for a
-    CPU and for NVIDIA's GPUs, which :mod:`octavo.doctor.machine` checks."""
+    """Return the kind of a described machine according to torch: npu, rocm, xpu, mps, or another device type. None for
+    a CPU and for NVIDIA GPUs, which :mod:`octavo.doctor.machine` checks."""
     accelerator = record.get("accelerator") or {}
     device_type = accelerator.get("found") or accelerator.get("type", "cpu")
     if device_type == "cuda":
@@ -64,16 +64,16 @@ def kind_of(record: Mapping[str, Any]) -> str | None:
     return None if device_type == "cpu" else device_type
 
 
-def would_run(record: Mapping[str, Any]) -> list[Check]:
-    """The checks of a described machine: its devices, the backends that would be used, what is missing and the fix.
-    Empty for a CPU without signs of an accelerator, and for NVIDIA's GPUs."""
+def vendor_checks(record: Mapping[str, Any]) -> list[Check]:
+    """Return the checks of a described machine: its devices, the backends that would be used, what is missing and the
+    fix. Empty for a CPU without signs of an accelerator, and for NVIDIA GPUs."""
     name = kind_of(record)
     if name is None:
         return [_unseen(sign) for sign in record.get("signs") or () if sign in SIGNS]
     accelerator, kind = record["accelerator"], KINDS.get(name)
     title = f"{kind.name if kind else 'device of another kind'} ({name})"
     if (why := accelerator.get("left_out")) is not None:
-        means = f"training runs on the CPU. The {title} is {UNTRIED}"
+        means = f"training runs on the CPU. The {title} is {UNTESTED}"
         return [
             Check("devices", name, WARN, f"not used: {why}", means, "none needed; FP8 on the CPU is correct but slow")
         ]
@@ -81,9 +81,9 @@ def would_run(record: Mapping[str, Any]) -> list[Check]:
         _device(name, title, index, device, accelerator)
         for index, device in enumerate(accelerator.get("devices") or [{}])
     ]
-    if lacks := accelerator.get("lacks"):
-        means = "features that need it stop with an error that names it, or are skipped if no result depends on them"
-        checks.append(Check("devices", f"{name} lacks", ABSENT, ", ".join(lacks), means, "see docs/devices.md"))
+    if missing := accelerator.get("lacks"):
+        means = "features that need it stop with an error, or are skipped if no result depends on them"
+        checks.append(Check("devices", f"{name} lacks", ABSENT, ", ".join(missing), means, "see docs/devices.md"))
     return checks + [_backend(backend, name, why) for backend, why in (kind.others if kind else _OTHERS).items()]
 
 
@@ -92,11 +92,11 @@ def _device(name: str, title: str, index: int, device: Mapping[str, Any], accele
     model = f" {device['architecture']}" if device.get("architecture") else ""
     description = f"{title}: {device.get('name', 'unnamed')}{model}{size}"
     if "FP8 dtypes" in accelerator.get("lacks", ()):
-        means = f"only high precision works: its tensors cannot hold FP8 codes; {UNTRIED}"
+        means = f"only high precision works: its tensors cannot hold FP8 codes; {UNTESTED}"
         fix = "fp8.recipe: off, or OCTAVO_DEVICE=cpu for FP8"
         return Check("devices", f"{name}:{index}", WARN, description, means, fix)
     high = "BF16" if accelerator.get("high") == "bf16" else "fp32"
-    means = f"the reference backend would be used, with FP8 in software and high precision in {high}: slow, {UNTRIED}"
+    means = f"the reference backend would be used, with FP8 in software and high precision in {high}: slow, {UNTESTED}"
     fix = "compare the losses of a short run with OCTAVO_DEVICE=cpu before you trust it (docs/devices.md)"
     return Check("devices", f"{name}:{index}", WARN, description, means, fix)
 
@@ -106,8 +106,8 @@ def _backend(backend: str, name: str, why: str) -> Check:
 
 
 def _unseen(sign: str) -> Check:
-    """The check for a machine with signs of an accelerator that this torch does not see."""
+    """Return the check for a machine with signs of an accelerator that this torch does not detect."""
     kind = KINDS[SIGNS[sign]]
-    problem = f"this machine seems to have an {kind.name}, but torch sees none: it needs {kind.package}"
-    means = f"training runs on the CPU; training on the {kind.name} was {UNTRIED}"
+    problem = f"this machine seems to have an {kind.name}, but torch does not detect it: it needs {kind.package}"
+    means = f"training runs on the CPU; training on the {kind.name} was {UNTESTED}"
     return Check("devices", SIGNS[sign], WARN, problem, means, kind.install)

@@ -1,7 +1,7 @@
 """Checks packages by importing them in another process, so that a crash does not end the doctor.
 
-They share one process, because most of them import torch, which takes longer than all the rest. A package that does not
-import there, or comes after one that ended the process, is imported again in a separate process, to learn the cause.
+They share one process, because most of them import torch, which takes longer than everything else. A package that fails
+there, or comes after one that ended the process, is imported again in a separate process to find the cause.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from octavo.base import environment
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
-SECONDS = 180
+TIMEOUT_S = 180
 _MARK = "octavo imported"
-_REPAIR = "fix the named cause, or install again: "
+_REPAIR = "fix the named cause, or reinstall: "
 
 
 @dataclass(frozen=True)
 class Package:
-    """``statement`` is what must run; ``means`` what is lost without it; ``fix`` how to install it."""
+    """``statement`` must run; ``means``: what does not work without it; ``fix``: how to install it."""
 
     distribution: str
     statement: str
@@ -75,7 +75,7 @@ OPTIONAL = (
     Package("triton", "import triton", "no fast FP8 kernels on a GPU", "it comes with CUDA builds of torch"),
     Package(
         "deep_gemm",
-        "import deep_gemm; deep_gemm.fp8_gemm_nt",  # PyPI's deep-gemm is another project without this function
+        "import deep_gemm; deep_gemm.fp8_gemm_nt",  # PyPI's deep-gemm is a different project
         "no DeepGEMM kernels on Hopper and later",
         "build it from github.com/deepseek-ai/DeepGEMM",
     ),
@@ -93,7 +93,7 @@ OPTIONAL = (
         "encrypted files cannot be read or written",
         "pip install 'octavo[sealed]'",
     ),
-    Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
+    Package("torchao", "import torchao", "benchmarks do not include it", "pip install torchao"),
     Package("trl", "import trl", "FP8 in TRL's trainers, and some tests", "pip install 'octavo[trainer]'"),
     Package(
         "num2words", "import num2words", "SmolVLM's stock processor does not load", "pip install 'octavo[trainer]'"
@@ -110,7 +110,7 @@ OPTIONAL = (
 
 _SCRIPT = f"""
 import gc, os, sys
-gc.disable()  # imported objects live until the end
+gc.disable()  # imported objects live until the process ends
 for number, statement in enumerate(sys.argv[1:]):
     try:
         exec(statement, {{}})
@@ -121,25 +121,25 @@ os._exit(0)
 """
 
 
-class Together:
+class SharedImports:
     """One process that imports packages one after the other, started at once; `check` waits for its result.
 
-    A context manager: the process ends on exit, or after ``SECONDS``. Use it from one thread only.
+    A context manager: the process ends on exit, or after ``TIMEOUT_S``. Use it from one thread only.
     """
 
-    def __init__(self, which: Sequence[Package]) -> None:
-        installed = [package for package in which if environment.version(package.distribution) is not None]
+    def __init__(self, requested: Sequence[Package]) -> None:
+        installed = [package for package in requested if environment.version(package.distribution) is not None]
         self._numbers = {package: number for number, package in enumerate(installed)}
         self._good: set[int] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SCRIPT, *(package.statement for package in installed)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
         )  # fmt: skip
-        self._timer = threading.Timer(SECONDS, self._process.kill)
+        self._timer = threading.Timer(TIMEOUT_S, self._process.kill)
         self._timer.daemon = True
         self._timer.start()
 
-    def __enter__(self) -> Together:
+    def __enter__(self) -> SharedImports:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -148,21 +148,22 @@ class Together:
         self._process.communicate()
 
     def check(self, package: Package) -> Check:
-        """Like :func:`try_import`, but uses the shared process's result if the package imported there."""
+        """Check a package like :func:`try_import`, but use the result of the shared process if it imported the
+        package."""
         if self._imported(package):
             installed = environment.version(package.distribution) or ""
             return Check("imports" if package.required else "optional", package.distribution, OK, installed)
         return try_import(package)
 
-    def checks(self, which: Sequence[Package]) -> list[Check]:
-        """One check for each package, in this order; separate imports run two at a time."""
-        for package in which:
+    def checks(self, requested: Sequence[Package]) -> list[Check]:
+        """Return one check per package, in this order; separate imports run two at a time."""
+        for package in requested:
             self._imported(package)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            return list(pool.map(self.check, which))
+            return list(pool.map(self.check, requested))
 
     def _imported(self, package: Package) -> bool:
-        """Whether the shared process imported it; reads its output until it says so or ends."""
+        """Return whether the shared process imported the package; reads its output until the result is known."""
         number = self._numbers.get(package)
         if number is None:
             return False
@@ -171,7 +172,7 @@ class Together:
             words = line.rsplit(maxsplit=1)
             if len(words) == 2 and words[0] == _MARK:
                 self._good.add(int(words[1]))
-                if max(self._good) > number:  # results come in order: this one failed
+                if max(self._good) > number:  # results are in order, so this import failed
                     break
         return number in self._good
 
@@ -186,10 +187,10 @@ def try_import(package: Package) -> Check:
         return Check(area, package.distribution, status, "not installed", package.means, package.fix)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", package.statement], capture_output=True, text=True, timeout=SECONDS, check=False
+            [sys.executable, "-c", package.statement], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        problem = f"{version}: the import did not finish within {SECONDS} s"
+        problem = f"{version}: the import did not finish within {TIMEOUT_S} s"
         return Check(area, package.distribution, broken, problem, package.means, _REPAIR + package.fix)
     if done.returncode == 0:
         return Check(area, package.distribution, OK, version)
@@ -198,7 +199,7 @@ def try_import(package: Package) -> Check:
 
 
 def cause(done: subprocess.CompletedProcess[str]) -> str:
-    """Why the process failed: the line with the exception, or the signal that ended it."""
+    """Return why the process failed: the line with the exception, or the signal that ended it."""
     if done.returncode < 0:
         return f"the import was ended by signal {-done.returncode}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

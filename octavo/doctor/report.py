@@ -1,4 +1,4 @@
-"""The doctor's report: one :class:`Check` for each thing that was checked."""
+"""The report of the doctor: one :class:`Check` per check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OK, WARN, ABSENT, FAIL = "ok", "warn", "absent", "fail"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked: what was found, and unless ok what it means and the fix."""
+    """The result of one check; unless it is ok, also what it means and the fix."""
 
     area: str
     name: str
@@ -24,22 +24,22 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks, in order, and the description of the machine."""
+    """All checks in order, and the description of the machine."""
 
     checks: tuple[Check, ...]
     environment: dict[str, Any]
 
     @property
     def healthy(self) -> bool:
-        """True unless something required is broken."""
+        """Whether nothing that is required is broken."""
         return all(check.status != FAIL for check in self.checks)
 
     def of(self, *statuses: str) -> Sequence[Check]:
-        """The checks with one of these statuses."""
+        """Return the checks with one of these statuses."""
         return [check for check in self.checks if check.status in statuses]
 
     def to_json(self) -> dict[str, Any]:
-        """``{"healthy", "checks": [...], "environment"}``, ready for json.dumps."""
+        """Return ``{"healthy", "checks": [...], "environment"}``, ready for json.dumps."""
         return {
             "healthy": self.healthy,
             "checks": [asdict(check) for check in self.checks],

@@ -4,7 +4,7 @@
 
     plan = fp8.plan(model, "blockwise")     # which layers run in FP8, and why; print(plan) shows the table
     fp8.apply(model, plan)                  # in place; parameters, names and values stay
-    with fp8.count_gemms() as counts:       # proof of use
+with fp8.count_gemms() as counts:       # counts the GEMMs that ran
         loss = model(**batch).loss; loss.backward()
 
 The arithmetic is :mod:`octavo.fp8.arithmetic.cast` and :mod:`octavo.fp8.arithmetic.recipe`; the layer is
@@ -110,7 +110,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """A name of 0.4.0 that was renamed or moved, with a DeprecationWarning."""
+        """Return an object by its name in 0.4.0, with a DeprecationWarning."""
         # Imported here, so that current names do not pay for it.
         from octavo.fp8.old_names import look_up
 

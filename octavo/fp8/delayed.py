@@ -1,8 +1,8 @@
-"""The amax histories of a model with delayed scaling: saved, restored, reduced over ranks, moved and rescaled.
+"""Save, restore, reduce, move and rescale the amax histories of delayed scaling.
 
     state = fp8.scaling_state(model)              # into a checkpoint
     fp8.load_scaling_state(model, state)          # and back
-    delayed.reduce_scaling_state(model, group)    # after each step, where several ranks see different batches
+    delayed.reduce_scaling_state(model, group)    # after each step, if ranks have different batches
 
 What a history holds and how casts use it is described in :mod:`octavo.fp8.dense.delayed`.
 """

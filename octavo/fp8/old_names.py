@@ -1,6 +1,6 @@
-"""The names that ``octavo.fp8`` offered in 0.4.0 and no longer lists, and what replaced each; they go in 0.7.
+"""Names that ``octavo.fp8`` exported in 0.4.0, with their replacements. They will be removed in 0.7.
 
-Imported by the ``__getattr__`` of :mod:`octavo.fp8`, when one of them is used.
+The ``__getattr__`` of :mod:`octavo.fp8` imports this module when one of them is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.planning.apply import switch_plan
 from octavo.fp8.policy.topology import describe_layers
 
-# By name: `from octavo.fp8 import proof` would ask the __getattr__ that imports this file.
+# Imported by name: `from octavo.fp8 import proof` would call the __getattr__ that imports this file.
 from octavo.fp8.proof import Prediction, Proof, predict, reference_note
 from octavo.fp8.weights.cache import weight_cache_bytes
 from octavo.fp8.weights.finite import find_nonfinite
@@ -60,7 +60,7 @@ OLD_NAMES: dict[str, tuple[str, object]] = {
     "copy_state": ("fp8.AdamW.copy_state", AdamW.copy_state),
     "set_low": ("fp8.AdamW.set_low", AdamW.set_low),
     "to_torch": ("fp8.AdamW.to_torch", AdamW.to_torch),
-    # no longer promised: parts of the subpackages
+    # no longer public: parts of the subpackages
     "ChunkedHead": ("fp8.memory.ChunkedHead", memory.ChunkedHead),
     "Experts": ("fp8.moe.Experts", moe.Experts),
     "FROZEN": ("fp8.weights.FROZEN", weights.FROZEN),
@@ -100,16 +100,16 @@ OLD_NAMES: dict[str, tuple[str, object]] = {
     "unfuse": ("fp8.planning.unfuse", planning.unfuse),
     "weight_sums": ("fp8.weights.weight_sums", weights.weight_sums),
 }
-"""Old name -> (where it is now, as a user writes it; the object)."""
+"""Old name -> (current name as users write it, object)."""
 
 
 def look_up(name: str) -> object:
-    """The object that an old name stands for; warns at the line that uses it. Raises AttributeError for other names."""
+    """Return the object of an old name and warn at the caller's line. Raises AttributeError for other names."""
     if name not in OLD_NAMES:
         raise AttributeError(f"module 'octavo.fp8' has no attribute {name!r}")
     place, value = OLD_NAMES[name]
-    # `from octavo.fp8 import turn` asks twice: importlib looks whether the name exists, then the statement reads it.
-    # Only the second is in a user's frame. The frames are this function, __getattr__ and the caller.
+    # `from octavo.fp8 import turn` looks the name up twice: importlib checks whether it exists, then the statement
+    # reads it. Only the second lookup is in a user's frame. The frames are this function, __getattr__ and the caller.
     if sys._getframe(2).f_globals.get("__name__") != "importlib._bootstrap":
         text = f"fp8.{name} is now {place}. The old name works through 0.6 and is removed in 0.7."
         warnings.warn(text, DeprecationWarning, stacklevel=3)

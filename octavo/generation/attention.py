@@ -1,8 +1,9 @@
-"""Attention over the paged cache, in place of the decoder layers' own: write the new keys and values, then attend.
+"""Attention over the paged cache, which replaces the attention of the decoder layers.
 
-In prefill, prompts are concatenated in one row of tokens and each attends to itself. In a decode step each sequence has
-one new token. The keys of a prompt are read once for all its samples, whose queries are stacked; each sequence then
-attends to its own completion. One softmax in fp32 covers both. On a GPU a kernel reads the pages in place.
+New keys and values are written to the cache first. In prefill, prompts are concatenated in one row of tokens and each
+attends to itself. In a decode step each sequence has one new token. The keys of a prompt are read once for all its
+samples, whose queries are stacked; each sequence then attends to its own completion. One softmax in fp32 covers both.
+On a GPU a kernel reads the pages in place.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Prefill:
 
     @cached_property
     def _padded(self) -> tuple[Tensor, Tensor] | None:
-        """(token of each place of a [count, longest] grid, place of each token); None if all prompts have one length.
+        """Return (token of each cell of a [count, longest] grid, cell of each token), or None if all prompts have one
+        length.
 
-        Padding comes last and repeats token 0; under the causal mask no token's query sees it."""
+        Padding comes last and repeats token 0; the causal mask hides it from all tokens."""
         lengths = np.array(self.lengths)
         if (lengths == lengths.max()).all():
             return None
@@ -54,10 +56,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Shared:
-    """The G prompts of B sequences, each with at most M of the sequences.
+    """The G prompts of B sequences, each shared by at most M sequences.
 
-    tables   of their pages, padded with arbitrary ones (`Cache.tables` of [G, n])
-    longest  tokens of the longest prompt
+    tables   pages of the prompts, padded with arbitrary ones (`Cache.tables` of [G, n])
+    longest  number of tokens of the longest prompt
     bias     [B, 1, longest]: 0 for the tokens of a sequence's prompt, -inf after its end
     members  [G * M]: the sequences of each prompt, padded with arbitrary ones
     place    [B]: index of each sequence in `members`
@@ -70,21 +72,21 @@ class Shared:
     place: Tensor
 
     def spread(self, x: Tensor) -> Tensor:
-        """x [heads, B, R, ...] -> [heads, G, M * R, ...]."""
+        """Copy the rows of sequences to their prompts: x [heads, B, R, ...] -> [heads, G, M * R, ...]."""
         return x.index_select(1, self.members).view(len(x), self.tables.shape[1], -1, x.shape[-1])
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
-        """x [heads, G, M * R, ...] -> [heads, B, R, ...], with R = `rows`."""
+        """Copy back to sequences, with R = `rows`: x [heads, G, M * R, ...] -> [heads, B, R, ...]."""
         return x.view(len(x), len(self.members), rows, x.shape[-1]).index_select(1, self.place)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Attention of one new token in each of B sequences, which have the first B runs of pages.
+    """Attention of one new token in each of B sequences, which occupy the first B runs of pages.
 
     where        cache row of each new token (`Cache.places`)
-    run          pages of a run
-    first, last  range of a run's tokens that holds every sequence's completion
+    run          pages per run
+    first, last  range of a run's tokens that contains the completions of all sequences
     bias         [B, 1, last - first]: 0 for a sequence's tokens, -inf for others
     shared       the prompts
     """
@@ -100,26 +102,26 @@ class Decode:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.cache.write(layer, self.where, k, v)
         count, heads, dim = q.shape
-        held, shared = k.shape[1], self.shared
-        # Grouped by key head, so that one matrix product serves its query heads: [key heads, B, queries, dim].
-        q = q.to(self.cache.dtype).float().mul(scale).view(count, held, -1, dim).transpose(0, 1).contiguous()
+        key_heads, shared = k.shape[1], self.shared
+        # Grouped by key head, so that one GEMM covers its query heads: [key heads, B, queries, dim].
+        q = q.to(self.cache.dtype).float().mul(scale).view(count, key_heads, -1, dim).transpose(0, 1).contiguous()
         keys, values = self.cache.read_runs(layer, count, self.run, self.first, self.last)
         scores = q @ keys.transpose(2, 3) + self.bias
         common_keys, common_values = (x[:, :, : shared.longest] for x in self.cache.read(layer, shared.tables))
         common = shared.gather(shared.spread(q) @ common_keys.transpose(2, 3), q.shape[2]) + shared.bias
-        both = torch.cat([common, scores], dim=-1).softmax(-1)
-        first, second = both.split([common.shape[-1], scores.shape[-1]], dim=-1)
-        out = second @ values + shared.gather(shared.spread(first) @ common_values, q.shape[2])
+        weights = torch.cat([common, scores], dim=-1).softmax(-1)
+        prompt_weights, own_weights = weights.split([common.shape[-1], scores.shape[-1]], dim=-1)
+        out = own_weights @ values + shared.gather(shared.spread(prompt_weights) @ common_values, q.shape[2])
         return out.transpose(0, 1).reshape(count, heads, dim).to(self.cache.dtype)
 
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """The same by kernels that read pages in place, for R rows of which some may be empty.
+    """Decode attention by kernels that read pages in place, for R rows, some of which may be empty.
 
     where    [R]: cache row of the new token; -1 in empty rows
     table    int32 [R, n]: all pages of each sequence in order, padded with arbitrary ones
-    lengths  [R]: tokens that the new one attends to, itself included; 0 in empty rows
+    lengths  [R]: number of tokens that the new one attends to, including itself; 0 in empty rows
     """
 
     cache: Cache
@@ -134,9 +136,9 @@ class PagedDecode:
 
 @dataclass(frozen=True)
 class InvariantDecode:
-    """The same by batch-invariant attention: each sequence reads its own keys in a fixed order.
+    """Decode attention by batch-invariant kernels: each sequence reads its own keys in a fixed order.
 
-    `tables`: of all pages of each sequence · `positions` [B, 1]: of its new token
+    `tables`: all pages of each sequence · `positions` [B, 1]: position of its new token
     """
 
     cache: Cache

@@ -1,4 +1,4 @@
-"""The model as the engine calls it: the tokens of many sequences in one row, with the engine's attention."""
+"""Calls the model for the engine: the tokens of many sequences in one row, with the attention of the engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _no_dummy(needed: bool) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """How a run calls its model.
+    """Settings with which a run calls its model.
 
-    autocast     dtype of autocast (None: without autocast)
-    dtype        of pixels without autocast (None: the parameters' dtype)
-    world        the ranks that share the model's parameters, and so must run equally many forwards (None: one process)
-    dummy_image  called before each forward with whether the vision tower needs a dummy image (other ranks run it)
+    autocast     dtype of autocast, or None if it is off
+    dtype        dtype of pixels without autocast, or None for the dtype of the parameters
+    world        ranks that share the model's parameters and so must run equally many forwards, or None for one process
+    dummy_image  called before each forward: whether the vision tower needs a dummy image because other ranks run it
     """
 
     autocast: torch.dtype | None = None
@@ -39,7 +39,7 @@ class Context:
 
 
 class Caller:
-    """Calls a model; `invariant`: inside `fp8.batch_invariant`. Raises GenerationError for a model whose attention
+    """Calls a model, inside `fp8.batch_invariant` if `invariant`. Raises GenerationError for a model whose attention
     cannot be replaced."""
 
     def __init__(self, model: PreTrainedModel, context: Context, invariant: bool = False) -> None:
@@ -59,7 +59,7 @@ class Caller:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Context in which the decoder uses the attention passed to :meth:`forward`, in eval mode."""
+        """Let the decoder use the attention passed to :meth:`forward`, in eval mode."""
         training = self.model.training
         self.model.eval()
         try:
@@ -72,18 +72,19 @@ class Caller:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self._attention is not None
-        with torch.autocast(q.device.type, enabled=False):  # attention sets the dtypes of its products itself
+        with torch.autocast(q.device.type, enabled=False):  # attention sets its dtypes itself
             return self._attention(layer, q, k, v, scale)
 
     def any_rank(self, needed: bool) -> bool:
-        """Whether any rank needs a forward: then all run one. A collective if ranks share parameters."""
+        """Return whether any rank needs a forward; then all ranks run one. A collective if ranks share parameters."""
         world = self.context.world
         return needed if world is None or world.size == 1 else world.any(needed)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: models.Attend, keep: Tensor | None = None, **images: Tensor
     ) -> Tensor:
-        """Logits [K, V] after the tokens at `keep` [K] (None: all T) of a row of tokens [T] at positions [axes, T]."""
+        """Return logits [K, V] after the tokens at `keep` [K] (all T tokens if None), for a row of tokens [T] at
+        positions [axes, T]."""
         world = self.context.world
         if self.family.has_vision and world is not None and world.size > 1:
             self.context.dummy_image(world.any(bool(images)) and not images)
@@ -92,12 +93,12 @@ class Caller:
         self._attention = attention
         trim = {} if keep is None else {"logits_to_keep": keep}
         where = positions[:, None] if self.axes == 3 else positions
-        low = self.context.autocast
-        with torch.autocast(tokens.device.type, dtype=low, enabled=low is not None):
+        autocast = self.context.autocast
+        with torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
             out = self.model(input_ids=tokens[None], position_ids=where, use_cache=False, **trim, **images)
         return out.logits[0]
 
-    def idle(self) -> None:
-        """Run a forward of one unused token, because other ranks run one and gather this rank's shards."""
-        one = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward(one, one.expand(self.axes, -1), lambda layer, q, k, v, scale: torch.zeros_like(q))
+    def run_dummy_forward(self) -> None:
+        """Run a forward of one unused token, because other ranks run one and need this rank's shards."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward(token, token.expand(self.axes, -1), lambda layer, q, k, v, scale: torch.zeros_like(q))

@@ -1,4 +1,4 @@
-"""A token for each sequence where torch reads the cache: the host decides which pages are gathered."""
+"""Decode steps by torch, for which the host selects the pages to gather."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 from octavo import models
 from octavo.generation.attention import Decode, InvariantDecode, Shared
 from octavo.generation.caller import Caller
-from octavo.generation.kv_cache import Cache, pages_of
+from octavo.generation.kv_cache import Cache, count_pages
 from octavo.generation.request import Sampling
 from octavo.generation.slots import Slots
 
 
-class Gathered:
+class TorchDecoder:
     """Decodes the active sequences, which occupy the first slots, without padding."""
 
     def __init__(self, caller: Caller, cache: Cache, slots: Slots, sampling: Sampling, forced: Tensor | None) -> None:
         self.caller, self.cache, self.slots, self.page = caller, cache, slots, cache.page
         self.sampling, self.forced = sampling, forced
-        self._shared: tuple[int, Shared] | None = None  # with the value of Slots.changes for which it holds
+        self._shared: tuple[int, Shared] | None = None  # with the value of Slots.changes when it was computed
 
     def __call__(self, active: np.ndarray) -> Tensor:
-        """Choose the next token of the slots `active` [B]: int64 [B], -1 for NaN scores."""
+        """Choose the next token of the slots `active` [B]. Returns int64 [B], -1 for NaN logits."""
         slots, at, generated = self.slots, self._device(active), self._device(self.slots.generated[active])
         last = slots.tokens[at, generated - 1]
         position = self._device(slots.position[active]).expand(self.caller.axes, -1)
@@ -32,43 +32,42 @@ class Gathered:
 
     def _attention(self, active: np.ndarray) -> models.Attend:
         slots, page = self.slots, self.page
-        held, pages, prompt = slots.held[active], slots.pages[active], slots.prompt[active]
-        where = np.take_along_axis(pages, held[:, None] // page, 1)[:, 0] * page + held % page
+        cached, pages, prompt = slots.cached[active], slots.pages[active], slots.prompt[active]
+        where = np.take_along_axis(pages, cached[:, None] // page, 1)[:, 0] * page + cached % page
         places = self.cache.places(self._device(where))
         if self.caller.invariant:
-            tables = self.cache.tables(self._device(pages[:, : int(held.max()) // page + 1]))
-            return InvariantDecode(self.cache, places, tables, self._device(held)[:, None])
-        begin = prompt % page  # of the completion, in a run
-        end = begin + held + 1 - prompt
+            tables = self.cache.tables(self._device(pages[:, : int(cached.max()) // page + 1]))
+            return InvariantDecode(self.cache, places, tables, self._device(cached)[:, None])
+        begin = prompt % page  # of the completion in a run
+        end = begin + cached + 1 - prompt
         first, last = int(begin.min()), int(end.max())
         bias = self._bias(first, last, begin, end)
-        return Decode(self.cache, places, slots.run, first, last, bias, self._prompts(active))
+        return Decode(self.cache, places, slots.run, first, last, bias, self._shared_prompts(active))
 
-    def _prompts(self, active: np.ndarray) -> Shared:
+    def _shared_prompts(self, active: np.ndarray) -> Shared:
         if self._shared is None or self._shared[0] != self.slots.changes:
             self._shared = self.slots.changes, self._share(active)
         return self._shared[1]
 
     def _share(self, active: np.ndarray) -> Shared:
-        """The distinct prompts of the active sequences, with the page table of any of their samples."""
+        """Return the distinct prompts of the active sequences, with the page table of any of their samples."""
         slots = self.slots
         index = np.array([group.index for slot in active if (group := slots.groups[slot])])
-        _, one, line, counts = np.unique(index, return_index=True, return_inverse=True, return_counts=True)
-        order = np.argsort(line, kind="stable")
-        nth = np.empty_like(line)
-        nth[order] = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
-        place = line * counts.max() + nth
+        _, first_slot, group_row, counts = np.unique(index, return_index=True, return_inverse=True, return_counts=True)
+        order = np.argsort(group_row, kind="stable")
+        nth = np.empty_like(group_row)
+        nth[order] = np.arange(len(group_row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        place = group_row * counts.max() + nth
         members = np.zeros(len(counts) * counts.max(), dtype=np.int64)
-        members[place] = np.arange(len(line))
+        members[place] = np.arange(len(group_row))
         prompt = slots.prompt[active]
         longest = int(prompt.max())
-        table = self._device(slots.pages[active[one], : pages_of(longest, self.page)])
+        table = self._device(slots.pages[active[first_slot], : count_pages(longest, self.page)])
         bias = self._bias(0, longest, prompt * 0, prompt)
         return Shared(self.cache.tables(table), longest, bias, self._device(members), self._device(place))
 
     def _bias(self, first: int, last: int, begin: np.ndarray, end: np.ndarray) -> Tensor:
-        """fp32 [B, 1, last - first]: 0 for the tokens from `begin` [B] to `end` [B], -inf for the others from `first`
-        to `last`."""
+        """Return fp32 [B, 1, last - first]: 0 for the tokens from `begin` [B] to `end` [B], -inf for the others."""
         token = np.arange(first, last)
         inside = (token >= begin[:, None]) & (token < end[:, None])
         return self._device(np.where(inside, np.float32(0), np.float32(-np.inf)))[:, None]

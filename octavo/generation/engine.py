@@ -1,7 +1,7 @@
 """Generation with the modules that train, by continuous batching: sequences join and leave between steps.
 
-No weight is copied or cast again: the forward is the model's own, with whatever layers it has. Only the decoder's
-attention is replaced by the engine's, which keeps keys and values in pages.
+No weight is copied or cast again: the forward is the model's own. Only the attention of the decoder is replaced by that
+of the engine, which keeps keys and values in pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.generation.errors import GenerationError
 from octavo.generation.kv_cache import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.memory import Shape, most_that_fit
 from octavo.generation.request import Completion, Prompt, Sampling
-from octavo.generation.sampling import Stops
+from octavo.generation.sampling import StopConditions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,25 +52,25 @@ class Engine:
     ) -> None:  # fmt: skip
         if slots < 1 or page < 1 or (pages is not None and pages < 1) or kv not in KINDS:
             raise GenerationError(
-                f"an engine of slots={slots}, page={page}, pages={pages}, kv={kv!r} cannot be: at least 1 of each, "
-                f"and kv is {' or '.join(KINDS)}."
+                f"slots={slots}, page={page}, pages={pages}, kv={kv!r} are not valid for an engine: use at least 1 of "
+                f"each, and kv {' or '.join(KINDS)}."
             )
         if invariant and kv != "bf16":
             raise GenerationError(
-                f"kv is {kv!r}, but an invariant engine must read the same keys and values as training. Keep them as "
-                "they are computed (kv: bf16), or leave invariant out."
+                f"kv is {kv!r}, but an invariant engine must read the same keys and values as training. Use kv: bf16, "
+                "or remove invariant."
             )
         self.caller = Caller(model, context or Context(), invariant)
         self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", processor)
         self.slots, self.kv, self.page, self.pages = slots, kv, page, pages
         self.cache: Cache | None = None
         self.bytes: dict[str, int] = {}
-        self._to, self._said = log, set[str]()
-        self._stops: dict[tuple[str, ...], Stops] = {}
+        self._log, self._logged = log, set[str]()
+        self._stops: dict[tuple[str, ...], StopConditions] = {}
 
     @property
     def in_place(self) -> bool:
-        """Whether kernels read pages in place."""
+        """Return whether kernels read pages in place."""
         return not self.caller.invariant and kernels.why_not_paged(self.caller.device) is None
 
     def release(self) -> None:
@@ -92,8 +92,8 @@ class Engine:
             raise GenerationError(f"group is {group}; it must be at least 1 completion per prompt.")
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, sampling, group)
-        if sampling.stop not in self._stops:  # cached, because it renders the chat template
-            self._stops[sampling.stop] = Stops.of(self.caller.model, self.processor, sampling.stop)
+        if sampling.stop not in self._stops:  # cached because it renders the chat template
+            self._stops[sampling.stop] = StopConditions.of(self.caller.model, self.processor, sampling.stop)
         return self._run(prompts, sampling, group, self._stops[sampling.stop], progress)
 
     @torch.no_grad()
@@ -102,11 +102,11 @@ class Engine:
         its modules. A collective if ranks share the model's parameters; None: this rank has no prompt."""
         sampling = Sampling(max(len(tokens), 1), temperature=0.0)
         forced = torch.from_numpy(tokens).to(self.caller.device)
-        nothing_ends = Stops(np.zeros(0, dtype=np.int64), (), self.tokenizer)
-        self._run([] if prompt is None else [prompt], sampling, 1, nothing_ends, forced=forced)
+        no_stops = StopConditions(np.zeros(0, dtype=np.int64), (), self.tokenizer)
+        self._run([] if prompt is None else [prompt], sampling, 1, no_stops, forced=forced)
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, group: int, stops: Stops,
+        self, prompts: Sequence[Prompt], sampling: Sampling, group: int, stops: StopConditions,
         progress: Callable[[int, int], None] = lambda done, total: None, forced: Tensor | None = None,
     ) -> list[Completion]:  # fmt: skip
         total = len(prompts) * group
@@ -115,7 +115,7 @@ class Engine:
         shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, limit=self.pages)
         slots = most_that_fit(slots, lambda count: replace(shape, sequences=count).needed_pages <= shape.pages) or 1
         cache = self._cache(replace(shape, sequences=slots).pages)
-        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, forced, self._log)
+        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, forced, self._log_once)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
             while batch.advance():
@@ -123,45 +123,45 @@ class Engine:
         return sorted(batch.done, key=lambda c: (c.prompt, c.sample))
 
     def _cache(self, pages: int) -> Cache:
-        """The cache, allocated again if it is too small or the model has moved to another device."""
-        held, caller = self.cache, self.caller
-        if held is None or held.pages < pages or held.codes.device != caller.device:
-            self.cache = held = None  # freed first, so that never two exist
+        """Return the cache, allocated again if it is too small or the model has moved to another device."""
+        cache, caller = self.cache, self.caller
+        if cache is None or cache.pages < pages or cache.codes.device != caller.device:
+            self.cache = cache = None  # freed first, so that two never exist
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
         if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
-            self._log(f"generation: torch gathers keys and values for each token: {why}")
+            self._log_once(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 
-    def _log(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._to(text)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            self._log(text)
 
     def _check(self, number: int, prompt: Prompt, sampling: Sampling, group: int) -> None:
         count, new, shape = len(prompt.input_ids), sampling.max_new_tokens, self.caller.shape
         name = prompt.name or f"prompt {number}"
         if prompt.images and not self.caller.family.has_vision:
             raise GenerationError(
-                f"{name} holds {prompt.images} images, and {type(self.caller.model).__name__} is text-only. "
-                "Leave the images out, or use a vision-language model."
+                f"{name} has {prompt.images} images, but {type(self.caller.model).__name__} is text-only. "
+                "Remove the images, or use a vision-language model."
             )
         if count + new > shape.context:
             raise GenerationError(
                 f"{name} has {count} tokens and may get {new} more, but the model's context is "
                 f"{shape.context} tokens (max_position_embeddings). Shorten the prompt, or lower max_new_tokens."
             )
-        # May lie outside the embedding table, because its embedding is never looked up.
+        # The image token may be outside the embedding table, because its embedding is not used.
         place = self.caller.family.image_token_id
         if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary and i != place}):
             raise GenerationError(
-                f"{name} holds the token {outside[0]}, but the model's vocabulary has {shape.vocabulary} tokens. "
+                f"{name} contains the token {outside[0]}, but the model's vocabulary has {shape.vocabulary} tokens. "
                 "Use the tokenizer that belongs to the model."
             )
         need = pages_needed(count, new, self.page)
         if self.pages is not None and need > self.pages:
             raise GenerationError(
                 f"the key-value cache has {self.pages} pages of {self.page} tokens, but one sequence of "
-                f"{name} may need {need} ({count} tokens and {new} new ones). Give it more pages, lower "
+                f"{name} may need {need} ({count} tokens and {new} new ones). Increase pages, lower "
                 "max_new_tokens, or keep the cache in FP8 (kv: fp8), which takes half the bytes or less."
             )

@@ -2,4 +2,4 @@
 
 
 class GenerationError(ValueError):
-    """A prompt, a setting or a model that cannot generate as asked; the message names the fix."""
+    """A prompt, a setting or a model cannot be used for generation; the message names the fix."""

@@ -37,24 +37,24 @@ _HUGE = 1 << 21
 _TOKEN_AND_HEAD = CastSpec("e4m3", block=(1, -1), scale="fp32")
 
 
-def pages_of(tokens: int, page: int) -> int:
-    """Number of pages for so many tokens."""
+def count_pages(tokens: int, page: int) -> int:
+    """Return the number of pages for this number of tokens."""
     return -(-tokens // page)
 
 
-def run_of(new: int, page: int = PAGE) -> int:
-    """Pages of a sequence's run: for the prompt's partial page, at most page - 1 tokens, and `new` tokens, the last of
-    which needs no place because no later token attends to it."""
-    return pages_of(page - 1 + new - 1, page)
+def count_run_pages(new: int, page: int = PAGE) -> int:
+    """Return the pages of a sequence's run: for the partial page of the prompt (at most page - 1 tokens) and `new`
+    tokens, the last of which is not stored because no later token attends to it."""
+    return count_pages(page - 1 + new - 1, page)
 
 
 def pages_needed(prompt: int, new: int, page: int = PAGE) -> int:
-    """Pages that one sample of a prompt of so many tokens needs for `new` tokens: those of the prompt, and a run."""
-    return pages_of(prompt, page) + run_of(new, page)
+    """Return the pages that one sample needs: those of its prompt, and a run for `new` tokens."""
+    return count_pages(prompt, page) + count_run_pages(new, page)
 
 
 class Pool:
-    """The free pages among those from `first` on."""
+    """The free pages with numbers from `first`."""
 
     def __init__(self, first: int, pages: int) -> None:
         self._free = list(range(pages - 1, first - 1, -1))
@@ -73,8 +73,8 @@ class Pool:
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in huge pages if the system has them, because a step touches thousands of scattered rows and
-    would miss the TLB for each."""
+    """Allocate zeros. On a CPU they are in huge pages if the system has them, because a step touches thousands of
+    scattered rows and would miss the TLB for each."""
     count = math.prod(size) * dtype.itemsize
     if device.type != "cpu" or count < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=dtype, device=device)
@@ -85,7 +85,7 @@ def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 class Cache:
-    """Keys and values of all layers in pages. `kernels`: those that read and write them on this device; None: torch."""
+    """Keys and values of all layers in pages. `kernels` read and write them on this device; None if torch does."""
 
     def __init__(
         self, shape: CacheShape, pages: int, page: int, kind: str, dtype: torch.dtype, device: torch.device
@@ -103,14 +103,14 @@ class Cache:
         return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def places(self, where: Tensor) -> Tensor:
-        """Rows of a layer, [2 * heads * T], for the keys and values of T tokens at `where` [T], which is page number
-        times page size plus offset. Kernels take `where` itself."""
+        """Return the rows of a layer, [2 * heads * T], for the keys and values of T tokens at `where` [T], which is
+        page number times page size plus offset. For kernels, `where` itself is returned."""
         if self.kernels is not None:
             return where
         return (self._heads * (self.pages * self.page) + where).view(-1)
 
     def tables(self, pages: Tensor) -> Tensor:
-        """The same for whole pages: page numbers [B, n] -> [2 * heads, B, n]."""
+        """Return the same for whole pages: page numbers [B, n] -> [2 * heads, B, n]."""
         return self._heads[..., None] * self.pages + pages
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
@@ -128,7 +128,8 @@ class Cache:
         self.scales[layer].view(-1).index_copy_(0, places, q.scale.view(-1))
 
     def attend(self, layer: int, q: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """Attention of one query [R, H, dim] of each of R sequences over its `lengths` [R] tokens, in the pages of
+        """Compute attention of one query [R, H, dim] for each of R sequences over its `lengths` [R] tokens, in the
+        pages of
         `table` int32 [R, n]. Needs kernels."""
         assert self.kernels is not None
         q = q.to(self.dtype)
@@ -138,7 +139,7 @@ class Cache:
         return None if self.scales is None else self.scales[layer]
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values fp32 [heads, B, n * page, dim] of the pages in `tables`."""
+        """Return keys and values fp32 [heads, B, n * page, dim] of the pages in `tables`."""
         if self.scales is None:
             x = self._gather(self.codes[layer], tables).float()
         else:
@@ -148,7 +149,8 @@ class Cache:
         return k, v
 
     def read_runs(self, layer: int, count: int, pages: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, count, end - begin, dim] of the tokens from `begin` to `end` in each of the first
+        """Return keys and values [heads, count, end - begin, dim] of the tokens from `begin` to `end` in each of the
+        first
         `count` runs of `pages` pages."""
 
         def part(x: Tensor) -> Tensor:

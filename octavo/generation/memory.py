@@ -22,24 +22,24 @@ import torch
 from octavo import models
 from octavo.fp8 import kernels
 from octavo.generation.batch import PREFILL
-from octavo.generation.kv_cache import PAGE, pages_of, run_of
+from octavo.generation.kv_cache import PAGE, count_pages, count_run_pages
 from octavo.generation.request import Sampling
 from octavo.generation.sampling import bytes_to_choose
 
-_OF_A_NEW_TOKEN = 8 + 8 + 4 + 4
+_BYTES_PER_NEW_TOKEN = 8 + 8 + 4 + 4
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a call.
 
-    sequences  at a time
-    prompt     most tokens of a prompt
-    new        most new tokens of a sample
-    group      samples of each prompt
-    page       tokens of a page
-    patches    of images in each prompt
-    limit      pages of the cache (None: as many as needed)
+    sequences  number of sequences at a time
+    prompt     maximum number of prompt tokens
+    new        maximum number of new tokens of a sample
+    group      samples per prompt
+    page       tokens per page
+    patches    image patches per prompt
+    limit      pages of the cache, or None for as many as needed
     """
 
     sequences: int
@@ -52,31 +52,31 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Most active prompts: those that fill the slots, and as many whose last samples still run."""
+        """Maximum number of active prompts: those that fill the slots, and as many whose last samples still run."""
         return min(self.sequences, 2 * -(-self.sequences // self.group))
 
     @property
     def pages(self) -> int:
-        """Pages that the engine allocates: the limit, or as many as needed."""
+        """Number of pages that the engine allocates: the limit, or as many as needed."""
         return self.needed_pages if self.limit is None else self.limit
 
     @property
     def needed_pages(self) -> int:
         """A run for each sequence, the full pages of each prompt once, and the partial last pages of the prompts of one
-        prefill, until their samples have copied them."""
-        runs, full = self.sequences * run_of(self.new, self.page), self.groups * (self.prompt // self.page)
+        prefill until their samples have copied them."""
+        runs, full = self.sequences * count_run_pages(self.new, self.page), self.groups * (self.prompt // self.page)
         return runs + full + self.prefill
 
     @property
     def prefill(self) -> int:
-        """Most prompts of one prefill: those that fill the slots, up to `PREFILL` tokens."""
+        """Maximum number of prompts in one prefill: those that fill the slots, up to `PREFILL` tokens."""
         return min(-(-self.sequences // self.group), max(1, PREFILL // self.prompt))
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of generation in addition to the model: held during the call (`cache`, `slots`), and the most that a decode
-    step (`workspace`) or the prompts (`prefill`) add."""
+    """Bytes of generation in addition to the model: `cache` and `slots` are held during the call, `workspace` is added
+    by a decode step and `prefill` by prompts."""
 
     cache: int
     slots: int
@@ -93,13 +93,13 @@ class Bytes:
 
 
 def cache_bytes(shape: models.CacheShape, pages: int, page: int, kv: str, dtype: torch.dtype) -> int:
-    """Bytes of a cache of so many pages."""
+    """Return the bytes of a cache with this number of pages."""
     number = shape.dim + 4 if kv == "fp8" else shape.dim * dtype.itemsize
     return shape.layers * 2 * shape.heads * pages * page * number
 
 
 def bytes_of_token(config: Any, kv: str = "bf16", dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of one token in the cache."""
+    """Return the bytes of one token in the cache."""
     return cache_bytes(models.cache_shape(config), 1, 1, kv, dtype)
 
 
@@ -107,13 +107,13 @@ def predict(
     config: Any, shape: Shape, kv: str = "bf16", dtype: torch.dtype = torch.bfloat16, sampling: Sampling | None = None,
     in_place: bool = False,
 ) -> Bytes:  # fmt: skip
-    """The bytes of generation with the model of a configuration that computes in `dtype`; `in_place`: with kernels that
-    read pages in place (on a GPU)."""
+    """Predict the bytes of generation with a model that computes in `dtype`. `in_place`: with kernels that read pages
+    in place (on a GPU)."""
     model = models.cache_shape(config)
     attention = _in_place(model, shape, dtype) if in_place else _attention(model, shape, kv, dtype)
     return Bytes(
         cache_bytes(model, shape.pages, shape.page, kv, dtype),
-        shape.sequences * shape.new * _OF_A_NEW_TOKEN,
+        shape.sequences * shape.new * _BYTES_PER_NEW_TOKEN,
         max(attention, _choice(model, shape, dtype, sampling or Sampling(shape.new))),
         _prefill(config, model, shape, dtype),
     )
@@ -124,8 +124,8 @@ def sequences_that_fit(
     dtype: torch.dtype = torch.bfloat16, patches: int = 0, most: int = 1 << 31, pages: int | None = None,
     in_place: bool = False,
 ) -> int:  # fmt: skip
-    """The most sequences at a time, up to `most`, whose generation takes at most `budget` bytes, in a cache of `pages`
-    (None: as many as they need); 0 if not even one fits."""
+    """Return the maximum number of sequences at a time, up to `most`, whose generation takes at most `budget` bytes
+    with a cache of `pages` (None: as many as needed), or 0 if not even one fits."""
 
     def fits(count: int) -> bool:
         shape = Shape(count, prompt, sampling.max_new_tokens, group, page, patches, pages)
@@ -136,13 +136,15 @@ def sequences_that_fit(
 
 
 def most_that_fit(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits, given that every smaller one does too; 0 if none fits."""
+    """Return the largest number from 1 to `most` that fits, or 0 if none fits. If a number fits, so do all smaller
+    ones."""
     return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def _attention(model: models.CacheShape, shape: Shape, kv: str, dtype: torch.dtype) -> int:
-    """One layer's gathered prompts, prompts and completions in fp32, and the scores before and after concatenation."""
-    prompts = shape.groups * pages_of(shape.prompt, shape.page) * shape.page
+    """Bytes of one layer's gathered prompts, prompts and completions in fp32, and the scores before and after
+    concatenation."""
+    prompts = shape.groups * count_pages(shape.prompt, shape.page) * shape.page
     completions = shape.sequences * (shape.new - 1)
     fp32 = 2 * model.heads * (completions + prompts) * model.dim * 4
     stored = model.dim + 4 if kv == "fp8" else 0 if dtype == torch.float32 else model.dim * dtype.itemsize
@@ -151,16 +153,17 @@ def _attention(model: models.CacheShape, shape: Shape, kv: str, dtype: torch.dty
 
 
 def _in_place(model: models.CacheShape, shape: Shape, dtype: torch.dtype) -> int:
-    """One layer's output and, with several chunks, each chunk's partial result in fp32: a sum and two numbers."""
+    """Bytes of one layer's output and, with several chunks, the partial result of each chunk in fp32: a sum and two
+    numbers."""
     chunks = -(-(shape.prompt + shape.new) // kernels.PAGED_CHUNK)
-    left = chunks * (model.dim + 2) * 4 if chunks > 1 else 0
-    return shape.sequences * model.queries * (model.dim * dtype.itemsize + left)
+    partial = chunks * (model.dim + 2) * 4 if chunks > 1 else 0
+    return shape.sequences * model.queries * (model.dim * dtype.itemsize + partial)
 
 
 def _prefill(config: Any, model: models.CacheShape, shape: Shape, dtype: torch.dtype) -> int:
-    """The prompts of a prefill: the larger of a decoder layer's and a tower layer's activations (the embeddings, which
-    the model's forward keeps alive, the residual and its norm, cosines and sines; and gate, up and their product, or
-    queries, keys, values and attention's output), the patches of images, and the logits after each prompt."""
+    """Bytes of the prompts of a prefill: the larger of the activations of a decoder layer and a tower layer (the
+    embeddings, which the forward keeps alive, the residual and its norm, cosines and sines; and gate, up and their
+    product, or queries, keys, values and the attention output), the image patches, and the logits after each prompt."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     each = getattr(text, "moe_intermediate_size", None)
     inner = each * text.num_experts_per_tok if each else getattr(text, "intermediate_size", None) or text.hidden

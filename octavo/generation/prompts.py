@@ -1,4 +1,4 @@
-"""Prompts from conversations, and answers as text."""
+"""Converts conversations to prompts, and completions to text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SLOTS = 64
-"""Answers at a time."""
+"""Number of answers that are generated at a time."""
 Messages = Sequence[dict[str, Any]]
 Conversation = tuple[Messages, Sequence[Any]] | tuple[Messages, Sequence[Any], Sequence[Any]]
 
@@ -61,17 +61,17 @@ def answers(
     other, and `log` receives the reason. Raises GenerationError and ModelError.
     """
     context = context or Context()
-    questions = [(*asked, ()) if len(asked) == 2 else asked for asked in conversations]  # with their videos
-    films = any(videos for _, _, videos in questions)
-    if why := models.why_not_paged(model) or (films and getattr(processor, "why_not_images", None)):
+    questions = [(*c, ()) if len(c) == 2 else c for c in conversations]  # (messages, images, videos)
+    has_videos = any(videos for _, _, videos in questions)
+    if why := models.why_not_paged(model) or (has_videos and getattr(processor, "why_not_images", None)):
         if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
-            raise GenerationError(f"{why}: it only answers greedily. Leave temperature, stop, samples and kv out.")
+            raise GenerationError(f"{why}: only greedy decoding is possible. Remove temperature, stop, samples and kv.")
         log(f"answers come from transformers, one by one: {why}")
-        device, low = next(model.parameters()).device.type, context.autocast
-        with torch.autocast(device, dtype=low, enabled=low is not None):
-            most = sampling.max_new_tokens
+        device, autocast = next(model.parameters()).device.type, context.autocast
+        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            limit = sampling.max_new_tokens
             return [
-                [models.generate(model, processor, messages, images, most, videos)]
+                [models.generate(model, processor, messages, images, limit, videos)]
                 for messages, images, videos in questions
             ]
     prompts = [

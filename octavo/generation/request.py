@@ -1,4 +1,4 @@
-"""The engine's requests and results: value objects, checked on construction."""
+"""Requests and results of the engine: value objects that are checked on construction."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ WORD = 1 << 32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and when a completion ends.
+    """Sampling parameters and stop conditions.
 
-    max_new_tokens  the most tokens of a completion, the one that ends it included
-    temperature     divides the logits (by 1e-6 or more); 0 takes the most likely token
-    top_k           keep the k most likely tokens (0: all) and those as likely as the k-th
-    top_p           then keep the fewest tokens whose total probability reaches this
-    min_p           then keep tokens at least this fraction as likely as the most likely one
+    max_new_tokens  maximum number of tokens of a completion, including the stop token
+    temperature     divides the logits (at least 1e-6); 0 selects the most likely token
+    top_k           keep the k most likely tokens and ties with the k-th (0: all)
+    top_p           then keep the smallest set of tokens with this total probability
+    min_p           then keep tokens with at least this fraction of the highest probability
     stop            texts that end a completion when they appear in it
-    never           tokens that are never chosen, such as image placeholders; log-probabilities are over all tokens
+    excluded        tokens that are not sampled, such as image placeholders; log-probabilities are over all tokens
     seed, step      determine a token's random number, with the prompt's number, the sample and the position
     """
 
@@ -36,26 +36,31 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int = 0
     step: int = 0
-    never: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        warm = not self.temperature or 1e-6 <= self.temperature < math.inf  # logits over it are numbers of fp32
-        wrong = [
+        valid_temperature = not self.temperature or 1e-6 <= self.temperature < math.inf  # else logits overflow
+        problems = [
             f"{name}={value!r} ({rule})"
-            for name, value, rule, holds in (
+            for name, value, rule, is_valid in (
                 ("max_new_tokens", self.max_new_tokens, "at least 1", self.max_new_tokens >= 1),
-                ("temperature", self.temperature, "0, or at least 1e-6", warm),
+                ("temperature", self.temperature, "0, or at least 1e-6", valid_temperature),
                 ("top_p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
                 ("top_k", self.top_k, "0 or more", self.top_k >= 0),
                 ("min_p", self.min_p, "0 to 1", 0 <= self.min_p <= 1),
-                ("stop", self.stop, "texts of at least a character", not isinstance(self.stop, str) and all(self.stop)),
+                (
+                    "stop",
+                    self.stop,
+                    "texts of at least one character",
+                    not isinstance(self.stop, str) and all(self.stop),
+                ),
                 ("seed", self.seed, "0 to 2^64 - 1", 0 <= self.seed < WORD**2),
                 ("step", self.step, "0 to 2^32 - 2", 0 <= self.step < WORD - 1),
             )
-            if not holds
+            if not is_valid
         ]
-        if wrong:
-            raise GenerationError(f"sampling got {', '.join(wrong)}. Use values in these ranges.")
+        if problems:
+            raise GenerationError(f"sampling got {', '.join(problems)}. Use values in these ranges.")
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,13 @@ class Prompt:
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 1 or not len(self.input_ids):
             raise GenerationError(
-                f"a prompt's tokens have the shape {self.input_ids.shape}; they must be [P] with P >= 1."
+                f"the tokens of a prompt have the shape {self.input_ids.shape}; they must be [P] with P >= 1."
             )
         if not 0 <= self.number < WORD:
-            raise GenerationError(f"a prompt's number is {self.number}; it must be 0 to 2^32 - 1.")
+            raise GenerationError(f"the number of a prompt is {self.number}; it must be 0 to 2^32 - 1.")
         if bool(self.images) != (self.pixel_values is not None):
-            had = "pixels" if self.pixel_values is not None else "no pixels"
-            raise GenerationError(f"a prompt says it holds {self.images} images, and has {had}.")
+            pixels = "pixels" if self.pixel_values is not None else "no pixels"
+            raise GenerationError(f"a prompt has images={self.images}, but {pixels}.")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The state of active sequences: prompts and their samples, and a row of state for each sequence."""
+"""State of active sequences: prompts with their samples, and one row per sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.generation.kv_cache import run_of
+from octavo.generation.kv_cache import count_run_pages
 from octavo.generation.request import Prompt, Sampling
 from octavo.generation.sampling import choose
 
@@ -17,12 +17,12 @@ from octavo.generation.sampling import choose
 class Group:
     """A prompt and its samples.
 
-    index          of the prompt in the call's list
-    pages          of the prompt; once all samples have started, only the full ones
+    index          index of the prompt in the call's list
+    pages          pages of the prompt; once all samples have started, only the full ones
     logits         [V] after the prompt, until all samples have started
-    next_position  of the first new token
-    started        samples that have or had a slot
-    running        samples that have a slot
+    next_position  position of the first new token
+    started        number of samples that have or had a slot
+    running        number of samples that have a slot
     """
 
     index: int
@@ -40,30 +40,30 @@ class Group:
 
 
 class Slots:
-    """The state of S slots: on the host (numpy [S]) for scheduling, on the device ([S, N], N the most new tokens) for
+    """The state of S slots: on the host (numpy [S]) for scheduling, on the device ([S, N] for N new tokens) for
     computing.
 
-    prompt       tokens of the prompt
-    held         tokens in the cache
-    position     of the next token
-    generated    tokens chosen so far
+    prompt       number of prompt tokens
+    cached       number of tokens in the cache
+    position     position of the next token
+    generated    number of tokens generated so far
     host_tokens  [S, N]: those tokens
     runs         [S, R]: the pages of each slot's run
     pages        [S, W]: the pages of each sequence, those of its prompt and then its run
-    changes      counts changes of the slots' occupation
+    changes      counts changes of the assignment
     """
 
-    def __init__(self, slots: int, most: int, longest: int, page: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_new_tokens: int, longest: int, page: int, device: torch.device) -> None:
         self.groups: list[Group | None] = [None] * slots
-        self.samples, self.prompt, self.held, self.position, self.generated = np.zeros((5, slots), dtype=np.int64)
-        self.page, self.run, self.changes = page, run_of(most, page), 0
+        self.samples, self.prompt, self.cached, self.position, self.generated = np.zeros((5, slots), dtype=np.int64)
+        self.page, self.run, self.changes = page, count_run_pages(max_new_tokens, page), 0
         self.runs = np.arange(slots * self.run).reshape(slots, self.run)
         self.pages = np.zeros((slots, longest // page + self.run), dtype=np.int64)
-        self.host_tokens = np.zeros((slots, most), dtype=np.int64)
+        self.host_tokens = np.zeros((slots, max_new_tokens), dtype=np.int64)
         self.device = device
-        self.tokens = torch.zeros(slots, most, dtype=torch.int64, device=device)
-        self.uniforms = torch.zeros(slots, most, dtype=torch.float64, device=device)
-        self.logps, self.entropies = torch.zeros(2, slots, most, device=device)
+        self.tokens = torch.zeros(slots, max_new_tokens, dtype=torch.int64, device=device)
+        self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
+        self.logps, self.entropies = torch.zeros(2, slots, max_new_tokens, device=device)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -81,16 +81,16 @@ class Slots:
         return [slot for slot, group in enumerate(self.groups) if group is None]
 
     def assign(self, slot: int, group: Group) -> int:
-        """Assign the next sample of a group to a slot; return its number."""
+        """Assign the next sample of a group to a slot; returns its number."""
         sample = group.started
         group.started, group.running = sample + 1, group.running + 1
         self.samples[slot], self.generated[slot] = sample, 0
-        self.prompt[slot] = self.held[slot] = group.tokens
+        self.prompt[slot] = self.cached[slot] = group.tokens
         self.position[slot] = group.next_position
-        self._hold(slot, group)
+        self._set_pages(slot, group)
         return sample
 
-    def _hold(self, slot: int, group: Group) -> None:
+    def _set_pages(self, slot: int, group: Group) -> None:
         full = group.tokens // self.page
         self.groups[slot] = group
         self.pages[slot, :full] = group.pages[:full]
@@ -108,7 +108,7 @@ class Slots:
         return tokens.masked_fill(logps.isnan(), -1)
 
     def release(self, slot: int) -> Group:
-        """Free a slot; return the group whose sample it held."""
+        """Free a slot; returns the group of its sample."""
         group = self.groups[slot]
         assert group is not None
         self.groups[slot] = None
@@ -117,14 +117,14 @@ class Slots:
         return group
 
     def compact(self) -> tuple[np.ndarray, np.ndarray]:
-        """Move the last sequences to free slots before them; return (sources, targets). The caller copies the contents
-        of their runs."""
+        """Move the last sequences to free slots before them; returns (sources, targets). The caller copies their
+        runs."""
         active = self.active
         free = np.setdiff1d(np.arange(len(active)), active)
         last = active[len(active) - len(free) :]
         if not len(free):
             return last, free
-        for state in (self.samples, self.prompt, self.held, self.position, self.generated, self.host_tokens):
+        for state in (self.samples, self.prompt, self.cached, self.position, self.generated, self.host_tokens):
             state[free] = state[last]
         targets, sources = (torch.from_numpy(x).to(self.device) for x in (free, last))
         for values in (self.tokens, self.uniforms, self.logps, self.entropies):
@@ -133,5 +133,5 @@ class Slots:
             group = self.groups[before]
             assert group is not None
             self.groups[before] = None
-            self._hold(slot, group)
+            self._set_pages(slot, group)
         return last, free

@@ -1,4 +1,4 @@
-"""Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
+"""Hugging Face models: descriptions of families and components, loading, processors, small checkpoints."""
 
 from octavo.models.attention.attention import attend, available_kernels, disable_masks, use_attention, use_kernel
 from octavo.models.errors import ModelError

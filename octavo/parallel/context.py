@@ -99,7 +99,7 @@ class Context:
         return result
 
     def _to_heads(self, *qkv: Tensor) -> list[Tensor]:
-        """Each [1, H, T/P, D] -> [1, H/U, T/C, D]."""
+        """Return each [1, H, T/P, D] -> [1, H/U, T/C, D]."""
         ranks = self.ulysses
         repeated = [_repeat_heads(x, math.lcm(x.shape[1], ranks)) for x in qkv]
         sizes = [(x.shape[1] // ranks, x.shape[3]) for x in repeated]
@@ -116,7 +116,7 @@ class Context:
         return local.reshape(1, tokens // self.ulysses, self.ulysses * heads, dim)
 
     def _gather_keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Each [1, H_k/U, T/C, D] -> [1, H_k/U, T, D]."""
+        """Return each [1, H_k/U, T/C, D] -> [1, H_k/U, T, D]."""
         sizes = [(x.shape[1], x.shape[3]) for x in (k, v)]
         got: Tensor = _Gather.apply(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (k, v)], -1), self.keys)
         parts = got.split([heads * dim for heads, dim in sizes], -1)

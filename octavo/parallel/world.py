@@ -301,7 +301,7 @@ def _read_env(env: Mapping[str, str]) -> tuple[int, int, int]:
         except ValueError:
             state = "is not set" if text is None else f"is {text!r}"
             raise WorldError(
-                f"WORLD_SIZE={env['WORLD_SIZE']} requires several processes, but {name} {state} and must be a number. "
+                f"WORLD_SIZE={env['WORLD_SIZE']} requires several processes, but {name} {state}; it must be a number. "
                 "Start the run with torchrun, or unset WORLD_SIZE for a single process"
             ) from None
 

@@ -12,11 +12,11 @@ from octavo.train.setup.phase import SFT, Phase
 
 
 def phase_of(cfg: Config) -> Phase:
-    """A new phase object for `train.phase`; a phase holds the state of one run."""
-    kinds = {name: kind for kind in (PreferencePhase, RlPhase) for name in kind.names}
-    return kinds[cfg.train.phase]() if cfg.train.phase in kinds else SFT
+    """Create the phase object of `train.phase`. A phase holds the state of one run."""
+    classes = {name: phase for phase in (PreferencePhase, RlPhase) for name in phase.names}
+    return classes[cfg.train.phase]() if cfg.train.phase in classes else SFT
 
 
 def run(cfg: Config, **options: Any) -> train.RunResult:
-    """:func:`octavo.train.run` in the configuration's phase, with the same options."""
+    """Call :func:`octavo.train.run` in the configuration's phase, with the same options."""
     return train.run(cfg, phase=phase_of(cfg), **options)

@@ -5,16 +5,16 @@ docs/confidential.md says what this hides and what it does not.
 
 from octavo.sealing.adapter import seal_adapter, unseal_adapter
 from octavo.sealing.errors import SealError
-from octavo.sealing.folder import Written, seal_model, unseal_model
+from octavo.sealing.folder import SealResult, seal_model, unseal_model
 from octavo.sealing.key import Key, find_key, read_key
-from octavo.sealing.rows import Rows, seal_data
+from octavo.sealing.rows import SealedDataResult, seal_data
 from octavo.sealing.tokenizer import seal_text, unseal_text
 
 __all__ = [
     "Key",
-    "Rows",
+    "SealedDataResult",
     "SealError",
-    "Written",
+    "SealResult",
     "find_key",
     "read_key",
     "seal_adapter",

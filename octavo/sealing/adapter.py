@@ -20,23 +20,25 @@ from octavo.base import atomic_write, safe_read
 from octavo.base.seal_note import Note, read_note, write_note
 from octavo.sealing import permute
 from octavo.sealing.errors import SealError
-from octavo.sealing.folder import sealed_by
+from octavo.sealing.folder import check_sealed_with
 from octavo.sealing.key import Key
 from octavo.sealing.permute import Axis, Layout, Orders
-from octavo.sealing.structure import Structure, structure
+from octavo.sealing.structure import Structure, read_structure
 
-_START = "base_model.model."
+_PREFIX = "base_model.model."
 _EXPERTS = ("gate_up_proj", "down_proj")
-Move = Callable[[Tensor, Layout, Orders], Tensor]
+Permute = Callable[[Tensor, Layout, Orders], Tensor]
 
 
 def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
     """Seal a plain adapter for the sealed twin `base`, so that a sealed run can start from it (`lora.adapter`). Raises
     SealError and AdapterError."""
-    sealed_by(base, key)
+    check_sealed_with(base, key)
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already. Name the plain adapter")
-    return _written(Path(source), Path(target), Path(base), key, permute.sealed, Note("adapter", key.fingerprint))
+    return _write_adapter(
+        Path(source), Path(target), Path(base), key, permute.seal_tensor, Note("adapter", key.fingerprint)
+    )
 
 
 def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
@@ -48,18 +50,18 @@ def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key
     """
     if read_note(base, SealError) is not None:
         raise SealError(f"{base} is sealed. Name the plain model to which the adapter belongs")
-    sealed_by(source, key)
-    return _written(Path(source), Path(target), Path(base), key, permute.plain)
+    check_sealed_with(source, key)
+    return _write_adapter(Path(source), Path(target), Path(base), key, permute.unseal_tensor)
 
 
-def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note: Note | None = None) -> Path:
+def _write_adapter(source: Path, target: Path, base: Path, key: Key, move: Permute, note: Note | None = None) -> Path:
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     config, state = read_config(source), read_state(source)
     stock = models.empty(base)
-    axes = structure(stock)
+    axes = read_structure(stock)
     orders = axes.draw(key)
-    by = _Moving(stock, axes, orders, config, move)
+    by = _AdapterPermuter(stock, axes, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
     raw = safe_read.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
     with atomic_write.new_folder(target, SealError) as folder:
@@ -71,16 +73,16 @@ def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note:
     return target
 
 
-class _Moving:
+class _AdapterPermuter:
     """Permutes the tensors of one adapter."""
 
-    def __init__(self, model: Any, axes: Structure, orders: Orders, config: Any, move: Move) -> None:
+    def __init__(self, model: Any, axes: Structure, orders: Orders, config: Any, move: Permute) -> None:
         self.modules, self.layouts = dict(model.named_modules()), axes.layouts
         self.orders, self.config, self.move = orders, config, move
 
     def moved(self, name: str, value: Tensor) -> Tensor:
-        """The tensor of an adapter by its name in the file, permuted like its layer's axes."""
-        path, _, kind = name.removeprefix(_START).rpartition(".lora_")
+        """Return the tensor of an adapter by its name in the file, permuted like its layer's axes."""
+        path, _, kind = name.removeprefix(_PREFIX).rpartition(".lora_")
         depth = path.count(".base_layer")
         module = path.replace(".base_layer", "")
         first = kind.startswith("A")
@@ -99,7 +101,7 @@ class _Moving:
         return self._experts(value, layout, first, transposed)
 
     def _experts(self, value: Tensor, layout: Layout, first: bool, transposed: bool) -> Tensor:
-        """A [r E, K], expert by expert, or B [N, r E], whose columns are ordered by rank, then by expert."""
+        """Return a [r E, K], expert by expert, or B [N, r E], whose columns are ordered by rank, then by expert."""
         experts = len(layout.each)
 
         def axis(axes: tuple[Axis, ...]) -> Axis:

@@ -22,9 +22,9 @@ from octavo import models
 from octavo.models.structure.shapes import shorten_config
 from octavo.sealing import inputs, permute
 from octavo.sealing.errors import SealError
-from octavo.sealing.inputs import with_ids
+from octavo.sealing.inputs import replace_token_ids
 from octavo.sealing.key import Key
-from octavo.sealing.structure import structure
+from octavo.sealing.structure import read_structure
 
 TOLERANCE = 1e-3
 SHARE = 4  # each of the two models may take 1 / SHARE of this machine's memory
@@ -32,15 +32,15 @@ _TOKENS = 12
 _FORWARD = {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw", "token_type_ids"}
 
 
-def check(folder: Path, key: Key, largest: int | None = None) -> float | None:
-    """The largest difference of logits relative to the largest logit; None if even the few blocks take more than
+def check_structure(folder: Path, key: Key, largest: int | None = None) -> float | None:
+    """Return the largest difference of logits relative to the largest logit; None if even the few blocks take more than
     `largest` bytes (None: a quarter of this machine's memory). Raises SealError if plain and sealed differ."""
     if largest is None:
         largest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
-    config = _cut(models.read_config(folder))
+    config = _shorten(models.read_config(folder))
     if 4 * models.parameter_count(models.empty(config)) > largest:
         return None
-    axes = structure(models.empty(config))
+    axes = read_structure(models.empty(config))
     orders = axes.draw(key)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -48,13 +48,13 @@ def check(folder: Path, key: Key, largest: int | None = None) -> float | None:
         for name, tensor in plain.state_dict().items():
             if name in axes.layouts and tensor.is_floating_point():
                 tensor += (0.1 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5) * torch.randn(tensor.shape)
-        twin = models.random_model(sealed_config(config, orders["vocab"]), "cpu", torch.float32).eval()
+        twin = models.random_model(seal_config(config, orders["vocab"]), "cpu", torch.float32).eval()
         state = plain.state_dict()
         for name, tensor in twin.state_dict().items():
             if name in axes.layouts:
-                tensor.copy_(permute.sealed(state[name], axes.layouts[name], orders))
-        plain_inputs = _inputs(folder, config, len(orders["vocab"]))
-        sealed_inputs = inputs.batch(plain_inputs, orders, patch_of(config))
+                tensor.copy_(permute.seal_tensor(state[name], axes.layouts[name], orders))
+        plain_inputs = _random_inputs(folder, config, len(orders["vocab"]))
+        sealed_inputs = inputs.seal_batch(plain_inputs, orders, patch_size(config))
         expected, actual = (
             model(**{name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in batch.items()}).logits
             for model, batch in ((plain, plain_inputs), (twin, sealed_inputs))
@@ -69,34 +69,34 @@ def check(folder: Path, key: Key, largest: int | None = None) -> float | None:
     return difference
 
 
-def patch_of(config: Any) -> tuple[int, int]:
-    """(height, width) of a patch in pixels; (1, 1) for a model without vision."""
+def patch_size(config: Any) -> tuple[int, int]:
+    """Return (height, width) of a patch in pixels; (1, 1) for a model without vision."""
     return models.vision_of(config).patch if getattr(config, "vision_config", None) is not None else (1, 1)
 
 
-def sealed_config(config: Any, vocab: np.ndarray) -> Any:
-    """The configuration with token ids of the sealed vocabulary."""
-    return type(config).from_dict(with_ids(config.to_dict(), vocab))
+def seal_config(config: Any, vocab: np.ndarray) -> Any:
+    """Return the configuration with token ids of the sealed vocabulary."""
+    return type(config).from_dict(replace_token_ids(config.to_dict(), vocab))
 
 
-def _cut(config: Any) -> Any:
-    """The configuration with the fewest blocks that include every kind of parameter."""
-    whole = _kinds(config)
+def _shorten(config: Any) -> Any:
+    """Return the configuration with the fewest blocks that include every kind of parameter."""
+    whole = _parameter_kinds(config)
     for layers in (2, 4, 8, 16):
         try:
             short = shorten_config(copy.deepcopy(config), layers, layers)
-            if _kinds(short) == whole:
+            if _parameter_kinds(short) == whole:
                 return short
         except models.ModelError:  # too few layers for this family
             continue
     return config
 
 
-def _kinds(config: Any) -> set[str]:
+def _parameter_kinds(config: Any) -> set[str]:
     return {re.sub(r"\.\d+\.", ".*.", name) for name in models.empty(copy.deepcopy(config)).state_dict()}
 
 
-def _inputs(folder: Path, config: Any, rows: int) -> dict[str, np.ndarray]:
+def _random_inputs(folder: Path, config: Any, rows: int) -> dict[str, np.ndarray]:
     """Random tokens; for a model with vision or audio, the processor's outputs for a conversation with a random image
     or sound."""
     generator = np.random.default_rng(0)

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from octavo import fp8, models
 from octavo.checkpoint.export.names import Matrices, Matrix
-from octavo.checkpoint.export.values import part, regrid
+from octavo.checkpoint.export.values import regrid, select_matrix
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.weights.shards import open_weights
 from octavo.sealing.errors import SealError
 from octavo.sealing.permute import Layout, Orders
-from octavo.sealing.structure import FREE, Structure
+from octavo.sealing.structure import UNCONSTRAINED, Structure
 
-Move = Callable[..., Tensor]
-_AGAIN = (
+Permute = Callable[..., Tensor]
+_HOW_TO_REQUANTIZE = (
     "Seal its values (`octavo export DIR VALUES --format bf16`): model.load_in_fp8 quantizes them again, in the blocks "
     "of the plain model"
 )
 
 
 @dataclass(frozen=True)
-class Coded:
+class Fp8Weights:
     """The FP8 weights of a folder.
 
     matrices  parameter -> its tensors on disk
@@ -42,18 +42,18 @@ class Coded:
     quantization: Quantization | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of their tensors on disk."""
+        """Yield (name, dtype, shape) of their tensors on disk."""
         for m in (m for pieces in self.matrices.values() for m in pieces):
             yield m.name, torch.float8_e4m3fn, m.shape
-            yield _scale(m, self.quantization), *self.scales[_scale(m, self.quantization)]
+            yield _scale_name(m, self.quantization), *self.scales[_scale_name(m, self.quantization)]
 
-    def moved(
-        self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Move, turned: bool
+    def permute(
+        self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Permute, transposed: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `turned`: the layout is of a
-        parameter that is stored as [E, K, N]."""
+        """Yield (name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `transposed`: the layout
+        is of a parameter that is stored as [E, K, N]."""
         assert self.quantization is not None
-        if turned:
+        if transposed:
             layout = Layout(layout.axes, each=tuple(axes[::-1] for axes in layout.each))
         height, width = value.spec.block
         data = move(value.data.view(torch.uint8), layout, orders).view(value.data.dtype)
@@ -61,27 +61,27 @@ class Coded:
         try:
             scale = move(rows, layout, orders, width)
         except SealError as error:
-            raise SealError(f"{name}: {error}. {_AGAIN}") from error
+            raise SealError(f"{name}: {error}. {_HOW_TO_REQUANTIZE}") from error
         whole = fp8.Quantized(data, scale, fp8.CastSpec(value.spec.format, (1, width), "fp32"))
         for m in self.matrices[name]:
-            _, codes = part(whole, m.slot, m.rows, False)
+            _, codes = select_matrix(whole, m.slot, m.rows, False)
             regridded = regrid(codes, self.quantization.spec)
             if regridded is None:
-                raise SealError(f"{m.name} would be permuted across the blocks of its scales. {_AGAIN}")
-            dtype, shape = self.scales[_scale(m, self.quantization)]
+                raise SealError(f"{m.name} would be permuted across the blocks of its scales. {_HOW_TO_REQUANTIZE}")
+            dtype, shape = self.scales[_scale_name(m, self.quantization)]
             yield m.name, regridded.data
-            yield _scale(m, self.quantization), regridded.scale.to(dtype).reshape(shape)
+            yield _scale_name(m, self.quantization), regridded.scale.to(dtype).reshape(shape)
 
 
-def coded(folder: Path, stock: Matrices, axes: Structure) -> Coded:
-    """The FP8 weights of a folder, from headers only. Raises SealError for codes that cannot be permuted with their
-    scales, naming the tensor."""
+def find_fp8_weights(folder: Path, stock: Matrices, axes: Structure) -> Fp8Weights:
+    """Return the FP8 weights of a folder, from headers only. Raises SealError for codes that cannot be permuted with
+    their scales, naming the tensor."""
     quantization = read_quantization(folder)
     if quantization is None:
-        return Coded({}, {})
+        return Fp8Weights({}, {})
     if quantization.activations == "static" or quantization.scale_format != "float":
         kind = "scales of one byte" if quantization.scale_format != "float" else "fixed scales of activations"
-        raise SealError(f"{folder} is in FP8 with {kind}, which sealing does not support. {_AGAIN}")
+        raise SealError(f"{folder} is in FP8 with {kind}, which sealing does not support. {_HOW_TO_REQUANTIZE}")
     with open_weights(folder, True)[0] as shards:
         stored = dict(shards.stored)
     names = {name for name, one in stored.items() if one.is_codes}
@@ -91,16 +91,20 @@ def coded(folder: Path, stock: Matrices, axes: Structure) -> Coded:
         if pieces and {m.name for m in pieces} <= names:
             matrices[pieces[0].parameter] = pieces
     if left := sorted(names - {m.name for pieces in matrices.values() for m in pieces}):
-        raise SealError(f"{left[0]} is in FP8, in a layout on disk that sealing does not support. {_AGAIN}")
-    scales = [_scale(m, quantization) for pieces in matrices.values() for m in pieces]
+        raise SealError(f"{left[0]} is in FP8, in a layout on disk that sealing does not support. {_HOW_TO_REQUANTIZE}")
+    scales = [_scale_name(m, quantization) for pieces in matrices.values() for m in pieces]
     if absent := next((name for name in scales if name not in stored), None):
         raise SealError(f"{folder} lacks {absent}, the scales of codes; octavo verify {folder} says what else is wrong")
     for parameter, pieces in matrices.items():
-        if quantization.block is not None and {s.name for a in axes.layouts[parameter].axes for s in a} & set(FREE):
-            raise SealError(f"{pieces[0].name} is in FP8, but tokens are permuted across its blocks. {_AGAIN}")
-    return Coded(matrices, {name: (stored[name].dtype, stored[name].shape) for name in scales}, quantization)
+        if quantization.block is not None and {s.name for a in axes.layouts[parameter].axes for s in a} & set(
+            UNCONSTRAINED
+        ):
+            raise SealError(
+                f"{pieces[0].name} is in FP8, but tokens are permuted across its blocks. {_HOW_TO_REQUANTIZE}"
+            )
+    return Fp8Weights(matrices, {name: (stored[name].dtype, stored[name].shape) for name in scales}, quantization)
 
 
-def _scale(m: Matrix, quantization: Quantization | None) -> str:
+def _scale_name(m: Matrix, quantization: Quantization | None) -> str:
     assert quantization is not None
     return m.name + quantization.scale_suffix

@@ -40,20 +40,22 @@ def shuffle(items: Sequence[int], words: Iterator[int]) -> list[int]:
     return out
 
 
-def free(key: Key, label: str, size: int) -> np.ndarray:
-    """An arbitrary order of `size` items, for axes without FP8 scales."""
+def draw_order(key: Key, label: str, size: int) -> np.ndarray:
+    """Return an arbitrary order of `size` items, for axes without FP8 scales."""
     return np.asarray(shuffle(range(size), key.words(label)), dtype=np.int64)
 
 
-def within(key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequence[int] = BLOCKS) -> np.ndarray:
-    """An order of `size` items that keeps the blocks of all uses together."""
+def draw_block_order(
+    key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequence[int] = BLOCKS
+) -> np.ndarray:
+    """Return an order of `size` items that keeps the blocks of all uses together."""
     distinct, words = sorted(set(uses)), key.words(label)
     runs = {block // gcd(block, unit) for block in blocks for unit, _ in distinct} | {1}
     order = np.arange(size, dtype=np.int64)
     for run in sorted(runs, reverse=True):
         alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for number in range(size // run):
-            alike[_kind(number, run, distinct, blocks)].append(number)
+            alike[_exchange_key(number, run, distinct, blocks)].append(number)
         moved = np.arange(size, dtype=np.int64)
         for numbers in alike.values():
             for place, number in zip(numbers, shuffle(numbers, words), strict=True):
@@ -62,8 +64,8 @@ def within(key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequenc
     return order
 
 
-def _kind(number: int, run: int, uses: Sequence[Use], blocks: Sequence[int]) -> tuple[object, ...]:
-    """A key that is equal for two runs of items if they may be exchanged."""
+def _exchange_key(number: int, run: int, uses: Sequence[Use], blocks: Sequence[int]) -> tuple[object, ...]:
+    """Return a key that is equal for two runs of items if they may be exchanged."""
     kind: list[object] = []
     for unit, offset in uses:
         length, start = run * unit, offset + number * run * unit
@@ -74,27 +76,27 @@ def _kind(number: int, run: int, uses: Sequence[Use], blocks: Sequence[int]) -> 
     return tuple(kind)
 
 
-def heads(
+def draw_head_orders(
     key: Key, label: str, groups: int, each: int, of_groups: Iterable[Use], of_heads: Iterable[Use]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(order of the groups, order of all heads): permutes groups, and heads within their group.
+    """Return (order of the groups, order of all heads): permutes groups, and heads within their group.
 
     groups     heads of keys and values, each shared by the `each` query heads of its group
     of_groups  uses of the groups, (head_dim, offset)
     of_heads   uses of the heads, (head_dim, offset)
     """
     uses = list(of_heads)
-    outer = within(key, f"{label} groups", groups, [*of_groups, *((each * unit, at) for unit, at in uses)])
+    outer = draw_block_order(key, f"{label} groups", groups, [*of_groups, *((each * unit, at) for unit, at in uses)])
     inner = [
         group * each
-        + within(key, f"{label} heads {group}", each, [(unit, at + group * each * unit) for unit, at in uses])
+        + draw_block_order(key, f"{label} heads {group}", each, [(unit, at + group * each * unit) for unit, at in uses])
         for group in range(groups)
     ]
     return outer, np.concatenate([inner[group] for group in outer])
 
 
-def inverse(order: np.ndarray) -> np.ndarray:
-    """The inverse of a permutation."""
+def invert(order: np.ndarray) -> np.ndarray:
+    """Return the inverse of a permutation."""
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return back

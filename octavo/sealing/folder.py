@@ -28,23 +28,23 @@ from octavo.models.folder.folder import companions, copy_companions, read_compan
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
 from octavo.sealing import permute
-from octavo.sealing.check import check
-from octavo.sealing.codes import Move, coded
+from octavo.sealing.check import check_structure
+from octavo.sealing.codes import Permute, find_fp8_weights
 from octavo.sealing.errors import SealError
-from octavo.sealing.inputs import with_ids
+from octavo.sealing.inputs import replace_token_ids
 from octavo.sealing.key import Key
 from octavo.sealing.permute import Orders
-from octavo.sealing.structure import Structure, structure
+from octavo.sealing.structure import Structure, read_structure
 from octavo.sealing.tokenizer import write_tokenizer
 
 Progress = Callable[[int, int], None]
 #: name prefixes of COMPANIONS that contain words; they are rewritten or left out
-_WORDS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_WORD_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 _CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
-class Written:
+class SealResult:
     """The result: folder, number of tensors, bytes, the largest difference of logits in the check (None: no check), and
     the parts of the model that are not permuted."""
 
@@ -62,36 +62,36 @@ def seal_model(
     *,
     largest: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> Written:
+) -> SealResult:
     """Write the sealed twin of a model folder.
 
-    largest   most bytes of each of the two models in the check (:func:`octavo.sealing.check.check`)
+    largest   most bytes of each of the two models in the check (:func:`octavo.sealing.check.check_structure`)
     progress  called with bytes done and total bytes
 
     Raises SealError for an existing target, a folder that is sealed or has three parts, and a structure or FP8 codes
     that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
     """
     source, target = Path(source), Path(target)
-    _ready(source, target)
+    _check_folders(source, target)
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already ({NOTE}). Name the plain folder")
     stock = Matrices(models.empty(source))
-    axes = structure(stock.model)
+    axes = read_structure(stock.model)
     orders = axes.draw(key)
-    difference = check(source, key, largest)
+    difference = check_structure(source, key, largest)
     with atomic_write.new_folder(target, SealError) as folder:
-        tensors, size = _weights(source, folder, stock, axes, orders, permute.sealed, progress)
+        tensors, size = _write_weights(source, folder, stock, axes, orders, permute.seal_tensor, progress)
         _write_configs(source, folder, orders, back=False)
         write_tokenizer(source, folder, orders["vocab"])
         for file in companions(source):
-            if not file.name.startswith(_WORDS) and file.name not in (*_CONFIGS, NOTE):
+            if not file.name.startswith(_WORD_FILES) and file.name not in (*_CONFIGS, NOTE):
                 _write_settings(file, folder / file.name)
-        _name_processor(source, folder)
+        _copy_processor_class(source, folder)
         note = {"family": stock.model.config.model_type, "stays": axes.stays, "difference": difference}
         write_note(folder, Note("model", key.fingerprint, note))
         models.load_processor(folder)  # fails here if training could not load it
         atomic_write.sync_tree(folder)
-    return Written(target, tensors, size, difference, tuple(axes.stays))
+    return SealResult(target, tensors, size, difference, tuple(axes.stays))
 
 
 def unseal_model(
@@ -101,7 +101,7 @@ def unseal_model(
     like: str | Path | None = None,
     *,
     progress: Progress = lambda done, total: None,
-) -> Written:
+) -> SealResult:
     """Write the plain model of a sealed folder.
 
     like  the plain folder that was sealed, from which tokenizer, template and processor are copied. None: only weights
@@ -110,24 +110,24 @@ def unseal_model(
     Raises SealError for a folder that is not sealed or has another key, and as :func:`seal_model` does.
     """
     source, target = Path(source), Path(target)
-    _ready(source, target)
-    sealed_by(source, key)
+    _check_folders(source, target)
+    check_sealed_with(source, key)
     if like is not None and read_note(like, SealError) is not None:
         raise SealError(f"--model {like} is sealed itself. Name the plain folder with the tokenizer")
     stock = Matrices(models.empty(source))
-    axes = structure(stock.model)
+    axes = read_structure(stock.model)
     orders = axes.draw(key)
     with atomic_write.new_folder(target, SealError) as folder:
-        tensors, size = _weights(source, folder, stock, axes, orders, permute.plain, progress)
+        tensors, size = _write_weights(source, folder, stock, axes, orders, permute.unseal_tensor, progress)
         if like is not None:
             copy_companions(Path(like), folder)
         _write_configs(source, folder, orders, back=True)
         atomic_write.sync_tree(folder)
-    return Written(target, tensors, size, None, tuple(axes.stays))
+    return SealResult(target, tensors, size, None, tuple(axes.stays))
 
 
-def sealed_by(folder: str | Path, key: Key) -> Note:
-    """The note of a sealed folder. Raises SealError if it is not sealed, or with another key."""
+def check_sealed_with(folder: str | Path, key: Key) -> Note:
+    """Return the note of a sealed folder. Raises SealError if it is not sealed, or with another key."""
     note = read_note(folder, SealError)
     if note is None:
         state = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is not a folder; name an existing one"
@@ -137,7 +137,7 @@ def sealed_by(folder: str | Path, key: Key) -> Note:
     return note
 
 
-def _ready(source: Path, target: Path) -> None:
+def _check_folders(source: Path, target: Path) -> None:
     require_one_folder(source, "octavo seal")
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
@@ -146,16 +146,16 @@ def _ready(source: Path, target: Path) -> None:
         raise SealError(f"{target} is inside {source}, which must not change. Name a folder elsewhere")
 
 
-def _weights(
-    source: Path, folder: Path, stock: Matrices, axes: Structure, orders: Orders, move: Move, progress: Progress,
+def _write_weights(
+    source: Path, folder: Path, stock: Matrices, axes: Structure, orders: Orders, move: Permute, progress: Progress,
 ) -> tuple[int, int]:  # fmt: skip
     """Write every tensor, permuted; return (number, bytes)."""
-    codes = coded(source, stock, axes)
+    codes = find_fp8_weights(source, stock, axes)
     parts = [p for p in plan_parts(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
     with open_weights(source, bool(codes.matrices))[0] as opened:
         shapes = {name: one.shape for name, one in opened.stored.items()}
     plain = [
-        (name, dtype, _as_stored(shape, shapes.get(name))) for part in parts for name, dtype, shape in part.tensors
+        (name, dtype, _stored_shape(shape, shapes.get(name))) for part in parts for name, dtype, shape in part.tensors
     ]
     tensors = [*plain, *codes.tensors()]
     total = sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
@@ -166,23 +166,23 @@ def _weights(
         for name, value in models.iter_weights(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
-                pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))
+                pieces = codes.permute(name, value, axes.layouts[name], orders, move, stock.is_transposed(name))
             elif name in group_of:  # other tensors are computed by transformers, and not saved
                 waiting[name] = move(value, axes.layouts[name], orders)
                 if all(one in waiting for one in group_of[name]):
                     pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
             for disk, tensor in pieces:
-                turned = _as_stored(tuple(tensor.shape), shapes.get(disk)) != tuple(tensor.shape)
-                shards.write(disk, tensor.mT if turned else tensor)
+                is_transposed = _stored_shape(tuple(tensor.shape), shapes.get(disk)) != tuple(tensor.shape)
+                shards.write(disk, tensor.mT if is_transposed else tensor)
                 done += nbytes(tensor.dtype, tuple(tensor.shape))
                 progress(done, total)
         shards.finish()
     return len(tensors), total
 
 
-def _as_stored(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of a tensor on disk: for experts that are published transposed to how transformers saves them, as
-    [E, K, N], the source's shape."""
+def _stored_shape(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape of a tensor on disk: for experts that are published transposed to how transformers saves them,
+    as [E, K, N], the source's shape."""
     return stored if stored == (*shape[:-2], *shape[:-3:-1]) and len(shape) == 3 else shape
 
 
@@ -194,7 +194,7 @@ def _write_configs(source: Path, folder: Path, orders: Orders, back: bool) -> No
         if (source / name).exists():
             raw = read_json(source / name)
             raw.pop("auto_map", None)
-            _dump(folder / name, with_ids(raw, orders["vocab"], back))
+            _write_json(folder / name, replace_token_ids(raw, orders["vocab"], back))
 
 
 def _write_settings(file: Path, target: Path) -> None:
@@ -203,16 +203,16 @@ def _write_settings(file: Path, target: Path) -> None:
     if file.suffix != ".json":
         target.write_bytes(raw)
         return
-    _dump(target, {name: value for name, value in json.loads(raw).items() if name != "chat_template"})
+    _write_json(target, {name: value for name, value in json.loads(raw).items() if name != "chat_template"})
 
 
-def _name_processor(source: Path, folder: Path) -> None:
+def _copy_processor_class(source: Path, folder: Path) -> None:
     """Copy the processor's class name in the tokenizer's configuration, by which transformers finds the processor."""
     named: Any = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").exists() else {}
     if kind := named.get("processor_class"):
         file = folder / "tokenizer_config.json"
-        _dump(file, {**read_json(file), "processor_class": kind})
+        _write_json(file, {**read_json(file), "processor_class": kind})
 
 
-def _dump(file: Path, content: Mapping[str, Any]) -> None:
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from octavo.sealing.draw import inverse
+from octavo.sealing.draw import invert
 from octavo.sealing.errors import SealError
 
 _KEYS = re.compile(r"(^|_)(token_ids?|token_index|suppress_tokens|bad_words_ids|force_words_ids)$|^forced_decoder_ids$")
 
 
-def tokens(ids: np.ndarray, vocab: np.ndarray, back: bool = False) -> np.ndarray:
+def permute_token_ids(ids: np.ndarray, vocab: np.ndarray, back: bool = False) -> np.ndarray:
     """Token ids in the sealed vocabulary (`back`: in the plain one). Negative ids, which are not tokens, and ids beyond
     the embedding table, which are only placeholders of media, are unchanged."""
-    to = np.asarray(vocab if back else inverse(vocab))
+    to = np.asarray(vocab if back else invert(vocab))
     inside = (ids >= 0) & (ids < len(to))
     return np.where(inside, to[np.where(inside, ids, 0)], ids)
 
 
-def pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.ndarray:
+def permute_pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.ndarray:
     """Pixels with the values of each patch permuted.
 
     values  [patches, features], or [..., C, H, W], where pixels at the right and bottom outside all patches become zero
@@ -48,39 +48,41 @@ def pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.
     return out
 
 
-def spectrum(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+def permute_bins(values: np.ndarray, order: np.ndarray) -> np.ndarray:
     """[sounds, bins, frames] with permuted bins."""
     return np.ascontiguousarray(values[:, order])
 
 
-def batch(inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The outputs of a processor, sealed, as arrays by name."""
+def seal_batch(
+    inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """Return the outputs of a processor, sealed, as arrays by name."""
     out = {name: np.asarray(values) for name, values in inputs.items()}
     for name in ("input_ids", "labels"):
         if name in out:
-            out[name] = tokens(out[name], orders["vocab"])
+            out[name] = permute_token_ids(out[name], orders["vocab"])
     if "pixel_values" in out:
-        out["pixel_values"] = pixels(out["pixel_values"], orders["patch"], patch)
+        out["pixel_values"] = permute_pixels(out["pixel_values"], orders["patch"], patch)
     if "input_features" in out:
-        out["input_features"] = spectrum(out["input_features"], orders["bins"])
+        out["input_features"] = permute_bins(out["input_features"], orders["bins"])
     return out
 
 
-def with_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str = "") -> Any:
+def replace_token_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str = "") -> Any:
     """JSON of a configuration with its token ids in the sealed vocabulary."""
     if isinstance(raw, dict):
-        return {name: with_ids(value, vocab, back, str(name)) for name, value in raw.items()}
+        return {name: replace_token_ids(value, vocab, back, str(name)) for name, value in raw.items()}
     if isinstance(raw, list):
-        return [with_ids(value, vocab, back, key) for value in raw]
+        return [replace_token_ids(value, vocab, back, key) for value in raw]
     if _KEYS.search(key) and type(raw) is int:
-        return int(tokens(np.asarray([raw]), vocab, back)[0])
+        return int(permute_token_ids(np.asarray([raw]), vocab, back)[0])
     return raw
 
 
-def named_ids(raw: Any, key: str = "") -> set[int]:
-    """The token ids in a configuration."""
+def find_token_ids(raw: Any, key: str = "") -> set[int]:
+    """Return the token ids in a configuration."""
     if isinstance(raw, dict):
-        return set().union(*(named_ids(value, str(name)) for name, value in raw.items()))
+        return set().union(*(find_token_ids(value, str(name)) for name, value in raw.items()))
     if isinstance(raw, list):
-        return set().union(*(named_ids(value, key) for value in raw))
+        return set().union(*(find_token_ids(value, key) for value in raw))
     return {raw} if _KEYS.search(key) and type(raw) is int and raw >= 0 else set()

@@ -46,7 +46,7 @@ class Key:
         return seal_note.fingerprint(self._secret)
 
     def words(self, label: str) -> Iterator[int]:
-        """The endless stream of 32-bit numbers for a label."""
+        """Yield the endless stream of 32-bit numbers for a label."""
         label_key = hmac.digest(self._secret, seal_note.LABEL + label.encode(), "sha256")
         counter = 0
         while True:
@@ -55,10 +55,10 @@ class Key:
 
 
 def read_key(file: str | Path) -> Key:
-    """The key in a file. Raises NoKey for a file that is missing, readable by others, or not a key."""
+    """Return the key in a file. Raises NoKey for a file that is missing, readable by others, or not a key."""
     return Key(read_secret(file))
 
 
 def find_key() -> Key:
-    """The key of this process, from the same options as an encryption key. Raises NoKey without one."""
+    """Return the key of this process, from the same options as an encryption key. Raises NoKey without one."""
     return Key(encryption.process_secret())

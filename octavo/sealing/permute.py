@@ -1,7 +1,7 @@
 """The axes of tensors as data, and the permutation of tensors: bits are copied, nothing is computed.
 
-stretch   (name of a permutation, unit): its items in sequence, each with `unit` positions
-axis      a sequence of stretches; an axis without any is not permuted
+segment   (name of a permutation, unit): its items in sequence, each with `unit` positions
+axis      a sequence of segments; an axis without any is not permuted
 layout    the axes of a tensor, in its shape or another view; for expert tensors a list of axes per expert
 
 `width`: for scales, the number of positions of the last axis that an entry covers (-1: all); such blocks stay together.
@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.sealing.draw import inverse
+from octavo.sealing.draw import invert
 from octavo.sealing.errors import SealError
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """The items of a permutation in sequence, each with `unit` positions."""
 
     name: str
     unit: int = 1
 
 
-Axis = tuple[Stretch, ...]
+Axis = tuple[Segment, ...]
 FIXED: Axis = ()
 
 
@@ -49,59 +49,59 @@ class Layout:
 Orders = Mapping[str, np.ndarray]
 
 
-def places(axis: Axis, orders: Orders) -> np.ndarray | None:
+def source_positions(axis: Axis, orders: Orders) -> np.ndarray | None:
     """For each position of the sealed axis its position in the plain axis; None if it is not permuted."""
     if not axis:
         return None
-    stretches, start = [], 0
+    segments, start = [], 0
     for name, unit in axis:
         order = orders[name]
-        stretches.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
+        segments.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
         start += len(order) * unit
-    return np.concatenate(stretches)
+    return np.concatenate(segments)
 
 
-def size(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """The number of positions of an axis."""
+def axis_size(axis: Axis, sizes: Mapping[str, int]) -> int:
+    """Return the number of positions of an axis."""
     return sum(sizes[name] * unit for name, unit in axis)
 
 
-def sealed(tensor: Tensor, layout: Layout, orders: Orders, width: int = 1) -> Tensor:
+def seal_tensor(tensor: Tensor, layout: Layout, orders: Orders, width: int = 1) -> Tensor:
     """Permute a tensor of the plain model to the sealed model's order."""
-    return _moved(tensor, layout, orders, False, width)
+    return _permute_tensor(tensor, layout, orders, False, width)
 
 
-def plain(tensor: Tensor, layout: Layout, orders: Orders, width: int = 1) -> Tensor:
+def unseal_tensor(tensor: Tensor, layout: Layout, orders: Orders, width: int = 1) -> Tensor:
     """Permute a tensor of a sealed model back to the plain order."""
-    return _moved(tensor, layout, orders, True, width)
+    return _permute_tensor(tensor, layout, orders, True, width)
 
 
-def _moved(tensor: Tensor, layout: Layout, orders: Orders, back: bool, width: int) -> Tensor:
+def _permute_tensor(tensor: Tensor, layout: Layout, orders: Orders, back: bool, width: int) -> Tensor:
     view = tensor if layout.shape is None else tensor.reshape(layout.shape)
     if not layout.each:
-        return _by(view, layout.axes, orders, back, width).reshape(tensor.shape)
+        return _permute_axes(view, layout.axes, orders, back, width).reshape(tensor.shape)
     (first,) = layout.axes
-    order = places(first, orders)
+    order = source_positions(first, orders)
     assert order is not None
     out = torch.empty_like(view)
     for at, of in enumerate(order.tolist()):  # expert `at` of the sealed model is `of` of the plain one
         source, target = (at, of) if back else (of, at)
-        out[target] = _by(view[source], layout.each[at], orders, back, width)
+        out[target] = _permute_axes(view[source], layout.each[at], orders, back, width)
     return out
 
 
-def _by(tensor: Tensor, axes: tuple[Axis, ...], orders: Orders, back: bool, width: int) -> Tensor:
+def _permute_axes(tensor: Tensor, axes: tuple[Axis, ...], orders: Orders, back: bool, width: int) -> Tensor:
     for number, axis in enumerate(axes):
-        if (order := places(axis, orders)) is not None:
+        if (order := source_positions(axis, orders)) is not None:
             if width != 1 and number == len(axes) - 1:
-                order = _of_blocks(order, len(order) if width == -1 else width)
-            index: np.ndarray = inverse(order) if back else order
+                order = _block_order(order, len(order) if width == -1 else width)
+            index: np.ndarray = invert(order) if back else order
             tensor = tensor.index_select(number, torch.from_numpy(index))
     return tensor
 
 
-def _of_blocks(order: np.ndarray, width: int) -> np.ndarray:
-    """The order of blocks of `width` positions. Raises SealError if one does not stay together."""
+def _block_order(order: np.ndarray, width: int) -> np.ndarray:
+    """Return the order of blocks of `width` positions. Raises SealError if one does not stay together."""
     blocks: np.ndarray = order[::width] // width
     if (order // width != blocks.repeat(width)[: len(order)]).any():
         raise SealError(f"an axis of {len(order)} has scales for blocks of {width}, which the permutation would split")

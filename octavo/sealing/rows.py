@@ -25,19 +25,19 @@ from octavo.data.loaders.rows_from_config import preference_rows, training_rows
 from octavo.data.tasks.pairs import Pair
 from octavo.data.tasks.sealed import ROWS, SCHEMA, dropped_row, samples_of, to_row
 from octavo.sealing import inputs
-from octavo.sealing.check import patch_of
+from octavo.sealing.check import patch_size
 from octavo.sealing.errors import SealError
 from octavo.sealing.key import Key
 from octavo.sealing.permute import Orders
-from octavo.sealing.structure import structure
+from octavo.sealing.structure import read_structure
 
-AT_ONCE = 8  # rows per call of the processor, and per record batch
+BATCH_ROWS = 8  # rows per call of the processor, and per record batch
 #: the model's name for sounds
 _SOUND = "input_features"
 
 
 @dataclass(frozen=True)
-class Rows:
+class SealedDataResult:
     """The result: the folder, its number of rows, and how many of them are left out."""
 
     directory: Path
@@ -53,7 +53,7 @@ def seal_data(
     settings: Sequence[str] = (),
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Rows:
+) -> SealedDataResult:
     """Write the sealed rows of a data set.
 
     source    as in `data.train`: a file, a folder, or a name of the hub
@@ -74,16 +74,16 @@ def seal_data(
     cfg = _configuration(source, model, settings)
     processor = models.load_processor(model, cfg.data.max_pixels, cfg.data.min_pixels, cfg.data.template_args)
     empty = models.empty(model)
-    orders, patch = structure(empty).draw(key), patch_of(empty.config)
+    orders, patch = read_structure(empty).draw(key), patch_size(empty.config)
     pairs = cfg.train.phase == "preference"
     encoder, (rows,) = preference_rows(cfg, processor, cfg.data.train) if pairs else training_rows(cfg, processor)
     left = 0
     with atomic_write.new_folder(target, SealError) as folder:
         with pa.OSFile(str(folder / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
-            for samples in _made(rows, encoder, cfg.data.on_bad_sample):
-                lines = [dropped_row(one) if isinstance(one, str) else to_row(_sealed(one, orders, patch))
-                         for row in samples for one in _parts(row, pairs)]  # fmt: skip
+            for samples in _encode_rows(rows, encoder, cfg.data.on_bad_sample):
+                lines = [dropped_row(one) if isinstance(one, str) else to_row(_seal_sample(one, orders, patch))
+                         for row in samples for one in _row_entries(row, pairs)]  # fmt: skip
                 out.write_batch(pa.RecordBatch.from_pylist(lines, SCHEMA))
                 done, left = done + len(samples), left + sum(isinstance(one, str) for one in samples)
                 progress(done, len(rows))
@@ -92,11 +92,11 @@ def seal_data(
         about = {"rows": len(rows), "left_out": left, "seq_length": cfg.train.seq_length, "phase": cfg.train.phase}
         write_note(folder, Note("data", key.fingerprint, about))
         atomic_write.sync_tree(folder)
-    return Rows(target, len(rows), left)
+    return SealedDataResult(target, len(rows), left)
 
 
 def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> Config:
-    """The configuration of a run on the data; only its settings of rows are used."""
+    """Return the configuration of a run on the data; only its settings of rows are used."""
     pairs = [f"model.path={model}", "train.steps=1", "run.dir=unused", *settings]
     cfg = load_config(None, [*pairs, f"data.train=[{{path: {str(source)!r}}}]"])
     if cfg.train.phase not in ("sft", "pretrain", "preference"):
@@ -110,11 +110,11 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
     return cfg
 
 
-def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair | str]]:
-    """The samples of all rows in order, a few at a time; for a row that is left out, the reason as a word."""
-    for first in range(0, len(rows), AT_ONCE):
+def _encode_rows(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair | str]]:
+    """Yield the samples of all rows in order, a few at a time; for a row that is left out, the reason as a word."""
+    for first in range(0, len(rows), BATCH_ROWS):
         read: list[Any] = []
-        for number in range(first, min(first + AT_ONCE, len(rows))):
+        for number in range(first, min(first + BATCH_ROWS, len(rows))):
             try:
                 read.append(rows[number])
             except BadSample as bad:
@@ -122,22 +122,22 @@ def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair |
         good = [one for one in read if not isinstance(one, DataError)]
         encoded = iter(encoder.encode_all(good))
         outcomes = [one if isinstance(one, DataError) else next(encoded) for one in read]
-        yield [_word(one, on_bad) if isinstance(one, DataError) else one for one in outcomes]
+        yield [_drop_reason(one, on_bad) if isinstance(one, DataError) else one for one in outcomes]
 
 
-def _word(bad: DataError, on_bad: str) -> str:
-    """The reason for which a row is left out, as a word; raises the error if it may not be."""
+def _drop_reason(bad: DataError, on_bad: str) -> str:
+    """Return the reason for which a row is left out, as a word; raises the error if it may not be."""
     if not isinstance(bad, BadSample) or (on_bad == "error" and not isinstance(bad, LongSample)):
         raise bad
     return bad.action
 
 
-def _parts(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
-    """The entries of a row in the file; a pair has two, also if it is left out."""
+def _row_entries(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
+    """Return the entries of a row in the file; a pair has two, also if it is left out."""
     return (row,) * (1 + pairs) if isinstance(row, str) else samples_of(row)
 
 
-def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
+def _seal_sample(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     pixels = sample.pixel_values
     for name, one in sample.extra.items():  # such values show the row's content, and must not be written unpermuted
         if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
@@ -145,13 +145,13 @@ def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
             where = f"{sample.file}, row {sample.row}"
             raise SealError(f"{where}: holds {what}, which cannot be sealed; leave such rows out")
     extra = {
-        name: Input(one.per, inputs.spectrum(one.values, orders["bins"])) if name == _SOUND else one
+        name: Input(one.per, inputs.permute_bins(one.values, orders["bins"])) if name == _SOUND else one
         for name, one in sample.extra.items()
     }
     return replace(
         sample,
-        input_ids=inputs.tokens(sample.input_ids, orders["vocab"]),
-        labels=inputs.tokens(sample.labels, orders["vocab"]),
-        pixel_values=None if pixels is None else inputs.pixels(pixels, orders["patch"], patch),
+        input_ids=inputs.permute_token_ids(sample.input_ids, orders["vocab"]),
+        labels=inputs.permute_token_ids(sample.labels, orders["vocab"]),
+        pixel_values=None if pixels is None else inputs.permute_pixels(pixels, orders["patch"], patch),
         extra=extra,
     )

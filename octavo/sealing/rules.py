@@ -1,7 +1,7 @@
 """The permutation of each axis, by the names of modules: one table.
 
 A rule has a pattern for a parameter's name and the axes of its weight; biases and other parameters with one axis have
-the first of these. The words of an axis, joined by + for consecutive stretches:
+the first of these. The words of an axis, joined by + for consecutive segments:
 
     -        not permuted
     vocab    rows of the embedding table and of the output projection
@@ -12,8 +12,8 @@ the first of these. The words of an axis, joined by + for consecutive stretches:
              @@NAME after the grandparent, @PART@NAME after the parent's part PART
     q?, kv?  for norms of queries and keys: these heads if all are normalized together, - if each is separately
     lk, lv   key heads and value heads of a recurrence, like kv and q
-    K*WORD   K consecutive stretches, like the channels of K merged patches; 0*: as many as fit
-    WORD^    one stretch whose items have several positions each, as many as fit
+    K*WORD   K consecutive segments, like the channels of K merged patches; 0*: as many as fit
+    WORD^    one segment whose items have several positions each, as many as fit
     patch    values of a patch of pixels (all axes of a convolution after the first are one)
     bins     frequency bins of a spectrogram
     experts  experts of this layer
@@ -100,8 +100,9 @@ _RULES: tuple[tuple[str, str], ...] = (
 RULES = tuple((re.compile(rf"(?:.*\.)?{pattern}"), axes) for pattern, axes in _RULES)
 
 
-def rule_of(name: str, kind: str) -> str | None:
-    """The axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`; None: no rule."""
+def find_rule(name: str, kind: str) -> str | None:
+    """Return the axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`; None: no
+    rule."""
     return next(
         (axes for pattern, axes in RULES if pattern.fullmatch(name) or pattern.fullmatch(f"{name}:{kind}")), None
     )

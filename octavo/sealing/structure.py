@@ -15,16 +15,16 @@ import numpy as np
 from torch import nn
 
 from octavo import models
-from octavo.sealing.draw import Use, free, heads, within
+from octavo.sealing.draw import Use, draw_block_order, draw_head_orders, draw_order
 from octavo.sealing.errors import SealError
 from octavo.sealing.key import Key
-from octavo.sealing.permute import FIXED, Axis, Layout, Stretch, size
-from octavo.sealing.rules import rule_of
+from octavo.sealing.permute import FIXED, Axis, Layout, Segment, axis_size
+from octavo.sealing.rules import find_rule
 
-FREE = ("vocab", "patch", "bins")
-_OF_EXPERTS = re.compile(r"\.(experts|gate|router)(\..*)?$")
+UNCONSTRAINED = ("vocab", "patch", "bins")
+_EXPERT_SUFFIX = re.compile(r"\.(experts|gate|router)(\..*)?$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads")
-_TIMES = re.compile(r"(\d+)\*(.+)")
+_REPEATED = re.compile(r"(\d+)\*(.+)")
 
 
 @dataclass
@@ -51,34 +51,36 @@ class Structure:
         """Permutation -> its order."""
         orders: dict[str, np.ndarray] = {}
         for outer, inner in self.heads.values():
-            count, every = self.sizes[outer], self.sizes[inner]
+            count, num_heads = self.sizes[outer], self.sizes[inner]
             if {outer, inner} & self.fixed:
-                orders[outer], orders[inner] = np.arange(count), np.arange(every)
+                orders[outer], orders[inner] = np.arange(count), np.arange(num_heads)
                 continue
-            orders[outer], orders[inner] = heads(key, outer, count, every // count, self.uses[outer], self.uses[inner])
+            orders[outer], orders[inner] = draw_head_orders(
+                key, outer, count, num_heads // count, self.uses[outer], self.uses[inner]
+            )
         for name, count in self.sizes.items():
             if name in orders:
                 continue
             if name in self.groups:
-                orders[name] = within(key, name, count, [(1, 0)], (count // self.groups[name],))
-            elif name in FREE:
-                orders[name] = free(key, name, count)
+                orders[name] = draw_block_order(key, name, count, [(1, 0)], (count // self.groups[name],))
+            elif name in UNCONSTRAINED:
+                orders[name] = draw_order(key, name, count)
             else:
-                orders[name] = within(key, name, count, self.uses[name])
+                orders[name] = draw_block_order(key, name, count, self.uses[name])
         return orders
 
 
-def structure(model: nn.Module) -> Structure:
-    """The structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for a
-    tensor without a rule or with unexpected sizes."""
-    return _Reading(model).read()
+def read_structure(model: nn.Module) -> Structure:
+    """Return the structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for
+    a tensor without a rule or with unexpected sizes."""
+    return _StructureReader(model).read()
 
 
-class _Reading:
+class _StructureReader:
     """Determines the structure of one model."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.config, self.found = model, model.config, Structure()
+        self.model, self.config, self.result = model, model.config, Structure()
         self.family = models.describe(model)
         self.modules = dict(model.named_modules())
 
@@ -86,20 +88,20 @@ class _Reading:
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         for name, tensor in self.model.state_dict().items():
             if name not in tied:
-                self.found.layouts[name] = self._layout(name, tuple(tensor.shape))
+                self.result.layouts[name] = self._layout(name, tuple(tensor.shape))
         text = self.config.get_text_config()
         attention = getattr(text, "attn_config", None)
         if getattr(text, "alibi", False) or getattr(attention, "alibi", False):
-            self.found.fixed |= {name for pair in self.found.heads.values() for name in pair}
-            self.found.stays.append("heads: with ALiBi a head's slope depends on its position")
-        self.found.stays += ["positions within a head: rotary embeddings pair them", "layers", "positions of patches"]
-        return self.found
+            self.result.fixed |= {name for pair in self.result.heads.values() for name in pair}
+            self.result.stays.append("heads: with ALiBi a head's slope depends on its position")
+        self.result.stays += ["positions within a head: rotary embeddings pair them", "layers", "positions of patches"]
+        return self.result
 
     def _layout(self, name: str, shape: tuple[int, ...]) -> Layout:
         owner, _, leaf = name.rpartition(".")
         module = self.modules[owner]
         subject = owner if leaf in ("weight", "bias") else name
-        rule = rule_of(subject, type(module).__name__)
+        rule = find_rule(subject, type(module).__name__)
         if rule is None:
             raise SealError(
                 f"{name} {list(shape)} of {type(self.model).__name__} is unknown to sealing. Left unpermuted, it would "
@@ -116,10 +118,10 @@ class _Reading:
         if words[0] == "experts" and len(view) == 3:
             return self._experts(name, subject, module, words, view)
         if len(words) != len(view):
-            raise self._odd(name, shape, rule)
+            raise self._shape_error(name, shape, rule)
         axes = tuple(self._axis(word, places, subject, name) for word, places in zip(words, view, strict=True))
         for axis in axes:
-            self._use(axis)
+            self._record_use(axis)
         return Layout(axes, None if view == shape else view)
 
     def _experts(self, name: str, subject: str, module: Any, words: list[str], shape: tuple[int, ...]) -> Layout:
@@ -136,59 +138,59 @@ class _Reading:
         )
         for axes in each:
             for axis in axes:
-                self._use(axis)
+                self._record_use(axis)
         return Layout((first,), each=each)
 
-    def _use(self, axis: Axis) -> None:
+    def _record_use(self, axis: Axis) -> None:
         start = 0
         for name, unit in axis:
-            self.found.uses[name].add((unit, start))
-            start += self.found.sizes[name] * unit
+            self.result.uses[name].add((unit, start))
+            start += self.result.sizes[name] * unit
 
     # Words -----------------------------------------------------------------------------------------------------------
 
     def _axis(self, word: str, places: int, subject: str, name: str) -> Axis:
-        """The axis for a word of a rule, with so many positions."""
+        """Return the axis for a word of a rule, with so many positions."""
         if word == "-" or (word.endswith("?") and places == self._head_dim(subject)):
             return FIXED
         word = word.removesuffix("?")
         parts = [part.strip() for part in word.split("+")]
-        if len(parts) == 1 and (times := _TIMES.fullmatch(parts[0])):
+        if len(parts) == 1 and (times := _REPEATED.fullmatch(parts[0])):
             label = self._label(times[2], subject)
             count = int(times[1]) or places // self._size(label, places, name)
             parts = [times[2]] * count
         if word.endswith("^"):
             label = self._label(word[:-1], subject)
-            return self._fitting(((label, places // self._size(label, places, name)),), places, name)
+            return self._check_segments(((label, places // self._size(label, places, name)),), places, name)
         labels = [self._label(part, subject) for part in parts]
         if all(part in ("q", "kv", "lk", "lv") for part in parts):
-            return self._fitting(self._of_heads(parts, labels, places, subject), places, name)
-        return self._fitting(tuple((one, 1) for one in labels), places, name, len(labels))
+            return self._check_segments(self._head_segments(parts, labels, places, subject), places, name)
+        return self._check_segments(tuple((one, 1) for one in labels), places, name, len(labels))
 
-    def _fitting(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
+    def _check_segments(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
         for label, _ in axis:
             self._size(label, places // parts, name)
-        stretches = tuple(Stretch(*one) for one in axis)
-        if size(stretches, self.found.sizes) != places:
-            expected = " + ".join(f"{self.found.sizes[label]} x {unit} of {label}" for label, unit in axis)
+        segments = tuple(Segment(*one) for one in axis)
+        if axis_size(segments, self.result.sizes) != places:
+            expected = " + ".join(f"{self.result.sizes[label]} x {unit} of {label}" for label, unit in axis)
             raise SealError(
                 f"{name} has an axis of {places}, but {expected} were expected: this model cannot be sealed"
             )
-        return stretches
+        return segments
 
     def _size(self, label: str, places: int, name: str) -> int:
-        """The number of items of a permutation; a new one has as many as there are positions."""
-        return self.found.sizes.setdefault(label, places)
+        """Return the number of items of a permutation; a new one has as many as there are positions."""
+        return self.result.sizes.setdefault(label, places)
 
     def _label(self, word: str, subject: str) -> str:
-        """The name of the permutation for a word at this parameter."""
+        """Return the name of the permutation for a word at this parameter."""
         parent = subject.rpartition(".")[0]
         if word == "own":
             return self._part(subject)
         if word == "experts":
-            label = f"{_OF_EXPERTS.sub('', subject)}@experts"
+            label = f"{_EXPERT_SUFFIX.sub('', subject)}@experts"
             if (groups := getattr(self.config.get_text_config(), "n_group", None)) and groups > 1:
-                self.found.groups[label] = groups
+                self.result.groups[label] = groups
             return label
         if word in ("q", "kv", "lk", "lv"):
             return f"{parent}@{word}"
@@ -204,21 +206,23 @@ class _Reading:
                 return label
         return "res"
 
-    def _of_heads(self, parts: list[str], labels: list[str], places: int, subject: str) -> tuple[tuple[str, int], ...]:
-        """Stretches of heads, whose numbers come from the configuration."""
+    def _head_segments(
+        self, parts: list[str], labels: list[str], places: int, subject: str
+    ) -> tuple[tuple[str, int], ...]:
+        """Segments of heads, whose numbers come from the configuration."""
         config: Any = self._config(subject)
         if parts[0] in ("lk", "lv"):
             counts = {"lk": config.linear_num_key_heads, "lv": config.linear_num_value_heads}
             unit = {"lk": config.linear_key_head_dim, "lv": config.linear_value_head_dim}
         else:
-            many = _first(config, *_HEADS)
+            many = _number_of_heads(config, *_HEADS)
             few = getattr(config, "num_key_value_heads", None) or many
             counts, unit = {"q": many, "kv": few}, {}
         parent = subject.rpartition(".")[0]
         outer, inner = [f"{parent}@{word}" for word in (("lk", "lv") if "lk" in counts else ("kv", "q"))]
-        self.found.heads[parent] = (outer, inner)
+        self.result.heads[parent] = (outer, inner)
         for word, count in counts.items():
-            self.found.sizes.setdefault(f"{parent}@{word}", count)
+            self.result.sizes.setdefault(f"{parent}@{word}", count)
         total = sum(counts[part] for part in parts)
         alone = len(set(parts)) == 1 or not unit
         return tuple(
@@ -226,9 +230,9 @@ class _Reading:
         )
 
     def _head_dim(self, subject: str) -> int:
-        """The head size of this attention."""
+        """Return the head size of this attention."""
         config = self._config(subject)
-        return int(getattr(config, "head_dim", None) or config.hidden_size // _first(config, *_HEADS))
+        return int(getattr(config, "head_dim", None) or config.hidden_size // _number_of_heads(config, *_HEADS))
 
     def _config(self, subject: str) -> Any:
         part = self._part(subject)
@@ -236,11 +240,11 @@ class _Reading:
             return self.config.vision_config
         return self.config.audio_config if part == "ear" else self.config.get_text_config()
 
-    def _odd(self, name: str, shape: tuple[int, ...], rule: str) -> SealError:
+    def _shape_error(self, name: str, shape: tuple[int, ...], rule: str) -> SealError:
         return SealError(f"{name} has the shape {list(shape)}, but {rule} was expected: this model cannot be sealed")
 
 
-def _first(config: Any, *names: str) -> int:
+def _number_of_heads(config: Any, *names: str) -> int:
     count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     if count is None:
         raise SealError(f"the configuration of a {type(config).__name__} has no number of attention heads")

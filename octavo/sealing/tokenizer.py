@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from octavo import models
 from octavo.models.folder.folder import read_json
 from octavo.sealing.errors import SealError
-from octavo.sealing.inputs import named_ids, tokens
+from octavo.sealing.inputs import find_token_ids, permute_token_ids
 from octavo.sealing.key import Key
-from octavo.sealing.structure import structure
+from octavo.sealing.structure import read_structure
 
 _WORD = re.compile(r"t(\d+)")
 TEMPLATE = (
@@ -32,19 +32,19 @@ TEMPLATE = (
     "{{ message['content'] }}{% else %}{{ message['content'] | join(' ', attribute='text') }}{% endif %}{% endfor %}"
 )
 """Concatenates contents, because sealed text already includes the plain model's template."""
-_USUAL = ("bos_token", "eos_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_STOCK_NAMES = ("bos_token", "eos_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def word(number: int) -> str:
-    """The word of a token of the sealed vocabulary."""
+def sealed_word(number: int) -> str:
+    """Return the word of a token of the sealed vocabulary."""
     return f"t{number}"
 
 
-def named(tokenizer: Any, model: str | Path) -> dict[int, str]:
-    """The tokens of a plain model that keep their names: control tokens, and those in config.json, such as NVILA's line
-    break."""
+def named_tokens(tokenizer: Any, model: str | Path) -> dict[int, str]:
+    """Return the tokens of a plain model that keep their names: control tokens, and those in config.json, such as
+    NVILA's line break."""
     control = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    also = {number: tokenizer.decode([number]) for number in named_ids(read_json(Path(model) / "config.json"))}
+    also = {number: tokenizer.decode([number]) for number in find_token_ids(read_json(Path(model) / "config.json"))}
     return {number: name for number, name in {**also, **control}.items() if name}
 
 
@@ -52,16 +52,16 @@ def write_tokenizer(source: Path, folder: Path, vocab: np.ndarray) -> None:
     """Write the tokenizer of a twin: a word for each row of the embedding table, and the plain model's control tokens
     at their sealed ids."""
     plain: Any = models.load_tokenizer(source)
-    names = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in named(plain, source).items()}
+    names = {int(permute_token_ids(np.asarray([n]), vocab)[0]): name for n, name in named_tokens(plain, source).items()}
     behind = [number for number in names if number >= len(vocab)]
-    words = {names.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
-    numbered_tokenizer(words, {name: number for number, name in names.items()}, plain).save_pretrained(folder)
+    words = {names.get(number, sealed_word(number)): number for number in [*range(len(vocab)), *behind]}
+    build_word_tokenizer(words, {name: number for number, name in names.items()}, plain).save_pretrained(folder)
 
 
-def numbered_tokenizer(
+def build_word_tokenizer(
     words: Mapping[str, int], control: Mapping[str, int], like: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of words separated by spaces.
+    """Return a tokenizer of words separated by spaces.
 
     words    word -> id, of all tokens
     control  word -> id of control tokens, which are recognized without spaces
@@ -75,8 +75,8 @@ def numbered_tokenizer(
     named = {name: token for name, token in named.items() if token in control}
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        **{name: token for name, token in named.items() if name in _USUAL},
-        extra_special_tokens={n: token for n, token in named.items() if n not in (*_USUAL, "unk_token")},
+        **{name: token for name, token in named.items() if name in _STOCK_NAMES},
+        extra_special_tokens={n: token for n, token in named.items() if n not in (*_STOCK_NAMES, "unk_token")},
         model_max_length=like.model_max_length,
         padding_side=like.padding_side,
         clean_up_tokenization_spaces=False,
@@ -86,22 +86,23 @@ def numbered_tokenizer(
 
 
 def seal_text(text: str, model: str | Path, key: Key) -> str:
-    """A question as words of the sealed model, in the plain model's chat template, up to the start of the answer.
+    """Return a question as words of the sealed model, in the plain model's chat template, up to the start of the
+    answer.
     `model`: the plain folder."""
     processor: Any = models.load_processor(model)
     turns = [{"role": "user", "content": text}]
     written = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = np.asarray(processor.tokenizer(written, add_special_tokens=False)["input_ids"])
-    names = named(processor.tokenizer, model)
-    moved = tokens(ids, _vocab(model, key))
-    return " ".join(names.get(int(plain), word(int(number))) for plain, number in zip(ids, moved, strict=True))
+    names = named_tokens(processor.tokenizer, model)
+    moved = permute_token_ids(ids, _vocabulary_order(model, key))
+    return " ".join(names.get(int(plain), sealed_word(int(number))) for plain, number in zip(ids, moved, strict=True))
 
 
 def unseal_text(words: str, model: str | Path, key: Key) -> str:
-    """The plain text of a sealed model's words. Raises SealError for an unknown word."""
+    """Return the plain text of a sealed model's words. Raises SealError for an unknown word."""
     tokenizer: Any = models.load_tokenizer(model)
-    numbers = {name: number for number, name in named(tokenizer, model).items()}
-    vocab = _vocab(model, key)
+    numbers = {name: number for number, name in named_tokens(tokenizer, model).items()}
+    vocab = _vocabulary_order(model, key)
     ids = []
     for one in re.findall(r"\n|\S+", words):
         if one in numbers:
@@ -115,5 +116,5 @@ def unseal_text(words: str, model: str | Path, key: Key) -> str:
     return str(tokenizer.decode(ids))
 
 
-def _vocab(model: str | Path, key: Key) -> np.ndarray:
-    return structure(models.empty(model)).draw(key)["vocab"]
+def _vocabulary_order(model: str | Path, key: Key) -> np.ndarray:
+    return read_structure(models.empty(model)).draw(key)["vocab"]

@@ -20,7 +20,7 @@ def load(folder, name: str = "qwen3", dtype: torch.dtype = torch.float32):
     return model, models.describe(model)
 
 
-def test_adapters_alone_train_and_change_nothing_yet(folder) -> None:
+def test_only_adapters_train_and_output_is_unchanged(folder) -> None:
     model, family = load(folder, "qwen3_vl")
     batch = inputs(model, family)
     before, classes = logits(model, batch), type(model)
@@ -36,7 +36,7 @@ def test_adapters_alone_train_and_change_nothing_yet(folder) -> None:
 
 
 @pytest.mark.parametrize("store", ["fp32", "bf16"])
-def test_a_depends_on_the_seed_alone_and_no_generator_moves(store: str, folder) -> None:
+def test_a_depends_only_on_the_seed(store: str, folder) -> None:
     states = []
     for seed, disturb in ((1, 5), (1, 6), (2, 5)):
         model, family = load(folder, dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def test_adapters_are_never_float8(folder) -> None:
 def test_rslora_scales_by_the_root_of_the_rank(folder) -> None:
     model, family = load(folder)
     adapters.attach(model, family, lora(rank=16, alpha=8, rslora=True))
-    assert {layer.scaling["default"] for layer in adapters.attached(model).values()} == {2.0}
+    assert {layer.scaling["default"] for layer in adapters.adapted_layers(model).values()} == {2.0}
 
 
 @pytest.mark.parametrize(
@@ -75,23 +75,23 @@ def test_rslora_scales_by_the_root_of_the_rank(folder) -> None:
         ({"adapter": "nowhere"}, "no adapter's folder"),
     ],
 )
-def test_what_is_refused_leaves_the_model_alone(settings: dict, says: str, folder) -> None:
+def test_rejected_attach_leaves_the_model_unchanged(settings: dict, says: str, folder) -> None:
     model, family = load(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.attach(model, family, lora(**settings))
-    assert not adapters.attached(model) and all(p.requires_grad for p in model.parameters())
+    assert not adapters.adapted_layers(model) and all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
-def test_experts_refuse_dropout_and_dora_with_the_fix(settings: dict, folder) -> None:
+def test_dropout_and_dora_with_experts_are_rejected(settings: dict, folder) -> None:
     model, family = load(folder, "qwen3_vl_moe")
     with pytest.raises(AdapterError, match=r'lora.exclude: \["\*\*.experts"\]'):
         adapters.attach(model, family, lora(**settings))
     adapters.attach(model, family, lora(exclude=("**.experts",), **settings))
-    assert not [n for n in adapters.attached(model) if "experts" in n]
+    assert not [n for n in adapters.adapted_layers(model) if "experts" in n]
 
 
-def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> None:
+def test_names_that_peft_treats_as_experts_are_left_out(folder) -> None:
     """PEFT reads "mlp.gate_proj" of these families as the experts' gate_up_proj of older checkpoints."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -111,7 +111,7 @@ def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> 
     model = Qwen3MoeForCausalLM(config)
     family, messages = models.describe(model), []
     names = adapters.attach(model, family, lora(exclude=("**.experts",)), messages.append)
-    assert set(names) == set(adapters.attached(model))
+    assert set(names) == set(adapters.adapted_layers(model))
     if not any("mlp.gate_proj" in n for n in names):  # PEFT of this version does so
         assert "leaves out" in messages[0] and "qwen3_moe" in messages[0]
         with pytest.raises(AdapterError, match="PEFT cannot address"):
@@ -119,7 +119,7 @@ def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> 
             adapters.attach(twin, family, lora(targets=("model.layers.0.mlp.gate_proj",)))
 
 
-def test_a_model_takes_one_set(folder, tmp_path: Path) -> None:
+def test_second_attach_is_rejected(folder, tmp_path: Path) -> None:
     model, family = load(folder)
     adapters.attach(model, family, lora())
     with pytest.raises(AdapterError, match="has adapters already"):
@@ -129,7 +129,7 @@ def test_a_model_takes_one_set(folder, tmp_path: Path) -> None:
         adapters.load(model, tmp_path / "a")
 
 
-def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
+def test_training_continues_from_an_adapter(folder, tmp_path: Path) -> None:
     model, family = load(folder)
     adapters.attach(model, family, lora(targets=("**.q_proj", "**.mlp")))
     state = {n: torch.randn_like(v) for n, v in adapters.adapter_state(model).items()}
@@ -149,10 +149,10 @@ def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
         other, _ = load(folder)
         with pytest.raises(AdapterError, match=says):
             adapters.attach(other, family, lora(adapter=there, **settings))
-        assert not adapters.attached(other)
+        assert not adapters.adapted_layers(other)
 
 
-def test_the_base_error_wants_the_right_stock_model(folder) -> None:
+def test_base_errors_require_the_matching_stock_model(folder) -> None:
     model, _ = load(folder)
     with pytest.raises(AdapterError, match="no FP8 weights"):
         adapters.base_errors(model, model)
@@ -167,7 +167,7 @@ def test_the_base_error_wants_the_right_stock_model(folder) -> None:
     assert exact.relative == 0 and exact.sqnr == float("inf") and exact.worst.relative == 0
 
 
-def test_peft_is_imported_when_something_is_attached_and_not_before() -> None:
+def test_peft_is_imported_lazily() -> None:
     """Only layer.py, which attaching imports, may import it as it is loaded."""
     for file in Path(adapters.__file__).parent.glob("*.py"):
         for statement in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -183,9 +183,7 @@ def test_peft_is_imported_when_something_is_attached_and_not_before() -> None:
     [("qwen3_vl", "block", {}), ("qwen3_vl_moe", "row", {}), ("qwen3", None, {"dora": True, "dropout": 0.0})],
     ids=["fp8", "experts", "dora"],
 )
-def test_a_second_adapter_stands_beside_the_same_base(
-    name: str, kind: str | None, settings: dict, folder, tmp_path: Path
-) -> None:
+def test_second_adapter_uses_the_same_base(name: str, kind: str | None, settings: dict, folder, tmp_path: Path) -> None:
     """It trains as the first does, one of them at a time, and is in no file; the first is what runs by itself."""
     model, family = load(folder, name)
     if kind is not None:
@@ -199,20 +197,20 @@ def test_a_second_adapter_stands_beside_the_same_base(
     other = {n: p for n, p in model.named_parameters() if adapters.is_second_parameter(n)}
     assert mine.keys() == first.keys() and all(torch.equal(p, first[n]) for n, p in mine.items())
     assert {n.replace(".second.", ".default.") for n in other} == first.keys()
-    assert adapters.attached(model).keys() == set(names)
+    assert adapters.adapted_layers(model).keys() == set(names)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {*mine, *other}
     assert any(p.any() and not torch.equal(p, first[n.replace(".second.", ".default.")]) for n, p in other.items())
-    with adapters.second(model):
+    with adapters.use_second_adapter(model):
         assert torch.equal(logits(model, batch), before), "it changes nothing yet"
     for n, p in other.items():
         if "lora_B" in n:
             p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     assert torch.equal(logits(model, batch), before)
-    with adapters.second(model):
+    with adapters.use_second_adapter(model):
         assert not torch.allclose(logits(model, batch), before, atol=1e-3)
-        with adapters.disabled(model):
+        with adapters.disable_adapters(model):
             assert torch.allclose(logits(model, batch), before, atol=1e-5)
-    for held, rest, entered in ((mine, other, nullcontext()), (other, mine, adapters.second(model))):
+    for held, rest, entered in ((mine, other, nullcontext()), (other, mine, adapters.use_second_adapter(model))):
         model.zero_grad(set_to_none=True)
         with entered:
             model(**batch).logits.float().square().sum().backward()
@@ -223,9 +221,9 @@ def test_a_second_adapter_stands_beside_the_same_base(
     assert len(adapters.adapter_state(model)) == len(mine)
 
 
-def test_a_second_adapter_wants_a_first(folder) -> None:
+def test_second_adapter_requires_a_first(folder) -> None:
     model, _ = load(folder)
     with pytest.raises(AdapterError, match="the model has none"):
         adapters.attach_second(model, lora())
-    with pytest.raises(AdapterError, match="no second adapter"), adapters.second(model):
+    with pytest.raises(AdapterError, match="no second adapter"), adapters.use_second_adapter(model):
         pass

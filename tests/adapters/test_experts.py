@@ -50,7 +50,7 @@ def filled(block, seed=3):
 
 def adapted(block, names=BOTH, **changes):
     inject_adapter_in_model(config(names, **changes), block)
-    assert experts.adopt(block) == 1
+    assert experts.replace_forwards(block) == 1
     return filled(block)
 
 
@@ -74,7 +74,7 @@ def quantized(block, recipe="blockwise", kind="block", **kwargs):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]], ids="+".join)
-def test_high_precision_experts_compute_what_peft_computes(family, names):
+def test_high_precision_experts_match_peft(family, names):
     ours, theirs = adapted(Block(FAMILIES[family]()), names), stock(Block(FAMILIES[family]()), names)
     assert [(n, p.shape) for n, p in lora(ours).items()] == [(n, p.shape) for n, p in lora(theirs).items()]
     a, b = routed(), routed()
@@ -90,7 +90,7 @@ def test_high_precision_experts_compute_what_peft_computes(family, names):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_factors_are_pefts_delta(family):
+def test_factors_match_peft_delta(family):
     block = stock(Block(FAMILIES[family]()), use_rslora=True)
     for name, wrapper in experts.wrappers(block.experts).items():
         down, up = experts.factors(wrapper, "default")
@@ -101,7 +101,7 @@ def test_the_factors_are_pefts_delta(family):
         assert wrapper.scaling["default"] == 8 / R**0.5
 
 
-def test_the_layout_of_older_peft_is_read():
+def test_layout_of_older_peft_is_read():
     """PEFT before 0.19: A [r E, N], B [K, r E], delta = einsum("o r e, e r i -> e i o")."""
     n, k = 5, 7
     a, b = torch.randn(R * E, n), torch.randn(k, R * E)
@@ -119,7 +119,7 @@ def test_the_layout_of_older_peft_is_read():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize(("recipe", "kind"), [("blockwise", "block"), ("rowwise", "row"), ("delayed", "tensor")])
-def test_over_frozen_codes_it_is_the_dequantized_base_with_the_adapter(family, recipe, kind):
+def test_frozen_codes_equal_dequantized_base_with_adapter(family, recipe, kind):
     """Grouped and one by one. The base alone in FP8 differs from its dequantized self by as much."""
     ours = adapted(quantized(Block(FAMILIES[family]()), recipe, kind))
     assert isinstance(ours.experts.get_base_layer(), Experts)
@@ -141,7 +141,7 @@ def test_over_frozen_codes_it_is_the_dequantized_base_with_the_adapter(family, r
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", None])
-def test_experts_without_tokens_get_zeros(recipe):
+def test_experts_without_tokens_get_zero_gradients(recipe):
     block = Block(FAMILIES["qwen3_moe"]())
     block = adapted(block if recipe is None else quantized(block, recipe, "tensor" if recipe == "delayed" else "block"))
     block(*routed(used=3)).sum().backward()
@@ -151,14 +151,14 @@ def test_experts_without_tokens_get_zeros(recipe):
         assert not a[3:].any() and not b[..., 3:].any() and a[:3].any() and b[..., :3].any()
 
 
-def test_no_token_at_all_gives_gradients_of_zeros():
+def test_no_tokens_give_zero_gradients():
     block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
     y = block(torch.zeros(0, H), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
     y.sum().backward()
     assert y.shape == (0, H) and all(p.grad is not None and not p.grad.any() for p in lora(block).values())
 
 
-def test_the_base_runs_the_gemms_that_it_ran():
+def test_base_runs_the_same_gemms():
     """fwd and dgrad of each expert, once; no wgrad; and the adapters are counted nowhere."""
     plain, block = quantized(Block(FAMILIES["qwen3_moe"]())), adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
     seen = []
@@ -170,7 +170,7 @@ def test_the_base_runs_the_gemms_that_it_ran():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_it_is_the_same(reentrant):
+def test_recomputed_experts_give_the_same_gradients(reentrant):
     ways = []
     for recomputed in (False, True):
         block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())))
@@ -198,7 +198,7 @@ def saved_bytes(run):
     return out, sum(found.values())
 
 
-def test_of_gate_up_the_tokens_are_saved_and_no_row_for_each_choice():
+def test_gate_up_saves_tokens_instead_of_routed_rows():
     block = adapted(quantized(Block(FAMILIES["qwen3_moe"]())), BOTH[:1])
     given = routed(tokens=512, top_k=4)
     hidden = given[0] * 1.0
@@ -209,7 +209,7 @@ def test_of_gate_up_the_tokens_are_saved_and_no_row_for_each_choice():
     assert more - plain < low + 512 * H * 4 + rows * 8 + 2 * E * R * (H + 2 * I) * 4 < rows * H * 4
 
 
-def test_activations_in_fp8_serve_the_adapter_too():
+def test_fp8_activations_are_used_by_the_adapter():
     """The input of down_proj is made again from the codes of gate and up, bit for bit what the forward multiplied."""
     made = []
     for saves in (True, False):
@@ -224,7 +224,7 @@ def test_activations_in_fp8_serve_the_adapter_too():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_mixed_precision(frozen):
+def test_experts_in_mixed_precision(frozen):
     """Under autocast rows and products are BF16, factors and their gradients stay as they are kept (fp32)."""
     block = Block(FAMILIES["qwen3_moe"]())
     block = adapted(quantized(block) if frozen else block)
@@ -236,7 +236,7 @@ def test_mixed_precision(frozen):
     assert cosine(y, high) > 0.99
 
 
-def test_switched_off_and_merged_adapters_add_nothing():
+def test_disabled_and_merged_adapters_add_nothing():
     block, given = adapted(Block(FAMILIES["qwen3_moe"]())), routed()
     plain = Block(FAMILIES["qwen3_moe"]())(*given)
     with_adapter = block(*given)
@@ -249,13 +249,13 @@ def test_switched_off_and_merged_adapters_add_nothing():
     torch.testing.assert_close(block(*given), with_adapter, rtol=1e-4, atol=1e-5)
 
 
-def test_a_copy_computes_the_same_and_adopting_again_changes_nothing():
+def test_copy_and_repeated_replacement_compute_the_same():
     block, given = adapted(Block(FAMILIES["qwen3_moe"]())), routed()
     again = copy.deepcopy(block)
-    assert experts.adopt(again) == 1 and torch.equal(again(*given), block(*given))
+    assert experts.replace_forwards(again) == 1 and torch.equal(again(*given), block(*given))
 
 
-def test_stock_experts_over_frozen_codes_compute_with_their_values():
+def test_stock_experts_with_frozen_codes_use_their_values():
     """Loaded with codes and no plan: nothing is FP8 but what the weights are made of."""
     block = Block(FAMILIES["qwen3_moe"]())
     high = Block(FAMILIES["qwen3_moe"]())
@@ -271,14 +271,14 @@ def test_stock_experts_over_frozen_codes_compute_with_their_values():
     torch.testing.assert_close(a[0].grad, b[0].grad, rtol=1e-4, atol=1e-4)
 
 
-def test_parameters_by_stock_name():
+def test_expert_parameters_have_stock_names():
     block = Block(FAMILIES["qwen3_moe"]())
-    before = experts.parameters_of(block)
+    before = experts.expert_parameters(block)
     assert list(before) == ["experts.gate_up_proj", "experts.down_proj"]
-    assert list(experts.parameters_of(adapted(block))) == list(before)
+    assert list(experts.expert_parameters(adapted(block))) == list(before)
 
 
-def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
+def test_names_do_not_depend_on_loading_order():
     for family, make in FAMILIES.items():
         block = Block(make())
         want = {n: p.shape for n, p in lora(stock(Block(make()))).items()}
@@ -290,16 +290,16 @@ def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
 
 
 @pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"dora": True}])
-def test_what_peft_refuses_is_refused_with_a_sentence(asked):
+def test_settings_that_peft_rejects_are_rejected(asked):
     from octavo.config import LoraSection
 
     with pytest.raises(AdapterError, match=f"lora.{next(iter(asked))}=.*exclude experts"):
-        experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))
-    experts.refuse([], LoraSection(**asked))
-    experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection())
+        experts.check_settings(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))
+    experts.check_settings([], LoraSection(**asked))
+    experts.check_settings(["model.layers.0.mlp.experts.down_proj"], LoraSection())
 
 
-def test_a_parameter_of_no_experts_is_refused():
+def test_parameter_outside_experts_is_rejected():
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,13 +308,13 @@ def test_a_parameter_of_no_experts_is_refused():
     block = Odd()
     inject_adapter_in_model(config(BOTH[:1]), block)
     with pytest.raises(AdapterError, match="gate_up_proj was named as a parameter to adapt"):
-        experts.adopt(block)
+        experts.replace_forwards(block)
 
 
-def test_experts_of_another_structure_are_refused():
+def test_experts_of_unknown_structure_are_rejected():
     from transformers import Llama4TextConfig
 
     block = Block(made(Llama4TextExperts, Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)))
     inject_adapter_in_model(config(), block)
     with pytest.raises(AdapterError, match="cannot have adapters: experts called with"):
-        experts.adopt(block)
+        experts.replace_forwards(block)

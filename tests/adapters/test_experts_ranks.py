@@ -42,7 +42,7 @@ def _both(world: World, path: str) -> list[dict]:
 
 
 @pytest.mark.long
-def test_two_ranks_have_one_processs_gradients(tmp_path: Path) -> None:
+def test_two_ranks_match_gradients_of_one_process(tmp_path: Path) -> None:
     path = tiny.write("qwen3_moe", tmp_path / "tiny", size="mini")
     for ours, single in ranks.run(_both, 2, str(path)):
         assert ours["loss"] == pytest.approx(single["loss"], rel=1e-6)

@@ -43,7 +43,7 @@ def edit(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def test_the_folder_is_pefts(adapter: Path, folder) -> None:
+def test_folder_has_peft_layout(adapter: Path, folder) -> None:
     assert sorted(os.listdir(adapter)) == ["adapter_config.json", "adapter_model.safetensors"]
     raw = json.loads((adapter / "adapter_config.json").read_text())
     assert raw["base_model_name_or_path"] == str(folder("qwen3_vl")) and raw["inference_mode"] is True
@@ -59,7 +59,7 @@ def test_the_folder_is_pefts(adapter: Path, folder) -> None:
 
 
 @pytest.mark.parametrize("over", [None, "block", "row", "tensor"])
-def test_it_comes_back_over_any_base(over: str | None, adapter: Path, folder) -> None:
+def test_adapter_loads_on_any_base(over: str | None, adapter: Path, folder) -> None:
     model = model_of(folder)
     if over is not None:
         quantized(model, over, {"block": "blockwise", "row": "rowwise", "tensor": "tensorwise"}[over])
@@ -74,7 +74,7 @@ def test_it_comes_back_over_any_base(over: str | None, adapter: Path, folder) ->
     }
 
 
-def test_saving_replaces_an_adapter_and_nothing_else(folder, tmp_path: Path) -> None:
+def test_save_replaces_only_an_adapter(folder, tmp_path: Path) -> None:
     model = model_of(folder, attach=True)
     place = tmp_path / "deep" / "a"
     adapters.save(model, place, "base")
@@ -94,7 +94,7 @@ def test_saving_replaces_an_adapter_and_nothing_else(folder, tmp_path: Path) -> 
     assert not (tmp_path / "none").exists()
 
 
-def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_previous_adapter(folder, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, before = model_of(folder, attach=True), (copy / "adapter_model.safetensors").read_bytes()
 
     def broken(*args: object, **kwargs: object) -> None:
@@ -126,11 +126,11 @@ def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeyp
         ({"init_lora_weights": "pissa"}, "pissa.*path_initial_model"),
         ({"init_lora_weights": "olora"}, "olora"),
         ({"r": 0}, "no valid LoRA configuration"),
-        ({"r": "four"}, "no valid LoRA configuration|where a whole number"),
-        ({"r": 10**30}, "r is 1000.*, where a whole number"),
-        ({"target_modules": {"a": 1}}, "target_modules is .*, where text or a list of names"),
+        ({"r": "four"}, "no valid LoRA configuration|expected a whole number"),
+        ({"r": 10**30}, "r is 1000.*; expected a whole number"),
+        ({"target_modules": {"a": 1}}, "target_modules is .*; expected text or a list of names"),
         ({"target_modules": "(q_proj"}, "no valid LoRA configuration: .*unterminated"),
-        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern\.q_proj is \"x\", where a whole number"),
+        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern\.q_proj is \"x\"; expected a whole number"),
         ({"layers_to_transform": ["a"]}, "layers_to_transform is"),
         ({"lora_dropout": 2}, "no valid LoRA configuration"),
         ({"r": 8}, r"lora_A.weight is \[4, .*takes \[8"),
@@ -142,19 +142,19 @@ def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeyp
         ({"use_dora": True}, "missing: .*lora_magnitude_vector"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(fields: dict, says: str, copy: Path, folder) -> None:
+def test_unsupported_config_fields_are_rejected(fields: dict, says: str, copy: Path, folder) -> None:
     edit(copy, **fields)
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 def placed(file: Path, what: str) -> None:
     mutate.replace_file(None, file, what)  # type: ignore[arg-type]
 
 
-def test_fields_that_say_nothing_are_passed_by(copy: Path, folder) -> None:
+def test_fields_without_effect_are_accepted(copy: Path, folder) -> None:
     edit(copy, init_lora_weights="gaussian", of_tomorrow=None, another=False, revision="main", loftq_config={})
     assert adapters.load(model_of(folder), copy)
 
@@ -164,7 +164,7 @@ def test_fields_that_say_nothing_are_passed_by(copy: Path, folder) -> None:
     [
         (lambda d: (d / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda d: (d / "adapter_config.json").write_text("{"), "is not JSON"),
-        (lambda d: (d / "adapter_config.json").write_text("[1]"), "holds a list"),
+        (lambda d: (d / "adapter_config.json").write_text("[1]"), "contains a list; expected an object"),
         (lambda d: (d / "adapter_config.json").write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
         (lambda d: placed(d / "adapter_config.json", "pipe"), r"adapter_config\.json is a named pipe"),
         (lambda d: placed(d / "adapter_model.safetensors", "pipe"), r"safetensors is a named pipe"),
@@ -176,12 +176,12 @@ def test_fields_that_say_nothing_are_passed_by(copy: Path, folder) -> None:
         (lambda d: shutil.rmtree(d), "no adapter's folder"),
     ],
 )
-def test_damaged_folders_are_refused(damage, says: str, copy: Path, folder) -> None:
+def test_damaged_folders_are_rejected(damage, says: str, copy: Path, folder) -> None:
     damage(copy)
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,17 @@ def test_damaged_folders_are_refused(damage, says: str, copy: Path, folder) -> N
         (lambda t, n: t.update({n: t[n].to(torch.float8_e4m3fn)}), "float8"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(change, says: str, copy: Path, folder) -> None:
+def test_tensors_that_do_not_fit_are_reported(change, says: str, copy: Path, folder) -> None:
     tensors = load_file(copy / "adapter_model.safetensors")
     change(tensors, next(n for n in tensors if "language_model.layers.0" in n and "lora_A" in n))
     save_file(tensors, copy / "adapter_model.safetensors")
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
-def test_a_state_is_filled_whole_or_not_at_all(folder) -> None:
+def test_state_is_loaded_completely_or_not_at_all(folder) -> None:
     model = model_of(folder, attach=True)
     state = adapters.adapter_state(model)
     name = next(iter(state))
@@ -218,7 +218,7 @@ def test_a_state_is_filled_whole_or_not_at_all(folder) -> None:
     assert all(torch.equal(v, state[n]) for n, v in adapters.adapter_state(model).items())
 
 
-def test_regular_expressions_and_all_linear_of_peft_are_read(folder, tmp_path: Path) -> None:
+def test_peft_regular_expressions_and_all_linear_are_supported(folder, tmp_path: Path) -> None:
     for i, target in enumerate([r".*language_model.*\.(q|v)_proj", "all-linear"]):
         theirs = peft.get_peft_model(model_of(folder), peft.LoraConfig(r=2, target_modules=target))
         theirs.save_pretrained(tmp_path / str(i), save_embedding_layers=False)
@@ -226,7 +226,7 @@ def test_regular_expressions_and_all_linear_of_peft_are_read(folder, tmp_path: P
         assert set(adapters.load(model_of(folder), tmp_path / str(i))) == mine
 
 
-def test_experts_with_dropout_are_refused_before_peft_does(folder, tmp_path: Path) -> None:
+def test_experts_with_dropout_are_rejected_before_peft(folder, tmp_path: Path) -> None:
     model = models.load(folder("qwen3_vl_moe"), dtype=torch.float32)
     adapters.attach(model, models.describe(model), lora(targets=("**.experts",)))
     adapters.save(model, tmp_path / "a", "base")

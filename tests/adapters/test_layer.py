@@ -70,20 +70,20 @@ BASES = [("block", "blockwise"), ("row", "rowwise"), ("tensor", "tensorwise"), (
 
 
 @pytest.mark.parametrize(("kind", "recipe"), BASES)
-def test_of_x_one_copy_is_saved_for_q_k_and_v_and_none_for_the_base(kind, recipe) -> None:
+def test_x_is_saved_once_for_q_k_v_and_not_for_the_base(kind, recipe) -> None:
     model, x = build(kind, recipe), x_of()
     h = 3 * M * 4 * 2  # A x of rank 4, in BF16
     assert counted(model, x).total == M * K * 2 + h
 
 
 @pytest.mark.parametrize(("kind", "recipe"), BASES[:4])
-def test_under_autocast_the_lowered_copy_is_saved_once(kind, recipe) -> None:
+def test_autocast_copy_is_saved_once(kind, recipe) -> None:
     model, x = build(kind, recipe, torch.float32), x_of(torch.float32)
     rows = [r for r in counted(model, x, autocast=True).rows if r.kind == "activation" and r.shape[0] == M]
     assert sum(r.bytes for r in rows) == M * K * 2 + 3 * M * 4 * 2
 
 
-def test_dropout_keeps_one_byte_an_element_more() -> None:
+def test_dropout_saves_one_byte_per_element() -> None:
     model, x = build(dropout=0.5), x_of()
     assert counted(model, x).total == M * K * 2 + 3 * M * 4 * 2 + 3 * M * K
 
@@ -101,7 +101,7 @@ def test_x_is_quantized_once_for_q_k_and_v(dropout: float, autocast: bool, casts
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("store", ["fp32", "bf16"])
-def test_values_and_gradients_are_those_of_the_sentence(dtype, store: str) -> None:
+def test_values_and_gradients_match_the_formula(dtype, store: str) -> None:
     """y + s B (A x) in float64; BF16 may err as its own rounding does."""
     model, x = build(None, None, dtype, store=store), x_of(dtype)
     layer = model.attn.q_proj
@@ -122,7 +122,7 @@ def _factors(layer) -> tuple[Tensor, Tensor]:
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
-def test_dropout_is_of_a_alone_and_the_gradient_is_that_of_the_mask() -> None:
+def test_dropout_applies_only_to_a_and_masks_the_gradient() -> None:
     a, b = torch.randn(2, 6, dtype=torch.double), torch.randn(3, 2, dtype=torch.double)
     x, y = torch.randn(4, 6, dtype=torch.double), torch.randn(4, 3, dtype=torch.double)
     for tensor in (a, b, x, y):
@@ -139,7 +139,7 @@ def test_dropout_is_of_a_alone_and_the_gradient_is_that_of_the_mask() -> None:
     assert torch.allclose(run(y, x, a, b), y + 0.5 * dropped @ a.T @ b.T)
 
 
-def test_empty_inputs_and_single_rows() -> None:
+def test_empty_and_single_row_inputs() -> None:
     model = build()
     for shape in [(0, K), (2, 0, K), (K,), (1, 3, K)]:
         x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
@@ -149,22 +149,22 @@ def test_empty_inputs_and_single_rows() -> None:
         assert x.grad is not None and x.grad.shape == x.shape
 
 
-def test_evaluation_has_no_dropout_and_disabled_is_the_base() -> None:
+def test_eval_has_no_dropout_and_disabled_adapter_equals_base() -> None:
     model, x = build(dropout=0.5), x_of()
     stock = copy.deepcopy(model)
     layer = stock.attn.q_proj.base_layer
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
-    with adapters.disabled(model):
+    with adapters.disable_adapters(model):
         assert torch.equal(model.attn.q_proj(x), layer(x))
         assert all(p.requires_grad for _, p in adapters.adapter_parameters(model))
     assert not torch.equal(model.attn.q_proj(x), layer(x))
-    with pytest.raises(AdapterError, match="no adapters"), adapters.disabled(Model()):
+    with pytest.raises(AdapterError, match="no adapters"), adapters.disable_adapters(Model()):
         pass
 
 
-def test_a_block_that_makes_its_input_again_keeps_none_for_the_adapter() -> None:
+def test_recomputable_input_is_not_saved_for_the_adapter() -> None:
     """Activations in FP8: h, the input of down_proj, is made again from the codes of gate and up."""
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -192,7 +192,7 @@ def test_a_block_that_makes_its_input_again_keeps_none_for_the_adapter() -> None
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_recomputed_blocks_give_the_same_gradients(how: str, folder) -> None:
+def test_activation_checkpointing_gives_the_same_gradients(how: str, folder) -> None:
     from octavo import models
     from tests.adapters.conftest import inputs, quantized
 
@@ -213,7 +213,7 @@ def test_recomputed_blocks_give_the_same_gradients(how: str, folder) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_compiled_block_computes_the_same(dora: bool) -> None:
+def test_compiled_block_matches_eager(dora: bool) -> None:
     model, x = build(dora=dora), x_of()
     y = model(x)
     y.float().square().mean().backward()
@@ -228,19 +228,19 @@ def test_a_compiled_block_computes_the_same(dora: bool) -> None:
         assert float((parameter.grad - grads[name]).norm()) <= 2e-2 * float(grads[name].norm()) + 1e-12
 
 
-def test_the_traced_formula_is_the_same() -> None:
+def test_traced_formula_matches_autograd_function() -> None:
     y, x, a, b = torch.randn(5, 8), torch.randn(5, 16), torch.randn(2, 16), torch.randn(8, 2)
     assert torch.equal(low_rank(y, x, a, b, 0.5, 0.0, None), low_rank_traced(y, x, a, b, 0.5, 0.0))
 
 
-def test_merging_into_codes_is_refused_with_the_fix() -> None:
+def test_merge_into_codes_is_rejected() -> None:
     model = build()
     with pytest.raises(AdapterError, match="octavo merge"):
         model.attn.q_proj.merge()
     stock = build(None, None, torch.float32)
     x = x_of(torch.float32)
     y = stock(x)
-    for layer in adapters.attached(stock).values():
+    for layer in adapters.adapted_layers(stock).values():
         layer.merge()
     assert torch.allclose(stock(x), y, atol=1e-5)
 
@@ -257,6 +257,6 @@ def test_x_is_quantized_once_over_trained_codes(casts) -> None:
     assert all(p.grad is not None for _, p in adapters.adapter_parameters(model))
 
 
-def test_they_are_pefts_layers() -> None:
+def test_wrapped_layers_are_peft_layers() -> None:
     model = build()
-    assert all(isinstance(layer, peft.tuners.lora.layer.LoraLayer) for layer in adapters.attached(model).values())
+    assert all(isinstance(layer, peft.tuners.lora.layer.LoraLayer) for layer in adapters.adapted_layers(model).values())

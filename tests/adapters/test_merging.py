@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from octavo import adapters, fp8, models
-from octavo.adapters.merge import folds
+from octavo.adapters.merge import adapted_weights
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.export.values import iter_values
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
@@ -37,7 +37,7 @@ def coded(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def get(family: str) -> Path:
         if family not in made:
             target = tmp_path_factory.mktemp("coded") / family
-            export(values_of(models.load(folder(family))), folder(family), target, "fp8-dynamic")
+            export(iter_values(models.load(folder(family))), folder(family), target, "fp8-dynamic")
             made[family] = target
         return made[family]
 
@@ -56,19 +56,19 @@ def held(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
+def test_bf16_merge_loads_in_transformers_and_matches_adapted_model(
     family: str, folder: Folder, tmp_path: Path
 ) -> None:
     base = folder(family)
     adapter = written(base, tmp_path / "adapter")
     done = merge_model(adapter, tmp_path / "out", device="cpu")
-    assert done.base == "high" and done.base_error is None and not done.merge_error.in_fp8()
+    assert done.base == "high" and done.base_error is None and not done.merge_error.fp8_weights()
     model = _over(base, adapter)
     batch = inputs(model, models.describe(model.config))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(models.load(base), str(adapter))
     near(logits(stock, batch), logits(theirs, batch).to(torch.bfloat16), 32)
-    for name, value in adapters.merged(model, torch.bfloat16):
+    for name, value in adapters.merged_weights(model, torch.bfloat16):
         assert torch.equal(stock.get_parameter(name).bfloat16(), value.bfloat16()), name
 
 
@@ -81,20 +81,18 @@ def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
         pytest.param("qwen3_vl_moe", "fp8-tensor", marks=pytest.mark.long),
     ],
 )
-def test_what_is_said_to_survive_is_what_the_file_holds(
-    family: str, format: str, folder: Folder, tmp_path: Path
-) -> None:
+def test_reported_merge_errors_match_the_file(family: str, format: str, folder: Folder, tmp_path: Path) -> None:
     base = folder(family)
     adapter = written(base, tmp_path / "adapter", std=0.02)
     done = merge_model(adapter, tmp_path / "out", format, device="cpu")
     model, found = _over(base, adapter), held(tmp_path / "out")
     counted = 0
-    for name, fold in folds(model).items():
+    for name, fold in adapted_weights(model).items():
         own = done.merge_error.weights[name]
         w, d, applied, n = 0.0, 0.0, 0.0, 0.0
         for slot in fold.slots:
-            base_values = fold.base(slot)
-            delta = fold.folded(slot) - base_values
+            base_values = fold.base_values(slot)
+            delta = fold.merged(slot) - base_values
             there = (found[name] if slot is None else found[name][slot]) - base_values
             w, d = w + float(base_values.square().sum()), d + float(delta.square().sum())
             applied, n = applied + float((there * delta).sum()), n + float((there - delta).square().sum())
@@ -102,25 +100,25 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
         assert own.kept == pytest.approx(applied / d, rel=1e-3)
         assert own.error == pytest.approx((n / d) ** 0.5, rel=1e-3)
         counted += own.fp8
-    assert counted == len(done.merge_error.in_fp8()) > 1
+    assert counted == len(done.merge_error.fp8_weights()) > 1
     assert 0.95 < done.merge_error.kept < 1.05
     assert any("of the adapter's change survives" in s for s in done.sentences())
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
-def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str, coded: Folder, tmp_path: Path) -> None:
+def test_merge_into_codes_rejects_tiny_changes(family: str, coded: Folder, tmp_path: Path) -> None:
     base = coded(family)
     small = written(base, tmp_path / "small", std=1e-4, targets=("q_proj", "**.layers.0.mlp"))
     before = {name: q for name, q in models.load(base).named_parameters() if is_frozen(q)}
     with pytest.raises(adapters.AdapterError, match="fp8-dynamic would round the adapter away") as refused:
         merge_model(small, tmp_path / "out", "fp8-dynamic", device="cpu")
-    named = [name for name in folds(_over(base, small)) if name in str(refused.value)]
+    named = [name for name in adapted_weights(_over(base, small)) if name in str(refused.value)]
     assert "--anyway" in str(refused.value) and "--format bf16" in str(refused.value) and len(named) == 3
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
 
     messages: list[str] = []
     done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", log=messages.append)
-    assert done.base == "fp8" and done.merge_error.lost and done.merge_error.kept < 0.1
+    assert done.base == "fp8" and done.merge_error.is_lost and done.merge_error.kept < 0.1
     assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in messages)
     for name, weight in models.load(tmp_path / "out").named_parameters():
         if is_frozen(weight) and name not in done.merge_error.weights:
@@ -129,7 +127,7 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
 
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))
     done = merge_model(large, tmp_path / "out", "fp8-dynamic", device="cpu")  # replaces the earlier one
-    assert not done.merge_error.lost and done.merge_error.kept > 0.95
+    assert not done.merge_error.is_lost and done.merge_error.kept > 0.95
 
 
 def _over(base: Path, adapter: Path) -> nn.Module:
@@ -138,17 +136,17 @@ def _over(base: Path, adapter: Path) -> nn.Module:
     return model
 
 
-def test_into_bf16_a_change_that_fp8_would_lose_is_kept(coded: Folder, tmp_path: Path) -> None:
+def test_bf16_merge_keeps_changes_that_fp8_loses(coded: Folder, tmp_path: Path) -> None:
     base = coded("qwen3")
     adapter = written(base, tmp_path / "adapter", std=2e-3)
     done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert done.base == "fp8" and done.base_error is None
     found, model = held(tmp_path / "out"), _over(base, adapter)
-    for name, fold in folds(model).items():
-        assert torch.equal(found[name], fold.folded().bfloat16().float()), name
+    for name, fold in adapted_weights(model).items():
+        assert torch.equal(found[name], fold.merged().bfloat16().float()), name
 
 
-def test_a_change_below_the_steps_of_bf16_is_reported(folder: Folder, tmp_path: Path) -> None:
+def test_change_below_bf16_resolution_is_reported(folder: Folder, tmp_path: Path) -> None:
     adapter = written(folder("qwen3"), tmp_path / "adapter", std=1e-5)
     done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert any("BF16 rounds more than 10% of the change away" in s for s in done.sentences())
@@ -173,9 +171,7 @@ run: {{dir: {place / "lora"}, health_every: 0, tensorboard: false, threads: 1}}
     return place / "lora"
 
 
-def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
-    run: Path, folder: Folder, tmp_path: Path
-) -> None:
+def test_run_is_merged_into_its_codes_or_the_folders_weights(run: Path, folder: Folder, tmp_path: Path) -> None:
     base, found = folder("qwen3_vl"), {}
     for asked in (None, "high"):
         messages: list[str] = []
@@ -187,22 +183,22 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
             assert messages[0].endswith("loaded with foundation: rowwise)")
             assert 0.02 < done.base_error.relative < 0.03 and "--base high" in done.sentences()[-1]
     model = _over(base, run / "adapter")
-    for name, value in adapters.merged(model):
+    for name, value in adapters.merged_weights(model):
         assert torch.equal(found["high"][name], value.bfloat16().float()), name
     frozen = models.load(base, load_in_fp8="row")
     adapters.load(frozen, run / "adapter")
-    for name, fold in folds(frozen).items():
-        assert torch.equal(found[None][name], fold.folded().bfloat16().float())
+    for name, fold in adapted_weights(frozen).items():
+        assert torch.equal(found[None][name], fold.merged().bfloat16().float())
     # the adapter's folder, inside the run, knows the same
     assert merge_model(run / "adapter", tmp_path / "out", device="cpu").base == "fp8"
     assert all(torch.equal(v, found[None][n]) for n, v in held(tmp_path / "out").items())
 
 
-def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: Path) -> None:
+def test_small_change_survives_in_high_precision_weights(run: Path, tmp_path: Path) -> None:
     """What is refused over the codes that training saw is not lost over the weights that they were made of."""
     over = merge_model(run, tmp_path / "over", "fp8-dynamic", anyway=True, device="cpu").merge_error
     high = merge_model(run, tmp_path / "high", "fp8-dynamic", base="high", anyway=True, device="cpu").merge_error
-    assert over.kept < 0.9 < high.kept < 1.1 and over.lost
+    assert over.kept < 0.9 < high.kept < 1.1 and over.is_lost
 
 
 @pytest.mark.parametrize(
@@ -215,14 +211,14 @@ def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: 
         ({"include": ["lm_head"], "format": "fp8-dynamic"}, "'lm_head' cannot be included"),
     ],
 )
-def test_what_cannot_be_is_refused(ask: dict, message: str, folder: Folder, tmp_path: Path) -> None:
+def test_invalid_merges_are_rejected(ask: dict, message: str, folder: Folder, tmp_path: Path) -> None:
     adapter = written(folder("qwen3"), tmp_path / "adapter")
     with pytest.raises(TrainError, match=message):
         merge_model(adapter, tmp_path / "out", **ask)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command(folder: Folder, coded: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_command(folder: Folder, coded: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = folder("qwen3")
     adapter = written(base, tmp_path / "adapter")
     assert (

@@ -24,7 +24,7 @@ def near(ours: torch.Tensor, theirs: torch.Tensor, ulps: float = 64) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_trained_over_fp8_it_loads_in_stock_peft_over_the_stock_model(name: str, folder, tmp_path: Path) -> None:
+def test_adapter_trained_on_fp8_loads_in_stock_peft(name: str, folder, tmp_path: Path) -> None:
     path = folder(name)
     model = models.load(path, dtype=torch.float32)
     family = models.describe(model)
@@ -48,7 +48,7 @@ def test_trained_over_fp8_it_loads_in_stock_peft_over_the_stock_model(name: str,
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llama"])
-def test_over_fp8_without_a_recipe_it_is_the_dequantized_base_plus_adapter(name: str, folder, tmp_path: Path) -> None:
+def test_frozen_fp8_base_equals_dequantized_base_plus_adapter(name: str, folder, tmp_path: Path) -> None:
     path = folder(name)
     model = quantized(models.load(path, dtype=torch.float32), "row")
     family = models.describe(model)
@@ -70,7 +70,7 @@ def test_over_fp8_without_a_recipe_it_is_the_dequantized_base_plus_adapter(name:
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"q_proj": 2}}])
-def test_an_adapter_of_pefts_own_making_loads_here(settings: dict, folder, tmp_path: Path) -> None:
+def test_peft_adapter_loads(settings: dict, folder, tmp_path: Path) -> None:
     path = folder("qwen3_vl")
     torch.manual_seed(0)
     config = peft.LoraConfig(
@@ -85,7 +85,7 @@ def test_an_adapter_of_pefts_own_making_loads_here(settings: dict, folder, tmp_p
     near(logits(ours, batch), logits(theirs, batch))
 
 
-def test_in_bf16_both_round_but_no_more_than_bf16_does(folder, tmp_path: Path) -> None:
+def test_bf16_differences_are_within_rounding(folder, tmp_path: Path) -> None:
     """The reference is stock PEFT in fp32; ours in BF16 may err twice as much as stock PEFT in BF16."""
     path = folder("qwen3")
     model = models.load(path, dtype=torch.float32)
@@ -103,7 +103,7 @@ def test_in_bf16_both_round_but_no_more_than_bf16_does(folder, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("over", ["fp8", "stock"])
-def test_dora_is_that_of_the_dequantized_model(over: str, folder, tmp_path: Path) -> None:
+def test_dora_matches_dequantized_model(over: str, folder, tmp_path: Path) -> None:
     path = folder("qwen2_5_vl")  # its q, k, v and its tower have biases
     model = models.load(path, dtype=torch.float32)
     family = models.describe(model)
@@ -124,14 +124,14 @@ def test_dora_is_that_of_the_dequantized_model(over: str, folder, tmp_path: Path
     assert any(name.endswith("lora_magnitude_vector") for name in state)
 
 
-def test_dora_has_stock_pefts_gradients(folder) -> None:
+def test_dora_gradients_match_stock_peft(folder) -> None:
     path = folder("llama")
     base = quantized(models.load(path, dtype=torch.float32), "tensor")
     family = models.describe(base)
     batch = inputs(base, family)
     adapters.attach(base, family, lora(targets=("foundation",), dora=True))
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=True)
-    config.target_modules = set(adapters.attached(base))
+    config.target_modules = set(adapters.adapted_layers(base))
     theirs = peft.get_peft_model(
         fp8.dequantize_weights(quantized(models.load(path, dtype=torch.float32), "tensor")), config
     )
@@ -147,7 +147,7 @@ def test_dora_has_stock_pefts_gradients(folder) -> None:
         near(parameter.grad, grads[f"base_model.model.{name}"], 4096)
 
 
-def test_the_bf16_run_differs_in_its_base_alone(folder) -> None:
+def test_bf16_run_differs_only_in_its_base(folder) -> None:
     """The same layers, the same first A and B, beside FP8 and beside stock layers."""
     path = folder("qwen3_vl")
     layers = []
@@ -157,7 +157,7 @@ def test_the_bf16_run_differs_in_its_base_alone(folder) -> None:
         if freeze:
             quantized(model, "block", "blockwise")
         adapters.attach(model, family, lora(targets=components(family)), seed=5)
-        layers.append(adapters.attached(model))
+        layers.append(adapters.adapted_layers(model))
     assert layers[0].keys() == layers[1].keys()
     for one, other in zip(layers[0].values(), layers[1].values(), strict=True):
         assert type(one) is type(other)
@@ -165,7 +165,7 @@ def test_the_bf16_run_differs_in_its_base_alone(folder) -> None:
         assert one.lora_A["default"].weight.dtype is torch.float32
 
 
-def test_the_state_is_named_as_peft_names_it(folder) -> None:
+def test_state_names_match_peft(folder) -> None:
     model = models.load(folder("qwen3_vl"), dtype=torch.float32)
     family = models.describe(model)
     adapters.attach(model, family, lora(targets=("foundation",), dora=True))

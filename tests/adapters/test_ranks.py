@@ -60,7 +60,7 @@ def _rank(world: World, path: str, target: str) -> dict[str, bool]:
 
 
 @pytest.mark.long
-def test_on_two_ranks_they_train_as_on_one(folder, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one(folder, tmp_path: Path) -> None:
     """With DoRA, which has all three kinds of parameters, and a rank that two ranks cannot halve."""
     for checks in ranks.run(_rank, 2, str(folder("qwen3")), str(tmp_path)):
         assert all(checks.values()), checks

@@ -7,7 +7,7 @@ import torch
 
 from octavo import models
 from octavo.adapters import AdapterError
-from octavo.adapters.targets import targets_of
+from octavo.adapters.targets import resolve_targets
 from octavo.models import tiny_config
 from tests.adapters.conftest import FAMILIES
 
@@ -18,22 +18,22 @@ def empty(name: str) -> tuple[torch.nn.Module, models.Family]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_components_are_all_their_linear_layers(name: str) -> None:
+def test_component_target_selects_its_linear_layers(name: str) -> None:
     model, family = empty(name)
-    text = targets_of(model, family, ["foundation"])
+    text = resolve_targets(model, family, ["foundation"])
     assert text and all(family.component_of(n) == "foundation" for n in text)
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     rest = [n for n in linear if n not in text]
     assert all(family.component_of(n) != "foundation" for n in rest)
     if family.has_vision:
-        every = targets_of(model, family, ["foundation", "image_encoder", "image_projector"])
+        every = resolve_targets(model, family, ["foundation", "image_encoder", "image_projector"])
         assert sorted(every) == sorted(n for n in linear if n != "lm_head" and "patch_embed" not in n)
         assert every == tuple(sorted(every, key=linear.index))  # in model order
 
 
-def test_globs_suffixes_and_modules() -> None:
+def test_globs_suffixes_and_modules_select_layers() -> None:
     model, family = empty("qwen3_vl")
-    of = lambda *t, exclude=(): targets_of(model, family, t, exclude)  # noqa: E731
+    of = lambda *t, exclude=(): resolve_targets(model, family, t, exclude)  # noqa: E731
     q = of("**.q_proj")
     assert q and q == of("q_proj") == of("self_attn.q_proj") == of("**.layers.*.self_attn.q_*")
     assert of("model.language_model.layers.0") == of("**.layers.0.**")
@@ -55,10 +55,10 @@ def test_globs_suffixes_and_modules() -> None:
         ("patch_embed.proj", "patch_embed"),
     ],
 )
-def test_what_never_gets_one_is_refused_with_the_reason(target: str, says: str) -> None:
+def test_unadaptable_layers_are_rejected_with_reason(target: str, says: str) -> None:
     model, family = empty("qwen3_vl")
     with pytest.raises(AdapterError, match=says):
-        targets_of(model, family, [target])
+        resolve_targets(model, family, [target])
 
 
 @pytest.mark.parametrize(
@@ -74,25 +74,25 @@ def test_what_never_gets_one_is_refused_with_the_reason(target: str, says: str) 
         (["foundation"], ["foundation"], "nothing is left.*Exclude less"),
     ],
 )
-def test_what_means_nothing_is_an_error(targets: list[str], exclude: list[str], says: str) -> None:
+def test_unmatched_target_raises(targets: list[str], exclude: list[str], says: str) -> None:
     model, family = empty("qwen3_vl")
     with pytest.raises(AdapterError, match=says):
-        targets_of(model, family, targets, exclude)
+        resolve_targets(model, family, targets, exclude)
 
 
-def test_a_component_that_the_model_lacks() -> None:
+def test_missing_component_raises() -> None:
     model, family = empty("llama")
     with pytest.raises(AdapterError, match="no linear layers in image_encoder; it has foundation"):
-        targets_of(model, family, ["image_encoder"])
+        resolve_targets(model, family, ["image_encoder"])
 
 
-def test_experts_and_their_router() -> None:
+def test_experts_are_adapted_without_their_router() -> None:
     model, family = empty("qwen3_vl_moe")
-    names = targets_of(model, family, ["foundation"])
+    names = resolve_targets(model, family, ["foundation"])
     experts = [n for n in names if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
-    assert experts and tuple(experts) == targets_of(model, family, ["**.experts"])
-    assert targets_of(model, family, ["experts"]) == tuple(experts)
-    assert targets_of(model, family, ["experts.down_proj"]) == tuple(experts[1::2])
-    assert not set(experts) & set(targets_of(model, family, ["foundation"], ["**.experts"]))
+    assert experts and tuple(experts) == resolve_targets(model, family, ["**.experts"])
+    assert resolve_targets(model, family, ["experts"]) == tuple(experts)
+    assert resolve_targets(model, family, ["experts.down_proj"]) == tuple(experts[1::2])
+    assert not set(experts) & set(resolve_targets(model, family, ["foundation"], ["**.experts"]))
     with pytest.raises(AdapterError, match="router"):
-        targets_of(model, family, ["**.mlp.gate"])
+        resolve_targets(model, family, ["**.mlp.gate"])

@@ -14,12 +14,12 @@ from octavo.parallel import WorldError, world
 CPU, OTHER = torch.device("cpu"), torch.device("privateuseone")
 
 
-def test_a_cpu_lacks_plainly():
+def test_cpu_reports_missing_abilities():
     """Nothing is 0 that was not counted."""
     assert accelerator.autocast_dtype(CPU) is None and accelerator.rng_state(CPU) is None
     figures = (accelerator.peak_bytes, accelerator.allocated_bytes, accelerator.requested_bytes, accelerator.free_bytes)
     assert [figure(CPU) for figure in figures] == [None] * 4
-    assert accelerator.why_no_streams(CPU) == "cpu has no memory of its own" and accelerator.stream_id(CPU) == 0
+    assert accelerator.why_no_streams(CPU) == "cpu has no separate memory" and accelerator.stream_id(CPU) == 0
     assert not accelerator.empty_pinned((3,), torch.uint8, CPU).is_pinned()
     assert accelerator.pin_in_place(torch.empty(3), CPU) is None
     for does_nothing in (accelerator.synchronize, accelerator.empty_cache, accelerator.empty_cache_and_reset_peak):
@@ -35,7 +35,7 @@ def test_a_cpu_lacks_plainly():
         ("mps", None, "cpu"), ("mps", "mps", "mps"),
     ],
 )  # fmt: skip
-def test_which_device_a_process_takes(found, variable, taken, monkeypatch):
+def test_default_device(found, variable, taken, monkeypatch):
     """torch's accelerator where it holds FP8; the variable names another. There is no MPS here: it holds nothing."""
     monkeypatch.setattr(accelerator, "detect", lambda: None if found is None else torch.device(found))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -46,18 +46,18 @@ def test_which_device_a_process_takes(found, variable, taken, monkeypatch):
     )
 
 
-def test_what_is_not_here_is_refused(monkeypatch):
+def test_missing_device_raises(monkeypatch):
     monkeypatch.setenv(accelerator.VARIABLE, "npu")
-    with pytest.raises(accelerator.DeviceError, match="OCTAVO_DEVICE=npu, and torch sees no accelerator here"):
+    with pytest.raises(accelerator.DeviceError, match="OCTAVO_DEVICE=npu, but torch sees no accelerator here"):
         accelerator.default_device()
     with pytest.raises(WorldError, match="OCTAVO_DEVICE=npu"):
         world.setup()
-    assert "holds no float8_e4m3fn and no float8_e5m2; OCTAVO_DEVICE=mps uses it" in accelerator.why_unused(
+    assert "does not support float8_e4m3fn and float8_e5m2; set OCTAVO_DEVICE=mps to use it" in accelerator.why_unused(
         torch.device("mps")
     )
 
 
-def test_what_carries_collectives_is_torchs_answer():
+def test_collective_backend_comes_from_torch():
     assert (world._backend(CPU), world._backend(torch.device("cuda"))) == ("gloo", "cpu:gloo,cuda:nccl")
     assert world._backend(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
     with pytest.raises(
@@ -66,7 +66,7 @@ def test_what_carries_collectives_is_torchs_answer():
         world._backend(OTHER)
 
 
-def test_an_amd_gpu_has_no_compute_capability(monkeypatch):
+def test_amd_gpu_has_no_compute_capability(monkeypatch):
     """Its numbers would read as Hopper's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     assert accelerator.compute_capability(torch.device("cuda")) == (9, 4)
@@ -74,7 +74,7 @@ def test_an_amd_gpu_has_no_compute_capability(monkeypatch):
     assert accelerator.compute_capability(torch.device("cuda")) is None is accelerator.compute_capability(CPU)
 
 
-def test_tied_weights_stay_tied_where_tensors_cannot_take_places(monkeypatch):
+def test_move_keeps_tied_weights_tied(monkeypatch):
     """`to` would make a parameter for each module."""
     monkeypatch.setattr(accelerator, "accepts_parameter_data", lambda device: False)
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)

@@ -12,7 +12,7 @@ from octavo.base import atomic_write
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_text_is_the_former_one_until_the_new_one_is_whole(tmp_path: Path, monkeypatch, shared: bool) -> None:
+def test_write_text_is_atomic(tmp_path: Path, monkeypatch, shared: bool) -> None:
     file, read = tmp_path / "result.json", []
     atomic_write.write_text(file, "former", shared)
 

@@ -110,7 +110,7 @@ BLOCK = ("lora={rank: 2}", "model.load_in_fp8=block")
         ({"an/Original": "plain", "an/Original-FP8": "block"}, (*BLOCK, "model.revision=main"), "an/Original", "cache"),
     ],
 )  # fmt: skip
-def test_what_is_taken_trains_and_is_written_down(folders, cache, tmp_path, there, over, took, words):
+def test_resolved_model_trains_and_is_recorded(folders, cache, tmp_path, there, over, took, words):
     for name, folder in there.items():
         put(cache, name, folders / folder)
     said: list[str] = []
@@ -124,13 +124,13 @@ def test_what_is_taken_trains_and_is_written_down(folders, cache, tmp_path, ther
         assert "frozen FP8 codes" in (result.dir / "plan.json").read_text()
 
 
-def test_load_takes_names_too(folders, cache):
+def test_load_accepts_hub_names(folders, cache):
     put(cache, "an/Original", folders / "plain")
     said: list[str] = []
     assert octavo.load("an/Original", log=said.append).config.model_type == "qwen3" and "is taken" in said[-1]
 
 
-def test_with_a_network_the_newest_revision_is_fetched_without_code(folders, cache, tmp_path, online, monkeypatch):
+def test_newest_revision_is_fetched_without_code(folders, cache, tmp_path, online, monkeypatch):
     asked = {}
 
     def snapshot_download(name, repo_type, revision, allow_patterns):
@@ -165,7 +165,7 @@ def test_with_a_network_the_newest_revision_is_fetched_without_code(folders, cac
         ("fp8", None),
     ],
 )
-def test_which_kind_a_config_announces(tmp_path, said, kind):
+def test_declared_kind(tmp_path, said, kind):
     for form in ({"quantization_config": said}, {"text_config": {"quantization_config": said}}):
         (tmp_path / "config.json").write_text(json.dumps(form))
         assert hub.declared_kind(tmp_path / "config.json") == kind
@@ -173,7 +173,7 @@ def test_which_kind_a_config_announces(tmp_path, said, kind):
     assert hub.declared_kind(tmp_path / "config.json") is None is hub.declared_kind(tmp_path / "none.json")
 
 
-def test_what_is_a_name_and_what_a_path(tmp_path, folders, monkeypatch):
+def test_is_name_distinguishes_names_and_paths(tmp_path, folders, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
     for path in (
@@ -193,7 +193,7 @@ def test_what_is_a_name_and_what_a_path(tmp_path, folders, monkeypatch):
         config(folders, tmp_path, "data.train.0.split=test")
 
 
-def test_without_a_network_one_sentence_comes_before_torch(folders, tmp_path):
+def test_missing_network_is_reported_before_torch_is_imported(folders, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{path: Qwen/Qwen3-8B}}\ndata: {{train: [{{path: {folders}/rows.json}}]}}\n"
                     "train: {steps: 1}\n")  # fmt: skip
@@ -209,7 +209,7 @@ def test_without_a_network_one_sentence_comes_before_torch(folders, tmp_path):
         assert ("--shape qwen3_8b" in line) == (command == "plan")
 
 
-def test_a_data_set_of_the_hub(folders, cache, tmp_path, online, monkeypatch):
+def test_hub_data_set_is_pinned(folders, cache, tmp_path, online, monkeypatch):
     """At the revision that it has now, which the run writes down; as the same rows in a file."""
     rows, asked = json.loads((folders / "rows.json").read_text()), []
 
@@ -239,7 +239,7 @@ def test_a_data_set_of_the_hub(folders, cache, tmp_path, online, monkeypatch):
         data.read(wrong)
 
 
-def test_a_data_set_of_the_hub_is_streamed(folders, cache, tmp_path, online, monkeypatch):
+def test_hub_data_set_is_streamed(folders, cache, tmp_path, online, monkeypatch):
     """Row groups of its parquet files, wherever they are opened: rows, losses and joined documents of a local file."""
     online({"an/Set": SHA})
     rows = [{"text": f"{n} and so on"} for n in range(30)]

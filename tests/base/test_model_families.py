@@ -53,7 +53,7 @@ def test_few_files_name_a_family(sources):
     assert {family: files for family, files in named.items() if len(files) > MOST_FILES} == {}
 
 
-def test_each_record_has_what_it_names():
+def test_records_name_existing_processors_and_checkpoints():
     assert set(CHECKPOINTS) == set(tiny_families())
     for family in trained_families("images"):
         record = RECORDS[family]
@@ -65,7 +65,7 @@ def test_each_record_has_what_it_names():
     assert not trains_on(["qwen3_vl"], "images") and not trains_on("qwen3", "images", "sound")
 
 
-def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(tmp_path, monkeypatch):
+def test_family_is_added_by_record_processor_and_checkpoint(tmp_path, monkeypatch):
     """EXAONE 4.5, which transformers ships, and which is planned only: the three edits, as a change would make them."""
     library = pytest.importorskip("transformers.models.exaone4_5.processing_exaone4_5")
     from transformers import Exaone4_5_Config
@@ -111,7 +111,7 @@ def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(
     assert sum(models.vision_of(model.config).patches(inputs)) == len(inputs["pixel_values"])
     assert ImageSharding(model, models.describe(model), None) is not None
     found = survey.survey_family(Exaone4_5_Config)
-    assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of sliding_attention")
+    assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of type sliding_attention")
     page = runpy.run_path(str(ROOT / "docs/site/families.py"))["page"]([found])
     assert "| `exaone4_5` | image_encoder, image_projector, foundation | no: has layers of sliding_attention" in page
     parser = argparse.ArgumentParser()

@@ -34,7 +34,7 @@ LINE = """\
 LAST = '    RecipeSpec("delayed"'
 
 
-def test_lists_of_recipes_are_those_that_were_written_by_hand() -> None:
+def test_derived_lists_of_recipes() -> None:
     assert recipe_specs.NAMES == ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
     assert recipe_specs.RANKED == ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed")
     assert (*recipe_specs.CANDIDATES, "delayed") == recipe_specs.RANKED
@@ -56,19 +56,20 @@ def test_lists_of_recipes_are_those_that_were_written_by_hand() -> None:
     }
 
 
-def test_the_page_on_numerics_has_a_row_for_each_recipe() -> None:
+def test_numerics_page_has_a_row_for_each_recipe() -> None:
     page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
     table = page.partition("## Recipes\n")[2].split("\n\n")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.M)) == sorted(SPECS)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_a_line_says_is_what_its_casts_do(name: str) -> None:
+def test_specs_match_their_casts(name: str) -> None:
     spec, recipe = SPECS[name], fp8.recipe(name)
     assert recipe.fwd and recipe.dgrad and recipe.wgrad
     assert spec.layouts == len(recipe.weight_casts()) == (2 if name in ("rowwise", "mxfp8") else 1)
     assert spec.delayed == (recipe.delayed is not None) and recipe.format == spec.formats[0]
-    assert spec.by_tensor == (recipe.fwd.a.block == (-1, -1)) and spec.spans_rows == (recipe.fwd.a.block[0] != 1)
+    assert spec.has_tensor_scale == (recipe.fwd.a.block == (-1, -1))
+    assert spec.couples_rows == (recipe.fwd.a.block[0] != 1)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_what_a_line_says_is_what_its_casts_do(name: str) -> None:
         ({"recipe": "blockwise", "wgrad": "mxfp8"}, ""),
     ],
 )  # fmt: skip
-def test_the_note_of_weights_that_are_cast_twice_follows_from_the_casts(words: dict[str, str], twice: str) -> None:
+def test_note_on_double_weight_casts_follows_from_the_casts(words: dict[str, str], twice: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     found = [note for note in fp8.plan(model, fp8.Policy(**words)).notes if "twice" in note]
     assert len(found) == bool(twice) and all(note.startswith(twice) for note in found)
@@ -102,12 +103,12 @@ def test_the_note_of_weights_that_are_cast_twice_follows_from_the_casts(words: d
         ({"recipe": "delayed"}, False, True),
     ],
 )
-def test_the_note_on_amax_by_tensor_follows_from_the_casts(words: dict[str, str], frozen: bool, local: bool) -> None:
+def test_note_on_tensor_amax_follows_from_the_casts(words: dict[str, str], frozen: bool, local: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).requires_grad_(not frozen)
     assert local == any("per-tensor amax" in note for note in fp8.plan(model, fp8.Policy(**words)).notes)
 
 
-def test_a_line_in_the_table_is_all_that_a_recipe_needs() -> None:
+def test_recipe_is_added_by_one_line_in_the_table() -> None:
     """Everything is imported anew in a process of its own, with a table that has one line more."""
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
@@ -181,7 +182,7 @@ def _known() -> dict[str, bool]:
     every = "{recipe: tilewise, format: hybrid, lm_head: {recipe: tilewise}, candidates: [tilewise], "
     asked = config.load_config_text(text.format(every + "adapt: {every: 20, recipes: [tilewise]}}")).fp8
     return {
-        "note of the plan": "tilewise cast weights twice: 2 bytes of codes a parameter" in plan.notes,
+        "note of the plan": "tilewise cast weights twice: 2 bytes of codes per parameter" in plan.notes,
         "memory figure": states.codes(plan, states.backward_reaches(model)) == fp8.weight_cache_bytes(trained)
         == 3 * (one + scales),  # the first layer has no dgrad
         "measured plan": all(r.recipe is not None and r.recipe.name == "tilewise" for r in by_time.rows)

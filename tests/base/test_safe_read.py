@@ -24,7 +24,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("what", mutate.PLACES)
-def test_whatever_stands_in_a_files_place_is_named(tmp_path: Path, what: str) -> None:
+def test_special_files_are_reported(tmp_path: Path, what: str) -> None:
     file = tmp_path / "config.json"
     file.write_text("{}")
     mutate.replace_file(random.Random(0), file, what)
@@ -36,7 +36,7 @@ def test_whatever_stands_in_a_files_place_is_named(tmp_path: Path, what: str) ->
 TEXTS = {
     "{": "line 1, column 2",
     "": "is empty",
-    "[]": "holds a list where an object belongs",
+    "[]": "contains a list; expected an object",
     '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}": f"deeper than {MAX_DEPTH}",
     '{"a": ' + "[" * 100_000: f"deeper than {MAX_DEPTH}",
     '{"a": ' + "1" * 301 + "}": "301 digits",
@@ -48,12 +48,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_json_that_breaks_who_walks_it_is_refused(text: str) -> None:
+def test_unsafe_json_is_rejected(text: str) -> None:
     with pytest.raises(Unreadable, match=TEXTS[text]):
         safe_read.parse_json(text, "x.json")
 
 
-def test_json_of_every_kind_that_files_hold_is_read() -> None:
+def test_valid_json_is_read() -> None:
     good = {
         "max": 10**30,
         "limit": [0.0, float("inf")],
@@ -64,11 +64,11 @@ def test_json_of_every_kind_that_files_hold_is_read() -> None:
     assert safe_read.parse_json(json.dumps([good], ensure_ascii=False), "x.json", wanted=list) == [good]
 
 
-def test_bytes_are_bounded_and_text_is_utf8(tmp_path: Path) -> None:
+def test_size_is_limited_and_text_is_utf8(tmp_path: Path) -> None:
     file = tmp_path / "big"
     file.write_bytes(b"12345678\n\xffx")
     assert safe_read.read_bytes(file, limit=11) == b"12345678\n\xffx"
-    with pytest.raises(Unreadable, match="11 bytes or more, and 10 are the most"):
+    with pytest.raises(Unreadable, match="11 bytes or more; the limit is 10"):
         safe_read.read_bytes(file, limit=10)
     with pytest.raises(Unreadable, match=r"byte 9 \(line 2\) is 0xff"):
         safe_read.read_text(file)
@@ -83,11 +83,11 @@ def test_bytes_are_bounded_and_text_is_utf8(tmp_path: Path) -> None:
             safe_read.read_bytes(path)
 
 
-def test_what_a_terminal_would_obey_is_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     assert safe_read.printable("é\x1b[2J\n\ud800\u202e") == r"é\x1b[2J\n\ud800\u202e"
 
 
-def test_links_out_of_a_folder_are_told_and_those_of_the_hubs_cache_are_inside(tmp_path: Path) -> None:
+def test_outside_links_are_detected_except_in_hub_snapshots(tmp_path: Path) -> None:
     snapshot = tmp_path / "repo" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     blob, other = tmp_path / "repo" / "blobs" / "123", tmp_path / "secret"

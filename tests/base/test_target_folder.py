@@ -50,7 +50,7 @@ def volume(request, tmp_path, monkeypatch) -> Path:
     return volume
 
 
-def test_a_volume_is_written_into_and_written_again(volume, tmp_path):
+def test_mounted_volume_can_be_written_twice(volume, tmp_path):
     for turn in ("first", "second"):
         with atomic_write.new_folder(volume, Refused) as made:
             (made / "inner").mkdir()
@@ -60,7 +60,7 @@ def test_a_volume_is_written_into_and_written_again(volume, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_volume_stays_as_it_was_when_the_work_or_a_rename_fails(volume, tmp_path, monkeypatch):
+def test_failure_leaves_the_volume_unchanged(volume, tmp_path, monkeypatch):
     with atomic_write.new_folder(volume, Refused) as made:
         (made / "config.json").write_text("former")
     before = names(volume)
@@ -83,7 +83,7 @@ def test_a_volume_stays_as_it_was_when_the_work_or_a_rename_fails(volume, tmp_pa
 
 
 @pytest.mark.parametrize("at", range(1, 7))
-def test_a_kill_between_the_renames_leaves_the_former_files_or_the_new_ones(tmp_path, monkeypatch, at):
+def test_kill_between_renames_leaves_old_or_new_files(tmp_path, monkeypatch, at):
     """The next writer ends what the killed one began; here it fails itself, so that what it found stays."""
     volume, real, count = tmp_path / "out", os.rename, 0
     volume.mkdir()
@@ -126,10 +126,10 @@ def test_commands_write_into_a_volume(volume, tmp_path, model, monkeypatch, comm
     assert len(target_folder.contents(volume)) > 2 and not (volume / target_folder.STAGE).exists()
 
 
-def test_a_folder_that_is_filled_meanwhile_is_not_replaced(tmp_path):
+def test_folder_filled_during_the_work_is_not_replaced(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
-    with pytest.raises(Refused, match="out was empty, and now holds mine"):
+    with pytest.raises(Refused, match="out was empty and now contains mine"):
         with atomic_write.new_folder(target, Refused, replace=False) as made:
             (made / "new").touch()
             (target / "mine").touch()
@@ -137,11 +137,11 @@ def test_a_folder_that_is_filled_meanwhile_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "why"), [
-    ("a\x1b[31mred", r"a\x1b[31mred cannot be written: its name holds control characters"),
+    ("a\x1b[31mred", r"a\x1b[31mred cannot be written: its name contains control characters"),
     ("two\nlines", r"two\nlines cannot be written"), ("half\udcff", r"half\udcff cannot be written"),
     ("circle", "links lead in a circle"), ("circle/below", "links lead in a circle"), ("file/below", "file is a file"),
 ])  # fmt: skip
-def test_a_name_that_cannot_be_used_is_refused_before_the_work(tmp_path, monkeypatch, capsys, name, why):
+def test_invalid_name_is_rejected_before_the_work(tmp_path, monkeypatch, capsys, name, why):
     (tmp_path / "circle").symlink_to(tmp_path / "other")
     (tmp_path / "other").symlink_to(tmp_path / "circle")
     (tmp_path / "file").touch()
@@ -155,7 +155,7 @@ def test_a_name_that_cannot_be_used_is_refused_before_the_work(tmp_path, monkeyp
     assert names(tmp_path) == before
 
 
-def test_an_input_of_links_in_a_circle_or_not_utf8_is_refused(tmp_path, capsys):
+def test_circular_links_and_invalid_utf8_are_rejected(tmp_path, capsys):
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "half\udcff").mkdir()
     for words, why in (
@@ -170,14 +170,14 @@ def test_an_input_of_links_in_a_circle_or_not_utf8_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_link_to_a_folder_that_is_not_there_yet_is_followed(tmp_path):
+def test_link_to_a_missing_folder_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
     with atomic_write.new_folder(tmp_path / "link", Refused) as made:
         (made / "a").touch()
     assert (tmp_path / "link").is_symlink() and names(tmp_path / "disk") == ["out", "out/a"]
 
 
-def test_a_source_with_control_characters_is_printed_escaped(tmp_path, model, capsys):
+def test_source_with_control_characters_is_printed_escaped(tmp_path, model, capsys):
     source = shutil.copytree(model, tmp_path / "red\x1b[31m")
     key = str(tmp_path / "key")
     assert main(["seal", "key", key]) == 0

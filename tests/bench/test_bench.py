@@ -281,7 +281,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gem"], "there is no suite 'gem'; there are: all, cast, gemm"),
+        (["gem"], "there is no suite 'gem'; suites are: all, cast, gemm"),
         ([], "required: SUITE"),
         (["gemm", "--tokens", "0"], "expected a whole number of at least 1, found '0'"),
         (["gemm", "--tokens", "x"], "expected a whole number of at least 1, found 'x'"),
@@ -289,7 +289,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
         (["gemm", "--budget", "-1"], "-1 is not a number of seconds"),
         (["gemm", "--device", "tpu"], "--device tpu is not available"),
         (["gemm", "--device", "cpu:x"], "--device cpu:x is not available"),
-        (["step", "--shape", "qwen3_vl_9b"], "there is no published shape 'qwen3_vl_9b' (did you mean"),
+        (["step", "--shape", "qwen3_vl_9b"], "unknown shape 'qwen3_vl_9b' (did you mean"),
     ],
 )
 def test_wrong_usage_is_reported_before_anything_is_timed(

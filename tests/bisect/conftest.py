@@ -1,4 +1,4 @@
-"""A trainer that only pretends: its losses follow from which GEMMs and features a configuration has on."""
+"""A fake trainer, whose losses follow from the GEMMs and features that a configuration has on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.bisect.short_runs import Enough
+from octavo.bisect.short_runs import StepsDone
 from octavo.config import Config, load_config_text, to_yaml
 from octavo.fp8.policy import matches
 from octavo.train import TrainError
@@ -34,7 +34,7 @@ def component(layer: str) -> str:
 
 
 def recipes(cfg: Config) -> dict[str, str]:
-    """ "LAYER.GEMM" -> the recipe that it runs in, of those in FP8."""
+    """Return "LAYER.GEMM" -> recipe of the GEMMs in FP8."""
     out = {}
     for layer, gemm in itertools.product(LAYERS, GEMMS):
         recipe, runs = cfg.fp8.recipe, getattr(cfg.fp8, gemm)
@@ -50,56 +50,56 @@ def plan_of(cfg: Config) -> dict:
     on = recipes(cfg)
     rows = []
     for number, layer in enumerate(LAYERS):
-        own = {gemm: on.get(f"{layer}.{gemm}") for gemm in GEMMS}
-        name = next(filter(None, own.values()), None)
+        gemms = {gemm: on.get(f"{layer}.{gemm}") for gemm in GEMMS}
+        name = next(filter(None, gemms.values()), None)
         recipe = (
             None
             if name is None
-            else {"name": name, "format": "e4m3"} | {g: "fp8" if r else "bf16" for g, r in own.items()}
+            else {"name": name, "format": "e4m3"} | {g: "fp8" if r else "bf16" for g, r in gemms.items()}
         )
         rows.append({"name": layer, "component": component(layer), "kind": "linear", "recipe": recipe,
-                     "flops": 100.0 - number, "backend": {g: "reference" for g, r in own.items() if r}})  # fmt: skip
+                     "flops": 100.0 - number, "backend": {g: "reference" for g, r in gemms.items() if r}})  # fmt: skip
     return {"rows": rows, "notes": []}
 
 
 Harm = Callable[[Config, dict[str, str], int], float | str]
-"""(configuration, what runs in FP8, step) -> the share by which the loss is higher, or the sentence of an error."""
+"""(configuration, GEMMs in FP8, step) -> relative increase of the loss, or the message of an error."""
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Plots take half a second each; one test needs them."""
+def no_plots(monkeypatch):
+    """Disable plots, which take half a second each."""
     monkeypatch.setattr("octavo.bisect.find_culprits.write", lambda *_: None)
 
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """trainer(harm) puts the pretended trainer in place; gives the names of folders that were trained."""
+    """trainer(harm) installs the fake trainer; returns the names of folders that were trained."""
 
     def install(harm: Harm) -> list[str]:
         trained: list[str] = []
 
         def run(cfg, *, callbacks, describe_plan):
-            home = Path(cfg.run.dir)
-            trained.append(home.name)
-            assert cfg.run.save_every == 0 and not cfg.data.eval and not home.exists()
-            home.mkdir(parents=True)
-            (home / "config.yaml").write_text(to_yaml(cfg))
-            (home / "plan.json").write_text(json.dumps(plan_of(cfg)))
+            folder = Path(cfg.run.dir)
+            trained.append(folder.name)
+            assert cfg.run.save_every == 0 and not cfg.data.eval and not folder.exists()
+            folder.mkdir(parents=True)
+            (folder / "config.yaml").write_text(to_yaml(cfg))
+            (folder / "plan.json").write_text(json.dumps(plan_of(cfg)))
             begins, on = int((cfg.run.fork or "_0").rpartition("_")[2]), recipes(cfg)
-            with (home / "metrics.jsonl").open("w") as file:
+            with (folder / "metrics.jsonl").open("w") as file:
                 for step in range(begins + 1, cfg.train.steps + 1):
-                    more = harm(cfg, on, step)
-                    if isinstance(more, str):
-                        raise TrainError(more)
-                    seconds = 1.0 + (more if cfg.train.compile else 0)
-                    row = {"step": step, "loss": (3 - step / 100) * (1 + more), "tokens": 64, "lr": 1e-3,
+                    increase = harm(cfg, on, step)
+                    if isinstance(increase, str):
+                        raise TrainError(increase)
+                    seconds = 1.0 + (increase if cfg.train.compile else 0)
+                    row = {"step": step, "loss": (3 - step / 100) * (1 + increase), "tokens": 64, "lr": 1e-3,
                            "seconds": seconds, "tokens_per_s": 64 / seconds}  # fmt: skip
                     file.write(json.dumps(row).replace("Infinity", "null") + "\n")
                     try:
                         callbacks[0].end_step(None, SimpleNamespace(number=step, row=row))
-                    except Enough as enough:
-                        raise TrainError("a callback failed") from enough
+                    except StepsDone as done:
+                        raise TrainError("a callback failed") from done
             return SimpleNamespace(status="finished")
 
         monkeypatch.setattr("octavo.rl.run", run)

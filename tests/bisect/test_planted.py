@@ -1,4 +1,4 @@
-"""Faults planted into real training are found: a layer with outliers, a GEMM whose scale is wrong after 50 steps, and a
+"""Faults planted into real training are found: a layer with outliers, a GEMM with a wrong scale after 50 steps, and a
 broken backend.
 """
 
@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def search(place, tmp_path):
-    def run(*overrides: str, **how):
+    def run(*overrides: str, **options):
         text = f"""
 model: {{path: {place / "text"}}}
 fp8: {{recipe: tensorwise}}
@@ -41,13 +41,13 @@ data: {{train: [{{path: {place / "rows.jsonl"}}}]}}
 train: {{phase: pretrain, steps: 16, seq_length: 64, micro_batch: 4, global_batch: 4, lr: 5e-3, warmup: 2}}
 run: {{dir: {tmp_path / "run"}, threads: 1}}
 """
-        return bisect.bisect(load_config_text(text, overrides), tmp_path / "search", **how)
+        return bisect.bisect(load_config_text(text, overrides), tmp_path / "search", **options)
 
     return run
 
 
-def test_one_layer_with_outliers(search, monkeypatch):
-    """An outlier takes the range of codes from what shares its scale: all of a tensor, or its row."""
+def test_layer_with_outliers_is_found(search, monkeypatch):
+    """An outlier reduces the range of codes for all values that share its scale: the tensor, or its row."""
     real = gemms.fwd
 
     def fwd(site, way, given, x_q, *rest):
@@ -55,16 +55,16 @@ def test_one_layer_with_outliers(search, monkeypatch):
             x = dequantize(x_q)
             x[0, 0] = 1e7 * x.abs().max()
             x_q = site.selections["fwd"].backend.quantize(x, site.recipe.fwd.a)
-            x_q.data.view(torch.uint8)[0, 0] = 0  # nothing but its scale is left of it
+            x_q.data.view(torch.uint8)[0, 0] = 0  # only its effect on the scale remains
         return real(site, way, given, x_q, *rest)
 
     monkeypatch.setattr(gemms, "fwd", fwd)
     answer = search()
-    assert [one.words for found in answer.sets for one in found] == [f"fwd of {FIRST}"]
+    assert [candidate.words for culprits in answer.sets for candidate in culprits] == [f"fwd of {FIRST}"]
     assert answer.how == f"{FIRST} in rowwise"
 
 
-def test_a_fault_that_shows_only_after_50_steps(search, monkeypatch):
+def test_fault_after_50_steps_is_found(search, monkeypatch):
     now, real = [0], (loop.lr_at, gemms.fwd)
 
     def lr_at(number, **settings):
@@ -79,7 +79,7 @@ def test_a_fault_that_shows_only_after_50_steps(search, monkeypatch):
     monkeypatch.setattr(loop, "lr_at", lr_at)
     monkeypatch.setattr(gemms, "fwd", fwd)
     answer = search("train.steps=64")
-    assert [one.words for one in answer.out] == [f"fwd of {DOWN}"] and answer.steps > 50
+    assert [candidate.words for candidate in answer.out] == [f"fwd of {DOWN}"] and answer.steps > 50
 
 
 class Broken(ReferenceBackend):
@@ -89,9 +89,9 @@ class Broken(ReferenceBackend):
         return super().gemm_fwd(a, b, dtype, bias).flip(0)
 
 
-def test_a_broken_backend(search, monkeypatch):
+def test_broken_backend_is_found(search, monkeypatch):
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     registry.register(Broken())
     answer = search("fp8.backend=broken")
-    assert [one.words for one in answer.out] == ["backend: broken"]
+    assert [candidate.words for candidate in answer.out] == ["backend: broken"]
     assert answer.works.fp8.backend == "reference" and answer.works.fp8.recipe == "tensorwise"

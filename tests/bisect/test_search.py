@@ -1,4 +1,4 @@
-"""The search: what it finds, and in how many questions."""
+"""The search algorithm: its results, and the number of runs."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ import random
 
 import pytest
 
-from octavo.bisect.find_culprits import Diffuse, smallest
+from octavo.bisect.find_culprits import TooManyCulprits, smallest
 
 
-def asked(*culprits: set[int]):
-    """(fails, its questions): fails where any of these sets is on as a whole."""
-    questions: list[set[int]] = []
+def make_fails(*culprits: set[int]):
+    """Return (fails, list of its queries); it fails where all of any of these sets is on."""
+    queries: list[set[int]] = []
 
     def fails(on):
-        questions.append(set(on))
-        return any(found <= set(on) for found in culprits)
+        queries.append(set(on))
+        return any(culprit_set <= set(on) for culprit_set in culprits)
 
-    return fails, questions
+    return fails, queries
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 900])
-def test_one_culprit_takes_a_logarithm_of_the_candidates(count):
+def test_single_culprit_takes_logarithmic_queries(count):
     for culprit in {0, 1 % count, count // 2, count - 1}:
-        fails, questions = asked({culprit})
+        fails, queries = make_fails({culprit})
         assert smallest(fails, range(count)) == [culprit]
-        halving = [on for on in questions if on != {culprit}]
-        assert len(halving) <= math.ceil(math.log2(count)) and len(questions) <= len(halving) + 2
+        halving = [on for on in queries if on != {culprit}]
+        assert len(halving) <= math.ceil(math.log2(count)) and len(queries) <= len(halving) + 2
 
 
-def test_several_are_found_together_and_none_of_them_can_go():
+def test_result_is_a_minimal_failing_set():
     draw = random.Random(0)
     for _ in range(200):
         count = draw.randrange(2, 60)
         culprits = [
             set(draw.sample(range(count), draw.randrange(1, min(5, count + 1)))) for _ in range(draw.randrange(1, 4))
         ]
-        fails, questions = asked(*culprits)
-        found = set(smallest(fails, range(count)))
-        assert found in culprits and not any(other < found for other in culprits)
-        assert len(questions) <= (len(found) + 1) * (math.ceil(math.log2(count)) + 1)
+        fails, queries = make_fails(*culprits)
+        result = set(smallest(fails, range(count)))
+        assert result in culprits and not any(other < result for other in culprits)
+        assert len(queries) <= (len(result) + 1) * (math.ceil(math.log2(count)) + 1)
 
 
-def test_harm_of_many_is_said_to_be_so():
-    with pytest.raises(Diffuse) as caught:
+def test_too_many_culprits_are_reported():
+    with pytest.raises(TooManyCulprits) as caught:
         smallest(lambda on: len(set(on)) > 12, range(40))
     assert len(caught.value.beginning) == 13

@@ -90,7 +90,7 @@ def by_dcp(directory: Path, wanted: dict[str, torch.Tensor], safe: bool = False)
     """What DCP's own loader (or Octavo's safe one) finds, into empty tensors."""
     state = {key: torch.zeros_like(value) for key, value in wanted.items()}
     if safe:
-        reader = SafeReader(directory, pass_over_bytes=True)
+        reader = SafeReader(directory, skip_byte_entries=True)
         dcp.load(state, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
     else:
         dcp.load({"model": state}, checkpoint_id=directory, no_dist=True)

@@ -113,5 +113,5 @@ def save(directory, step: int, model: nn.Module, optimizer, keep: int = 2, extra
     )
 
 
-def load(path, model: nn.Module, optimizer, world=None) -> checkpoint.Restored:
+def load(path, model: nn.Module, optimizer, world=None) -> checkpoint.RestoredState:
     return checkpoint.load(path, model=model, optimizer=optimizer, world=world or One())

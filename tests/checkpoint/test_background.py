@@ -45,7 +45,7 @@ def wiped(model, optimizer) -> None:
 
 
 @pytest.mark.parametrize("states", ["torch", "fp8", "fp32"])
-def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, monkeypatch, states: str) -> None:
+def test_asynchronous_save_writes_state_at_the_call(tmp_path: Path, monkeypatch, states: str) -> None:
     if states == "torch":
         model, optimizer = trained()
     else:
@@ -53,15 +53,15 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, monkeypatch, s
         train(model, optimizer, range(3))
     world = World()
     awaited = checkpoint.write(tmp_path / "awaited", take(model, optimizer, 3, world), world, keep=None)
-    background = checkpoint.Background(world, CPU)
+    background = checkpoint.BackgroundSaver(world, CPU)
     assert background.poll(wait=True) is None
     with held_back(monkeypatch):
         background.begin(tmp_path / "beside", take(model, optimizer, 3, world))
         wiped(model, optimizer)
-        assert background.under_way and background.poll() is None
+        assert background.has_pending_save and background.poll() is None
         assert checkpoint.steps(tmp_path / "beside") == []
     path = background.poll(wait=True)
-    assert path == tmp_path / "beside" / "step_3" and not background.under_way
+    assert path == tmp_path / "beside" / "step_3" and not background.has_pending_save
     assert files.read_state(path) == files.read_state(awaited)  # checksums of all files are in it
     background.begin(tmp_path / "beside", take(model, optimizer, 4, world, more=torch.ones(9)))  # in the same memory
     again, other = fresh() if states == "torch" else small(states, "bf16+16", seed=9)
@@ -70,10 +70,10 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, monkeypatch, s
     background.close()
 
 
-def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
+def test_full_disk_is_reported_and_existing_checkpoints_are_kept(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = trained()
     world = World()
-    background = checkpoint.Background(world, CPU)
+    background = checkpoint.BackgroundSaver(world, CPU)
     background.begin(tmp_path, take(model, optimizer, 3, world))
     background.poll(wait=True)
 
@@ -83,7 +83,7 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         background.begin(tmp_path, take(model, optimizer, 4, world))
-        with pytest.raises(checkpoint.CheckpointError, match="disk is full .*Checkpoints already there are untouched"):
+        with pytest.raises(checkpoint.CheckpointError, match="disk is full .*Existing checkpoints are untouched"):
             background.poll(wait=True)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_3"]
     background.begin(tmp_path, take(model, optimizer, 4, world))
@@ -103,7 +103,7 @@ def _beside_two(world: World, folder: str) -> dict:
     optimizer = optimizer_for(model, states="fp8", master="bf16+16")
     train(model, optimizer, range(3), mine)
     awaited = checkpoint.write(here / "awaited", take(model, optimizer, 3, world), world, keep=None)
-    background = checkpoint.Background(world, CPU)
+    background = checkpoint.BackgroundSaver(world, CPU)
     with pytest.MonkeyPatch.context() as patch:
         with held_back(patch) if world.rank else patch.context():
             background.begin(here / "beside", take(model, optimizer, 3, world))
@@ -130,7 +130,7 @@ def _full(*given, **more):
     raise OSError(28, "No space left on device")
 
 
-def test_two_ranks_write_beside_their_steps(tmp_path: Path) -> None:
+def test_two_ranks_save_asynchronously(tmp_path: Path) -> None:
     for answer in ranks.run(_beside_two, 2, str(tmp_path)):
         assert answer["same"] and answer["waits"]
         assert "the disk is full" in answer["told"] and answer["left"] == ["step_3"]

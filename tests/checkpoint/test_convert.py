@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return two_shards(tmp_path / "model")
 
 
-def test_there_and_back_is_the_same_folder(folder, tmp_path):
+def test_round_trip_restores_the_folder(folder, tmp_path):
     messages: list[str] = []
     steps: list[tuple[int, int]] = []
     there = convert.hf_to_dcp(
@@ -62,7 +62,7 @@ def test_there_and_back_is_the_same_folder(folder, tmp_path):
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_dcp_itself_reads_it(folder, tmp_path, safe):
+def test_dcp_loads_converted_checkpoint(folder, tmp_path, safe):
     convert.hf_to_dcp(folder, tmp_path / "dcp")
     wanted = {}
     for name, value in tensors().items():
@@ -77,7 +77,7 @@ def test_dcp_itself_reads_it(folder, tmp_path, safe):
         assert equal(found[key], value), key
 
 
-def test_dcp_finds_the_path_to_each_weight_and_the_version(folder, tmp_path):
+def test_dcp_metadata_has_weight_paths_and_version(folder, tmp_path):
     """As MindSpeed-MM merges a checkpoint: into nothing, by the paths that .metadata names."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -92,7 +92,7 @@ def test_dcp_finds_the_path_to_each_weight_and_the_version(folder, tmp_path):
     same_files(folder, tmp_path / "back")
 
 
-def test_fp8_codes_and_scales_come_back_as_they_are(tmp_path):
+def test_fp8_codes_and_scales_survive_round_trip(tmp_path):
     first, second, config = quantized()
     folder = write(tmp_path / "fp8", [first, second], config)
     convert.hf_to_dcp(folder, tmp_path / "dcp")
@@ -124,7 +124,7 @@ def test_to_bf16_multiplies_codes_by_their_scales(tmp_path, when):
     assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
 
 
-def test_a_tied_head_is_written_twice_and_comes_back_once(folder, tmp_path):
+def test_tied_head_is_written_twice_and_restored_once(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"has lm_head.weight of its own: no weights are tied"):
         convert.hf_to_dcp(folder, tmp_path / "dcp", tie_weights=True)
     all_of = tensors()
@@ -138,7 +138,7 @@ def test_a_tied_head_is_written_twice_and_comes_back_once(folder, tmp_path):
     same_files(tied, tmp_path / "back")
 
 
-def test_adapters_get_the_names_that_peft_gives_them(tmp_path):
+def test_adapter_keys_match_peft(tmp_path):
     folder = adapter(tmp_path)
     convert.lora_hf_to_dcp(folder, tmp_path / "dcp")
     key = "base_model.model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
@@ -149,7 +149,7 @@ def test_adapters_get_the_names_that_peft_gives_them(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["model.", "", "base_model.model.model."])
-def test_what_was_trained_elsewhere_comes_back_as_its_folder(folder, tmp_path, prefix):
+def test_checkpoint_trained_elsewhere_is_converted_with_like(folder, tmp_path, prefix):
     """DCP's own writer, with a version and an optimizer's state beside the weights: they are found."""
     trained = {name: value + 1 if value.is_floating_point() else value for name, value in tensors().items()}
     state = {
@@ -173,7 +173,7 @@ def test_what_was_trained_elsewhere_comes_back_as_its_folder(folder, tmp_path, p
     assert (tmp_path / "back/merges.txt").read_bytes() == b"\xff\xfe\r\n"
 
 
-def test_pieces_of_two_ranks_are_put_together(tmp_path):
+def test_shards_of_two_ranks_are_joined(tmp_path):
     """A tensor in two files, as FSDP2 shards it; without one of them it is refused."""
     folder = write(tmp_path / "model", [{"a": torch.zeros(5, 2), "b": torch.zeros(2)}])
     value, out = torch.arange(10.0).reshape(5, 2), tmp_path / "out"
@@ -209,7 +209,7 @@ def test_pieces_of_two_ranks_are_put_together(tmp_path):
             assert equal(found["a"], value) and equal(found["b"], torch.ones(2))
 
 
-def test_what_was_trained_in_fp32_becomes_bf16_if_asked(folder, tmp_path):
+def test_fp32_checkpoint_is_converted_to_bf16(folder, tmp_path):
     trained = {f"model.{name}": value.float() if value.is_floating_point() else value
                for name, value in tensors().items()}  # fmt: skip
     dcp.save({"model": trained}, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -224,7 +224,7 @@ def test_what_was_trained_in_fp32_becomes_bf16_if_asked(folder, tmp_path):
     assert equal(back["model.language_model.norm.weight"], tensors()["model.language_model.norm.weight"].bfloat16())
 
 
-def test_codes_without_scales_do_not_become_values(tmp_path):
+def test_codes_without_scales_are_rejected(tmp_path):
     first, second, config = quantized()
     no_scale = write(tmp_path / "a", [first], config)
     with pytest.raises(ModelError, match=f"FP8 codes without scales: {NAME}_scale_inv is missing"):
@@ -238,7 +238,7 @@ def test_codes_without_scales_do_not_become_values(tmp_path):
     assert not (tmp_path / "d").exists()
 
 
-def test_headers_of_safetensors_read_as_its_library_reads_them(folder):
+def test_headers_match_the_safetensors_library(folder):
     for shard in convert_folder.read_folder(folder).shards:
         by_library = load_file(folder / shard.file)
         assert {e.name: (DTYPES[e.dtype], e.shape) for e in shard.entries} == {

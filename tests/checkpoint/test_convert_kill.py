@@ -51,7 +51,7 @@ def kill_after(command: str, source: Path, target: Path, parts: int) -> list[Pat
     return [made / name for name in names]
 
 
-def test_killed_there_and_killed_on_the_way_back(folder, tmp_path):
+def test_killed_conversions_resume_in_both_directions(folder, tmp_path):
     there, back = tmp_path / "dcp", tmp_path / "back"
     for command, source, target in (("hf_to_dcp", folder, there), ("dcp_to_hf", there, back)):
         kept = kill_after(command, source, target, 2)
@@ -67,7 +67,7 @@ def test_killed_there_and_killed_on_the_way_back(folder, tmp_path):
     same_files(folder, back)
 
 
-def test_a_finished_file_that_was_damaged_meanwhile_is_written_again(folder, tmp_path):
+def test_damaged_finished_file_is_rewritten(folder, tmp_path):
     for command, source, target in (
         ("hf_to_dcp", folder, tmp_path / "dcp"),
         ("dcp_to_hf", tmp_path / "dcp", tmp_path / "back"),
@@ -80,7 +80,7 @@ def test_a_finished_file_that_was_damaged_meanwhile_is_written_again(folder, tmp
     same_files(folder, tmp_path / "back")
 
 
-def test_two_at_a_time_is_refused(folder, tmp_path):
+def test_concurrent_conversions_are_rejected(folder, tmp_path):
     process = FORK.Process(target=slowly, args=("hf_to_dcp", folder, tmp_path / "dcp"))
     process.start()
     try:
@@ -108,7 +108,7 @@ print(peak_rss() - before)
 
 
 @pytest.mark.long
-def test_a_large_model_passes_through_two_tensors_a_worker(tmp_path):
+def test_memory_stays_below_two_tensors_per_worker(tmp_path):
     """Peak memory is that of the tensors in hand (8 MiB each), not of the model (256 MiB)."""
     folder = tmp_path / "model"
     shards = [{f"{i}.{j}": torch.full((1 << 21,), i + j, dtype=torch.float32) for j in range(8)} for i in range(4)]

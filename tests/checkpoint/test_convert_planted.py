@@ -12,7 +12,7 @@ from tests.checkpoint import folders, planted
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "ct-row", "ct-tensor"])
-def test_planted_corruptions_are_refused_by_name_and_leave_nothing(tmp_path, form):
+def test_planted_corruptions_are_rejected_and_leave_no_files(tmp_path, form):
     (tmp_path / "no_tokenizer").mkdir()
     good = folders.write(form, tmp_path / "good", tmp_path / "no_tokenizer")
     by_headers = [planted.dropped_scale, planted.codes_cast_to_bf16_scale_left, planted.skip_list_covers_fp8]

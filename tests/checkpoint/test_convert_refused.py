@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return two_shards(tmp_path / "model")
 
 
-def test_ends_that_cannot_be(folder, tmp_path):
+def test_invalid_source_or_destination_is_rejected(folder, tmp_path):
     (tmp_path / "there").mkdir()
     for source, destination, words in (
         (tmp_path / "nowhere", "d", "nowhere is not a folder"),
@@ -43,7 +43,7 @@ def test_ends_that_cannot_be(folder, tmp_path):
     assert not (tmp_path / "d").exists() and not list(tmp_path.glob("*.converting"))
 
 
-def test_a_trained_checkpoint_with_a_nan_becomes_no_folder(folder, tmp_path):
+def test_checkpoint_with_nan_is_rejected(folder, tmp_path):
     """A folder's own bytes come back whatever they say; what was trained is a model, or it is not."""
     trained = {f"model.{name}": value.clone() for name, value in tensors().items()}
     name = next(name for name, value in trained.items() if value.dtype is torch.bfloat16)
@@ -54,11 +54,11 @@ def test_a_trained_checkpoint_with_a_nan_becomes_no_folder(folder, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
-def test_pickles_are_refused(folder, tmp_path):
+def test_pickles_are_rejected(folder, tmp_path):
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    with pytest.raises(CheckpointError, match=r"holds only pickled weights \(pytorch_model.bin\)"):
+    with pytest.raises(CheckpointError, match=r"contains only pickled weights \(pytorch_model.bin\)"):
         convert.hf_to_dcp(folder, tmp_path / "d")
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or not a safetensors file"):
@@ -70,7 +70,7 @@ class _Run:
         return (print, ("this ran",))
 
 
-def test_a_pickle_in_dcp_is_refused_and_a_stranger_s_bytes_stay_unread(folder, tmp_path, capsys):
+def test_pickles_in_dcp_are_rejected_and_byte_entries_stay_unread(folder, tmp_path, capsys):
     convert.hf_to_dcp(folder, tmp_path / "dcp")
     release = tmp_path / "dcp/release"
     (release / "__version.distcp").write_bytes(pickle.dumps(_Run()))
@@ -82,13 +82,13 @@ def test_a_pickle_in_dcp_is_refused_and_a_stranger_s_bytes_stay_unread(folder, t
     assert "this ran" not in capsys.readouterr().out
 
 
-def test_damage_in_the_folder_is_named(folder, tmp_path):
+def test_damaged_folder_is_reported(folder, tmp_path):
     shard = next(iter(sorted(folder.glob("*.safetensors"))))
     whole = shard.read_bytes()
     for data, words in (
-        (whole[:-3], "bytes where its header announces"),
-        (whole[:40], "announces a header of"),
-        (whole + b"x", "bytes where its header announces"),
+        (whole[:-3], "bytes, but its header declares"),
+        (whole[:40], "declares a header of"),
+        (whole + b"x", "bytes, but its header declares"),
         (b"", "it has 0 bytes"),
         (whole[:8] + b"[" + whole[9:], "its header is not JSON"),
         (whole.replace(b'"BF16"', b'"BF17"', 1), "has the dtype 'BF17'"),
@@ -99,11 +99,11 @@ def test_damage_in_the_folder_is_named(folder, tmp_path):
             convert.hf_to_dcp(folder, tmp_path / "d")
         assert shard.name in str(raised.value)
     shard.unlink()
-    with pytest.raises(CheckpointError, match="is missing, though model.safetensors.index.json names it"):
+    with pytest.raises(CheckpointError, match="is missing, although model.safetensors.index.json names it"):
         convert.hf_to_dcp(folder, tmp_path / "d")
 
 
-def test_an_index_that_lies_is_refused(folder, tmp_path):
+def test_wrong_index_is_rejected(folder, tmp_path):
     index = folder / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     placed = good["weight_map"]
@@ -112,7 +112,7 @@ def test_an_index_that_lies_is_refused(folder, tmp_path):
     for weight_map, words in (
         ({**placed, moved: files[1]}, f"places {moved} in {files[1]}, and it is in {files[0]}"),
         ({**placed, "ghost": files[0]}, "places ghost in .*, and no shard holds it"),
-        ({n: f for n, f in placed.items() if n != moved}, f"holds {moved}, which .* does not list"),
+        ({n: f for n, f in placed.items() if n != moved}, f"contains {moved}, which .* does not list"),
         ({**placed, "x": "../x.safetensors"}, "which is not a file of this folder"),
         ({}, "has no weight_map"),
     ):
@@ -121,7 +121,7 @@ def test_an_index_that_lies_is_refused(folder, tmp_path):
             convert.hf_to_dcp(folder, tmp_path / "d")
 
 
-def test_one_flipped_bit_is_found_on_the_way_back(folder, tmp_path):
+def test_flipped_bit_is_detected_when_converting_back(folder, tmp_path):
     convert.hf_to_dcp(folder, tmp_path / "dcp")
     file = tmp_path / "dcp/release/__0_0.distcp"
     whole = bytearray(file.read_bytes())
@@ -141,7 +141,7 @@ def test_one_flipped_bit_is_found_on_the_way_back(folder, tmp_path):
         convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "other")
 
 
-def test_changed_notes_and_changed_companions_are_found(folder, tmp_path):
+def test_changed_manifest_and_companions_are_detected(folder, tmp_path):
     convert.hf_to_dcp(folder, tmp_path / "dcp")
     (tmp_path / "dcp/hf/tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer.json is corrupt"):
@@ -156,7 +156,7 @@ def test_changed_notes_and_changed_companions_are_found(folder, tmp_path):
         convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "b")
 
 
-def test_another_model_s_folder_is_no_likeness(folder, tmp_path):
+def test_like_of_another_model_is_rejected(folder, tmp_path):
     dcp.save({"model": {"model.a": torch.ones(2)}}, checkpoint_id=tmp_path / "out", no_dist=True)
     with pytest.raises(CheckpointError, match="lacks 9 of 9 tensors.*trained from another model"):
         convert.dcp_to_hf(tmp_path / "out", tmp_path / "back", like=folder)
@@ -172,7 +172,7 @@ def test_another_model_s_folder_is_no_likeness(folder, tmp_path):
         convert.dcp_to_hf(tmp_path / "out", tmp_path / "back")
 
 
-def test_a_full_disk_keeps_what_is_finished(folder, tmp_path, monkeypatch):
+def test_full_disk_keeps_finished_files(folder, tmp_path, monkeypatch):
     real = convert.dcp.write_file
 
     def fails(file, *rest):
@@ -190,7 +190,7 @@ def test_a_full_disk_keeps_what_is_finished(folder, tmp_path, monkeypatch):
     same_files(folder, tmp_path / "back")
 
 
-def test_the_beginnings_of_another_conversion_are_not_gone_on_with(folder, tmp_path, monkeypatch):
+def test_unfinished_conversion_with_other_options_is_not_continued(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(convert_work.Work, "publish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         convert.hf_to_dcp(folder, tmp_path / "dcp")

@@ -15,9 +15,9 @@ from octavo import fp8, models
 from octavo.checkpoint import CheckpointError, verify
 from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
+from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, plan_layout
 from octavo.checkpoint.export.names import fused_group
-from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.export.values import iter_values
 from octavo.fp8.weights import codes_of_frozen
 from octavo.models.folder.quantization import matches_exactly, matches_pattern, matches_target
 from tests.checkpoint.export_models import stock, write
@@ -123,8 +123,8 @@ def test_transformers_reads_an_fp8_export_bit_for_bit(source, tmp_path, family, 
     folder = source(family)
     model = models.load(folder)
     include = [name for name in INCLUDABLE if name in models.describe(model).components]
-    done = export(values_of(model), folder, tmp_path / "out", format, include=include)
-    plan = layout(folder, format, include)
+    done = export(iter_values(model), folder, tmp_path / "out", format, include=include)
+    plan = plan_layout(folder, format, include)
     assert done.total("cast") == sum(map(len, plan.matrices.values())) > 10
     model.load_state_dict(expected(model, plan), strict=False)
     read_back = load_in_transformers(tmp_path / "out", format, family)
@@ -140,7 +140,7 @@ def test_transformers_reads_an_fp8_export_bit_for_bit(source, tmp_path, family, 
 def test_transformers_reads_a_bf16_export(source, tmp_path, family):
     folder = source(family)
     model = models.load(folder)
-    export(values_of(model), folder, tmp_path / "out", "bf16")
+    export(iter_values(model), folder, tmp_path / "out", "bf16")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     read_back = stock(tmp_path / "out", torch.bfloat16)
@@ -148,20 +148,20 @@ def test_transformers_reads_a_bf16_export(source, tmp_path, family):
         assert torch.equal(read_back.state_dict()[name], value.bfloat16()), name
 
 
-def test_bf16_experts_in_one_tensor_lie_as_they_are_published(source, tmp_path):
+def test_stacked_bf16_experts_have_published_layout(source, tmp_path):
     """vLLM and SGLang turn Qwen3-VL-MoE's round without looking; transformers looks at the shape."""
     folder = source("qwen3_vl_moe")
-    export(values_of(models.load(folder)), folder, tmp_path / "out", "bf16")
+    export(iter_values(models.load(folder)), folder, tmp_path / "out", "bf16")
     stem = "model.language_model.layers.0.mlp.experts"
     assert read(tmp_path / "out", f"{stem}.down_proj").shape == (4, 128, 256)  # [E, I, H]
     # gate and up together are square here (2 * 128 = 256), which no shape can tell: as transformers saves it
-    turned = layout(folder, "bf16").names.turned
-    assert turned == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
+    transposed = plan_layout(folder, "bf16").names.written_transposed
+    assert transposed == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
 
 
-def test_a_block_export_says_what_every_loader_looks_for(source, tmp_path):
+def test_block_export_has_the_config_that_loaders_read(source, tmp_path):
     folder = source("qwen2_5_vl")
-    export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
+    export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     skipped = block.pop("modules_to_not_convert")
     assert block == {
@@ -178,10 +178,10 @@ def test_a_block_export_says_what_every_loader_looks_for(source, tmp_path):
         assert not matches_exactly(taken, skipped) and not matches_pattern(taken, skipped)
 
 
-def test_compressed_tensors_exports_ignore_by_name(source, tmp_path):
+def test_compressed_tensors_export_ignores_by_name(source, tmp_path):
     folder = source("qwen3_vl")
     for format, strategy, shape in (("fp8-dynamic", "channel", (256, 1)), ("fp8-tensor", "tensor", (1,))):
-        export(values_of(models.load(folder)), folder, tmp_path / format, format)
+        export(iter_values(models.load(folder)), folder, tmp_path / format, format)
         block = json.loads((tmp_path / format / "config.json").read_text())["quantization_config"]
         assert (block["quant_method"], block["format"]) == ("compressed-tensors", "float-quantized")
         group = block["config_groups"]["group_0"]
@@ -193,10 +193,10 @@ def test_compressed_tensors_exports_ignore_by_name(source, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_5_vl"])
-def test_a_tensor_export_shares_scales_within_what_engines_fuse(source, tmp_path, family):
+def test_tensor_export_shares_scales_in_fused_layers(source, tmp_path, family):
     folder = source(family)
     include = ["image_encoder"] if models.describe(models.empty(folder)).has_vision else []
-    export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-tensor", include=include)
+    export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-tensor", include=include)
     groups: dict[str, set[float]] = {}
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as tensors:
         names = [name for name in tensors.keys() if name.endswith(".weight_scale")]  # noqa: SIM118
@@ -207,11 +207,11 @@ def test_a_tensor_export_shares_scales_within_what_engines_fuse(source, tmp_path
     assert len({next(iter(s)) for s in groups.values()}) > len(groups) // 2  # each group its own
 
 
-def test_what_stays_is_reported_with_its_reason(tmp_path):
+def test_layers_in_bf16_are_reported_with_reason(tmp_path):
     """k has 64 outputs: q, k and v stay together. down has 320 inputs: it stays alone."""
     folder = write("qwen3", tmp_path / "m", head_dim=32, num_key_value_heads=2, intermediate_size=320)
-    done = export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
-    plan = layout(folder, "fp8-block")
+    done = export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
+    plan = plan_layout(folder, "fp8-block")
     stay = {name.removeprefix("model.layers.0.self_attn."): why for name, why in plan.skipped.items()}
     assert stay["k_proj"].startswith("64 outputs, not a multiple of 128, in a GEMM")
     assert stay["q_proj"].startswith("runs as one GEMM with k_proj, which stays")
@@ -222,19 +222,19 @@ def test_what_stays_is_reported_with_its_reason(tmp_path):
     stock(tmp_path / "out")
 
 
-def test_experts_of_other_sizes_stay_in_one_piece(tmp_path):
+def test_experts_with_ragged_sizes_stay_stacked(tmp_path):
     folder = write("qwen3_moe", tmp_path / "m", moe_intermediate_size=192)
-    plan = layout(folder, "fp8-block")
+    plan = plan_layout(folder, "fp8-block")
     assert plan.skipped["model.layers.0.mlp.experts"].startswith("192 ")
     names = {name for name, _, _ in plan.tensors()}
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
     assert not any("experts" in name and "scale" in name for name in names)
     assert matches_exactly("model.layers.0.mlp.experts", plan.quantization.skipped)
-    export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
+    export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     stock(tmp_path / "out")
 
 
-def test_zero_blocks_and_zero_layers_have_the_scale_one(source, tmp_path):
+def test_zero_blocks_and_layers_have_scale_one(source, tmp_path):
     folder = source("qwen3")
     model = models.load(folder)
     with torch.no_grad():
@@ -242,13 +242,13 @@ def test_zero_blocks_and_zero_layers_have_the_scale_one(source, tmp_path):
         model.model.layers[0].self_attn.k_proj.weight.zero_()
         model.model.layers[1].mlp.down_proj.weight.zero_()
     for format in FP8:
-        export(values_of(model), folder, tmp_path / format, format)
+        export(iter_values(model), folder, tmp_path / format, format)
         with safe_open(tmp_path / format / "model.safetensors", "pt") as tensors:
             scales = [tensors.get_tensor(n) for n in tensors.keys() if "scale" in n]  # noqa: SIM118
         assert all(bool((torch.isfinite(s) & (s > 0)).all()) for s in scales)
         name = "model.layers.1.mlp.down_proj.weight_scale" + ("_inv" if format == "fp8-block" else "")
         assert bool((read(tmp_path / format, name) == 1).all())
-        plan = layout(folder, format)
+        plan = plan_layout(folder, format)
         again = load_in_transformers(tmp_path / format, format, "qwen3").state_dict()
         # zeros beside q and v do not coarsen their shared scale
         want = expected(model, plan)
@@ -258,9 +258,9 @@ def test_zero_blocks_and_zero_layers_have_the_scale_one(source, tmp_path):
 def test_shards_have_an_index_and_equal_contents(source, tmp_path):
     folder = source("qwen3_moe")
     model = models.load(folder)
-    one = export(values_of(model), folder, tmp_path / "one", "fp8-dynamic")
-    many = export(values_of(model), folder, tmp_path / "many", "fp8-dynamic", largest=300_000)
-    backwards = export(reversed(list(values_of(model))), folder, tmp_path / "back", "fp8-dynamic", largest=300_000)
+    one = export(iter_values(model), folder, tmp_path / "one", "fp8-dynamic")
+    many = export(iter_values(model), folder, tmp_path / "many", "fp8-dynamic", largest=300_000)
+    backwards = export(reversed(list(iter_values(model))), folder, tmp_path / "back", "fp8-dynamic", largest=300_000)
     assert len(one.files) == 1 and len(many.files) > 5 and many.bytes == one.bytes
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(many.files) and index["metadata"]["total_size"] == many.bytes
@@ -273,9 +273,9 @@ def test_shards_have_an_index_and_equal_contents(source, tmp_path):
     stock(tmp_path / "many", quantization_config=CompressedTensorsConfig(dequantize=True))
 
 
-def test_what_was_written_is_counted(source, tmp_path):
+def test_written_tensors_are_counted(source, tmp_path):
     folder = source("qwen3_vl")
-    done = export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
+    done = export(iter_values(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     document = done.to_json()
     assert document == json.loads(json.dumps(document))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as tensors:
@@ -291,10 +291,10 @@ def test_what_was_written_is_counted(source, tmp_path):
     assert marker["format"] == "fp8-block" and marker["directory"] == "out"
 
 
-def test_values_of_another_model_and_bad_values_are_refused(source, tmp_path):
+def test_values_of_another_model_and_nonfinite_values_are_rejected(source, tmp_path):
     folder = source("qwen3")
     model = models.load(folder)
-    state = dict(values_of(model))
+    state = dict(iter_values(model))
 
     def refused(values, match, format="fp8-block"):
         with pytest.raises(CheckpointError, match=match):
@@ -321,7 +321,7 @@ def test_values_of_another_model_and_bad_values_are_refused(source, tmp_path):
     refused({**state, "model.norm.weight": huge}, "model.norm.weight has values beyond bfloat16")
 
 
-def test_unknown_formats_and_components_are_refused(source, tmp_path):
+def test_unknown_formats_and_components_are_rejected(source, tmp_path):
     folder = source("qwen3")
     with pytest.raises(CheckpointError, match="no format 'fp4'; there are bf16, fp8-block"):
         export([], folder, tmp_path / "out", "fp4")
@@ -336,15 +336,15 @@ def test_unknown_formats_and_components_are_refused(source, tmp_path):
     model = models.load(folder)
     model.model.layers[0].mlp.lora_A = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="the model has adapters .*octavo merge"):
-        export(values_of(model), folder, tmp_path / "out", "bf16")
+        export(iter_values(model), folder, tmp_path / "out", "bf16")
 
 
-def test_servers_take_no_codes_of_a_tower_of_sound(source, tmp_path):
+def test_audio_tower_codes_give_a_warning(source, tmp_path):
     """vLLM and SGLang run it by transformers' own modules, which multiply values; the layers of words are theirs."""
     folder = source("qwen2_audio")
     for include, verdicts in (([], ["ok"] * 3), (["audio_projector"], ["ok", "refuses", "refuses"])):
         out = tmp_path / f"out{len(include)}"
-        export(values_of(models.load(folder)), folder, out, "fp8-dynamic", include=include)
+        export(iter_values(models.load(folder)), folder, out, "fp8-dynamic", include=include)
         found = verify(out, quick=True)
         assert found.ok and [one.verdict for one in found.verdicts] == verdicts
         assert [one.kind for one in found.warnings] == ["of-sound"] * len(include)
@@ -352,13 +352,13 @@ def test_servers_take_no_codes_of_a_tower_of_sound(source, tmp_path):
     assert [one.kind for one in verify(out, quick=True).findings if one.status == "fail"] == ["companion"]
 
 
-def test_transformers_config_takes_the_skip_list(source, tmp_path):
+def test_transformers_config_has_the_skip_list(source, tmp_path):
     """Every layer in FP8 is converted by transformers' own rule, and no other."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     for family in FAMILIES:
         folder = source(family)
-        plan = layout(folder, "fp8-block")
+        plan = plan_layout(folder, "fp8-block")
         skipped = plan.quantization.skipped
         for m in (m for found in plan.matrices.values() for m in found):
             assert should_convert_module(m.module, skipped)

@@ -29,20 +29,20 @@ def source(good: Good, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good("plain", "qwen3_tied"), tmp_path / "source"))
 
 
-def test_no_link_takes_another_folders_file_along(source: Path, tmp_path: Path) -> None:
+def test_export_does_not_follow_links_out_of_the_folder(source: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     shutil.move(source / "tokenizer.json", secret)
     (source / "tokenizer.json").symlink_to(secret)
-    with pytest.raises(ModelError, match=r"tokenizer\.json is a link out of its folder, to .*secret\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is a link to a file outside its folder, .*secret\.json"):
         bf16(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and secret.exists()
     model = models.load(source)
-    with pytest.raises(ModelError, match="is a link out of its folder"):
+    with pytest.raises(ModelError, match="is a link to a file outside its folder"):
         checkpoint.save_hf(model, source, tmp_path / "hf", World())
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_snapshot_of_the_hubs_cache_becomes_a_folder_of_files(source: Path, tmp_path: Path) -> None:
+def test_hub_snapshot_is_exported_as_regular_files(source: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "repo" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     shutil.move(source, tmp_path / "repo" / "blobs")
@@ -53,7 +53,7 @@ def test_a_snapshot_of_the_hubs_cache_becomes_a_folder_of_files(source: Path, tm
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.write_text("{"), lambda file: os.mkfifo(file)])
-def test_what_is_copied_is_checked_before_anything_is_written(source: Path, tmp_path: Path, damage) -> None:
+def test_companions_are_checked_before_writing(source: Path, tmp_path: Path, damage) -> None:
     (source / "tokenizer_config.json").unlink()
     damage(source / "tokenizer_config.json")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json is (not JSON|a named pipe)"):
@@ -61,14 +61,14 @@ def test_what_is_copied_is_checked_before_anything_is_written(source: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_template_that_fails_is_not_copied(source: Path, tmp_path: Path) -> None:
+def test_failing_template_is_not_copied(source: Path, tmp_path: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ messages[0].no_such.thing }}")
     with pytest.raises(ModelError, match=r"chat_template\.jinja: the chat template"):
         bf16(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path, tmp_path: Path) -> None:
+def test_export_replaces_only_an_earlier_export(source: Path, tmp_path: Path) -> None:
     out = bf16(source, tmp_path / "out")
     for name, text in (("README.md", "mine"), ("tokenizer_config.json", "{}"), ("notes/todo", "mine")):
         file = out / name
@@ -89,7 +89,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path,
         bf16(source, out)
 
 
-def test_what_comes_while_an_export_is_under_way_stays(source: Path, tmp_path: Path) -> None:
+def test_files_added_during_export_are_kept(source: Path, tmp_path: Path) -> None:
     out = bf16(source, tmp_path / "out")
 
     def slow():
@@ -102,7 +102,7 @@ def test_what_comes_while_an_export_is_under_way_stays(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("note", ["{", "[]", '{"files": 3}', '{"files": [], "sha256": {"../x": ""}}'])
-def test_a_note_that_no_export_wrote(source: Path, tmp_path: Path, note: str) -> None:
+def test_foreign_export_note_is_rejected(source: Path, tmp_path: Path, note: str) -> None:
     out = bf16(source, tmp_path / "out")
     (out / MARKER).write_text(note)
     with pytest.raises(CheckpointError, match=MARKER):
@@ -110,7 +110,7 @@ def test_a_note_that_no_export_wrote(source: Path, tmp_path: Path, note: str) ->
     assert {f.kind for f in verify(out).findings} == {"export-note"}
 
 
-def test_one_flipped_bit_in_a_shard_is_found_by_its_sum(source: Path, tmp_path: Path) -> None:
+def test_checksum_detects_flipped_bit_in_shard(source: Path, tmp_path: Path) -> None:
     out = bf16(source, tmp_path / "out")
     sums = json.loads((out / MARKER).read_text())["sha256"]
     assert set(sums) == {file.name for file in out.iterdir()} - {MARKER}
@@ -128,7 +128,7 @@ def test_one_flipped_bit_in_a_shard_is_found_by_its_sum(source: Path, tmp_path: 
     assert {"no-weights", "sum"} <= {f.kind for f in verify(out).failures}
 
 
-def test_a_saved_model_replaces_a_saved_model_and_nothing_else(source: Path, tmp_path: Path) -> None:
+def test_save_replaces_only_a_saved_model(source: Path, tmp_path: Path) -> None:
     model = models.load(source)
     saved = checkpoint.save_hf(model, source, tmp_path / "hf", World())
     checkpoint.save_hf(model, source, saved, World())

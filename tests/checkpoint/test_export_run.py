@@ -13,8 +13,8 @@ from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
-from octavo.checkpoint.export.values import Trained, regrid, values_of
+from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, plan_layout
+from octavo.checkpoint.export.values import TrainedWeight, iter_values, regrid
 from octavo.cli import export as command
 from octavo.cli.main import main
 from octavo.config import load_config_text
@@ -75,10 +75,10 @@ def written(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("format", "recipe"), [("fp8-block", "blockwise"), ("fp8-dynamic", "rowwise")])
-def test_a_run_in_the_formats_blocks_is_written_with_its_codes(trained, tmp_path, format, recipe):
+def test_run_in_the_same_blocks_keeps_its_codes(trained, tmp_path, format, recipe):
     run = trained(recipe)
     done = export_model(run, tmp_path / "out", format, device="cpu")
-    plan = layout(tmp_path / "out", format)
+    plan = plan_layout(tmp_path / "out", format)
     assert done.total("kept") == len(plan.matrices) == 14 and done.total("cast") == done.total("refit") == 0
     codes, files = multiplied_by(run), written(tmp_path / "out")
     suffix = "_scale_inv" if format == "fp8-block" else "_scale"
@@ -95,19 +95,19 @@ def test_a_run_in_the_formats_blocks_is_written_with_its_codes(trained, tmp_path
 
 
 @pytest.mark.long
-def test_a_run_whose_weights_are_fp8_between_steps(trained, tmp_path):
+def test_run_with_fp8_parameters_keeps_its_codes(trained, tmp_path):
     run = trained("blockwise", "fp8.param=true")
     done = export_model(run, tmp_path / "out", "fp8-block", device="cpu")
     assert done.total("kept") == 14
     model, _, _ = train.load_run(run)
     files = written(tmp_path / "out")
-    for name, value in values_of(model):
-        if name in layout(tmp_path / "out", "fp8-block").matrices:
-            assert isinstance(value, Trained)
+    for name, value in iter_values(model):
+        if name in plan_layout(tmp_path / "out", "fp8-block").matrices:
+            assert isinstance(value, TrainedWeight)
             assert torch.equal(files[name].view(torch.uint8), value.codes.data.view(torch.uint8))
 
 
-def test_a_run_in_tensors_shares_the_largest_scale(trained, tmp_path):
+def test_tensorwise_run_shares_the_largest_scale(trained, tmp_path):
     """o and down keep their codes, and of q, k, v and of gate, up the one with the largest scale does; the others are
     cast from the parameter with that scale, not from their codes."""
     run = trained("tensorwise")
@@ -130,20 +130,20 @@ def test_a_run_in_tensors_shares_the_largest_scale(trained, tmp_path):
             assert torch.equal(files[name].view(torch.uint8), codes[name].data.view(torch.uint8))
 
 
-def test_a_run_in_other_blocks_is_cast_from_its_parameters(trained, tmp_path):
+def test_run_in_other_blocks_is_cast_from_parameters(trained, tmp_path):
     run = trained("rowwise")
     done = export_model(run, tmp_path / "out", "fp8-block", device="cpu")
     assert done.total("refit") == 14 and done.total("kept") == 0
     assert any("cast from the parameters" in line and "relative error up to" in line for line in done.sentences())
     model, _, _ = train.load_run(run, recipe="off")
     files = written(tmp_path / "out")
-    for name in layout(tmp_path / "out", "fp8-block").matrices:
+    for name in plan_layout(tmp_path / "out", "fp8-block").matrices:
         q = codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), "block"))
         assert torch.equal(files[name].view(torch.uint8), q.data.view(torch.uint8))
         assert torch.equal(files[f"{name}_scale_inv"], q.scale)
 
 
-def test_an_earlier_step_and_bf16(trained, tmp_path):
+def test_earlier_step_is_exported_in_bf16(trained, tmp_path):
     run = trained("blockwise")
     export_model(run, tmp_path / "first", "bf16", step=1, device="cpu")
     export_model(run, tmp_path / "last", "bf16", device="cpu")
@@ -156,7 +156,7 @@ def test_an_earlier_step_and_bf16(trained, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_that_never_saw_fp8(trained, tmp_path):
+def test_bf16_run_is_exported_to_fp8(trained, tmp_path):
     done = export_model(trained("off"), tmp_path / "out", "fp8-dynamic", device="cpu")
     assert done.total("cast") == 14 and done.total("kept") == 0
 
@@ -165,7 +165,7 @@ def test_a_run_that_never_saw_fp8(trained, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("qwen2_5_vl", marks=pytest.mark.long)])
-def test_an_fp8_folder_is_written_again_byte_for_byte(tmp_path, family):
+def test_fp8_folder_is_exported_byte_for_byte(tmp_path, family):
     folder = write(family, tmp_path / "model")
     for format in FORMATS:
         first = export_model(folder, tmp_path / format, format, device="cpu")
@@ -175,7 +175,7 @@ def test_an_fp8_folder_is_written_again_byte_for_byte(tmp_path, family):
             assert (tmp_path / format / name).read_bytes() == (tmp_path / f"{format}-again" / name).read_bytes(), name
 
 
-def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_reported(tmp_path):
+def test_fp8_folder_in_another_format_is_recast_and_reported(tmp_path):
     folder = write("qwen3_moe", tmp_path / "model")
     export_model(folder, tmp_path / "row", "fp8-dynamic", device="cpu")
     messages: list[str] = []
@@ -193,14 +193,14 @@ def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_reported(tmp_pat
     assert all(torch.equal(again[name], t.bfloat16()) for name, t in model.state_dict().items())
 
 
-def test_octavo_reads_its_own_export_with_the_same_codes(tmp_path):
+def test_octavo_loads_its_export_with_the_same_codes(tmp_path):
     for family in ("qwen3_moe", "internvl"):
         folder = write(family, tmp_path / family)
         model = models.load(folder)
         for format in ("fp8-block", "fp8-dynamic"):
             out = tmp_path / f"{family}-{format}"
-            export(values_of(model), folder, out, format)
-            plan = layout(folder, format)
+            export(iter_values(model), folder, out, format)
+            plan = plan_layout(folder, format)
             loaded = dict(frozen_weights(models.load(out)))
             assert set(loaded) == set(plan.matrices)
             for name, weight in loaded.items():
@@ -208,7 +208,7 @@ def test_octavo_reads_its_own_export_with_the_same_codes(tmp_path):
                 assert torch.equal(codes_of_frozen(weight).data.view(torch.uint8), q.data.view(torch.uint8))
 
 
-def test_an_adapter_is_sent_to_merge(place, tmp_path):
+def test_adapter_run_is_rejected_with_a_hint_to_merge(place, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(place / "model")}))
@@ -217,7 +217,7 @@ def test_an_adapter_is_sent_to_merge(place, tmp_path):
         export_model(adapter, tmp_path / "out", "fp8-block")
 
 
-def test_a_run_or_its_base_is_not_replaced(trained, place, tmp_path):
+def test_run_and_base_folder_are_not_replaced(trained, place, tmp_path):
     run = trained("off")
     for target in (run, place / "model", place):
         with pytest.raises(CheckpointError, match="that is exported"):
@@ -232,7 +232,7 @@ def test_a_run_or_its_base_is_not_replaced(trained, place, tmp_path):
 # Codes in other blocks ----------------------------------------------------------------------------------------------
 
 
-def test_codes_are_kept_where_every_new_block_has_one_scale():
+def test_codes_are_kept_if_each_new_block_has_one_scale():
     w = torch.randn(256, 256).repeat_interleave(1, 0)
     block = codes_of_frozen(fp8.freeze_weight(w, "block"))
     row = fp8.CastSpec("e4m3", (1, -1), "pow2")
@@ -255,7 +255,7 @@ def test_codes_are_kept_where_every_new_block_has_one_scale():
 # The command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_what_it_wrote(place, tmp_path, capsys):
+def test_command_prints_its_outcome(place, tmp_path, capsys):
     assert (tuple(FORMATS), INCLUDABLE) == (command.FORMATS, command.INCLUDE)
     out = str(tmp_path / "out")
     arguments = ["export", str(place / "model"), out, "--format", "fp8-tensor", "--max-shard-size", "300KB"]
@@ -271,13 +271,13 @@ def test_the_command_prints_what_it_wrote(place, tmp_path, capsys):
     assert json.loads((tmp_path / "out" / MARKER).read_text())["codes"] == data["codes"]
 
 
-def test_the_command_refuses(place, tmp_path, capsys):
+def test_command_rejects_invalid_arguments(place, tmp_path, capsys):
     model, out = str(place / "model"), str(tmp_path / "out")
     for arguments, code, words in (
         ([model, out], 2, "--format"),
         ([model, out, "--format", "fp4"], 2, "invalid choice"),
         ([model, out, "--format", "bf16", "--max-shard-size", "many"], 2, "expected a size such as 5GB"),
-        ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is no device"),
+        ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is not a device"),
         ([model, out, "--format", "bf16", "--step", "3"], 1, "is not a run directory"),
         ([str(tmp_path / "none"), out, "--format", "bf16"], 1, "there is no folder"),
         ([model, model, "--format", "bf16"], 1, "is the folder that is exported"),

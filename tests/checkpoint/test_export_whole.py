@@ -19,8 +19,8 @@ from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
 from octavo.checkpoint.export import files as export_files
-from octavo.checkpoint.export.files import Shards, size_of
-from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.export.files import Shards, parse_size
+from octavo.checkpoint.export.values import iter_values
 from tests.checkpoint.export_models import write
 
 
@@ -54,14 +54,14 @@ def forked(work) -> tuple[int, int]:
     return pid, read
 
 
-def test_a_killed_export_leaves_the_earlier_one_and_the_next_one_clears_up(folder, model, tmp_path):
+def test_killed_export_keeps_earlier_one_and_next_cleans_up(folder, model, tmp_path):
     """kill -9 while tensors are written, in the first export of a folder and in those that replace another."""
     out = tmp_path / "out"
 
     def work(tell) -> None:
         while True:
             for format in ("fp8-block", "bf16"):
-                export(values_of(model), folder, out, format, progress=lambda done, total, name: tell(name))
+                export(iter_values(model), folder, out, format, progress=lambda done, total, name: tell(name))
                 tell("whole")
 
     for tensors in (3, 45, 60, 90, 130):
@@ -76,7 +76,7 @@ def test_a_killed_export_leaves_the_earlier_one_and_the_next_one_clears_up(folde
             size = sum(t.nbytes for name in promised["files"] for t in tensors_of(out / name).values())
             assert size == promised["bytes"] and (out / "config.json").exists() and (out / "tokenizer.json").exists()
     assert out.exists() and len(list(tmp_path.iterdir())) <= 2
-    export(values_of(model), folder, out, "fp8-dynamic")
+    export(iter_values(model), folder, out, "fp8-dynamic")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -85,13 +85,13 @@ def tensors_of(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
 
-def test_a_file_that_the_machine_lets_grow_no_further(folder, model, tmp_path):
+def test_file_size_limit_is_reported(folder, model, tmp_path):
     """A real refusal of the machine (the limit of ulimit -f), in the middle of a file."""
 
     def work(tell) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
         try:
-            export(values_of(model), folder, tmp_path / "out", "bf16")
+            export(iter_values(model), folder, tmp_path / "out", "bf16")
         except CheckpointError as error:
             tell(error)
 
@@ -108,9 +108,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Killed()])
 @pytest.mark.parametrize("when", ["write", "finish", "rename"])
-def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path, monkeypatch, error, when):
+def test_failed_export_keeps_earlier_one(folder, model, tmp_path, monkeypatch, error, when):
     out = tmp_path / "out"
-    export(values_of(model), folder, out, "bf16")
+    export(iter_values(model), folder, out, "bf16")
     before = contents(out)
     calls = 0
 
@@ -129,7 +129,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
     if isinstance(error, OSError) and when != "rename":
         expected = CheckpointError
     with pytest.raises(expected) as caught:
-        export(values_of(model), folder, out, "fp8-block")
+        export(iter_values(model), folder, out, "fp8-block")
     if expected is CheckpointError:
         assert "No space left on device). Nothing was left half-written; free some space" in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -140,18 +140,18 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
         assert now == before or json.loads(now[MARKER])["format"] == "fp8-block"
 
 
-def test_a_disk_without_room_is_reported_before_anything_is_written(folder, model, tmp_path, monkeypatch):
+def test_missing_disk_space_is_reported_before_writing(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs 0.00 GB, and 0.00 GB are free .*free some space"):
-        export(values_of(model), folder, tmp_path / "out", "bf16")
+        export(iter_values(model), folder, tmp_path / "out", "bf16")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_an_earlier_export_is_replaced(folder, model, tmp_path):
     (tmp_path / "empty").mkdir()
-    export(values_of(model), folder, tmp_path / "empty", "bf16")
-    export(values_of(model), folder, tmp_path / "empty", "fp8-tensor")  # an earlier export
+    export(iter_values(model), folder, tmp_path / "empty", "bf16")
+    export(iter_values(model), folder, tmp_path / "empty", "fp8-tensor")  # an earlier export
     assert json.loads((tmp_path / "empty" / MARKER).read_text())["format"] == "fp8-tensor"
     other = tmp_path / "photos"
     other.mkdir()
@@ -159,24 +159,24 @@ def test_only_an_earlier_export_is_replaced(folder, model, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"is not empty \(cat.png\) and is not an earlier export: it has no octavo_ex"
     ):
-        export(values_of(model), folder, other, "bf16")
+        export(iter_values(model), folder, other, "bf16")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file; name a directory"):
-        export(values_of(model), folder, tmp_path / "file", "bf16")
+        export(iter_values(model), folder, tmp_path / "file", "bf16")
     for target in (folder, folder.parent):
         with pytest.raises(CheckpointError, match="that is exported"):
-            export(values_of(model), folder, target, "bf16")
+            export(iter_values(model), folder, target, "bf16")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "photos"]
 
 
-def test_what_judges_the_values_may_stop_the_export(folder, model, tmp_path):
+def test_written_callback_can_stop_the_export(folder, model, tmp_path):
     seen: dict[str, list] = {}
 
     def judge(name, slot, rows, value):
         seen.setdefault(name, []).append((slot, rows, value))
 
-    export(values_of(model), folder, tmp_path / "out", "fp8-block", written=judge)
-    assert set(seen) == {name for name, _ in values_of(model)}
+    export(iter_values(model), folder, tmp_path / "out", "fp8-block", written=judge)
+    assert set(seen) == {name for name, _ in iter_values(model)}
     ((slot, rows, q),) = seen["model.layers.0.mlp.down_proj.weight"]
     assert (slot, rows) == (None, (0, 256)) and q.scale.shape == (2, 3)
     ((slot, rows, norm),) = seen["model.norm.weight"]
@@ -186,14 +186,18 @@ def test_what_judges_the_values_may_stop_the_export(folder, model, tmp_path):
         raise CheckpointError(f"not {name}")
 
     with pytest.raises(CheckpointError, match=r"not model.embed_tokens.weight"):
-        export(values_of(model), folder, tmp_path / "other", "fp8-block", written=refuse)
+        export(iter_values(model), folder, tmp_path / "other", "fp8-block", written=refuse)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_progress_ends_at_the_whole(folder, model, tmp_path):
+def test_progress_ends_at_the_total(folder, model, tmp_path):
     seen: list[tuple[int, int]] = []
     done = export(
-        values_of(model), folder, tmp_path / "out", "fp8-block", progress=lambda d, total, name: seen.append((d, total))
+        iter_values(model),
+        folder,
+        tmp_path / "out",
+        "fp8-block",
+        progress=lambda d, total, name: seen.append((d, total)),
     )
     assert seen[-1] == (done.bytes, done.bytes) and seen == sorted(seen)
 
@@ -201,7 +205,7 @@ def test_progress_ends_at_the_whole(folder, model, tmp_path):
 # The files ----------------------------------------------------------------------------------------------------------
 
 
-def test_files_are_laid_out_before_values_come(tmp_path):
+def test_files_are_planned_before_values_arrive(tmp_path):
     tensors = {
         "a": torch.arange(5, dtype=torch.uint8),
         "b": torch.randn(3, 3),
@@ -229,11 +233,11 @@ def test_files_are_laid_out_before_values_come(tmp_path):
             shards.finish()
 
 
-def test_sizes():
-    assert [size_of(t) for t in ("5GB", "500 MB", "2GiB", "1.5kb", "77", "1b")] == [
+def test_parse_size():
+    assert [parse_size(t) for t in ("5GB", "500 MB", "2GiB", "1.5kb", "77", "1b")] == [
         5 * 10**9, 5 * 10**8, 2 * 2**30, 1500, 77, 1,
     ]  # fmt: skip
     for text in ("", "GB", "-1GB", "0", "5 gigs", "1e9"):
         with pytest.raises(ValueError, match="expected a size such as 5GB"):
-            size_of(text)
+            parse_size(text)
     assert export_files.nbytes(torch.bfloat16, (3, 5)) == 30

@@ -80,7 +80,7 @@ def _check(directory: Path, reported: int) -> int:
 
 
 @pytest.mark.long
-def test_after_kill_9_in_mid_save_the_latest_checkpoint_loads(tmp_path):
+def test_latest_checkpoint_loads_after_kill_during_save(tmp_path):
     generator = random.Random(0)
     step = 0
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_after_kill_9_in_mid_save_the_latest_checkpoint_loads(tmp_path):
 
 
 @pytest.mark.long
-def test_many_kills(tmp_path):
+def test_latest_checkpoint_loads_after_many_kills(tmp_path):
     generator = random.Random(1)
     step = 0
     for _ in range(12):
@@ -112,7 +112,7 @@ def _train_on(directory: Path, until: int, pipe: Connection) -> None:
 
 
 @pytest.mark.long
-def test_a_run_of_small_states_killed_in_mid_save_goes_on_bit_for_bit(tmp_path):
+def test_run_with_fp8_states_resumes_exactly_after_kill(tmp_path):
     """FP8 moments and weights in two halves: what follows a kill is what an uninterrupted run computes."""
     model, optimizer = small()
     straight = train(model, optimizer, range(12))
@@ -157,7 +157,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("owner", "name"), CALLS, ids=[name for _, name in CALLS])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_stop_at_every_single_call(tmp_path, monkeypatch, owner, name, after):
+def test_save_survives_a_stop_at_every_call(tmp_path, monkeypatch, owner, name, after):
     """Not by chance but one by one: stop before, and after, the n-th call of everything that touches the disk."""
     model, optimizer = trained()
     for step in (1, 2, 3):  # 3 is replaced, 1 is pruned, 2 survives

@@ -70,17 +70,17 @@ def _same(folder: Path, size: int, families: tuple[str, ...], replicate: int = 1
         assert {name for name, sum_ in alone[family].items() if others.get(name) == sum_} >= {"tokenizer.json"}
 
 
-def test_two_ranks_write_what_one_does(folder: Path):
+def test_two_ranks_write_the_bytes_of_one(folder: Path):
     _same(folder, 2, FEW)
 
 
 @pytest.mark.long
-def test_copies_of_the_model_write_it_once(folder: Path):
+def test_replicated_model_is_written_once(folder: Path):
     _same(folder, 4, FEW[:1], replicate=2)
 
 
 @pytest.mark.long
-def test_three_ranks_write_every_family(folder: Path):
+def test_three_ranks_write_each_family(folder: Path):
     _same(folder, 3, REST)
 
 
@@ -118,9 +118,9 @@ def _fails(world: World, folder: str) -> list[str]:
     return said
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(folder: Path):
+def test_failure_on_one_rank_fails_all_and_keeps_existing_files(folder: Path):
     first, second = ranks.run(_fails, 2, str(folder))
-    assert "another rank failed, and this one with it: [Errno 28] No space left" in first[0]
+    assert "another rank failed: [Errno 28] No space left" in first[0]
     assert "No space left" in second[0]
     assert first[1] == second[1] and "model.norm.weight holds NaN or infinity (1 of" in first[1]
     models.load(folder / "kept")

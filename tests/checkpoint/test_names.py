@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_that_no_run_writes_is_no_checkpoint_and_stays(folder: Path, name: str):
+def test_entries_with_foreign_names_are_ignored_and_kept(folder: Path, name: str):
     shutil.copytree(folder / "step_4", folder / name)
     assert checkpoint.steps(folder) == [3, 4] and checkpoint.latest(folder, One()) == folder / "step_4"
     assert [named.partition(" (not a name")[0] for named in checkpoint.foreign_entries(folder)] == [name]
@@ -46,17 +46,17 @@ def test_a_name_that_no_run_writes_is_no_checkpoint_and_stays(folder: Path, name
     assert (folder / name / "state.json").is_file()
 
 
-def test_a_copy_under_a_good_name_is_told_by_the_step_that_it_holds(folder: Path):
+def test_renamed_copy_is_detected_by_its_step(folder: Path):
     shutil.copytree(folder / "step_4", folder / "step_9")
     said: list[str] = []
     assert checkpoint.latest(folder, One(), said.append) == folder / "step_4"
-    assert said == [f"checkpoint step_9 is skipped: {folder / 'step_9'} holds step 4: it was copied or renamed"]
+    assert said == [f"checkpoint step_9 is skipped: {folder / 'step_9'} contains step 4: it was copied or renamed"]
     assert checkpoint.foreign_entries(folder) == ["step_9 (of step 4)"]
     assert checkpoint.prune(folder, 4, keep=1) == [] and checkpoint.steps(folder) == [4, 9]
 
 
 @pytest.mark.parametrize("step", [2, 4, 98])
-def test_a_link_is_neither_followed_nor_deleted(folder: Path, tmp_path: Path, step: int):
+def test_links_are_neither_followed_nor_deleted(folder: Path, tmp_path: Path, step: int):
     """step_4 was moved to another disk; step_2 and 98 are of another run there."""
     save(tmp_path / "disk", step)
     if step == 4:
@@ -68,7 +68,7 @@ def test_a_link_is_neither_followed_nor_deleted(folder: Path, tmp_path: Path, st
     assert (folder / f"step_{step}").is_symlink() and (tmp_path / "disk" / f"step_{step}" / "mark").is_file()
 
 
-def test_checkpoints_that_are_all_links_do_not_begin_a_run_anew(folder: Path, tmp_path: Path):
+def test_only_links_raise_instead_of_starting_over(folder: Path, tmp_path: Path):
     folder.rename(tmp_path / "disk")
     folder.mkdir()
     (folder / "step_4").symlink_to(tmp_path / "disk" / "step_4")
@@ -77,7 +77,7 @@ def test_checkpoints_that_are_all_links_do_not_begin_a_run_anew(folder: Path, tm
 
 
 @pytest.mark.parametrize("what", ["file", "link", "broken link", "folder", "copy"])
-def test_what_is_in_the_way_of_a_save_is_renamed(folder: Path, tmp_path: Path, what: str):
+def test_entry_in_the_way_of_a_save_is_renamed(folder: Path, tmp_path: Path, what: str):
     (tmp_path / "disk").mkdir()
     way = folder / "step_6"
     if what == "file":
@@ -97,7 +97,7 @@ def test_what_is_in_the_way_of_a_save_is_renamed(folder: Path, tmp_path: Path, w
 
 @pytest.mark.parametrize("name", [".step_5.tmp", ".step_5.old", ".step_5.gone", ".step_7.old"])
 @pytest.mark.parametrize("what", ["file", "link"])
-def test_what_stands_under_a_name_aside_fails_no_save(folder: Path, tmp_path: Path, name: str, what: str):
+def test_foreign_entries_under_temporary_names_do_not_fail_a_save(folder: Path, tmp_path: Path, name: str, what: str):
     save(tmp_path / "disk", 5)
     if what == "file":
         (folder / name).write_text("")
@@ -108,7 +108,7 @@ def test_what_stands_under_a_name_aside_fails_no_save(folder: Path, tmp_path: Pa
     assert (tmp_path / "disk" / "step_5" / "mark").is_file() and not os.path.lexists(folder / name)
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_named_and_fails_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoint_that_cannot_be_deleted_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_and_fails_nothing(folder: 
     assert "step_3 could not be deleted (run.keep): Permission denied" in problem and checkpoint.steps(folder) == [4]
 
 
-def test_a_damaged_checkpoint_of_the_run_is_deleted_in_its_turn(folder: Path):
+def test_prune_deletes_damaged_checkpoints(folder: Path):
     (folder / "step_3" / files.STATE).write_text("{")
     assert checkpoint.foreign_entries(folder) == [] and checkpoint.prune(folder, 4, keep=1) == []
     assert not (folder / "step_3").exists()

@@ -16,7 +16,7 @@ def _draw() -> tuple:
     return random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(3).tolist()
 
 
-def test_every_generator_goes_on_where_it_was():
+def test_generators_continue_exactly():
     _draw()
     random.gauss(0, 1)  # leaves a second normal number cached, which is part of the state
     numpy.random.randn()
@@ -28,7 +28,7 @@ def test_every_generator_goes_on_where_it_was():
     assert _draw() == first
 
 
-def test_each_rank_has_its_own_and_a_rank_without_one_is_reported():
+def test_rng_state_is_per_rank_and_missing_state_is_reported():
     random.seed(1)
     states = rng.collect(rank=1)
     assert set(states) >= {"rng.1.python", "rng.1.numpy", "rng.1.torch"}
@@ -38,7 +38,7 @@ def test_each_rank_has_its_own_and_a_rank_without_one_is_reported():
 
 
 @pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
-def test_a_state_that_does_not_fit_is_an_error(generator):
+def test_invalid_rng_state_raises(generator):
     states = rng.collect()
     states[f"rng.0.{generator}"] = torch.tensor([91, 49], dtype=torch.uint8)  # "[1"
     with pytest.raises(CheckpointError, match="random states of rank 0 do not fit"):

@@ -37,7 +37,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     [*(("fp8", master) for master in ("fp32", "bf16+16", "bf16+sr")),
      ("coat", "bf16+16"), ("bf16", "bf16+sr"), ("fp32", "fp32")],
 )  # fmt: skip
-def test_a_run_goes_on_bit_for_bit(tmp_path, states, master):
+def test_run_resumes_bit_for_bit(tmp_path, states, master):
     model, optimizer = small(states, master)
     train(model, optimizer, range(3))
     path = save(tmp_path, 3, model, optimizer)
@@ -49,7 +49,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, states, master):
     assert train(model, optimizer, range(3, 6)) == straight
 
 
-def test_a_bf16_model_with_fp32_masters_too(tmp_path):
+def test_bf16_model_with_fp32_masters_resumes_bit_for_bit(tmp_path):
     model, _ = small()
     optimizer = optimizer_for(model, states="fp8", master="fp32")
     train(model, optimizer, range(2))
@@ -61,7 +61,7 @@ def test_a_bf16_model_with_fp32_masters_too(tmp_path):
     assert any("master" in state for state in other_optimizer.state.values())
 
 
-def test_checkpoints_of_torchs_adamw_go_on_with_fp32_states_and_back(tmp_path):
+def test_torch_adamw_checkpoints_load_with_fp32_states_and_back(tmp_path):
     model, optimizer = trained(3)
     path = save(tmp_path, 3, model, optimizer)
     straight = train(model, optimizer, range(3, 6))
@@ -78,15 +78,19 @@ def test_checkpoints_of_torchs_adamw_go_on_with_fp32_states_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "asked", "words"),
     [
-        (("fp32", "fp32"), ("fp8", "fp32"), "optimizer.states: fp32, and this run asks for optimizer.states: fp8"),
+        (("fp32", "fp32"), ("fp8", "fp32"), "optimizer.states: fp32, but this run has optimizer.states: fp8"),
         (("fp8", "fp32"), ("bf16", "fp32"), "Continue with optimizer.states=fp8, or start a new run from its weights"),
-        (("fp8", "bf16+16"), ("fp8", "bf16+sr"), r"optimizer.master: bf16\+16, .* asks for optimizer.master: bf16\+sr"),
-        (("fp8", "bf16+16"), ("fp8", "fp32"), r"optimizer.master: bf16\+16, .* asks for optimizer.master: fp32"),
-        (None, ("fp8", "fp32"), "optimizer.states: fp32, and this run asks for optimizer.states: fp8"),
-        (("fp8", "fp32"), None, "optimizer.states: fp8, and this run asks for optimizer.states: fp32"),
+        (
+            ("fp8", "bf16+16"),
+            ("fp8", "bf16+sr"),
+            r"optimizer.master: bf16\+16, .* this run has optimizer.master: bf16\+sr",
+        ),
+        (("fp8", "bf16+16"), ("fp8", "fp32"), r"optimizer.master: bf16\+16, .* this run has optimizer.master: fp32"),
+        (None, ("fp8", "fp32"), "optimizer.states: fp32, but this run has optimizer.states: fp8"),
+        (("fp8", "fp32"), None, "optimizer.states: fp8, but this run has optimizer.states: fp32"),
     ],
 )
-def test_another_kind_of_states_is_named_with_the_fix(tmp_path, saved, asked, words):
+def test_other_state_form_is_rejected_with_a_fix(tmp_path, saved, asked, words):
     def made(kind):
         if kind is not None:
             return small(*kind)
@@ -104,21 +108,19 @@ def test_another_kind_of_states_is_named_with_the_fix(tmp_path, saved, asked, wo
     assert _everything(target, target_optimizer) == before
 
 
-def test_a_state_that_lacks_something_or_has_another_size_is_named(tmp_path):
+def test_missing_or_resized_state_is_reported(tmp_path):
     model, optimizer = small()
     train(model, optimizer, range(1))
     p = optimizer.param_groups[0]["params"][0]
     scale = optimizer.state[p].pop("exp_avg_scale")
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"of embed.weight, where .* keeps exp_avg_codes, exp_avg_scale"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"of embed.weight, but .* has exp_avg_codes, exp_avg_scale"):
         load(save(tmp_path, 1, model, optimizer), *small())
     optimizer.state[p]["exp_avg_scale"] = scale[1:].clone()
     with pytest.raises(checkpoint.CheckpointError, match=r"embed.weight.exp_avg_scale is float32 \[2\], .* \[3\]"):
         load(save(tmp_path, 2, model, optimizer), *small())
 
 
-def test_states_take_their_bytes_on_disk_and_no_more(tmp_path):
+def test_states_take_only_their_bytes_on_disk(tmp_path):
     model, optimizer = small("fp8", "bf16+sr")
     before = save(tmp_path, 0, model, optimizer)
     train(model, optimizer, range(1))
@@ -217,7 +219,7 @@ ELEMENTS = {
 @pytest.mark.parametrize(
     ("first", "second"), [pytest.param(2, 3, marks=pytest.mark.long), pytest.param(3, 2, marks=pytest.mark.long)]
 )
-def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, first, second):
+def test_any_number_of_ranks_reads_any_checkpoint(tmp_path, first, second):
     for kind in KINDS:
         model, optimizer = small(*kind)
         train(model, optimizer, range(2))

@@ -24,7 +24,7 @@ from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same
 from tests.fuzz import mutate
 
 
-def test_everything_comes_back_bit_for_bit(tmp_path):
+def test_checkpoint_round_trip_is_bit_exact(tmp_path):
     model, optimizer = trained()
     extra = {"rng.0.torch": torch.get_rng_state(), "amax": torch.tensor([1e-7, float("inf")]), "none": torch.zeros(0)}
     with warnings.catch_warnings():
@@ -40,7 +40,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert other_optimizer.param_groups[0]["betas"] == (0.9, 0.95)
 
 
-def test_resumed_losses_are_the_uninterrupted_ones(tmp_path):
+def test_resumed_losses_equal_uninterrupted_losses(tmp_path):
     model, optimizer = trained(3)
     path = save(tmp_path, 3, model, optimizer)
     straight = train(model, optimizer, range(3, 8))
@@ -50,7 +50,7 @@ def test_resumed_losses_are_the_uninterrupted_ones(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
-def test_other_forms_of_adamw_and_a_change_of_form(tmp_path, settings):
+def test_adamw_implementations_can_change_on_resume(tmp_path, settings):
     model, optimizer = trained(2, **settings)
     path = save(tmp_path, 2, model, optimizer)
     other, other_optimizer = fresh(**settings)
@@ -63,14 +63,14 @@ def test_other_forms_of_adamw_and_a_change_of_form(tmp_path, settings):
         train(other, other_optimizer, range(2, 3))
 
 
-def test_before_the_first_step_there_is_no_optimizer_state(tmp_path):
+def test_checkpoint_before_first_step_has_no_optimizer_state(tmp_path):
     model, optimizer = trained(0)
     other, other_optimizer = trained(2)
     load(save(tmp_path, 0, model, optimizer), other, other_optimizer)
     assert same(snapshot(other, other_optimizer), snapshot(model, optimizer))
 
 
-def test_a_tensor_learning_rate_stays_a_tensor(tmp_path):
+def test_tensor_learning_rate_stays_a_tensor(tmp_path):
     model, optimizer = trained(1, lr=torch.tensor(0.3))
     other, other_optimizer = fresh(lr=torch.tensor(0.9))
     load(save(tmp_path, 1, model, optimizer), other, other_optimizer)
@@ -78,14 +78,14 @@ def test_a_tensor_learning_rate_stays_a_tensor(tmp_path):
     assert torch.is_tensor(lr) and lr.item() == optimizer.param_groups[0]["lr"].item()
 
 
-def test_the_model_alone_can_be_read(tmp_path):
+def test_model_can_be_loaded_without_optimizer(tmp_path):
     model, optimizer = trained()
     other = Model()
     load(save(tmp_path, 3, model, optimizer), other, None)
     assert same(other.state_dict(), model.state_dict())
 
 
-def test_nothing_but_tensors_json_and_no_machine_path_is_written(tmp_path):
+def test_checkpoint_contains_only_tensors_and_json_without_paths(tmp_path):
     path = save(tmp_path / "somewhere", 3, *trained())
     assert sorted(entry.name for entry in path.iterdir()) == [".metadata", "__0_0.distcp", "state.json"]
     assert not [entry for entry in path.iterdir() if b"somewhere" in entry.read_bytes()]
@@ -94,7 +94,7 @@ def test_nothing_but_tensors_json_and_no_machine_path_is_written(tmp_path):
     assert document["groups"][1]["parameters"] == ["blocks.0.bias", "blocks.1.bias"]
 
 
-def test_the_newest_are_kept_and_a_history_left_behind_goes(tmp_path):
+def test_prune_keeps_newest_and_drops_abandoned_steps(tmp_path):
     model, optimizer = trained()
     for step in (1, 2, 3, 10):
         save(tmp_path, step, model, optimizer, keep=2)
@@ -114,11 +114,11 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
 
 
-def test_no_checkpoint_is_none_but_a_wrong_path_is_an_error(tmp_path):
+def test_latest_returns_none_without_checkpoints_and_load_raises(tmp_path):
     assert latest(tmp_path / "never", One()) is None
     assert latest(tmp_path, One()) is None
     save(tmp_path, 3, *trained())
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*step_7; .* holds step_3"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*step_7; .* contains step_3"):
         load(tmp_path / "step_7", *fresh())
 
 
@@ -161,7 +161,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
-def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage, words):
+def test_damage_is_reported_and_previous_checkpoint_is_used(tmp_path, name, damage, words):
     model, optimizer = trained()
     save(tmp_path, 3, model, optimizer, rows=4)
     broken = save(tmp_path, 4, model, optimizer, rows=5)
@@ -196,7 +196,7 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
         ({"files": {"__0_0.distcp": {"size": "5", "crc32": 1}}}, "'files' is"),
     ],
 )
-def test_a_state_of_wrong_types_is_named(tmp_path, change, words):
+def test_state_json_with_wrong_types_is_reported(tmp_path, change, words):
     path = save(tmp_path, 3, *trained())
     ck_files.write_state(path, {**ck_files.read_state(path), **change})  # its checksum is right
     with pytest.raises(CheckpointError, match=rf"step_3.state\.json: {words}"):
@@ -206,7 +206,7 @@ def test_a_state_of_wrong_types_is_named(tmp_path, change, words):
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("betas", 0.5), ("betas", [0.5, None])])
-def test_a_setting_that_is_no_number_is_named(tmp_path, key, value):
+def test_optimizer_setting_that_is_not_a_number_is_reported(tmp_path, key, value):
     path = save(tmp_path, 3, *trained())
     state = ck_files.read_state(path)
     state["groups"][0]["settings"][key] = value
@@ -217,7 +217,7 @@ def test_a_setting_that_is_no_number_is_named(tmp_path, key, value):
         load(path, *fresh())
 
 
-def test_a_file_added_later_is_refused(tmp_path):
+def test_unlisted_file_is_rejected(tmp_path):
     path = save(tmp_path, 3, *trained())
     shutil.copy(path / "__0_0.distcp", path / "__9_0.distcp")
     with pytest.raises(CheckpointError, match="__9_0.distcp is not in the list"):
@@ -235,7 +235,7 @@ def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_3", "step_4"]
 
 
-def test_a_run_that_begins_can_sweep(tmp_path):
+def test_remove_leftovers_accepts_missing_directory(tmp_path):
     remove_leftovers(tmp_path / "none")
     save(tmp_path, 3, *trained())
     for left in (".step_2.gone", ".step_4.tmp", ".other"):
@@ -244,7 +244,7 @@ def test_a_run_that_begins_can_sweep(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".other", "step_3"]
 
 
-def test_a_replacement_cut_short_gives_the_former_one_back(tmp_path):
+def test_interrupted_replacement_restores_previous_checkpoint(tmp_path):
     save(tmp_path, 3, *trained(), rows=1)
     os.rename(tmp_path / "step_3", tmp_path / ".step_3.old")
     assert load(latest(tmp_path, One()), *fresh()).counters == {"rows": 1}
@@ -261,20 +261,20 @@ class Deeper(Model):
         self.more = torch.nn.Linear(5, 5)
 
 
-def test_another_model_is_named_not_squeezed_in(tmp_path):
+def test_checkpoint_of_another_model_is_rejected(tmp_path):
     path = save(tmp_path, 3, *trained())
     for kind, words in ((Wider, r"model\.embed\.weight is float32 \[9, 5\], the run's is float32 \[9, 6\]"),
-                        (Deeper, "lacks 2 tensors that this run has, first model.more.bias")):  # fmt: skip
+                        (Deeper, "has no values for 2 tensors of this run, first model.more.bias")):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             load(path, kind(), None)
     with pytest.raises(CheckpointError, match=r"the run's is bfloat16"):
         load(path, Model().bfloat16(), None)
     deep = Deeper()
-    with pytest.raises(CheckpointError, match=r"holds 2 tensors that this model lacks, first more\.bias"):
+    with pytest.raises(CheckpointError, match=r"holds 2 tensors that this model does not have, first more\.bias"):
         load(save(tmp_path, 4, deep, None), Model(), None)
 
 
-def test_other_freezing_or_groups_are_named(tmp_path):
+def test_other_freezing_or_parameter_groups_are_rejected(tmp_path):
     path = save(tmp_path, 3, *trained())
     model = Model()
     model.blocks[0].weight.requires_grad_(True)
@@ -285,14 +285,14 @@ def test_other_freezing_or_groups_are_named(tmp_path):
         load(path, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
 
 
-def test_an_optimizer_of_another_model_is_refused(tmp_path):
+def test_optimizer_of_another_model_is_rejected(tmp_path):
     model, _ = trained()
     with pytest.raises(CheckpointError, match=r"holds a parameter of shape \[9, 5\] that is not the model's"):
         save(tmp_path, 3, model, trained()[1])
     assert steps(tmp_path) == []
 
 
-def test_what_json_and_tensors_do_not_hold_is_refused(tmp_path):
+def test_values_other_than_tensors_are_rejected(tmp_path):
     model, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"extra\.x is a list; checkpoints hold tensors"):
         save(tmp_path, 3, model, optimizer, extra={"x": [1]})
@@ -301,7 +301,7 @@ def test_what_json_and_tensors_do_not_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_reported_and_the_former_checkpoint_stays(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_previous_checkpoint_is_kept(tmp_path, monkeypatch):
     model, optimizer = trained()
     save(tmp_path, 3, model, optimizer)
 
@@ -309,7 +309,9 @@ def test_a_full_disk_is_reported_and_the_former_checkpoint_stays(tmp_path, monke
         raise OSError(28, "No space left on device", "__0_0.distcp")
 
     monkeypatch.setattr("torch.save", full)
-    with pytest.raises(CheckpointError, match=r"could not write .*step_4.*No space left.*already there are untouched"):
+    with pytest.raises(
+        CheckpointError, match=r"could not write .*step_4.*No space left.*Existing checkpoints are untouched"
+    ):
         save(tmp_path, 4, model, optimizer)
     monkeypatch.undo()
     monkeypatch.setattr("octavo.checkpoint.run_state.files.write_state", full)
@@ -330,7 +332,7 @@ def _cut_short(folder: Path, told: Any) -> None:
 
 
 @pytest.mark.skipif(ranks.START != "fork", reason="the limit is a fork's")
-def test_a_short_write_inside_torchs_archive_is_reported_as_a_full_disk(tmp_path):
+def test_short_write_in_torch_archive_is_reported_as_full_disk(tmp_path):
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_cut_short, args=(tmp_path, there))
     process.start()
@@ -340,7 +342,7 @@ def test_a_short_write_inside_torchs_archive_is_reported_as_a_full_disk(tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
 
 
-def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
+def test_free_space_is_checked_if_errno_was_lost(tmp_path, monkeypatch):
     lost = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     assert why_no_space(tmp_path / "gone", ValueError("a defect")) is None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
@@ -350,7 +352,7 @@ def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
     assert why_no_space(tmp_path, lost) is None
 
 
-def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
+def test_directory_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(CheckpointError, match=r"could not write the checkpoint .*checkpoints.*File exists"):
         save(tmp_path / "checkpoints", 3, *trained())

@@ -78,7 +78,7 @@ def test_delayed_scaling_resumes_bit_for_bit(whole: Trainer, tmp_path: Path, res
     assert again.state.global_step == STEPS and same(again, whole)
 
 
-def test_without_the_callback_it_is_another_run_and_with_it_again_that_is_told(whole: Trainer, tmp_path: Path) -> None:
+def test_resuming_without_saved_histories_is_reported(whole: Trainer, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "run", Dies)
     with pytest.warns(UserWarning, match="step 2 was written without Fp8Callback and holds no amax histories"):
@@ -87,7 +87,7 @@ def test_without_the_callback_it_is_another_run_and_with_it_again_that_is_told(w
     assert (tmp_path / "run/checkpoint-4/trainer_state.json").read_text().count("fp8_amax_x") == 7
 
 
-def test_another_recipe_than_the_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_another_recipe_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, Fp8Callback, Dies)
     monkeypatch.setitem(globals(), "model_of", lambda make=model_of: make("blockwise"))
@@ -100,7 +100,7 @@ def log_probs(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.tensor([ROWS[0]["input_ids"]])).logits.float().log_softmax(-1)
 
 
-def test_references_are_told_by_what_they_compute_in() -> None:
+def test_reference_note_names_its_precision() -> None:
     """The sentence holds: log-probabilities at equal weights are equal, or not."""
     policy, stock = model_of("blockwise"), model_of(None)
     reloaded, copied, planned = stock, copy.deepcopy(policy), model_of("blockwise")
@@ -120,7 +120,7 @@ def test_references_are_told_by_what_they_compute_in() -> None:
     assert "amax histories of its own in 7 layers" in reference_note(delayed, copy.deepcopy(delayed))
 
 
-def test_frozen_codes_are_what_a_reference_may_hold() -> None:
+def test_reference_may_have_frozen_codes() -> None:
     """Codes of the policy's own cast serve for less memory; in a stock layer they are dequantized, which is told."""
     policy, reference = model_of("rowwise"), model_of(None)
     for module in reference.model.layers.modules():
@@ -132,7 +132,7 @@ def test_frozen_codes_are_what_a_reference_may_hold() -> None:
     assert torch.equal(log_probs(policy), log_probs(reference))
 
 
-def test_the_callback_looks_at_the_reference_of_its_trainer(tmp_path: Path) -> None:
+def test_callback_checks_reference_model_of_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
 
     class WithReference(Trainer):
@@ -147,7 +147,7 @@ def test_the_callback_looks_at_the_reference_of_its_trainer(tmp_path: Path) -> N
     assert len(said) == 1 and "the reference does not compute as the policy does: 7 of 7" in said[0]
 
 
-def test_ranks_share_their_histories_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_reduce_histories_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shared = model_of(), []
     monkeypatch.setattr("octavo.checkpoint.trainer.reduce_scaling_state", shared.append)
     Fp8Callback().on_step_end(None, None, None, model=model)
@@ -184,9 +184,7 @@ class WritesBetweenMicroSteps(TrainerCallback):
             model.model.layers[0].mlp.down_proj.weight.detach().numpy()[...] += 1e-2
 
 
-def test_codes_of_a_former_weight_end_the_training_with_the_layers_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_codes_end_training_and_name_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "model_of", lambda make=model_of: make("blockwise"))
     monkeypatch.setattr(Trainer, "get_eval_dataloader", lambda self, *_: self.get_train_dataloader())
     with pytest.raises(RuntimeError, match=r"step 1: FP8 GEMMs of model.layers.0.mlp.down_proj multiply by codes"):

@@ -97,7 +97,7 @@ def _full(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-def test_ranks_may_change_between_save_and_load(tmp_path):
+def test_number_of_ranks_may_change_between_save_and_load(tmp_path):
     model, optimizer = trained(3)
     model.seen.zero_()
     save(tmp_path / "one", 3, model, optimizer)
@@ -139,7 +139,7 @@ def _die_in_mid_save(world: World, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_in_mid_save_costs_that_save_only(tmp_path):
+def test_rank_that_dies_during_save_loses_only_that_save(tmp_path):
     with pytest.raises(FileNotFoundError):  # neither rank lives to write its answer
         ranks.run(_die_in_mid_save, 2, str(tmp_path))
     assert "could not write the checkpoint" in (tmp_path / "told").read_text()

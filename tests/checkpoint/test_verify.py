@@ -18,7 +18,7 @@ PASSING += [("plain", "qwen3_tied"), ("fp8-block", "qwen3_tied"), ("plain", "qwe
 
 
 @pytest.mark.parametrize(("form", "model"), PASSING)
-def test_folders_pass_without_a_finding(good: Good, form: str, model: str) -> None:
+def test_good_folders_have_no_findings(good: Good, form: str, model: str) -> None:
     folder = good(form, model)
     verified = verify(folder, against=good("plain", model))
     assert [f.text for f in verified.findings] == []
@@ -43,7 +43,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case, form", CASES)
-def test_planted_corruptions_are_found(case: planted.Corruption, form: str, good: Good, tmp_path: Path) -> None:
+def test_planted_corruptions_are_reported(case: planted.Corruption, form: str, good: Good, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(good(form, case.model), folder)
     case.plant(folder)
@@ -58,7 +58,7 @@ def test_planted_corruptions_are_found(case: planted.Corruption, form: str, good
         assert any(v.verdict != "ok" for v in verified.verdicts)
 
 
-def test_nothing_to_verify(tmp_path: Path) -> None:
+def test_folder_without_weights_and_config_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         verify(tmp_path / "none")
     (tmp_path / "empty").mkdir()

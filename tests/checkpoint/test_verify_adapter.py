@@ -71,7 +71,7 @@ def only_a_pickle(folder: Path) -> None:
     torch.save({"a": torch.zeros(1)}, folder / "adapter_model.bin")
 
 
-def test_whole_adapters_pass(adapter: Path, base: Path) -> None:
+def test_complete_adapters_pass(adapter: Path, base: Path) -> None:
     for verified in (verify(adapter), verify(adapter, base), verify(adapter, quick=True)):
         assert verified.findings == () and verified.ok
         assert {v.verdict for v in verified.verdicts} == {"ok"}
@@ -100,7 +100,7 @@ def test_whole_adapters_pass(adapter: Path, base: Path) -> None:
         (only_a_pickle, "only-pickles", "adapter_model.bin"),
     ],
 )
-def test_damaged_adapters_are_named(
+def test_damaged_adapters_are_reported(
     plant: Callable[[Path], None], kind: str, word: str, adapter: Path, base: Path
 ) -> None:
     plant(adapter)
@@ -110,7 +110,7 @@ def test_damaged_adapters_are_named(
     assert all(v.verdict in ("refuses", "loads garbage", "warns") for v in verified.verdicts)
 
 
-def test_an_untrained_adapter_and_one_without_a_base_are_warned_about(adapter: Path) -> None:
+def test_untrained_adapter_and_missing_base_give_warnings(adapter: Path) -> None:
     tensors(lambda t: [b.zero_() for n, b in t.items() if "lora_B" in n])(adapter)
     config(base_model_name_or_path=None)(adapter)
     verified = verify(adapter)

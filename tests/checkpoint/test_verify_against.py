@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.checkpoint import verify
-from octavo.checkpoint.verify import Verified
+from octavo.checkpoint.verify import VerifyResult
 from octavo.models.tiny import tiny
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
@@ -44,7 +44,7 @@ def add(folder: Path, more: Mapping[str, Tensor]) -> None:
     save_file(load_file(file) | dict(more), file, metadata={"format": "pt"})
 
 
-def found(verified: Verified, status: str = "fail") -> dict[str, set[str]]:
+def found(verified: VerifyResult, status: str = "fail") -> dict[str, set[str]]:
     """Kind -> the tensors of its findings."""
     of: dict[str, set[str]] = {}
     for finding in verified.findings:
@@ -58,7 +58,7 @@ def prediction(folder: Path) -> dict[str, Tensor]:
     return {"mtp.fc.weight": torch.randn(width, 2 * width), "mtp.norm.weight": torch.ones(width)}
 
 
-def test_tensors_that_the_model_has_no_place_for_are_named(good: Good, copy: Callable[..., Path]) -> None:
+def test_unplaced_tensors_are_reported(good: Good, copy: Callable[..., Path]) -> None:
     base = copy()
     add(base, {"score.weight": torch.randn(2, 256), "model.extra_adapter.weight": torch.randn(8, 8)})
     verified = verify(good("fp8-block"), against=base)
@@ -66,7 +66,7 @@ def test_tensors_that_the_model_has_no_place_for_are_named(good: Good, copy: Cal
     assert all("no place for it" in finding.text for finding in verified.failures)
 
 
-def test_a_layer_less(good: Good, copy: Callable[..., Path]) -> None:
+def test_missing_layer_is_reported(good: Good, copy: Callable[..., Path]) -> None:
     folder = copy()
     lost = [name for name in folders.values_of("qwen3") if name.startswith(LAYER)]
     for name in lost:
@@ -77,7 +77,7 @@ def test_a_layer_less(good: Good, copy: Callable[..., Path]) -> None:
     assert LAYER in str(found(verify(good("plain"), against=folder))["against-names"])
 
 
-def test_another_prefix_that_loaders_do_not_take(good: Good, copy: Callable[..., Path]) -> None:
+def test_unknown_prefix_is_reported(good: Good, copy: Callable[..., Path]) -> None:
     base = copy()
     folders.put(base, "base_model.model." + folders.Q, folders.get(base, folders.Q), beside=folders.Q)
     folders.put(base, folders.Q, None)
@@ -85,7 +85,7 @@ def test_another_prefix_that_loaders_do_not_take(good: Good, copy: Callable[...,
     assert found(verified)["against-names"] == {"base_model.model." + folders.Q, folders.Q}
 
 
-def test_a_head_that_the_reference_writes_out(good: Good, copy: Callable[..., Path]) -> None:
+def test_untied_head_of_the_reference_is_reported(good: Good, copy: Callable[..., Path]) -> None:
     base = copy("plain", "qwen3_tied")
     embedding = folders.get(base, "model.embed_tokens.weight")
     folders.put(base, "lm_head.weight", embedding, beside=folders.Q)
@@ -95,7 +95,7 @@ def test_a_head_that_the_reference_writes_out(good: Good, copy: Callable[..., Pa
     assert found(verified) == {"against-names": {"lm_head.weight"}} and "tie_word_embeddings" in verified.sentence()
 
 
-def test_layers_for_multi_token_prediction(qwen3_5: Path, copy: Callable[..., Path]) -> None:
+def test_multi_token_prediction_layers_are_compared(qwen3_5: Path, copy: Callable[..., Path]) -> None:
     base = copy(qwen3_5)
     more = prediction(base)
     add(base, more)

@@ -161,7 +161,7 @@ DEAR = "template of a power"  # a second of processor time for each reader; test
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=[pytest.mark.long] if fault == DEAR else []) for fault in FAULTS]
 )
-def test_whatever_a_loader_would_read_is_read(
+def test_all_files_that_loaders_read_are_checked(
     fault: str, good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "SECONDS", 1)
@@ -183,7 +183,7 @@ def test_whatever_a_loader_would_read_is_read(
         assert loads
 
 
-def test_what_no_loader_reads_is_told(good: Good, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_files_are_listed(good: Good, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(shutil.copytree(good("plain"), tmp_path / "model"))
     (folder / "README.md").touch()
     (folder / "runs").mkdir()
@@ -191,11 +191,11 @@ def test_what_no_loader_reads_is_told(good: Good, tmp_path: Path, capsys: pytest
     assert verified.ok and not verified.findings and verified.unread == ("README.md", "runs/")
     assert main(["verify", str(folder), "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "Not read: README.md, runs/." in out and "Nothing is wrong" not in out
+    assert "Not read: README.md, runs/." in out and "No problems found" not in out
     assert "values were not read" in out
 
 
-def test_a_snapshot_of_the_hubs_cache_is_as_good_as_a_folder(good: Good, tmp_path: Path) -> None:
+def test_hub_snapshot_passes_like_a_folder(good: Good, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     shutil.copytree(good("plain"), blobs)
@@ -204,7 +204,7 @@ def test_a_snapshot_of_the_hubs_cache_is_as_good_as_a_folder(good: Good, tmp_pat
     assert verify(snapshot).findings == ()
 
 
-def test_a_template_that_refuses_is_a_sentence(good: Good) -> None:
+def test_failing_template_is_reported(good: Good) -> None:
     processor = models.load_processor(good("plain"))
     question = [{"role": "user", "content": "Yes?"}]
     assert "Yes?" in chat.render(processor, question)

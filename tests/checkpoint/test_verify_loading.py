@@ -30,7 +30,7 @@ def loads(good: Good) -> Callable[[str, str], Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.plant.__name__)
-def test_damaged_folders_are_refused(
+def test_damaged_folders_are_rejected(
     case: planted.Corruption, loads: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     form = case.forms[-1] if case.forms[-1] == "fp8-block" else case.forms[0]

@@ -37,7 +37,7 @@ def kinds(folder: Path, **more: object) -> set[str]:
     return {f.kind for f in verify(folder, **more).findings}
 
 
-def test_pieces_change_nothing(good: Good, copy: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_size_does_not_change_findings(good: Good, copy: Good, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy("fp8-block")
     planted.nan_block(folder)
     planted.transposed_square_scale(folder)
@@ -51,7 +51,7 @@ def test_pieces_change_nothing(good: Good, copy: Good, monkeypatch: pytest.Monke
     assert all(0 <= done <= total for done, total, _ in seen) and len(seen) > 20
 
 
-def test_other_values_are_no_garbage(good: Good, copy: Good, tmp_path: Path) -> None:
+def test_trained_values_are_not_reported_as_garbage(good: Good, copy: Good, tmp_path: Path) -> None:
     """A trained model beside the one it began with: codes and scales are sound, and rows that were zero are not."""
     shutil.copytree(good("plain"), tmp_path / "untrained")
     folders.put(tmp_path / "untrained", folders.Q, folders.get(tmp_path / "untrained", folders.Q) * 0)
@@ -63,7 +63,7 @@ def test_other_values_are_no_garbage(good: Good, copy: Good, tmp_path: Path) -> 
         assert "e+2" not in finding.text and {v.verdict for v in verified.verdicts} == {"warns"}
 
 
-def test_a_damaged_tensor_is_compared_by_its_worst_row(good: Good, copy: Good) -> None:
+def test_damaged_tensor_is_judged_by_its_worst_row(good: Good, copy: Good) -> None:
     """One row of 256 off by a factor of 4 moves the whole by little, and that row by much."""
     folder = copy("fp8-block")
     codes = folders.get(folder, folders.Q)
@@ -83,13 +83,13 @@ def test_a_damaged_tensor_is_compared_by_its_worst_row(good: Good, copy: Good) -
         (planted.unscaled_cast, "lost or never computed"),
     ],
 )
-def test_the_cause_of_an_error_is_named(plant: Callable[[Path], None], words: str, good: Good, copy: Good) -> None:
+def test_cause_of_error_is_reported(plant: Callable[[Path], None], words: str, good: Good, copy: Good) -> None:
     folder = copy("fp8-block")
     plant(folder)
     assert words in " ".join(f.text for f in verify(folder, against=good("plain")).failures)
 
 
-def test_two_fp8_folders_are_compared_by_codes(good: Good, copy: Good) -> None:
+def test_fp8_folders_are_compared_by_codes(good: Good, copy: Good) -> None:
     folder = copy("fp8-block")
     same = verify(folder, against=good("fp8-block"))
     assert {c.codes for c in same.compared if c.tensor.endswith("_proj.weight")} == {"identical"}
@@ -98,7 +98,7 @@ def test_two_fp8_folders_are_compared_by_codes(good: Good, copy: Good) -> None:
     assert other.ok and other.compared[0].error > 0.01
 
 
-def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
+def test_dequantized_folder_matches_its_codes(good: Good, copy: Good) -> None:
     folder = copy("plain")
     for name in folders.values_of("qwen3"):
         if folders.is_linear(name):
@@ -107,20 +107,20 @@ def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
     assert verified.ok and not verified.findings and verified.compared[0].error < 2**-8
 
 
-def test_a_reference_of_another_model_is_reported(good: Good) -> None:
+def test_reference_of_another_model_is_reported(good: Good) -> None:
     assert "against-names" in kinds(good("plain"), against=good("plain", "qwen3_moe"))
     with pytest.raises(CheckpointError, match="leave one out"):
         verify(good("plain"), against=good("plain"), quick=True)
 
 
-def test_a_broken_reference_is_refused(good: Good, copy: Good) -> None:
+def test_broken_reference_is_rejected(good: Good, copy: Good) -> None:
     folder = copy("plain")
     planted.truncated_shard(folder)
     with pytest.raises(CheckpointError, match="the reference .* cannot be used: .* truncated"):
         verify(good("plain"), against=folder)
 
 
-def test_scales_in_bf16_and_in_e8m0_are_good(good: Good, copy: Good, tmp_path: Path) -> None:
+def test_bf16_and_e8m0_scales_are_accepted(good: Good, copy: Good, tmp_path: Path) -> None:
     folder = copy("fp8-block")
     for name in folders.values_of("qwen3"):
         if folders.is_linear(name):
@@ -156,7 +156,7 @@ def _resize(folder: Path, key: str, value: int, changes: dict[str, tuple[int, in
         (512, set()),
     ],
 )
-def test_widths_that_are_no_whole_blocks(width: int, found: set[str], copy: Good) -> None:
+def test_widths_that_are_not_block_multiples_are_reported(width: int, found: set[str], copy: Good) -> None:
     folder = copy("fp8-block")
     shapes = {"mlp.gate_proj": (width, 256), "mlp.up_proj": (width, 256), "mlp.down_proj": (256, width)}
     _resize(folder, "intermediate_size", width, shapes)
@@ -166,7 +166,7 @@ def test_widths_that_are_no_whole_blocks(width: int, found: set[str], copy: Good
         assert [v.verdict for v in verified.verdicts] == ["warns", "refuses", "refuses"]
 
 
-def test_sglang_reads_whole_parts_of_names() -> None:
+def test_sglang_matches_whole_name_parts() -> None:
     assert matches_parts("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
     assert matches_parts("model.layers.0.mlp.gate", ["layers.0.mlp"])
     assert matches_parts("visual.blocks.0.attn.qkv", ["model.visual"])
@@ -184,7 +184,7 @@ def test_sglang_reads_whole_parts_of_names() -> None:
         ("ct-row", "Linear", "transformers, vLLM and SGLang"),
     ],
 )
-def test_an_entry_is_judged_by_each_loaders_rule(form: str, entry: str, loaders: str, copy: Good) -> None:
+def test_skip_entry_is_judged_by_each_loaders_rule(form: str, entry: str, loaders: str, copy: Good) -> None:
     folder = copy(form)
     folders.skip_list(folder, lambda names: names.append(entry))
     finding = next(f for f in verify(folder, quick=True).failures if f.tensor == folders.DOWN)
@@ -192,14 +192,14 @@ def test_an_entry_is_judged_by_each_loaders_rule(form: str, entry: str, loaders:
     assert repr(entry) in finding.text
 
 
-def test_a_list_of_names_in_the_model_or_on_disk_is_the_same(copy: Good) -> None:
+def test_skip_list_accepts_module_and_disk_names(copy: Good) -> None:
     """Vision layers under the name without `model.`, as vLLM has them, beside the full ones."""
     folder = copy("fp8-block", "qwen3_vl")
     folders.skip_list(folder, lambda names: names.extend([n.removeprefix("model.") for n in names if "visual" in n]))
     assert not verify(folder, quick=True).findings
 
 
-def test_values_on_e4m3s_grid(copy: Good) -> None:
+def test_values_on_the_e4m3_grid_are_reported(copy: Good) -> None:
     folder = copy("plain")
     folders.put(folder, folders.Q, folders.get(folder, folders.Q).to(torch.float8_e4m3fn).to(torch.bfloat16))
     folders.put(folder, folders.DOWN, torch.zeros(256, 384, dtype=torch.bfloat16))
@@ -207,7 +207,7 @@ def test_values_on_e4m3s_grid(copy: Good) -> None:
     assert verified.ok and {f.kind for f in verified.findings} == {"cast-through-fp8", "zero-weight"}
 
 
-def test_every_kind_of_finding_has_its_sentence_and_its_consequence() -> None:
+def test_each_finding_has_a_sentence_and_a_consequence() -> None:
     """Each check gives its sentence the values that it names, and no others."""
     kinds: set[str] = set()
     for file in Path(verify_loaders.__file__).parent.glob("*.py"):
@@ -230,16 +230,16 @@ def test_every_kind_of_finding_has_its_sentence_and_its_consequence() -> None:
         assert all(d.verdict in VERDICTS for d in does.values())
 
 
-def test_the_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(good("fp8-block")), "--against", str(good("plain"))]) == 0
     out = capsys.readouterr().out
-    assert "FP8, fp8 block 128x128" in out and "Nothing is wrong, no warnings." in out and "worst first" in out
+    assert "FP8, fp8 block 128x128" in out and "No problems found, no warnings." in out and "worst first" in out
     folder = copy("fp8-block")
     planted.dropped_scale(folder)
     planted.skip_list_names_nothing(folder)
     assert main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert f"fail: {folders.Q!r}" in out and "1 thing is wrong, 1 warning." in out
+    assert f"fail: {folders.Q!r}" in out and "1 problem, 1 warning." in out
     assert main(["verify", str(folder), "--json", "--quick"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False and document["scanned"] is False
@@ -266,7 +266,7 @@ RUN = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUN)
-def test_transformers_does_what_is_said_of_it(name: str, good: Good, copy: Good) -> None:
+def test_transformers_behaves_as_predicted(name: str, good: Good, copy: Good) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 

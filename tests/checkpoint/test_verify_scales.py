@@ -53,7 +53,7 @@ def kinds(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("form", ["ct-row", "fp8-block"])
-def test_scales_of_a_kv_cache_are_known_by_name(copy: Good, form: str, names: tuple[str, ...]) -> None:
+def test_kv_cache_scales_are_recognized_by_name(copy: Good, form: str, names: tuple[str, ...]) -> None:
     folder = copy(form)
     add_scales(folder, names)
     scheme(folder)
@@ -68,14 +68,14 @@ def test_scales_of_a_kv_cache_are_known_by_name(copy: Good, form: str, names: tu
 
 
 @pytest.mark.parametrize("form", ["ct-row", "plain"])
-def test_scales_without_a_scheme_are_a_warning(copy: Good, form: str) -> None:
+def test_kv_cache_scales_without_scheme_give_a_warning(copy: Good, form: str) -> None:
     folder = copy(form)
     add_scales(folder, NAMES["llm-compressor"])
     assert kinds(folder) == {"cache-scales": "warn"}
     models.load(folder)
 
 
-def test_a_scheme_without_scales_is_a_warning(copy: Good) -> None:
+def test_kv_cache_scheme_without_scales_gives_a_warning(copy: Good) -> None:
     folder = copy("ct-row")
     scheme(folder)
     verified = verify(folder)
@@ -85,7 +85,7 @@ def test_a_scheme_without_scales_is_a_warning(copy: Good) -> None:
     assert kinds(folder) == {}  # computed from keys and values
 
 
-def test_half_of_the_scales(copy: Good) -> None:
+def test_half_of_the_kv_cache_scales_is_reported(copy: Good) -> None:
     folder = copy("ct-row")
     add_scales(folder, ("k_scale",))
     scheme(folder)
@@ -103,7 +103,7 @@ def test_half_of_the_scales(copy: Good) -> None:
         (1.0, torch.int32, "scale-dtype"),
     ],
 )
-def test_values_of_these_scales_are_read(copy: Good, value: float, dtype: torch.dtype, kind: str) -> None:
+def test_kv_cache_scale_values_are_checked(copy: Good, value: float, dtype: torch.dtype, kind: str) -> None:
     folder = copy("ct-row")
     add_scales(folder, NAMES["llm-compressor"], value, dtype)
     scheme(folder)
@@ -112,7 +112,7 @@ def test_values_of_these_scales_are_read(copy: Good, value: float, dtype: torch.
         assert verify(folder, quick=True).ok
 
 
-def test_other_names_are_no_scales_of_a_cache(copy: Good) -> None:
+def test_other_names_are_not_kv_cache_scales(copy: Good) -> None:
     for name in ("x.k_proj.weight_scale", "x.q_proj.input_scale", "x.mlp.down_proj.output_scale", "x.k_scale.weight",
                  "x.mask_scale", "x.o_proj.output_scale"):  # fmt: skip
         assert not is_cache_scale(name), name
@@ -126,7 +126,7 @@ def test_other_names_are_no_scales_of_a_cache(copy: Good) -> None:
 @pytest.mark.parametrize(
     ("layer", "said"), [("layers.0", "layers.1 has none"), ("layers.9", "layers.9, and the folder has no such layer")]
 )
-def test_scales_of_some_layers_alone(copy: Good, layer: str, said: str) -> None:
+def test_kv_cache_scales_of_some_layers_are_reported(copy: Good, layer: str, said: str) -> None:
     folder = copy("ct-row")
     for name in ("k_scale", "v_scale"):
         folders.put(folder, f"model.{layer}.self_attn.{name}", torch.tensor(0.1), beside=folders.Q)
@@ -135,7 +135,7 @@ def test_scales_of_some_layers_alone(copy: Good, layer: str, said: str) -> None:
     assert found.kind == "cache-scales" and said in found.text and verify(folder).ok
 
 
-def test_a_scale_of_no_elements(copy: Good) -> None:
+def test_empty_kv_cache_scale_is_reported(copy: Good) -> None:
     folder = copy("ct-row")
     add_scales(folder, ("k_scale", "v_scale"))
     scheme(folder)
@@ -166,7 +166,7 @@ def autofp8(folder: Path, activations: str = "static", **block: Any) -> None:
 
 
 @pytest.mark.parametrize("activations", ["static", "dynamic"])
-def test_autofp8_is_known(copy: Good, good: Good, activations: str) -> None:
+def test_autofp8_layout_is_recognized(copy: Good, good: Good, activations: str) -> None:
     folder = copy("ct-tensor")
     autofp8(folder, activations)
     verified = verify(folder, against=good("plain"))
@@ -179,7 +179,7 @@ def test_autofp8_is_known(copy: Good, good: Good, activations: str) -> None:
         models.load(folder)
 
 
-def test_autofp8_with_a_kv_cache_and_damage(copy: Good) -> None:
+def test_autofp8_with_kv_cache_scales_and_damage(copy: Good) -> None:
     folder = copy("ct-tensor")
     autofp8(folder, kv_cache_scheme="static")
     add_scales(folder, ("kv_scale",))
@@ -191,7 +191,7 @@ def test_autofp8_with_a_kv_cache_and_damage(copy: Good) -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), [(-1.0, "negative"), (0.0, "zero"), (float("nan"), "nan")])
-def test_fixed_scales_of_activations_are_read(copy: Good, value: float, kind: str) -> None:
+def test_static_activation_scales_are_checked(copy: Good, value: float, kind: str) -> None:
     folder = copy("ct-tensor")
     autofp8(folder)
     name = f"{folders.Q.removesuffix('weight')}input_scale"
@@ -224,7 +224,9 @@ def _drop(table: str) -> Callable[[dict[str, Any]], Any]:
     ],
     ids=["a sum less", "another sum", "another format", "a file more", "a key more"],
 )
-def test_a_changed_note_is_found(exported: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_changed_export_note_is_reported(
+    exported: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     folders.edit_json(folder / MARKER, lambda note: note)  # other spaces are no other note
     assert verify(folder, quick=True).ok
@@ -233,7 +235,7 @@ def test_a_changed_note_is_found(exported: Path, tmp_path: Path, change: Callabl
     assert "was changed after the export wrote it" in failed["export-note"]
 
 
-def test_a_note_of_0_4_0_has_no_digest_of_its_own(exported: Path, tmp_path: Path) -> None:
+def test_export_note_of_0_4_0_has_no_digest(exported: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     folders.edit_json(folder / MARKER, lambda note: note.pop("sha256_of_note"))
     assert verify(folder, quick=True).ok

@@ -1,4 +1,4 @@
-"""The commands in process: what they print, what they hand on, what they refuse."""
+"""The commands in process: output, arguments passed on, and error messages."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from octavo.cli.main import main
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a mini checkpoint, a few digits, and a configuration; the run in it is trained once."""
+    """Write a mini checkpoint, a few digits and a configuration."""
     from octavo.data.builtin import digits
     from octavo.models.tiny import tiny
 
@@ -52,47 +52,47 @@ def test_train_then_eval_then_generate(here, trained, capsys):
     table = capsys.readouterr().out
     assert table.split()[:5] == ["step", "loss", "exact", "match", "questions"]
     assert main(["eval", "run", "--step", "1", "--recipe", "off", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 1 and found["questions"] == 16 and found["loss"] > 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 1 and result["questions"] == 16 and result["loss"] > 0
 
     image = str(next((here / "digits").rglob("*.png")))
     ask = ["generate", "run", "--prompt", "first?", "--image", image, "--max-new-tokens", "2", "--json"]
     assert main(ask) == 0
-    assert json.loads(capsys.readouterr().out)["fp8_gemms"] > 0  # a run answers in the FP8 it was trained in
+    assert json.loads(capsys.readouterr().out)["fp8_gemms"] > 0  # a run uses the recipe of its training
     assert main([*ask, "--recipe", "off"]) == 0
     assert json.loads(capsys.readouterr().out)["fp8_gemms"] == 0
     assert main(["generate", "model", "--prompt", "hello", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().err == "model: high precision\n"
 
 
-def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys):
-    """In short by default, layer by layer with --verbose; the end names what was written and the next command."""
+def test_train_prints_at_most_fifteen_lines_before_the_first_step(here, capsys):
+    """The plan is short by default and layer by layer with --verbose; the end lists the written files and the next
+    command."""
     from octavo.cli.train import plan_printer
     from octavo.config import load_config
     from octavo.train.setup import planning
 
-    assert main(["train", "run.yaml", "run.dir=told", "run.hf=true", "fp8.activations=fp8"]) == 0
+    assert main(["train", "run.yaml", "run.dir=printed", "run.hf=true", "fp8.activations=fp8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith("step 1/2"))
     assert first <= 15 and lines[0].startswith("qwen3_vl of ") and lines[0].endswith(" all trained: model")
     assert any(line.startswith("memory, predicted: ") for line in lines[:first])
-    assert "told: a checkpoint at the end (the newest 2 stay), hf/ at the end" in lines[:first]
-    assert lines[-2].startswith("wrote told/hf, told/page.html, told/metrics.jsonl") and lines[-1].startswith(
-        "next: octavo export told "
+    assert "printed: a checkpoint at the end (the newest 2 stay), hf/ at the end" in lines[:first]
+    assert lines[-2].startswith("wrote printed/hf, printed/page.html, printed/metrics.jsonl") and lines[-1].startswith(
+        "next: octavo export printed "
     )
     cfg = load_config("run.yaml")
-    found = plan_printer(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
-    assert "note: norms in high precision: a reduction whose error every later layer inherits" in found
-    assert sum("self_attn.q_proj " in line for line in found) == 1
-    assert all(len(line) <= 80 for line in found if not line.startswith(("note: ", "memory, ")))
+    result = plan_printer(verbose=True)(planning.RunPlan(cfg, *planning.plan_for(cfg)))
+    assert "note: norms in high precision: a reduction whose error every later layer inherits" in result
+    assert sum("self_attn.q_proj " in line for line in result) == 1
+    assert all(len(line) <= 80 for line in result if not line.startswith(("note: ", "memory, ")))
 
 
-def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys):
+def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
     assert main(["train", "run.yaml"]) == 1
     assert "octavo train:" in capsys.readouterr().err
     assert main(["train", "run.yaml", "run.save_every=1", "run.resume=auto", "--json"]) == 0
-    got = capsys.readouterr()
-    result = json.loads(got.out)
+    result = json.loads(capsys.readouterr().out)
     assert result["status"] == "finished" and result["steps"] == 2
 
 
@@ -116,11 +116,11 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 2, "did you mean qwen3_vl_8b?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
         (["plan", "run.yaml", "model.path=nowhere"], 2, "model.path: there is no folder"),
-        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache is for measurements; add --measure"),
+        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache stores measurements; add --measure"),
         (
             ["plan", "run.yaml", "--measure", "fp8.plan=p.json"],
             2,
-            "--measure makes a plan, but the configuration reads",
+            "--measure creates a plan, but the configuration uses",
         ),
         (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json is missing"),
         (["plan", "run.yaml", "--save", ""], 2, "--save '' is empty; name a file, e.g. --save plan.json"),
@@ -128,8 +128,8 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan", "run.yaml", "--save", "run.yaml/plan.json"], 2, "run.yaml is a file; name a file"),
         (["plan", "run.yaml", "--save", "a\0b"], 2, "is not a path"),
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
-        (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published shape comes without data"),
-        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
+        (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published model has no data"),
+        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each component once with an integer below"),
         (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (
@@ -143,16 +143,16 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["digits", "model"], 1, "model"),
     ],
 )
-def test_refusals(here, trained, argv, code, message, capsys):
+def test_errors_name_the_problem_and_the_fix(here, trained, argv, code, message, capsys):
     assert main(argv) == code
-    got = capsys.readouterr()
-    assert message in got.err and "Traceback" not in got.err
-    assert not got.out
+    output = capsys.readouterr()
+    assert message in output.err and "Traceback" not in output.err
+    assert not output.out
 
 
 @pytest.fixture
 def no_memory(monkeypatch):
-    """`octavo plan` without its prediction of memory, a second of fake forwards: test_plan_memory.py is about that."""
+    """Disable the memory prediction of `octavo plan`, which takes a second; see test_plan_memory.py."""
     from octavo.cli import plan_memory
 
     monkeypatch.setattr(plan_memory, "as_json", lambda *_: {})
@@ -162,10 +162,10 @@ def no_memory(monkeypatch):
 def test_plan_of_a_file(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "fp8={recipe: blockwise, image_projector: {recipe: rowwise}}"]) == 0
     text = capsys.readouterr().out
-    assert re.match(r"FP8: \d+ of \d+ linear layers, 100.0 % of linear FLOPs", text)  # the verdict comes first
+    assert re.match(r"FP8: \d+ of \d+ linear layers, 100.0 % of linear FLOPs", text)  # the verdict is printed first
     assert "  image_projector  4 of 4 rowwise e4m3, 100.0 %\n" in text and "norms in high precision" in text
     shown = text[: text.index("note: ")].splitlines()
-    assert max(map(len, shown)) <= 80 and text.count("the whole model") == 2  # once a component
+    assert max(map(len, shown)) <= 80 and text.count("the whole model") == 2  # once per component
     folded = len(text.splitlines())
     assert main(["plan", "run.yaml", "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > folded
@@ -178,7 +178,7 @@ def test_plan_of_a_file_as_json(here, no_memory, capsys):
     assert {row["recipe"]["format"] for row in plan["rows"] if row["recipe"]} == {"e4m3"}
 
 
-def test_a_flag_of_fp8_means_the_whole_model(here, no_memory, capsys):
+def test_fp8_flags_apply_to_the_whole_model(here, no_memory, capsys):
     def components(*words: str) -> set[str]:
         assert main(["plan", "run.yaml", "fp8={foundation: {wgrad: bf16}}", *words, "--json"]) == 0
         return {row["component"] for row in json.loads(capsys.readouterr().out)["rows"] if row["recipe"]}
@@ -189,7 +189,7 @@ def test_a_flag_of_fp8_means_the_whole_model(here, no_memory, capsys):
     assert components("--fp8-recipe", "rowwise") == whole
 
 
-def test_train_says_what_fp8_gained(here, capsys):
+def test_train_reports_the_fp8_gain(here, capsys):
     assert main(["train", "run.yaml", "run.gain_steps=1", "run.dir=gains", "data.eval=[]"]) == 0
     assert re.search(r"FP8 gain +-\d+\.\d % in forward and backward", capsys.readouterr().out)  # a CPU emulates it
 
@@ -201,7 +201,7 @@ def test_plan_of_a_shape(capsys):
     assert any(row["recipe"] is None and "rule" in row["reason"] for row in plan["rows"])
 
 
-def test_a_cpu_measures_nothing(here, no_memory, capsys):
+def test_measure_is_rejected_on_a_cpu(here, no_memory, capsys):
     import torch
 
     if torch.cuda.is_available():
@@ -209,12 +209,12 @@ def test_a_cpu_measures_nothing(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the table in docs/plan.md" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys):
-    """On a machine whose times are known: FP8 wins for wide layers."""
+def test_plan_is_measured_saved_and_loaded(here, tmp_path, monkeypatch, capsys):
+    """With fixed times in which FP8 is faster for wide layers."""
     from octavo import fp8
     from octavo.cli import plan as command
     from octavo.fp8.measuring import Machine
@@ -225,56 +225,56 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
         wide = case.n > case.k
         return {n: Timing(1.0 if n == "high precision" else 0.5 if wide else 2.0, 0, 0, 4) for n in calls}
 
-    def measured(cfg, model, family, device, tokens, progress, cache):
+    def measure(cfg, model, family, device, tokens, progress, cache):
         policy, machine = planning.policy_from(cfg), Machine("cpu2", "9.0")
         return fp8.measure(
             model, policy, family.components, tokens.counts,
             device="cpu", cache=fp8.MeasurementCache(cache), progress=progress, timer=timer, machine=machine,
         )  # fmt: skip
 
-    monkeypatch.setattr(command, "_need_a_gpu", lambda: None)
-    monkeypatch.setattr(planning, "measured", measured)
+    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(planning, "measure_recipes", measure)
     cache, file = tmp_path / "cache.json", tmp_path / "plan.json"
     argv = ["plan", "run.yaml", "--measure", "--cache", str(cache), "--save", str(file)]
     assert main(argv) == 0
-    got = capsys.readouterr()
-    assert "measured: BF16 1000.00 ms, best FP8 2000.00 ms (blockwise e4m3 on reference)" in got.out
-    assert "predicted step:" in got.out and "attention" in got.out and "not counted" in got.out
-    assert "octavo train runs the configured recipe" in got.out
-    assert "measured 0 of" in got.err and f"use it with fp8.plan: {file}" in got.err and cache.is_file()
+    output = capsys.readouterr()
+    assert "measured: BF16 1000.00 ms, best FP8 2000.00 ms (blockwise e4m3 on reference)" in output.out
+    assert "predicted step:" in output.out and "attention" in output.out and "not counted" in output.out
+    assert "octavo train runs the configured recipe" in output.out
+    assert "measured 0 of" in output.err and f"use it with fp8.plan: {file}" in output.err and cache.is_file()
     assert main([*argv, "--json", "--why", "fp8.recipe=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["prediction"]["gain"] != 0 and plan["backends"][0]["rejected"]
     wide = {r["name"] for r in plan["rows"] if r["recipe"]}
     assert wide and all(r["shape"][0] > r["shape"][1] for r in plan["rows"] if r["recipe"])
-    assert main(["plan", "run.yaml", f"fp8.plan={file}"]) == 1  # made for another GPU
+    assert main(["plan", "run.yaml", f"fp8.plan={file}"]) == 1  # of another GPU
     assert "plan.json was made for cpu2 (compute capability 9.0), and this is a CPU" in capsys.readouterr().err
     file.write_text(file.read_text().replace('"gpu": "cpu2", "capability": "9.0"', '"gpu": "cpu", "capability": null'))
     assert main(["plan", "run.yaml", f"fp8.plan={file}", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert {r["name"] for r in again["rows"] if r["recipe"]} == wide
+    reloaded = json.loads(capsys.readouterr().out)
+    assert {r["name"] for r in reloaded["rows"] if r["recipe"]} == wide
 
 
-def test_the_plan_is_shown_though_its_file_cannot_be_written(here, no_memory, tmp_path, monkeypatch, capsys):
+def test_plan_is_printed_if_its_file_cannot_be_written(here, no_memory, tmp_path, monkeypatch, capsys):
     from octavo.base import atomic_write
 
-    def full(source, target):
+    def fail(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(atomic_write.os, "replace", full)
+    monkeypatch.setattr(atomic_write.os, "replace", fail)
     assert main(["plan", "run.yaml", "--save", str(tmp_path / "deep" / "plan.json")]) == 1
-    got = capsys.readouterr()
-    assert "of linear FLOPs" in got.out and "No space left on device" in got.err
+    output = capsys.readouterr()
+    assert "of linear FLOPs" in output.out and "No space left on device" in output.err
     assert not list((tmp_path / "deep").iterdir())
 
 
-def test_plan_says_why_a_backend_was_passed_over(here, no_memory, capsys):
+def test_plan_lists_why_backends_were_rejected(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
-    assert "\n  triton is not used: " in out and "weigh every component by one token" not in out
+    assert "\n  triton is not used: " in out and "weight all components equally" not in out
 
 
-def test_plan_on_a_terminal_wraps_instead_of_cutting(here, no_memory, monkeypatch, capsys):
+def test_plan_wraps_lines_on_a_terminal(here, no_memory, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "run.yaml"]) == 0
@@ -283,7 +283,7 @@ def test_plan_on_a_terminal_wraps_instead_of_cutting(here, no_memory, monkeypatc
     assert "…" not in shown
 
 
-def test_tiny_and_digits_write_once_and_accept_the_same(tmp_path, capsys):
+def test_tiny_and_digits_can_be_repeated(tmp_path, capsys):
     for _ in range(2):
         assert main(["tiny", "llama", str(tmp_path / "llama"), "--seed", "3"]) == 0
         assert main(["digits", str(tmp_path / "digits"), "--train", "4", "--test", "2", "--seed", "1"]) == 0
@@ -291,7 +291,7 @@ def test_tiny_and_digits_write_once_and_accept_the_same(tmp_path, capsys):
     assert len(json.loads((tmp_path / "digits" / "train.json").read_text())) == 4
 
 
-def test_defaults_are_those_of_the_rooms():
+def test_defaults_match_the_library():
     import argparse
 
     from octavo.cli import digits as command
@@ -300,9 +300,9 @@ def test_defaults_are_those_of_the_rooms():
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(["d"])
-    room = inspect.signature(digits.write).parameters
+    parameters = inspect.signature(digits.write).parameters
     assert {k: getattr(args, k) for k in ("train", "test", "seed")} == {
-        k: room[k].default for k in ("train", "test", "seed")
+        k: parameters[k].default for k in ("train", "test", "seed")
     }
 
 
@@ -319,66 +319,66 @@ def verdict(status):
 
 
 @pytest.mark.parametrize("status", VERDICTS)
-def test_compare_hands_on_and_exits_with_the_verdict(here, status, monkeypatch, capsys):
+def test_compare_passes_arguments_and_exits_with_the_verdict(here, status, monkeypatch, capsys):
     from octavo import report
 
     calls = []
-    monkeypatch.setattr(report, "compare", lambda *args, **more: calls.append((args, more)) or verdict(status))
+    monkeypatch.setattr(report, "compare", lambda *args, **kwargs: calls.append((args, kwargs)) or verdict(status))
     argv = ["compare", "run.yaml", "--recipes", "rowwise, blockwise,rowwise", "--out", "trial", "--fresh"]
     assert main(argv) == VERDICTS[status]
-    (cfg, recipes, directory), more = calls[0]
-    assert recipes == ["rowwise", "blockwise"] and directory == "trial" and more["fresh"] is True
+    (cfg, recipes, directory), kwargs = calls[0]
+    assert recipes == ["rowwise", "blockwise"] and directory == "trial" and kwargs["fresh"] is True
     assert cfg.train.steps == 2
-    told = capsys.readouterr().out.splitlines()
-    assert told[:3] == [f"{status}: so it is", "  because", f"report: {Path('trial/report/report.html')}"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [f"{status}: so it is", "  because", f"report: {Path('trial/report/report.html')}"]
     command = {0: "octavo train run.yaml", 1: "then try another recipe: octavo compare run.yaml --out trial --recipes"}
-    assert len(told) == 4 and command.get(VERDICTS[status], "octavo compare run.yaml --out trial --fresh") in told[3]
-    assert more["forks"] == 0 and more["savings"] is False  # three runs; more on request
+    assert len(lines) == 4 and command.get(VERDICTS[status], "octavo compare run.yaml --out trial --fresh") in lines[3]
+    assert kwargs["forks"] == 0 and kwargs["savings"] is False  # three runs by default
     assert main(["compare", "run.yaml", "--json"]) == VERDICTS[status]
     (_, recipes, directory), _ = calls[1]
     assert recipes is None and directory == "run-compare"
     assert json.loads(capsys.readouterr().out)["status"] == status
 
 
-def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
-    asked = ["compare", "run.yaml", "--factorial", "image_encoder,foundation", "--seeds", "2", "--out", "never"]
-    assert main([*asked, "--power"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in told) == 2
-    assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % needs 5" in told[5]
-    at = told.index("8 runs, 0 of them already trained:")
-    assert told[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(told) == at + 9
-    assert main([*asked, "--power", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [run["name"] for run in found["runs"][:2]] == ["high-precision", "high-precision-seed-1"]
-    assert found["components"] == ["image_encoder", "foundation"] and found["left_out"] == ["image_projector"]
-    assert {one["claim"] for one in found["power"]} >= {"accuracy", "effect_loss"}
-    assert main(["compare", "run.yaml", "--out", "never", "--forks", "1", "--power", "--json"]) == 0
+def test_compare_power_trains_nothing(here, capsys):
+    command = ["compare", "run.yaml", "--factorial", "image_encoder,foundation", "--seeds", "2", "--out", "unused"]
+    assert main([*command, "--power"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in lines) == 2
+    assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % takes 5" in lines[5]
+    at = lines.index("8 runs, 0 of them already trained:")
+    assert lines[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(lines) == at + 9
+    assert main([*command, "--power", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in result["runs"][:2]] == ["high-precision", "high-precision-seed-1"]
+    assert result["components"] == ["image_encoder", "foundation"] and result["left_out"] == ["image_projector"]
+    assert {claim["claim"] for claim in result["power"]} >= {"accuracy", "effect_loss"}
+    assert main(["compare", "run.yaml", "--out", "unused", "--forks", "1", "--power", "--json"]) == 0
     forks = json.loads(capsys.readouterr().out)["power"][-1]
-    assert forks["claim"] == "loss_forks" and "cannot diverge" in forks["why_not"]
-    assert not (here / "never").exists()
+    assert forks["claim"] == "loss_forks" and "have no time to diverge" in forks["why_not"]
+    assert not (here / "unused").exists()
 
 
-def test_compare_names_the_search_in_a_component_that_costs_too_much(here, monkeypatch, capsys):
+def test_compare_prints_the_bisect_command_for_a_costly_component(here, monkeypatch, capsys):
     from octavo import report
     from octavo.report.evidence.trust_table import FAIL, REPORTED, Check
 
-    long = "image_encoder x foundation"
+    interaction = "image_encoder x foundation"
     bad = Check("effect_accuracy", "", "foundation", -0.05, "", "", FAIL, "", -0.06, -0.04, 0.01)
-    both = Check("effect_loss", "", long, 0.00012, "", "", REPORTED, "", -0.0001, 0.0003)
-    found = verdict("fail")
-    found.checks, found.effects = (bad, both), (bad, both)
-    found.data = {"power": [], "factorial": {"components": long.split(" x "), "left_out": ["image_projector"]}}
-    monkeypatch.setattr(report, "compare", lambda *args, **more: found)
+    reported = Check("effect_loss", "", interaction, 0.00012, "", "", REPORTED, "", -0.0001, 0.0003)
+    result = verdict("fail")
+    result.checks, result.effects = (bad, reported), (bad, reported)
+    result.data = {"power": [], "factorial": {"components": interaction.split(" x "), "left_out": ["image_projector"]}}
+    monkeypatch.setattr(report, "compare", lambda *args, **kwargs: result)
     argv = ["compare", "run.yaml", "train.steps=3", "--factorial", "image_encoder,foundation", "--recipes", "rowwise"]
     assert main(argv) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert max(map(len, told[2:6])) <= 80 and told[4].split()[:4] == ["foundation", "accuracy,", "points", "-5.00"]
-    assert "+0.012" in told[5] and "-0.010 to +0.030" in told[5]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[2:6])) <= 80 and lines[4].split()[:4] == ["foundation", "accuracy,", "points", "-5.00"]
+    assert "+0.012" in lines[5] and "-0.010 to +0.030" in lines[5]
     search = "octavo bisect run.yaml train.steps=3 fp8.recipe=rowwise fp8.plan=null fp8.image_encoder.recipe=off "
-    (line,) = [line for line in told if line.startswith("foundation costs more than its margin")]
+    (line,) = [line for line in lines if line.startswith("foundation costs more than its margin")]
     assert line.endswith(f"{search}fp8.image_projector.recipe=off")
-    found.status, found.exit_code = "undecided", 3
+    result.status, result.exit_code = "undecided", 3
     assert main([*argv, "--seeds", "3"]) == 3
     assert (
         capsys.readouterr()
@@ -387,8 +387,8 @@ def test_compare_names_the_search_in_a_component_that_costs_too_much(here, monke
     )
 
 
-def test_compare_takes_what_the_report_offers():
-    """The names handed on above exist: a monkeypatched function would not notice."""
+def test_compare_arguments_exist_in_the_report():
+    """Checks the real signatures, which the monkeypatched functions above do not have."""
     from octavo import report
     from octavo.report.trial import demo
 
@@ -398,11 +398,11 @@ def test_compare_takes_what_the_report_offers():
     assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)
 
 
-def test_demo_hands_on(monkeypatch, capsys):
+def test_demo_passes_arguments(monkeypatch, capsys):
     from octavo.report.trial import demo
 
     calls, steps = [], inspect.signature(demo.run).parameters["steps"].default
-    monkeypatch.setattr(demo, "run", lambda *args, **more: calls.append((args, more)) or verdict("fail"))
+    monkeypatch.setattr(demo, "run", lambda *args, **kwargs: calls.append((args, kwargs)) or verdict("fail"))
     assert main(["demo", "--dir", "d", "--steps", "3", "--json"]) == 1
     assert calls[0][0] == ("d", 3) and calls[0][1]["fresh"] is False
     assert calls[0][1]["console"].stderr
@@ -412,7 +412,7 @@ def test_demo_hands_on(monkeypatch, capsys):
     assert not calls[1][1]["console"].stderr
 
 
-def test_doctor_shows_and_judges(monkeypatch, capsys):
+def test_doctor_prints_checks_and_sets_the_exit_code(monkeypatch, capsys):
     from octavo import doctor
     from octavo.doctor import ABSENT, FAIL, OK, WARN, Check, Report
 
@@ -426,45 +426,45 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  fix:   data.workers: 0\n" in out
-    assert "get it" not in out and out.endswith("Everything that is required works.\n")
+    assert "get it" not in out and out.endswith("All required checks passed.\n")
     assert main(["doctor", "--all"]) == 0
     assert "fix:   get it" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "examine", lambda log: Report(good + bad, {"python": "3"}))
     assert main(["doctor"]) == 1
-    assert "1 required thing does not work: reference rowwise." in capsys.readouterr().out
+    assert "1 required check failed: reference rowwise." in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["healthy"] is False and found["environment"] == {"python": "3"}
-    assert [check["status"] for check in found["checks"]] == [OK, ABSENT, FAIL]
+    result = json.loads(capsys.readouterr().out)
+    assert result["healthy"] is False and result["environment"] == {"python": "3"}
+    assert [check["status"] for check in result["checks"]] == [OK, ABSENT, FAIL]
 
 
-def test_a_family_that_is_planned_alone_is_shown_without_memory(here, monkeypatch, capsys):
+def test_family_that_cannot_train_is_planned_without_memory(here, monkeypatch, capsys):
     from octavo import models
 
     monkeypatch.setattr(models, "why_not_trained", lambda config: "its forward takes more")
     known = "model_type 'qwen3_vl' can be planned but not trained: its forward takes more"
-    assert main(["plan", "run.yaml", "--save", "alone.json"]) == 0
+    assert main(["plan", "run.yaml", "--save", "layers.json"]) == 0
     out = capsys.readouterr().out
     assert "blocks.{0,1}.mlp.linear_fc1" in out and f"note: {known}; its memory is not predicted" in out
-    assert "one GPU" not in out and (here / "alone.json").exists()
+    assert "one GPU" not in out and (here / "layers.json").exists()
     assert main(["plan", "run.yaml", "--json"]) == 0
     assert f"{known}; its memory is not predicted" in json.loads(capsys.readouterr().out)["notes"]
     assert main(["plan", "run.yaml", "--card", "80GB"]) == 2
     assert f"{known}. Its memory and time are not predicted" in capsys.readouterr().err
-    assert main(["train", "run.yaml", "run.dir=alone"]) == 1
+    assert main(["train", "run.yaml", "run.dir=untrained"]) == 1
     assert f"{known}. `octavo doctor --families` lists" in capsys.readouterr().err
 
 
 def test_doctor_lists_families(monkeypatch, capsys):
     from octavo.models.forward import survey
 
-    two = [
+    families = [
         survey.FamilySupport(
             "a_vl", survey.TRAINS, "", "model.visual", (), ("model.visual.merger",), "model.text", ("x.y",), 7
         ),
         survey.FamilySupport("b_vl", survey.REFUSED, "no vision tower"),
     ]
-    monkeypatch.setattr(survey, "survey", lambda: iter(two))
+    monkeypatch.setattr(survey, "survey", lambda: iter(families))
     assert main(["doctor", "--families"]) == 0
     out = capsys.readouterr().out
     assert "refused: no vision tower" in out and "model.visual" not in out
@@ -472,20 +472,20 @@ def test_doctor_lists_families(monkeypatch, capsys):
     assert main(["doctor", "--families", "--all"]) == 0
     assert "model.visual.merger" in capsys.readouterr().out
     assert main(["doctor", "--families", "--json"]) == 0
-    assert [one["here"] for one in json.loads(capsys.readouterr().out)] == ["trains", "refused"]
+    assert [family["here"] for family in json.loads(capsys.readouterr().out)] == ["trains", "refused"]
 
 
-def test_json_is_json_even_where_a_loss_is_not_finite(capsys):
+def test_json_replaces_values_that_are_not_finite(capsys):
     terminal.show_json({"loss": float("nan"), "all": (1, float("inf")), "at": Path("a")})
     assert json.loads(capsys.readouterr().out) == {"loss": None, "all": [1, None], "at": "a"}
 
 
-def test_lines_are_whole_where_nobody_looks_on(capsys):
+def test_lines_are_not_wrapped_without_a_terminal(capsys):
     terminal.console(stderr=False).print("many words " * 30)
     assert capsys.readouterr().out == "many words " * 30 + "\n"
 
 
-def test_plain_tables_line_up():
+def test_plain_tables_are_aligned():
     text = terminal.plain_table(("name", "n"), [("a", "10"), ("longer", "5")], title="T", right=(1,))
     assert text == "T\nname     n\n------  --\na       10\nlonger   5"
     wrapped = terminal.plain_table(("name", "what"), [("one", "many words " * 9), ("two", "x" * 90)])

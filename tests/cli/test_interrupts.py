@@ -1,4 +1,4 @@
-"""A command that a signal ends leaves nothing half-written: SIGTERM and SIGHUP as Ctrl-C."""
+"""Commands ended by SIGTERM, SIGHUP or Ctrl-C leave no half-written files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A key, two files with a word, and the same encrypted."""
+    """Create a key, two files, and an encrypted copy of them."""
     key = tmp_path / "key"
     monkeypatch.setenv(encryption.FILE, str(key))
     monkeypatch.delenv(encryption.VALUE, raising=False)
@@ -36,19 +36,19 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A mini Qwen3."""
+    """Write a mini Qwen3."""
     return str(tiny.write("qwen3", tmp_path_factory.mktemp("model") / "qwen3", size="mini"))
 
 
-def stopping(monkeypatch, number: int, name: str = "sync_tree", after: bool = True) -> None:
+def send_signal_in(monkeypatch, number: int, name: str = "sync_tree", after: bool = True) -> None:
     """Send this process the signal in or after a function of `octavo.base.atomic_write`."""
     real = getattr(atomic_write, name)
 
-    def send(*given, **more):
+    def send(*args, **kwargs):
         if after:
-            real(*given, **more)
+            real(*args, **kwargs)
         os.kill(os.getpid(), number)
-        return real(*given, **more)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(atomic_write, name, send)
 
@@ -57,7 +57,7 @@ def stopping(monkeypatch, number: int, name: str = "sync_tree", after: bool = Tr
     *((command, number) for command in ("decrypt", "encrypt", "examples") for number in CODES),
     *((command, signal.SIGTERM) for command in ("digits", "text", "tiny", "export", "seal")),
 ])  # fmt: skip
-def test_what_a_signal_ends_is_removed(folder, model, monkeypatch, capsys, command, number):
+def test_output_of_an_interrupted_command_is_removed(folder, model, monkeypatch, capsys, command, number):
     out = str(folder / "out")
     words = {
         "decrypt": [str(folder / "stored"), out], "encrypt": [str(folder / "plain"), out], "text": [out],
@@ -65,29 +65,29 @@ def test_what_a_signal_ends_is_removed(folder, model, monkeypatch, capsys, comma
         "export": [model, out, "--format", "bf16"], "seal": ["model", model, out],
     }[command]  # fmt: skip
     before, handlers = sorted(folder.rglob("*")), [signal.getsignal(number) for number in CODES]
-    stopping(monkeypatch, number, "_publish" if command == "tiny" else "sync_tree", after=command != "tiny")
+    send_signal_in(monkeypatch, number, "_publish" if command == "tiny" else "sync_tree", after=command != "tiny")
     assert main([command, *words]) == CODES[number]
     assert sorted(folder.rglob("*")) == before
-    said = capsys.readouterr().err
-    assert ("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}") in said
+    output = capsys.readouterr().err
+    assert ("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}") in output
     assert handlers == [signal.getsignal(number) for number in CODES]
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_one_file_that_is_decrypted_leaves_no_part(folder, monkeypatch, name):
-    stopping(monkeypatch, signal.SIGTERM, "swap", after=False)
+def test_interrupted_decryption_of_a_file_leaves_no_part(folder, monkeypatch, name):
+    send_signal_in(monkeypatch, signal.SIGTERM, "swap", after=False)
     assert main(["decrypt", str(folder / "stored" / name), str(folder / "out")]) == 143
     assert not (folder / "out").exists() and not list(folder.glob(".*"))
 
 
-def test_a_file_that_is_written_by_itself_leaves_no_part(tmp_path, monkeypatch):
+def test_interrupted_write_text_leaves_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(stop_signals.Stopped), stop_signals.stop_signals():
         atomic_write.write_text(tmp_path / "run.yaml", "half")
     assert not list(tmp_path.iterdir())
 
 
-def test_signals_that_a_scheduler_repeats_do_not_cut_the_removal_short(tmp_path):
+def test_repeated_signals_do_not_interrupt_the_cleanup(tmp_path):
     removed = []
     with pytest.raises(stop_signals.Stopped), stop_signals.stop_signals():
         try:
@@ -99,7 +99,7 @@ def test_signals_that_a_scheduler_repeats_do_not_cut_the_removal_short(tmp_path)
     assert removed
 
 
-def test_what_is_ignored_or_caught_by_another_stays_so():
+def test_ignored_and_foreign_handlers_are_kept():
     caught: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -114,25 +114,25 @@ def test_what_is_ignored_or_caught_by_another_stays_so():
             signal.signal(number, handler)
 
 
-def test_a_forked_child_ends_as_without_the_handlers():
+def test_forked_child_ends_by_the_default_action():
     ready, child_is_ready = os.pipe()
     with stop_signals.stop_signals():
         if (child := os.fork()) == 0:
             try:
                 os.write(child_is_ready, b".")
-                for _ in range(6000):  # not signal.pause(), which misses a signal that came just before it
+                for _ in range(6000):  # signal.pause() would miss an earlier signal
                     time.sleep(0.01)
             finally:
-                os._exit(0)  # what the parent's own blocks would do
-        os.read(ready, 1)  # the interpreter forgets signals that come while it forks
+                os._exit(0)  # as the parent's finally blocks would
+        os.read(ready, 1)  # signals during the fork are lost
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     os.close(ready)
     os.close(child_is_ready)
 
 
-def test_a_process_that_a_scheduler_ends(folder):
-    """As a process of its own: the first bytes of plain text are there, then SIGTERM comes."""
+def test_terminated_process_leaves_no_files(folder):
+    """SIGTERM arrives in a separate process after the first bytes of plain text are written."""
     script = (
         "import os, signal, sys; from octavo.cli import encrypt_decrypt as ciphered; from octavo.cli.main import main; "
         "real = os.fsync;os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGTERM); sys.exit(main(sys.argv[1:]))"

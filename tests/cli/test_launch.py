@@ -1,4 +1,4 @@
-"""`octavo train --nproc`: ranks started, watched and ended together, as small programs and as a run."""
+"""`octavo train --nproc`: ranks are started, watched and ended together; with small programs and with a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def program(monkeypatch, tmp_path):
-    """What a rank runs in place of Octavo: Python with `rank` and `here`; a file a rank says that it is there."""
+    """Replace Octavo in the ranks by a Python program with the variables `rank` and `here`, a shared folder."""
 
     def use(text: str) -> None:
         head = "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -33,46 +33,46 @@ def program(monkeypatch, tmp_path):
     return use
 
 
-def test_ranks_meet_at_the_launchers_store(program, tmp_path):
+def test_ranks_use_the_store_of_the_launcher(program, tmp_path):
     program(
         "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo'); found = [None] * dist.get_world_size()\n"
-        "dist.all_gather_object(found, (rank, int(os.environ['LOCAL_RANK'])))\n"
-        "(here / f'{rank}').write_text(repr(found)); dist.destroy_process_group()\n"
+        "dist.init_process_group('gloo'); results = [None] * dist.get_world_size()\n"
+        "dist.all_gather_object(results, (rank, int(os.environ['LOCAL_RANK'])))\n"
+        "(here / f'{rank}').write_text(repr(results)); dist.destroy_process_group()\n"
     )
     assert launch_ranks.launch([], 2) == 0
     assert {(tmp_path / str(rank)).read_text() for rank in (0, 1)} == {"[(0, 0), (1, 1)]"}
 
 
-def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(program, capfd):
+def test_failed_rank_ends_the_others_and_its_exit_code_and_stderr_are_kept(program, capfd):
     program("if rank == 1: sys.exit('rank one has no data')\ntime.sleep(60)\n")
-    began = time.monotonic()
+    start = time.monotonic()
     assert launch_ranks.launch([], 3) == 1
-    assert time.monotonic() - began < 30
-    told = capfd.readouterr().err
-    assert "rank 1, exit code 1:\nrank one has no data" in told
-    program(  # which fail together, however busy the machine is
+    assert time.monotonic() - start < 30
+    output = capfd.readouterr().err
+    assert "rank 1, exit code 1:\nrank one has no data" in output
+    program(  # both ranks fail at the same time
         "(here / f'mesh{rank}').touch()\n"
         "while rank and not all((here / f'mesh{n}').exists() for n in (1, 2)): time.sleep(0.01)\n"
         "if rank: print('no such mesh', file=sys.stderr); sys.exit(2)\n"
     )
     assert launch_ranks.launch([], 3) == 2
-    told = capfd.readouterr().err
-    assert "ranks 1, 2, exit code 2:\nno such mesh" in told and told.count("no such mesh") == 1
+    output = capfd.readouterr().err
+    assert "ranks 1, 2, exit code 2:\nno such mesh" in output and output.count("no such mesh") == 1
     program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
     assert launch_ranks.launch([], 2) == 137
-    told = capfd.readouterr().err
-    assert "rank 1 was killed by SIGKILL from outside." in told and "dmesg" in told and "rank 0" not in told
+    output = capfd.readouterr().err
+    assert "rank 1 was killed by SIGKILL." in output and "dmesg" in output and "rank 0" not in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_every_rank_once_and_is_waited_for(number, program, tmp_path):
+def test_signal_reaches_every_rank_once(number, program, tmp_path):
     program(
         "seen = []\n"
         f"signal.signal({int(number)}, lambda *_: seen.append(1))\n"
         "(here / f'up{rank}').touch()\n"
         "while not seen: time.sleep(0.05)\n"
-        "time.sleep(0.5)\n"  # as if it were saving
+        "time.sleep(0.5)\n"  # simulates saving
         f"(here / f'saved{{rank}}').write_text(str(len(seen))); sys.exit({128 + number})\n"
     )
 
@@ -88,7 +88,7 @@ def test_a_signal_reaches_every_rank_once_and_is_waited_for(number, program, tmp
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
-def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
+def test_invalid_process_counts_are_rejected(monkeypatch, capsys, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "a.json").write_text("[]")
@@ -98,17 +98,17 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
     assert "expected a whole number" in capsys.readouterr().err
     monkeypatch.setattr("octavo.base.accelerator.detect", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    assert (launch_ranks.how_many(None), launch_ranks.how_many(3)) == (4, 3)
+    assert (launch_ranks.resolve_process_count(None), launch_ranks.resolve_process_count(3)) == (4, 3)
     assert main(["train", str(file), "--nproc", "8"]) == 2
-    assert "--nproc 8: this machine has 4 GPU(s)" in capsys.readouterr().err
+    assert "--nproc 8: this machine has only 4 GPU(s)" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(file), "--nproc", "2"]) == 2
-    assert "torchrun has started this one" in capsys.readouterr().err
+    assert "this process was started by torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path, monkeypatch):
-    """The words of the command line reach every rank; SIGTERM saves; the same command continues."""
+def test_run_on_two_processes_is_stopped_and_resumed(tmp_path, monkeypatch):
+    """Arguments reach every rank, SIGTERM saves a checkpoint, and the same command resumes."""
     from octavo.data.builtin import digits
     from octavo.models.tiny import tiny
 
@@ -124,14 +124,14 @@ def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path, monkeypatch):
     command = ["train", "run.yaml", "--fp8-recipe", "rowwise", "run.dir=stopped"]
     words = [sys.executable, "-m", "octavo", *command, "--nproc", "2"]
     stopped = subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    metrics, patience = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < patience:
+    metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     stopped.terminate()
     out, err = stopped.communicate(timeout=120)
     assert stopped.returncode == 143, err
     assert "next: octavo train run.yaml run.dir=stopped fp8.recipe=rowwise run.resume=auto --nproc 2" in out
-    monkeypatch.chdir(tmp_path)  # forks go on, which import nothing
+    monkeypatch.chdir(tmp_path)  # continue with forks, which need no imports
     codes, out, err = ranks.commands([*command, "run.resume=auto"], 2)
     assert codes == [0, 0] and out.count("finished after step 30") == 1, err
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 31)]

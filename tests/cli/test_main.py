@@ -1,4 +1,4 @@
-"""The door: help, refusals and exit codes, in process; speed and imports in a process of their own."""
+"""The entry point: help, errors and exit codes in process; speed and imports in a separate process."""
 
 import errno
 import gc
@@ -11,7 +11,7 @@ import pytest
 
 import octavo
 from octavo.cli import arguments
-from octavo.cli import main as door
+from octavo.cli import main as entry
 from octavo.cli.main import main
 from tests.cpu_budget import cpu_seconds
 
@@ -31,7 +31,7 @@ def run_yaml(tmp_path, monkeypatch):
 def test_overview(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in door.COMMANDS:
+    for name in entry.COMMANDS:
         assert f"\n  {name} " in out
     assert main([]) == 2
 
@@ -41,7 +41,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"octavo {octavo.__version__}\n"
 
 
-@pytest.mark.parametrize("name", door.COMMANDS)
+@pytest.mark.parametrize("name", entry.COMMANDS)
 def test_every_command_has_help(name, capsys):
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
@@ -73,11 +73,11 @@ def test_every_command_has_help(name, capsys):
         (["train", "run.yaml", "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (
             ["compare", "run.yaml", "--recipes", "blokwise"],
-            "unknown 'blokwise'; did you mean blockwise? there are tensorw",
+            "unknown recipe 'blokwise'; did you mean blockwise? recipes are tensorw",
         ),
-        (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
+        (["compare", "run.yaml", "--recipes", "off"], "off is always the reference"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
-        (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each run over processes; use one"),
+        (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc distributes each run; use only one"),
         (
             ["compare", "run.yaml", "--factorial", "foundtion,image_encoder"],
             "did you mean foundation? there are image_e",
@@ -98,29 +98,29 @@ def test_every_command_has_help(name, capsys):
 )
 def test_wrong_usage(argv, message, capsys, run_yaml):
     assert main(argv) == 2
-    got = capsys.readouterr()
-    assert message in got.err
-    assert "Traceback" not in got.err and not got.out
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err and not output.out
 
 
-def command(monkeypatch, run):
-    """Makes `octavo schema` do `run` instead."""
+def replace_schema_command(monkeypatch, run):
+    """Replace the command `octavo schema` by `run`."""
     module = types.SimpleNamespace(__doc__="", add_arguments=lambda parser: None, run=run)
     monkeypatch.setitem(sys.modules, "octavo.cli.schema", module)
 
 
-def test_octavos_own_errors_are_a_sentence_and_exit_1(monkeypatch, capsys):
+def test_octavo_errors_are_printed_without_traceback(monkeypatch, capsys):
     from octavo.models.errors import ModelError
 
     def fail(args):
         raise ModelError("there is no model\x1b[2J;\nwrite one")
 
-    command(monkeypatch, fail)
+    replace_schema_command(monkeypatch, fail)
     assert main(["schema"]) == 1
     assert capsys.readouterr().err == "octavo schema: there is no model\\x1b[2J;\nwrite one\n"
 
 
-def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
+def test_operating_system_errors_are_printed_without_traceback(monkeypatch, capsys):
     import torch
 
     def fail(error):
@@ -129,16 +129,16 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
 
         return run
 
-    command(monkeypatch, fail(PermissionError(13, "Permission denied", "/runs")))
+    replace_schema_command(monkeypatch, fail(PermissionError(13, "Permission denied", "/runs")))
     assert main(["schema"]) == 1
     assert (
         capsys.readouterr().err == "octavo schema: Permission denied: /runs; choose a folder that you have access to\n"
     )
-    command(monkeypatch, fail(OSError(errno.ESTALE, "Stale file handle", "/runs/metrics.jsonl")))
+    replace_schema_command(monkeypatch, fail(OSError(errno.ESTALE, "Stale file handle", "/runs/metrics.jsonl")))
     assert main(["schema"]) == 1
-    assert "Stale file handle: /runs/metrics.jsonl; the file system was lost" in capsys.readouterr().err
+    assert "Stale file handle: /runs/metrics.jsonl; the file system is no longer available" in capsys.readouterr().err
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
-    command(monkeypatch, fail(full))
+    replace_schema_command(monkeypatch, fail(full))
     assert main(["schema"]) == 1
     assert capsys.readouterr().err.startswith("octavo schema: CUDA out of memory; lower train.micro_batch")
     for full in (
@@ -147,35 +147,39 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
         ),
         MemoryError(),
     ):
-        command(monkeypatch, fail(full))
+        replace_schema_command(monkeypatch, fail(full))
         assert main(["schema"]) == 1
         message = capsys.readouterr().err
         assert message.startswith("octavo schema: host memory is full (") and "; lower train.micro_batch" in message
-    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:5")
-    command(monkeypatch, fail(lost))
+    lost_peer = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:5"
+    )
+    replace_schema_command(monkeypatch, fail(lost_peer))
     assert main(["schema"]) == 1
     message = capsys.readouterr().err
     assert message.startswith("octavo schema: another process of this run died") and "run.resume=auto" in message
-    command(monkeypatch, fail(RuntimeError("[gloo/transport/tcp/pair.cc] op.preamble.length <= op.nbytes. 8 vs 4")))
-    with pytest.raises(RuntimeError, match="preamble"):  # ranks that disagree are a defect
+    replace_schema_command(
+        monkeypatch, fail(RuntimeError("[gloo/transport/tcp/pair.cc] op.preamble.length <= op.nbytes. 8 vs 4"))
+    )
+    with pytest.raises(RuntimeError, match="preamble"):  # ranks that disagree are a bug
         main(["schema"])
-    command(monkeypatch, fail(FileNotFoundError(2, "No such file", "x")))
+    replace_schema_command(monkeypatch, fail(FileNotFoundError(2, "No such file", "x")))
     with pytest.raises(FileNotFoundError):
         main(["schema"])
 
 
-def test_a_dead_data_worker_is_a_sentence(monkeypatch, capsys):
+def test_dead_data_worker_is_printed_without_traceback(monkeypatch, capsys):
     from octavo.data.errors import WorkerDied
 
     def fail(args):
         raise WorkerDied("data worker 0 (pid 7, killed by signal 9) died")
 
-    command(monkeypatch, fail)
+    replace_schema_command(monkeypatch, fail)
     assert main(["schema"]) == 1
     assert capsys.readouterr().err == "octavo schema: data worker 0 (pid 7, killed by signal 9) died\n"
 
 
-def test_every_way_in_runs_the_command():
+def test_both_modules_run_the_command():
     for module in ("octavo", "octavo.cli.main"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout.startswith("octavo "), module
@@ -185,7 +189,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch):
     def fail(args):
         raise ZeroDivisionError("a defect")
 
-    command(monkeypatch, fail)
+    replace_schema_command(monkeypatch, fail)
     with pytest.raises(ZeroDivisionError, match="a defect"):
         main(["schema"])
 
@@ -194,7 +198,7 @@ def test_interrupted(monkeypatch, capsys):
     def fail(args):
         raise KeyboardInterrupt
 
-    command(monkeypatch, fail)
+    replace_schema_command(monkeypatch, fail)
     assert main(["schema"]) == 130
     assert capsys.readouterr().err == "octavo: interrupted\n"
 
@@ -206,7 +210,7 @@ def test_schema_prints_the_schema(capsys):
     assert capsys.readouterr().out == schema_text()
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_closed_pipe_is_not_an_error():
     done = subprocess.run(
         f"{sys.executable} -m octavo schema | head -1", shell=True, capture_output=True, text=True, check=True
     )
@@ -216,8 +220,8 @@ def test_a_reader_that_leaves_is_no_error():
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "sklearn")
 
 
-def seconds(argv, cwd, code):
-    """CPU seconds of a process, which do not depend on what else the machine does; the best of up to five."""
+def command_cpu_seconds(argv, cwd, code):
+    """Measure the CPU seconds of a command, the best of up to five; they hardly depend on the load of the machine."""
     script = (
         "import sys; from octavo.cli.main import main; code = main(sys.argv[1:]);"
         f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
@@ -234,26 +238,26 @@ def seconds(argv, cwd, code):
     return best
 
 
-def test_help_and_config_errors_answer_in_a_second_without_torch(tmp_path):
+def test_help_and_config_errors_take_a_second_without_torch(tmp_path):
     (tmp_path / "bad.yaml").write_text(CONFIG + "fp8: {recpie: off}\n")
-    assert seconds(["--help"], tmp_path, 0) < 1
+    assert command_cpu_seconds(["--help"], tmp_path, 0) < 1
     for name in ("train", "plan", "compare"):
-        assert seconds([name, "--help"], tmp_path, 0) < 1
-        assert seconds([name, "bad.yaml"], tmp_path, 2) < 1
-    (tmp_path / "lost.yaml").write_text(CONFIG)
-    assert seconds(["train", "lost.yaml"], tmp_path, 2) < 1  # the model and the data that it names are not there
-    assert seconds(["report", "nowhere"], tmp_path, 2) < 1
+        assert command_cpu_seconds([name, "--help"], tmp_path, 0) < 1
+        assert command_cpu_seconds([name, "bad.yaml"], tmp_path, 2) < 1
+    (tmp_path / "missing.yaml").write_text(CONFIG)
+    assert command_cpu_seconds(["train", "missing.yaml"], tmp_path, 2) < 1  # its model and data are missing
+    assert command_cpu_seconds(["report", "nowhere"], tmp_path, 2) < 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(door.COMMANDS) - {"train", "plan", "compare"}))
-def test_help_of_each_other_command_answers_in_a_second_without_torch(name, tmp_path):
-    assert seconds([name, "--help"], tmp_path, 0) < 1
+@pytest.mark.parametrize("name", sorted(set(entry.COMMANDS) - {"train", "plan", "compare"}))
+def test_help_of_other_commands_takes_a_second_without_torch(name, tmp_path):
+    assert command_cpu_seconds([name, "--help"], tmp_path, 0) < 1
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with tiny/, a mini Qwen3-VL, its run.yaml and a row to learn from."""
+    """Write tiny/ (a mini Qwen3-VL), its run.yaml and one training row."""
     from octavo.models.tiny import tiny
 
     home = tmp_path_factory.mktemp("slow")
@@ -265,19 +269,19 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_the_first_import_made_is_set_apart_from_collections(first, monkeypatch):
-    """A caller's own objects are not: where torch was there, they may be garbage tomorrow."""
-    set_apart = []
-    monkeypatch.setattr(arguments.gc, "freeze", lambda: set_apart.append(gc.isenabled()))
+def test_objects_of_the_first_import_are_frozen(first, monkeypatch):
+    """If torch was imported before, objects are not frozen, because they may be the caller's."""
+    frozen = []
+    monkeypatch.setattr(arguments.gc, "freeze", lambda: frozen.append(gc.isenabled()))
     if first:
         monkeypatch.delitem(sys.modules, "torch")
     with arguments.importing():
         assert not gc.isenabled()
-    assert gc.isenabled() and set_apart == [False] * first
+    assert gc.isenabled() and frozen == [False] * first
 
 
-def spent(words, folder):
-    """CPU seconds of another interpreter, and of what it started."""
+def run_cpu_seconds(words, folder):
+    """Measure the CPU seconds of another interpreter and its children."""
     before = cpu_seconds()
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -285,9 +289,9 @@ def spent(words, folder):
 
 
 @pytest.fixture(scope="module")
-def torchs(model):
-    """What importing torch takes here, at best of two."""
-    return min(spent(["-c", "import torch"], model) for _ in range(2))
+def torch_import_seconds(model):
+    """Measure the CPU seconds of importing torch, the better of two."""
+    return min(run_cpu_seconds(["-c", "import torch"], model) for _ in range(2))
 
 
 @pytest.mark.long
@@ -295,21 +299,20 @@ def torchs(model):
     "argv",
     [
         ["doctor"],
-        ["plan", "run.yaml", "--card", "8GB"],  # all that it does without a card, and more
+        ["plan", "run.yaml", "--card", "8GB"],  # includes the work without --card
         ["generate", "tiny", "--prompt", "hello"],
     ],
     ids=" ".join,
 )
-def test_what_looks_at_a_model_takes_few_times_what_importing_torch_does(argv, model, torchs):
-    """CPU seconds, the best of up to three: six more than torch's 1.5, told in torch's, which a busy machine stretches
-    as much; doctor imports torch in a second process as well."""
-    most = (4 + (2 if argv == ["doctor"] else 1)) * torchs
-    assert any(spent(["-m", "octavo", *argv], model) < most for _ in range(3))
+def test_commands_take_a_few_times_as_long_as_importing_torch(argv, model, torch_import_seconds):
+    """The limit is relative to the import of torch, which a busy machine slows equally; doctor imports torch twice."""
+    limit = (4 + (2 if argv == ["doctor"] else 1)) * torch_import_seconds
+    assert any(run_cpu_seconds(["-m", "octavo", *argv], model) < limit for _ in range(3))
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "plan"])
-def test_what_a_file_names_and_is_not_there_is_told_at_once(command, tmp_path, monkeypatch, capsys):
-    """All of it; seen from the file, with the other reading where that one exists."""
+def test_missing_files_of_a_configuration_are_listed(command, tmp_path, monkeypatch, capsys):
+    """All are listed, relative to the file, with a hint if the path exists relative to the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     for folder in ("Qwen3-VL-8B-Instruct", "pictures"):
@@ -320,24 +323,26 @@ def test_what_a_file_names_and_is_not_there_is_told_at_once(command, tmp_path, m
         "data: {train: [{path: rows.json, images: pictures}], eval: [{path: held.json}]}\n"
     )
     assert main([command, "configs/run.yaml"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 4 and told[1] == f"data.train.0.path: there is no file {tmp_path}/configs/rows.json"
-    assert told[2].endswith(f"from there {tmp_path}/pictures is ../pictures)") and "held.json" in told[3]
-    assert "from there" in told[0] and ("--shape qwen3_vl_8b" in told[0]) == (command == "plan")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and lines[1] == f"data.train.0.path: there is no file {tmp_path}/configs/rows.json"
+    assert lines[2].endswith(f"from there {tmp_path}/pictures is ../pictures)") and "held.json" in lines[3]
+    assert "from there" in lines[0] and ("--shape qwen3_vl_8b" in lines[0]) == (command == "plan")
     assert main([command, "configs/run.yaml", "model.path=Qwen3-VL-8B-Instruct", "data.eval=[]"]) == 2
-    told = capsys.readouterr().err
-    assert "is not a model folder: it has no config.json" in told.splitlines()[0]
-    assert "data.train.0.path: there is no file" in told
+    output = capsys.readouterr().err
+    assert "is not a model folder: it has no config.json" in output.splitlines()[0]
+    assert "data.train.0.path: there is no file" in output
 
 
-def test_a_tracker_that_is_not_installed_is_told_at_once(run_yaml, monkeypatch, capsys):
+def test_missing_tracker_package_is_reported(run_yaml, monkeypatch, capsys):
     monkeypatch.setattr("octavo.base.environment.version", lambda name: "1" if name == "wandb" else None)
     assert main(["train", run_yaml, "run.trackers=[wandb, swanlab]"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("octavo train: model.path") and told[-1].endswith("pip install swanlab, or leave it out")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("octavo train: model.path") and lines[-1].endswith(
+        "pip install swanlab, or leave it out"
+    )
 
 
-def test_the_shape_that_a_folder_is_named_after():
+def test_shape_is_guessed_from_the_folder_name():
     from octavo.cli.plan import SHAPES, shape_of
     from octavo.models.structure import shapes
 

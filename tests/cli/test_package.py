@@ -1,4 +1,4 @@
-"""The package: a wheel of what is tracked has every module and every file that they read, and runs elsewhere."""
+"""The wheel contains every module and every file that they read, and runs in another environment."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
-def test_examples_are_copied_and_nothing_is_overwritten(tmp_path, capsys):
-    assert main(["examples", str(tmp_path / "mine")]) == 0
-    copied = {file.relative_to(tmp_path / "mine"): file.read_bytes() for file in (tmp_path / "mine").rglob("*.*")}
+def test_examples_are_copied_and_not_overwritten(tmp_path, capsys):
+    assert main(["examples", str(tmp_path / "copy")]) == 0
+    copied = {file.relative_to(tmp_path / "copy"): file.read_bytes() for file in (tmp_path / "copy").rglob("*.*")}
     assert copied == {
         file.relative_to(ROOT / "examples"): file.read_bytes()
         for file in (ROOT / "examples").rglob("*.*") if file.suffix != ".pyc"
     }  # fmt: skip
     assert f"wrote {len(copied)} files" in capsys.readouterr().out
-    assert main(["examples", str(tmp_path / "mine")]) == 2
-    assert "exists and is not empty; name a new folder" in capsys.readouterr().err
+    assert main(["examples", str(tmp_path / "copy")]) == 2
+    assert "exists and is not empty; choose a new folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of what is tracked."""
+    """Build a wheel of the tracked files."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in tracked():
         if (ROOT / name).exists() and not name.startswith(("docs/", "tests/", "benchmarks/")):
@@ -47,14 +47,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tracked() -> list[str]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("no git checkout: nothing says which files belong to the project")
+        pytest.skip("no git checkout: tracked files are unknown")
     listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
     return [name for name in names if name]
 
 
 @pytest.mark.long
-def test_a_wheel_of_what_is_tracked_runs_elsewhere(wheel, tmp_path):
+def test_wheel_of_tracked_files_runs_in_another_folder(wheel, tmp_path):
     inside = set(zipfile.ZipFile(wheel).namelist())
     files = {name for name in tracked() if name.startswith("octavo/") and name != "octavo/examples"}
     files |= {f"octavo/{name}" for name in tracked() if name.startswith("examples/")}
@@ -63,32 +63,33 @@ def test_a_wheel_of_what_is_tracked_runs_elsewhere(wheel, tmp_path):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
     subprocess.run([*PIP, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    for words in (["--help"], ["examples", "mine"], ["schema"]):
+    for words in (["--help"], ["examples", "copy"], ["schema"]):
         run = [sys.executable, str(tmp_path / "site" / "bin" / "octavo"), *words]
         done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout, done.stderr
-    assert (tmp_path / "mine" / "tiny" / "qwen3_text.yaml").is_file()
+    assert (tmp_path / "copy" / "tiny" / "qwen3_text.yaml").is_file()
     where = [sys.executable, "-c", "import octavo.report.trial.demo as demo; print(demo.__file__)"]
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 
 
 @pytest.mark.long
-def test_the_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path):
-    """The environment has the wheel and nothing else of Octavo; what it depends on is found where this process has it,
-    and nothing is downloaded."""
+def test_demo_runs_from_a_wheel_in_an_empty_environment(wheel, tmp_path):
+    """The environment has only the wheel; dependencies come from this environment, and nothing is downloaded."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
-    # As a plain path: its own .pth files, by which an editable Octavo would be found, are not read.
+    # Added as a plain path, so that .pth files in it are not read: they may point to an editable Octavo.
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     code = "import octavo, octavo.cli.main as main; print(octavo.__file__, main.__file__, sep='\\n')"
-    said = subprocess.run([str(python), "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert [Path(line).is_relative_to(site) for line in said.stdout.splitlines()] == [True, True]
+    output = subprocess.run(
+        [str(python), "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert [Path(line).is_relative_to(site) for line in output.stdout.splitlines()] == [True, True]
     demo = [str(python.with_name("octavo")), "demo", "--steps", "2"]
     done = subprocess.run(demo, cwd=tmp_path, env=env, capture_output=True, text=True)
-    # Two steps of training decide nothing: the verdict fails or is undecided, and the whole way to it was gone.
+    # After two steps the verdict fails or is undecided, but all parts of the demo have run.
     assert done.returncode in (0, 1, 3) and "Traceback" not in done.stderr, done.stdout + done.stderr
     for name in ("demo.yaml", "report/report.html", "answer.png"):
         assert (tmp_path / "demo" / name).stat().st_size > 100, done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""Every command of README.md runs as typed: the product's own parser takes it, its files aside; the YAML is a
-configuration, the Python's names exist."""
+"""The commands of README.md are accepted by the parser, its YAML is a valid configuration, and its Python names
+exist."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ LINES = [
     *re.findall(r"^(?:octavo|make) .*", BLOCKS["sh"], re.MULTILINE),
 ]
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
-SECTIONS |= {"lora": LoraSection, "rl": RlSection, "preference": PreferenceSection}  # which may be absent
-#: what the parser leaves to the command
+SECTIONS |= {"lora": LoraSection, "rl": RlSection, "preference": PreferenceSection}  # optional sections
+#: values that the command checks, not the parser
 NAMES = {"suite": [[suite] for suite in SUITES], "family": tiny_families(), "shape": shapes.SHAPES}
 
 
-def parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """What the command would work on, instead of its work."""
+def parse_command(line: str, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Return the parsed arguments of a command without running it."""
     _, command, *words = shlex.split(line, comments=True)
     assert command in COMMANDS
-    found: list[Namespace] = []
+    parsed: list[Namespace] = []
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module(f"octavo.cli.{command}"), "run", lambda args: found.append(args) or 0)
+        patch.setattr(importlib.import_module(f"octavo.cli.{command}"), "run", lambda args: parsed.append(args) or 0)
         assert main([command, *words]) == 0, line
-    return found[0]
+    return parsed[0]
 
 
-def test_every_command_is_one_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config_text(BLOCKS["yaml"])
     seen = set()
     for line in (line for line in LINES if line.startswith("octavo")):
-        args = parsed(line, monkeypatch)
+        args = parse_command(line, monkeypatch)
         seen.add(line.split()[1])
         for name, known in NAMES.items():
             assert getattr(args, name, None) is None or getattr(args, name) in known, line
@@ -59,24 +59,24 @@ def test_every_command_is_one_of_the_products(monkeypatch: pytest.MonkeyPatch) -
     assert len(seen) > 10 and {"plan", "train", "compare", "generate", "export"} < seen
     for target in re.findall(r"^.*?make (\w+)", "\n".join(x for x in LINES if x.startswith("make")), re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
-    with pytest.raises(AssertionError):  # as a command would be that is no more
-        parsed("octavo plan my.yaml --cards 80GB", monkeypatch)
+    with pytest.raises(AssertionError):  # an option that does not exist
+        parse_command("octavo plan my.yaml --cards 80GB", monkeypatch)
 
 
-def test_the_configuration_is_one() -> None:
+def test_configuration_is_valid() -> None:
     config = load_config_text(BLOCKS["yaml"])
-    assert len(FENCED) == len(BLOCKS) == 3  # one of each kind: the others would not be looked at
+    assert len(FENCED) == len(BLOCKS) == 3  # one block per language, since only one is checked
     assert config.run.dir == "runs/my" and config.fp8.recipe == "blockwise"
 
 
-def test_the_python_names_what_there_is() -> None:
+def test_python_names_exist() -> None:
     tree = ast.parse(BLOCKS["python"])
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "fp8"}
     assert {"plan", "apply"} < used and all(hasattr(fp8, name) for name in used)
 
 
-def test_the_keys_beside_those_of_others_exist() -> None:
-    """docs/coming_from.md: `section: {key: ..., key}` and `section.key` of the column of ours."""
+def test_keys_in_coming_from_exist() -> None:
+    """Checks `section: {key: ..., key}` and `section.key` in the Octavo column of docs/coming_from.md."""
     page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
     named = set()
     for cells in (line.split(" | ") for line in page.splitlines() if line.startswith("| ")):

@@ -1,7 +1,7 @@
 """Every configuration key is on a page of the documentation or in an example.
 
 A page counts where it writes the key in full (`train.z_loss`) or under its section (a YAML block, or a table whose rows
-name the keys of the section), so that a reader who searches for the key finds what it does.
+name the keys of the section), so that a search for the key finds its description.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTERNAL = ("architecture.md", "lab.md", "lab", "decisions", "reference", "site"
 
 
 def keys(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[str]:
-    """The dotted keys of a section and of the sections in it; entries of lists have no index."""
+    """Yield the dotted keys of a section and its subsections; entries of lists have no index."""
     for name, field in section.model_fields.items():
         inner = _inner(field.annotation)
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -38,7 +38,7 @@ def pages() -> list[Path]:
 
 
 def paths(value: object, above: str = "") -> Iterator[str]:
-    """The dotted paths of a YAML value, without the indices of lists."""
+    """Yield the dotted paths of a YAML value, without the indices of lists."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from paths(inner, f"{above}.{name}".lstrip("."))
@@ -57,7 +57,7 @@ def in_yaml(text: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def written() -> tuple[set[str], str]:
-    """(dotted paths in examples and YAML blocks, the text of README and pages)."""
+    """Return the dotted paths in examples and YAML blocks, and the text of README and pages."""
     text = "\n".join(p.read_text(encoding="utf-8") for p in [ROOT / "README.md", *pages()])
     blocks = re.findall(r"^```ya?ml\n(.*?)^```", text, flags=re.S | re.M)
     examples = [p.read_text(encoding="utf-8") for p in sorted((ROOT / "examples").rglob("*.yaml"))]
@@ -76,6 +76,6 @@ def test_every_key_is_documented(written):
     assert not missing, "on no page of docs/ and in no example: " + ", ".join(missing)
 
 
-def test_what_counts_as_documented():
+def test_documented_keys_are_recognized():
     assert documented("train.z_loss", set(), "Set `train.z_loss`.") and documented("rl.top_p", set(), "`top_p: 0.9`")
     assert documented("run.keep", {"run.keep"}, "") and not documented("rl.top_p", set(), "top_p without code")

@@ -1,4 +1,4 @@
-"""Wrong configurations: each problem names its line, what was found and the fix; all of them at once."""
+"""Wrong configurations: all problems are reported at once, each with its line, the value found and the fix."""
 
 import pytest
 
@@ -17,10 +17,10 @@ def problems(text: str, overrides=()) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def one(text: str, overrides=()) -> str:
-    found = problems(text, overrides)
-    assert len(found) == 1, found
-    return found[0]
+def only_problem(text: str, overrides=()) -> str:
+    listed = problems(text, overrides)
+    assert len(listed) == 1, listed
+    return listed[0]
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def one(text: str, overrides=()) -> str:
         ("run: {seed: 99999999999999999999}", "run.seed: must be at most 9223372036854775807"),
     ],
 )
-def test_one_wrong_value(more, message):
-    assert message in one(BASE + more + "\n")
+def test_wrong_value_is_reported(more, message):
+    assert message in only_problem(BASE + more + "\n")
 
 
-def test_required_sections_and_keys():
+def test_missing_sections_and_keys_are_reported():
     found = problems("fp8: {recipe: off}\n")
     assert found[0] == "x.yaml: model: required, but absent; add `model:` with at least path under it"
     assert len(found) == 3
@@ -89,23 +89,23 @@ def test_required_sections_and_keys():
     [
         ("", "x.yaml: the file is empty; write at least `model`, `data` and `train`"),
         ("# only a comment\n", "the file is empty"),
-        ("- a\n- b\n", "x.yaml:1: the file holds a list at the top; write a mapping"),
-        ("just text\n", "the file holds a single value at the top"),
+        ("- a\n- b\n", "x.yaml:1: the top level of the file is a list; write a mapping"),
+        ("just text\n", "the top level of the file is a single value"),
         ("model:\n\tpath: x\n", "x.yaml:2: a tab is used for indentation; indent with spaces"),
         ("model: {path: x\n", "x.yaml:"),
         ("a: 1\n b: 2\n", "x.yaml:2: a `:` where no key is allowed"),
         ("a: 1\nb\n", "x.yaml:2: a line without `:`; write `key: value`"),
         ("a: **.layers\n", "(an unquoted * begins an alias); put a glob in quotes"),
-        ("a: 1\n---\nb: 2\n", "x.yaml:2: a second document begins (---); keep one document a file"),
+        ("a: 1\n---\nb: 2\n", "x.yaml:2: a second document begins (---); keep one document per file"),
         ("a: \x01\n", "x.yaml:1: the character '\\x01' is not allowed in YAML"),
         ("[" * 1000, "cannot be read as YAML"),
     ],
 )  # fmt: skip
-def test_text_that_is_not_a_mapping(text, message):
-    assert message in one(text)
+def test_text_that_is_not_a_mapping_is_rejected(text, message):
+    assert message in only_problem(text)
 
 
-def test_duplicate_keys_tags_and_odd_keys_come_with_the_rest():
+def test_duplicate_keys_and_tags_are_reported_with_other_problems():
     found = problems(
         BASE + "train:\n  lr: 1\nrun: {seed: 1, seed: 2}\n"
         "fp8: {backend: !!python/name:os.system x, rules: !!set {a}}\n1: 2\n? [a]\n: 3\nstes: 4\n"
@@ -119,12 +119,12 @@ def test_duplicate_keys_tags_and_odd_keys_come_with_the_rest():
     assert "stes: unknown key" in text
 
 
-def test_aliases_that_loop_or_explode():
+def test_looping_and_exploding_aliases_are_rejected():
     assert "an alias refers to a value that contains it" in "\n".join(problems(BASE + "fp8: {rules: &r [*r]}\n"))
     bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
     )
-    assert "more than 10,000 values" in one(bomb)
+    assert "more than 10,000 values" in only_problem(bomb)
     assert "`<<` merges mappings only" in "\n".join(problems(BASE + "fp8: {<<: 3}\n"))
 
 
@@ -182,8 +182,8 @@ def test_aliases_that_loop_or_explode():
         ),
     ],
 )
-def test_a_wrong_override_names_itself(override, message):
-    assert message in one(BASE, [override])
+def test_wrong_override_is_named(override, message):
+    assert message in only_problem(BASE, [override])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_wrong_override_names_itself(override, message):
         "{weight_codes: recast, param: true, foundation: {param: false}}",
     ],
 )
-def test_codes_of_some_weights_may_be_settled_otherwise_than_those_of_others(fp8):
+def test_components_may_differ_in_param(fp8):
     load_config_text(BASE + f"fp8: {fp8}\n", source="x.yaml")
 
 
@@ -266,7 +266,7 @@ def test_codes_of_some_weights_may_be_settled_otherwise_than_those_of_others(fp8
         ),
     ],
 )
-def test_what_cannot_be(more, message):
+def test_conflicting_settings_are_rejected(more, message):
     assert any(message in found for found in problems(BASE + more + "\n")), problems(BASE + more + "\n")
 
 
@@ -281,15 +281,16 @@ def test_what_cannot_be(more, message):
         ("template_args: {2: true}", "", "data.template_args"),
     ],
 )  # fmt: skip
-def test_reasoning_that_cannot_be_asked_for(data, train, message):
+def test_conflicting_reasoning_settings_are_rejected(data, train, message):
     found = problems(f"model: {{path: m}}\ndata: {{train: [{{path: a}}], {data}}}\ntrain: {{steps: 1{train}}}\n")
-    assert any(message in one for one in found), found
+    assert any(message in only_problem for only_problem in found), found
 
 
-def test_pixels_that_cannot_be():
+def test_conflicting_pixel_limits_are_rejected():
     wrong = BASE.replace("a.json}]", "a.json}], min_pixels: 9, max_pixels: 8")
     assert (
-        one(wrong) == "x.yaml:2: data.min_pixels: min_pixels 9 is above max_pixels 8; lower it or raise data.max_pixels"
+        only_problem(wrong)
+        == "x.yaml:2: data.min_pixels: min_pixels 9 is above max_pixels 8; lower it or raise data.max_pixels"
     )
 
 
@@ -341,8 +342,8 @@ def test_pixels_that_cannot_be():
         ("{steps: 10, epochs: 2}", "train.epochs: 2 epochs and 10 steps both set the length of the run"),
     ],
 )  # fmt: skip
-def test_steps_that_cannot_be(train, message):
-    assert message in one(f"model: {{path: m}}\ndata: {{train: [{{path: a}}]}}\ntrain: {train}\n")
+def test_conflicting_step_settings_are_rejected(train, message):
+    assert message in only_problem(f"model: {{path: m}}\ndata: {{train: [{{path: a}}]}}\ntrain: {train}\n")
 
 
 @pytest.mark.parametrize(
@@ -381,19 +382,21 @@ def test_steps_that_cannot_be(train, message):
         ),
     ],
 )
-def test_what_cannot_stand_beside_packs(train, more, message):
+def test_settings_that_conflict_with_packing_are_rejected(train, more, message):
     model = more if more.startswith("model") else "model: {path: ./m}"
     more = more if more != model else ""
     text = f"{model}\ndata: {{train: [{{path: a.json}}], packing: true}}\ntrain: {{steps: 10, {train}}}\n{more}\n"
-    assert message in one(text)
+    assert message in only_problem(text)
 
 
-def test_packs_of_rows_that_are_streamed_have_no_epochs_and_only_packs_have_a_window():
+def test_packing_rejects_epochs_of_streams_and_window_requires_packing():
     data = "model: {path: ./m}\ndata: {train: [{path: a.json}], packing: true, window: 64}\n"
     streamed = data.replace("a.json", "a.jsonl, stream: true") + "train: {epochs: 1}\n"
-    assert "train.epochs: packs are counted before the first step, and data.train.0 is streamed" in one(streamed)
+    assert "train.epochs: packs are counted before the first step, and data.train.0 is streamed" in only_problem(
+        streamed
+    )
     assert load_config_text(data + "train: {epochs: 1}\n").train.epochs == 1
-    found = one(data.replace("packing: true, ", "") + "train: {steps: 10}\n")
+    found = only_problem(data.replace("packing: true, ", "") + "train: {steps: 10}\n")
     assert "data.window: has no effect without packing; remove it, or set packing: true" in found
 
 
@@ -413,9 +416,9 @@ def test_packs_of_rows_that_are_streamed_have_no_epochs_and_only_packs_have_a_wi
         ),
     ],
 )
-def test_attention_is_a_word_or_one_for_each_component(attention, train, message):
+def test_attention_accepts_a_word_or_a_mapping(attention, train, message):
     base = BASE.replace("./m", f"./m, attention: {attention}")
-    assert message in one(base.replace("steps: 10", f"steps: 10, {train}" if train else "steps: 10"))
+    assert message in only_problem(base.replace("steps: 10", f"steps: 10, {train}" if train else "steps: 10"))
 
 
 @pytest.mark.parametrize(
@@ -428,10 +431,10 @@ def test_attention_is_a_word_or_one_for_each_component(attention, train, message
     ],
 )
 def test_freeze(freeze, message):
-    assert message in one(BASE.replace("./m", f"./m, freeze: {freeze}"))
+    assert message in only_problem(BASE.replace("./m", f"./m, freeze: {freeze}"))
 
 
-def test_all_at_once_in_the_order_of_the_files(tmp_path, monkeypatch):
+def test_all_problems_are_reported_in_file_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("model: {path: m, frezee: []}\n\ntrain: {steps: 5, warmup: 9}\n")
     (tmp_path / "run.yaml").write_text(
@@ -452,7 +455,7 @@ def test_all_at_once_in_the_order_of_the_files(tmp_path, monkeypatch):
     ]
 
 
-def test_rules_are_checked_beside_wrong_keys():
+def test_rules_are_checked_despite_wrong_keys():
     found = problems(
         BASE + "fp8:\n  rules:\n    - {match: '**x', recipe: of}\n    - {match: a}\nrun: {eval_every: 1, x: 1}\n"
     )
@@ -465,7 +468,7 @@ def test_rules_are_checked_beside_wrong_keys():
     ]
 
 
-def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+def test_unreadable_files_are_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sft.yaml").write_text(BASE)
     (tmp_path / "latin.yaml").write_bytes("# é".encode("latin-1"))
@@ -483,8 +486,8 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
         assert message in str(caught.value)
 
 
-def test_a_file_without_permission(tmp_path, monkeypatch):
-    def refused(*arguments):  # root, who often runs tests, would be let in
+def test_file_without_permission_is_reported(tmp_path, monkeypatch):
+    def refused(*arguments):  # root could read it
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", refused)
@@ -492,7 +495,7 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
         load_config(tmp_path / "x.yaml")
 
 
-def test_extends_that_cannot_be(tmp_path, monkeypatch):
+def test_invalid_extends_are_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("x: 1\nextends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: [c.yaml]\n")
@@ -513,7 +516,7 @@ def test_extends_that_cannot_be(tmp_path, monkeypatch):
         assert message in str(caught.value)
 
 
-def test_consequences_of_a_mistake_are_not_told(tmp_path, monkeypatch):
+def test_consequential_errors_are_not_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.yaml").write_text(
         "model: {path: m}\ndata: {train: [{path: x, weight: .nan}]}\ntrain: {steps: 1}\n"
@@ -527,7 +530,7 @@ def test_consequences_of_a_mistake_are_not_told(tmp_path, monkeypatch):
     assert len(caught.value.problems) == 1
 
 
-def test_a_diamond_is_no_cycle(tmp_path):
+def test_diamond_of_extends_is_not_a_cycle(tmp_path):
     (tmp_path / "root.yaml").write_text(BASE)
     (tmp_path / "left.yaml").write_text("extends: root.yaml\nrun: {seed: 1}\n")
     (tmp_path / "right.yaml").write_text("extends: root.yaml\nrun: {keep: 7}\n")
@@ -536,7 +539,7 @@ def test_a_diamond_is_no_cycle(tmp_path):
     assert (cfg.run.seed, cfg.run.keep) == (1, 7)
 
 
-def test_nearest():
+def test_nearest_suggests_similar_names():
     assert nearest("blokwise", ["blockwise", "rowwise"]) == "blockwise"
     assert nearest("BLOCK-WISE", ["blockwise"]) == "blockwise"
     assert nearest("zzz", ["blockwise"]) is None

@@ -1,4 +1,4 @@
-"""Configurations out of all measure: a few short sentences, found without walking through what is too much."""
+"""Extreme configurations: short errors, found without processing the excess."""
 
 import os
 
@@ -25,7 +25,7 @@ def refused(text: str, overrides=()) -> ConfigError:
 
 
 def numbers(node, path=""):
-    """(where, schema) of every number in a JSON schema."""
+    """Yield (key, schema) of every number in a JSON schema."""
     if isinstance(node, dict):
         if node.get("type") in ("integer", "number"):
             yield path, node
@@ -36,7 +36,7 @@ def numbers(node, path=""):
             yield from numbers(value, path)
 
 
-def test_every_number_has_a_largest_and_a_smallest_value():
+def test_every_number_has_bounds():
     found = dict(numbers(json_schema()))
     assert len(found) > 30
     for where, schema in found.items():
@@ -62,17 +62,17 @@ def test_every_number_has_a_largest_and_a_smallest_value():
         ("fp8." + LONG + "=1", "unknown key"),
         ("fp8.recipe=" + LONG, "fp8.recipe: found 'xxx"),
         ("fp8.rules=[{match: '" + "*" * 50_000 + "', recipe: off}]", "is not a glob"),
-        ("model.path=a\0b", "model.path: holds a NUL character, which no file name can have"),
-        ("run.resume=~x\0/y", "run.resume: holds a NUL character"),
-        ("model.path=~x\0/y", "model.path: holds a NUL character"),
-        ("model.path=a\udc80b", "model.path: holds half a character (a lone surrogate"),
-        ("data.system=a\ud800b", "data.system: holds half a character"),
+        ("model.path=a\0b", "model.path: contains a NUL character, which a file name cannot have"),
+        ("run.resume=~x\0/y", "run.resume: contains a NUL character"),
+        ("model.path=~x\0/y", "model.path: contains a NUL character"),
+        ("model.path=a\udc80b", "model.path: contains a lone surrogate (U+D800"),
+        ("data.system=a\ud800b", "data.system: contains a lone surrogate"),
         ("run.dir=" + LONG, "run.dir: is not a path: 100,000 bytes, its longest name 100,000 (at most 4,095"),
         ("data.train.0.images=" + "é" * 200, "data.train.0.images: is not a path: "),
-        ("run.dir=" + "a/" * 2000, "run.dir: is not a path: 2,001 names deep"),  # pathlib makes them by recursion
+        ("run.dir=" + "a/" * 2000, "run.dir: is not a path: 2,001 names deep"),  # pathlib creates them recursively
     ],
 )
-def test_one_value_out_of_all_measure(override, message):
+def test_extreme_value_is_rejected(override, message):
     assert message in str(refused("", [override]))
 
 
@@ -81,13 +81,13 @@ def test_one_value_out_of_all_measure(override, message):
     [
         ('run: {dir: "\\U00110000"}\n', "cannot be read as YAML (chr() arg not in range"),
         ("extends: " + LONG + "\n", "is not a path: "),
-        ('extends: "a\\0b"\n', "holds a NUL character, which no file name can have"),
+        ('extends: "a\\0b"\n', "contains a NUL character, which a file name cannot have"),
         ("a: " + "[" * 100 + "]" * 100, "nested in more than 32 levels"),
         ("a: [" + "1, " * 150_000 + "]\n", "more than 10,000 values"),
         ("a: " + "x" * 1_000_001, "the text is too long for a configuration (1,000,0"),
     ],
 )
-def test_one_text_out_of_all_measure(text, message):
+def test_extreme_text_is_rejected(text, message):
     assert message in str(refused(text))
 
 
@@ -103,23 +103,23 @@ def test_one_text_out_of_all_measure(text, message):
         ("extends: [" + ", ".join(f"x{i}.yaml" for i in range(3000)) + "]\n", []),
     ],
 )
-def test_thousands_of_problems_are_counted_and_the_first_ones_told(text, overrides):
+def test_first_of_thousands_of_problems_are_listed(text, overrides):
     error = refused(text, overrides)
     assert len(error.problems) == MAX_SHOWN and error.more >= 3000 - MAX_SHOWN
     assert f"and {error.more:,} more" in str(error).splitlines()[-1]
 
 
-def test_names_are_suggested_for_those_that_are_told_alone(monkeypatch):
-    """Each suggestion compares a name with some sixty others: 3,000 of them took seconds."""
+def test_names_are_suggested_only_for_listed_problems(monkeypatch):
+    """Each suggestion compares a name with about sixty others; 3,000 of them took seconds."""
     from octavo.config import error_texts
 
-    asked = []
-    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: asked.append(name))
+    names = []
+    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: names.append(name))
     refused("".join(f"key_{i}: 1\n" for i in range(3000)))
-    assert len(asked) <= 3 * MAX_SHOWN
+    assert len(names) <= 3 * MAX_SHOWN
 
 
-def test_files_that_extend_each_other_in_pairs_are_not_read_for_ever(tmp_path):
+def test_pairwise_extends_are_bounded(tmp_path):
     (tmp_path / "0.yaml").write_text(BASE)
     for level in range(1, 40):
         (tmp_path / f"{level}.yaml").write_text(f"extends: [{level - 1}.yaml, {level - 1}.yaml]\n")
@@ -127,8 +127,8 @@ def test_files_that_extend_each_other_in_pairs_are_not_read_for_ever(tmp_path):
         load_config(tmp_path / "39.yaml")
 
 
-def test_a_configuration_of_its_largest_numbers_is_one(tmp_path):
-    """The bounds hold nobody up, and the rules over such numbers take no time."""
+def test_configuration_of_largest_numbers_is_valid(tmp_path):
+    """The bounds allow these values, and rules over such numbers are fast."""
     most = [f"run.{key}=1000000000" for key in ("save_every", "keep", "log_every", "health_every")]
     cfg = load_config_text(
         BASE, ["train.steps=1000000000", "train.micro_batch=65536", "train.global_batch=16777216", *most]
@@ -139,7 +139,7 @@ def test_a_configuration_of_its_largest_numbers_is_one(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-def test_what_is_no_file(tmp_path, make):
+def test_devices_and_folders_are_rejected(tmp_path, make):
     make(tmp_path / "x.yaml")
     with pytest.raises(ConfigError, match="x.yaml"):
         load_config(tmp_path / "x.yaml")

@@ -1,4 +1,4 @@
-"""Files, extends and overrides: what wins, where paths point, and what comes back."""
+"""Files, extends and overrides: precedence, relative paths, and round trips."""
 
 import math
 
@@ -21,7 +21,7 @@ def text(more: str = "", overrides=()):
     return load_config_text(BASE + more, overrides)
 
 
-def test_steps_and_epochs_take_each_others_place_as_later_wins():
+def test_override_of_steps_replaces_epochs_and_vice_versa():
     text = "model: {path: m}\ndata: {train: [{path: a}]}\ntrain: {epochs: 2.5}\n"
     cfg = load_config_text(text)
     assert (cfg.train.steps, cfg.train.epochs) == (None, 2.5)
@@ -44,7 +44,7 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    "asked, expected",
+    "fp8_settings, expected",
     [
         ("{recipe: rowwise}", ("rowwise", "rowwise", "rowwise", "rowwise")),
         ("{recipe: rowwise, foundation: {wgrad: bf16}}", ("rowwise", "rowwise", "rowwise", "rowwise")),
@@ -56,10 +56,10 @@ def test_defaults():
         ("{rules: [{match: '**.o_proj', recipe: off}]}", ("blockwise", "blockwise", "blockwise", "blockwise")),
     ],
 )
-def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(asked, expected):
-    """(the whole model, encoder, projector, foundation); those of sound, which nobody names here, as the whole model;
-    written out it says the same."""
-    cfg = text(f"fp8: {asked}\n")
+def test_recipe_applies_to_whole_model_or_named_components(fp8_settings, expected):
+    """Expected recipes of (whole model, encoder, projector, foundation); audio components follow the whole model. The
+    resolved YAML gives the same recipes."""
+    cfg = text(f"fp8: {fp8_settings}\n")
     parts = [cfg.fp8.recipe_of(name) for name in COMPONENTS if "audio" not in name]
     assert cfg.fp8.recipe_of("audio_encoder") == cfg.fp8.recipe_of("audio_projector") == cfg.fp8.recipe
     assert (cfg.fp8.recipe, *parts) == expected
@@ -67,7 +67,7 @@ def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_al
     assert override(cfg, ["fp8.recipe=delayed"]).fp8.recipe == "delayed"
 
 
-def test_the_example_of_the_design():
+def test_example_configuration():
     cfg = load_config_text(
         """
 model:
@@ -126,12 +126,12 @@ def test_scalars_are_yaml_1_2(written, read):
     assert got == read and type(got) is type(read)
 
 
-def test_a_yaml_1_1_header_changes_nothing():
+def test_yaml_1_1_header_changes_nothing():
     cfg = load_config_text("%YAML 1.1\n---" + BASE + "fp8: {recipe: off}\n")
     assert cfg.fp8.recipe == "off"
 
 
-def test_frozen():
+def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         text().train.steps = 3
     hash(text())
@@ -152,32 +152,34 @@ def test_extends_chain_and_relative_paths(tmp_path, monkeypatch):
     assert cfg.model.path == str(tmp_path / "base" / "weights")
     assert cfg.data.train[0].path == str(tmp_path / "d.json")
     assert cfg.data.train[0].images == str(tmp_path / "base" / "img")
-    assert cfg.data.eval[0].path == str(tmp_path / "base" / "e.json")  # an override's path is seen from here
+    assert cfg.data.eval[0].path == str(
+        tmp_path / "base" / "e.json"
+    )  # a path in an override is relative to the working directory
     assert cfg.model.freeze == ("foundation",)  # lists replace
     assert (cfg.run.seed, cfg.run.keep, cfg.run.dir) == (2, 5, "runs/x")  # mappings merge, later wins
     assert (cfg.train.steps, cfg.train.lr) == (7, 3e-4)
 
 
-def test_home_and_absolute_paths(tmp_path, monkeypatch):
+def test_home_and_absolute_paths_are_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert text(overrides=["model.path=~/m"]).model.path == str(tmp_path / "m")
     assert text(overrides=["model.path=/m/../n"]).model.path == "/n"
 
 
-def test_a_url_of_data_stays_as_it_is(tmp_path):
+def test_data_url_is_unchanged(tmp_path):
     url = "s3://bucket/../set/part-{000..127}.tar"
     (tmp_path / "a.yaml").write_text(f"model: {{path: ./m}}\ndata: {{train: [{{path: '{url}', fetch_gb: 2}}]}}\n")
     cfg = load_config(tmp_path / "a.yaml", ["train.steps=1"])
     assert (cfg.data.train[0].path, cfg.data.train[0].fetch_gb) == (url, 2.0)
     with pytest.raises(ConfigError) as caught:
         override(cfg, ["data.eval=[{path: x.json, fetch_gb: 1, shuffle_buffer: 9}]", "data.train.0.stream=true"])
-    told = [str(problem) for problem in caught.value.problems]
-    assert len(told) == 3 and "fetch_gb: applies only to data sets at a URL; remove it" in told[0]
-    assert "data.train.0.stream: files at a URL are fetched one by one" in told[2]
-    assert "data.eval.0.shuffle_buffer: held-out rows are read in the order of their file" in told[1]
+    texts = [str(problem) for problem in caught.value.problems]
+    assert len(texts) == 3 and "fetch_gb: applies only to data sets at a URL; remove it" in texts[0]
+    assert "data.train.0.stream: files at a URL are fetched one by one" in texts[2]
+    assert "data.eval.0.shuffle_buffer: held-out rows are read in the order of their file" in texts[1]
 
 
-def test_overrides_reach_everything():
+def test_overrides_reach_every_key():
     cfg = text(
         "fp8: {image_encoder: {recipe: rowwise, format: e4m3}, rules: [{match: a, recipe: off}]}\n",
         [
@@ -204,7 +206,7 @@ def test_overrides_reach_everything():
     assert cfg.run.dir == "12" and cfg.run.threads is None
 
 
-def test_variables_of_the_chat_template_are_any_mapping():
+def test_template_args_accept_any_mapping():
     cfg = text(overrides=["data.template_args.enable_thinking=false", "data.template_args={effort: low, n: [1, null]}"])
     assert cfg.data.template_args == {"enable_thinking": False, "effort": "low", "n": [1, None]}
     assert load_config_text(to_yaml(cfg)) == cfg
@@ -214,7 +216,7 @@ def test_the_last_override_wins():
     assert text(overrides=["run.seed=1", "run={seed: 2}", "run.seed=3"]).run.seed == 3
 
 
-def test_overrides_alone():
+def test_config_from_overrides_only():
     cfg = load_config(None, ["model.path=m", "data.train=[{path: a}]", "train.steps=1"])
     assert cfg.train.steps == 1
 
@@ -238,7 +240,7 @@ train: {steps: 3}
     assert (cfg.fp8.foundation.recipe, cfg.fp8.foundation.fwd) == ("rowwise", "fp8")
 
 
-def test_override_leaves_the_original():
+def test_override_does_not_change_the_original():
     cfg = text()
     other = override(cfg, ["fp8.recipe=off", "run.seed=4"])
     assert (other.fp8.recipe, other.run.seed) == ("off", 4)
@@ -249,7 +251,7 @@ def test_override_leaves_the_original():
         override(cfg, ["train.stpes=1"])
 
 
-def test_recompute_takes_a_word_for_all_components_or_one_for_each():
+def test_recompute_accepts_a_word_or_a_mapping():
     assert text().train.recompute.foundation == "none"
     both = override(text(), ["train.recompute=full"]).train.recompute
     assert (both.image_encoder, both.foundation) == ("full", "full")
@@ -259,7 +261,7 @@ def test_recompute_takes_a_word_for_all_components_or_one_for_each():
         override(text(), ["train.recompute=ful"])
 
 
-def test_a_config_built_in_python_obeys_the_rules_too():
+def test_config_built_in_python_is_checked():
     with pytest.raises(ValueError, match="makes a BF16 model, which does not compute in fp32"):
         Config(
             model={"path": "m"}, data={"train": [{"path": "a"}]}, train={"steps": 1, "precision": "fp32"},
@@ -273,7 +275,7 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
         ["optimizer.eps=1e-20", "train.lr=123456789e-12", "data.system='3e-4'", "run.resume=./a/b"],
     )
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
-    monkeypatch.chdir("/")  # and from anywhere
+    monkeypatch.chdir("/")  # from any working directory
     assert load_config(tmp_path / "config.yaml") == cfg
 
 
@@ -286,7 +288,7 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
     lr=st.floats(min_value=1e-300, max_value=1000),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
 )
-def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):
+def test_resolved_yaml_preserves_texts_and_numbers(system, lr, seed):
     cfg = text()
     cfg = cfg.model_copy(
         update={
@@ -298,7 +300,7 @@ def test_any_text_and_number_survives_the_resolved_yaml(system, lr, seed):
     assert load_config_text(to_yaml(cfg)) == cfg
 
 
-def test_a_plan_takes_the_place_of_an_earlier_recipe_and_loads_again():
+def test_plan_override_replaces_recipe_and_reloads():
     text = BASE + "fp8: {recipe: rowwise}\n"
     cfg = load_config_text(text, ["fp8.plan=p.json"])
     assert cfg.fp8.plan.endswith("p.json") and cfg.fp8.recipe == "blockwise"

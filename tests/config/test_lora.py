@@ -1,4 +1,4 @@
-"""What a configuration may say of LoRA and of weights that are loaded as FP8 codes."""
+"""Configuration of LoRA and of weights that are loaded as FP8 codes."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def message_of(model: str, more: str = "lora: {}\n", overrides=()) -> str:
         ("{image_encoder: tensor}", "", ("blockwise", "tensorwise")),
     ],
 )
-def test_the_recipe_follows_the_kind_unless_it_is_named(kinds, more, recipes):
+def test_recipe_follows_load_in_fp8_by_default(kinds, more, recipes):
     cfg = read(f"load_in_fp8: {kinds}", f"lora: {{}}\n{more}\n")
     tower = cfg.fp8.image_encoder
     assert (cfg.fp8.recipe, tower and tower.recipe) == recipes
-    assert load_config_text(to_yaml(cfg)) == cfg  # a saved configuration runs again unchanged
+    assert load_config_text(to_yaml(cfg)) == cfg  # a saved configuration can be rerun unchanged
 
 
 @pytest.mark.parametrize("short", ["row", "block", "tensor"])
-def test_codes_and_the_recipe_that_multiplies_by_them_have_one_name(short):
-    """Either word is read in either place; one is kept and shown."""
+def test_codes_and_their_recipe_share_a_name(short):
+    """Both words are accepted in both places, and stored as one of them."""
     name = f"{short}wise"
 
     def words(codes: str, recipe: str) -> Config:
@@ -77,7 +77,7 @@ def test_codes_and_the_recipe_that_multiplies_by_them_have_one_name(short):
     assert f'"{short}"' in schema and f'"{name}"' in schema  # editors accept both
 
 
-def test_true_means_rows_and_false_or_null_none():
+def test_load_in_fp8_true_means_rowwise():
     rows = read("load_in_fp8: rowwise")
     assert read("load_in_fp8: true") == read("load_in_fp8: {foundation: true, image_encoder: false}") == rows
     assert override(read(""), ["model.load_in_fp8=true", "fp8.recipe=row"]) == override(rows, []) == rows
@@ -85,11 +85,11 @@ def test_true_means_rows_and_false_or_null_none():
         read("load_in_fp8: false") == read("load_in_fp8: null") == read("load_in_fp8: {foundation: null}") == read("")
     )
     assert override(rows, ["model.load_in_fp8=false"]).model.load_in_fp8.kinds == {}
-    assert "true" not in to_yaml(rows).partition("keep_fp8")[0]  # what is kept says the kind
+    assert "true" not in to_yaml(rows).partition("keep_fp8")[0]  # the stored value is the kind
     assert {"type": "boolean"} in json_schema()["$defs"]["ModelSection"]["properties"]["load_in_fp8"]["anyOf"]
 
 
-def test_it_follows_in_python_as_well():
+def test_recipe_follows_load_in_fp8_in_python():
     more = {"data": DataSection(train=({"path": "a.json"},)), "train": TrainSection(steps=3), "lora": LoraSection()}
     cfg = Config(model=ModelSection(path="m", load_in_fp8=LoadInFp8Section(foundation="row")), **more)
     assert cfg.fp8.recipe == "rowwise"
@@ -118,7 +118,7 @@ def test_it_follows_in_python_as_well():
          "use `lora.dtype: bf16`, or `master: fp32`"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together(model, more, message):
+def test_conflicting_lora_settings_are_rejected(model, more, message):
     assert message in message_of(model, f"lora: {{}}\n{more}\n")
 
 
@@ -137,30 +137,30 @@ def test_what_does_not_go_together(model, more, message):
         ("true", "lora: expected a mapping, found true (a boolean)"),
     ],
 )  # fmt: skip
-def test_wrong_adapters(lora, message):
+def test_invalid_adapter_settings_are_rejected(lora, message):
     assert message in message_of("", f"lora: {lora}\n")
 
 
-def test_codes_are_for_what_is_not_trained():
+def test_load_in_fp8_requires_frozen_weights():
     message = message_of("load_in_fp8: {foundation: row, image_encoder: row}, freeze: [image_encoder]", "")
     assert message.startswith("x.yaml:1: model.load_in_fp8.foundation: FP8 codes cannot be trained, and without `lora`")
     assert "train adapters (`lora: {}`), or freeze the component (model.freeze: [foundation])" in message
     assert read("load_in_fp8: {image_encoder: row}, freeze: [image_encoder]", "").fp8.image_encoder.recipe == "rowwise"
 
 
-def test_a_frozen_component_has_no_master():
+def test_frozen_component_rejects_split_master():
     model = "load_in_fp8: {image_encoder: block}, freeze: [image_encoder]"
     assert "use fp8.image_encoder.param: false" in message_of(model, "fp8: {param: true}\n")
     assert read(model, "fp8: {param: true, image_encoder: {param: false}}\n").fp8.param
     assert "bf16+16 splits every weight while it is read" in message_of(model, "optimizer: {master: bf16+16}\n")
 
 
-def test_adapters_in_bf16_take_every_master():
+def test_bf16_adapters_accept_every_master():
     for master in ("fp32", "bf16+16", "bf16+sr"):
         assert read("", f"lora: {{dtype: bf16}}\noptimizer: {{master: {master}}}\n").optimizer.master == master
 
 
-def test_the_base_changes_by_override_with_its_recipe():
+def test_override_of_base_changes_its_recipe():
     cfg = read("load_in_fp8: block")
     assert "blockwise does not multiply by the codes of load_in_fp8" in str(_fails(cfg, ["model.load_in_fp8=row"]))
     assert override(cfg, ["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"

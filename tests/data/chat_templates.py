@@ -22,7 +22,7 @@ _PARTS = """
 _TOOLS = """
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}{% for tool in tools %}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
 """  # noqa: E501
-# Where the last question stands; what a tool gives back is none.
+# The position of the last question; the result of a tool is not a question.
 _LAST = """
 {%- set last = namespace(at=messages | length - 1, open=true) %}
 {%- for m in messages[::-1] %}
@@ -30,7 +30,7 @@ _LAST = """
 {%- set last.open = false %}{% set last.at = messages | length - 1 - loop.index0 %}{% endif %}
 {%- endfor %}
 """
-# Reasoning apart, or in the text between its marks.
+# Reasoning in a separate field, or in the text between its marks.
 _PARTED = """
 {%- set thought = '' %}
 {%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}

@@ -1,4 +1,4 @@
-"""A folder of small images, data sets written on the spot, and the processors of tiny models."""
+"""Fixtures: a folder of small images, generated data sets, and the processors of tiny models."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from tests.data.chat_templates import TEMPLATES
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """`models(family)`: the processor of a tiny model of it."""
+    """Return `models(family)`, which returns the processor of a tiny model of the family."""
     from octavo.models import load_processor
     from octavo.models.tiny import tiny
 
-    made: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def processor(family: str) -> Any:
-        if family not in made:
-            made[family] = load_processor(tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini"))
-        return made[family]
+        if family not in cache:
+            cache[family] = load_processor(tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini"))
+        return cache[family]
 
     return processor
 
 
 @pytest.fixture(scope="module")
 def processors(models: Callable[[str], Any]) -> dict[str, Any]:
-    """family -> a processor whose tokenizer has the marks as tokens, which published ones call not special."""
-    made = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
-    for processor in made.values():
+    """Map a family to a processor whose tokenizer has the thinking marks as tokens that are not special."""
+    by_family = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
+    for processor in by_family.values():
         processor.tokenizer = copy.deepcopy(processor.tokenizer)
         processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
-        processor.embedding_rows = None  # of a model that has them
-    return made
+        processor.embedding_rows = None  # only for models with images
+    return by_family
 
 
 @pytest.fixture
 def encoder(processors: dict[str, Any]) -> Callable[..., Any]:
-    """`encoder(template, args, ...)`: of a tiny model with one of `TEMPLATES`, or another text, as its template."""
+    """Return `encoder(template, args, ...)`: the encoder of a tiny model whose template is one of `TEMPLATES` or a
+    given text."""
 
-    def made(template: str, args: Any = (), kind: Any = Encoder, **options: Any) -> Any:
+    def make_encoder(template: str, args: Any = (), kind: Any = Encoder, **options: Any) -> Any:
         processor = copy.copy(processors["qwen3" if template == "qwen3" else "qwen3_vl"])
         processor.tokenizer = copy.copy(processor.tokenizer)
         processor.chat_template = processor.tokenizer.chat_template = TEMPLATES.get(template, template)
         processor.template_args = dict(args)
         return kind(processor, 512, **options)
 
-    return made
+    return make_encoder
 
 
 class Folder:
@@ -76,14 +77,14 @@ class Folder:
         return path
 
     @staticmethod
-    def llava(*texts: str, **more: Any) -> dict[str, Any]:
-        """A LLaVA row of human and gpt in turn."""
+    def llava(*texts: str, **fields: Any) -> dict[str, Any]:
+        """Make a LLaVA row with alternating human and gpt turns."""
         messages = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)]
-        return {"id": "r", "conversations": messages, **more}
+        return {"id": "r", "conversations": messages, **fields}
 
-    def read(self, rows: Any, name: str = "rows.json", kind: str = "conversations", **more: Any) -> Source:
+    def read(self, rows: Any, name: str = "rows.json", kind: str = "conversations", **fields: Any) -> Source:
         path = self.json(rows, name) if not isinstance(rows, Path) else rows
-        return read(Dataset.model_construct(path=str(path), **more), kind)
+        return read(Dataset.model_construct(path=str(path), **fields), kind)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rows with sound: where it stands, what is refused, and what becomes of it."""
+"""Rows with audio: positions, rejected files and rows, and encoded features."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ RATE = 16000
 
 
 def pitch(rate: int, hertz: float) -> np.ndarray:
-    """Half a second of a tone."""
+    """Return half a second of a tone."""
     return 0.5 * np.sin(2 * np.pi * hertz * np.arange(rate // 2) / rate)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sounds good and bad, and in `tiny/` a model that hears a second."""
-    made = tmp_path_factory.mktemp("sounds")
-    tiny.write("qwen2_audio", made / "tiny", size="mini")
+    """Write valid and invalid audio files, and in `tiny/` a model that takes up to one second."""
+    directory = tmp_path_factory.mktemp("sounds")
+    tiny.write("qwen2_audio", directory / "tiny", size="mini")
     wave = 0.4 * np.sin(np.arange(RATE) / 3)
 
-    def write(name: str, samples: np.ndarray, rate: int = RATE, **how: str) -> None:
-        soundfile.write(made / name, samples, rate, **how)
+    def write(name: str, samples: np.ndarray, rate: int = RATE, **options: str) -> None:
+        soundfile.write(directory / name, samples, rate, **options)
 
     write("half.wav", wave[: RATE // 2])
     write("half.flac", wave[: RATE // 2])
@@ -56,17 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write("almost.wav", np.zeros(44102), 44100)
     write("nan.wav", np.full(4000, np.nan), subtype="FLOAT")
     write("odd.aiff", wave[:8000])
-    whole = (made / "half.flac").read_bytes()
-    (made / "cut.flac").write_bytes(whole[: len(whole) // 2])
-    (made / "noise.wav").write_bytes(b"RIFF and no more")
-    whole = (made / "half.wav").read_bytes()
-    (made / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    whole = (directory / "half.flac").read_bytes()
+    (directory / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    (directory / "noise.wav").write_bytes(b"RIFF and no more")
+    whole = (directory / "half.wav").read_bytes()
+    (directory / "cut.wav").write_bytes(whole[: len(whole) // 2])
     piped, size = whole.find(b"data") + 4, b"\xff" * 4
-    (made / "piped.wav").write_bytes(whole[:piped] + size + whole[piped + 4 :])
-    whole = bytearray((made / "half.flac").read_bytes())
+    (directory / "piped.wav").write_bytes(whole[:piped] + size + whole[piped + 4 :])
+    whole = bytearray((directory / "half.flac").read_bytes())
     whole[21:26] = bytes([whole[21] & 0xF0, 0, 0, 0, 0])  # samples in all: unknown
-    (made / "piped.flac").write_bytes(whole)
-    return made
+    (directory / "piped.flac").write_bytes(whole)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def row(folder: Path, *names: str, text: str = "<audio>what?", **more):
     return parse({"messages": turns, **listed, **more}, "messages", file="rows", row=3, images=folder)
 
 
-def test_three_ways_to_say_where_a_sound_stands(folder):
+def test_sound_positions_are_read_from_three_layouts(folder):
     listed = row(folder, "half.wav", "half.flac", text="a<audio>b<audio>c")
     parts = [{"type": "text", "text": "a"}, {"type": "audio", "audio": "half.wav"}, {"type": "text", "text": "b"},
              {"type": "audio", "path": "half.flac"}, {"type": "text", "text": "c"}]  # fmt: skip
@@ -99,7 +99,7 @@ def test_three_ways_to_say_where_a_sound_stands(folder):
 
 
 @pytest.mark.parametrize(
-    ("names", "text", "said"),
+    ("names", "text", "message"),
     [
         (("half.wav",), "what?", "0 <audio> placeholder.s. in its text and 1 sound"),
         (("half.wav",), "<audio><audio>", "2 <audio> placeholder.s. in its text and 1 sound"),
@@ -112,34 +112,34 @@ def test_three_ways_to_say_where_a_sound_stands(folder):
         ((3,), "<audio>", "expected a wav or flac file, by its name or as bytes"),
     ],
 )
-def test_what_no_row_may_say(folder, names, text, said):
-    with pytest.raises(BadSample, match=said):
+def test_invalid_media_rows_are_rejected(folder, names, text, message):
+    with pytest.raises(BadSample, match=message):
         row(folder, *names, text=text)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("long.wav", r"is too long: 1.00 s, and the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
-        ("one_token.wav", "is too short"),  # which the model would take for a placeholder that has not grown
+        ("long.wav", r"is too long: 1.00 s; the model takes 0.06 to 1 s"),  # stock code truncates it silently
+        ("one_token.wav", "is too short"),  # the model would read it as an unexpanded placeholder
         ("empty.wav", "is empty"),
-        ("slowest.wav", "has 100 samples a second, and 4000 to 384000 are read"),
-        ("almost.wav", "is too long: 1.00 s"),  # a sample of the model's more
-        ("nan.wav", "no numbers"),
+        ("slowest.wav", "has 100 samples per second, outside the range of 4000 to 384000"),
+        ("almost.wav", "is too long: 1.00 s"),  # one sample more than the model takes
+        ("nan.wav", "not finite"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
-        ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
+        ("cut.wav", "is truncated: it has 80.. bytes fewer than its header"),  # libsndfile reads the existing half
         ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
 )
-def test_files_that_are_refused(folder, processor, name, said):
-    with pytest.raises(BadSample, match=said):
+def test_invalid_audio_files_are_rejected(folder, processor, name, message):
+    with pytest.raises(BadSample, match=message):
         Encoder(processor, 128).encode(row(folder, name))
 
 
-def test_a_sound_takes_its_place(folder, processor):
-    """As many tokens as the model makes of it; answers alone are learned; neighbours change nothing."""
+def test_sound_expands_at_its_placeholder(folder, processor):
+    """The number of tokens equals the model's, only answers are learned, and other rows of the call change nothing."""
     encoder = Encoder(processor, 128)
     rows = [row(folder, "half.wav"), row(folder, text="no sound"), row(folder, "two_tokens.wav", "whole.wav",
             text="<audio><audio>?")]  # fmt: skip
@@ -150,8 +150,8 @@ def test_a_sound_takes_its_place(folder, processor):
         assert np.array_equal(one.input_ids, same.input_ids) and np.array_equal(one.labels, same.labels)
         assert one.extra.keys() == same.extra.keys() and one.sounds == same.sounds
         assert all(np.array_equal(one.extra[name].values, same.extra[name].values) for name in one.extra)
-        said = processor.tokenizer.decode(one.labels[one.labels != -100])
-        assert said == "a tone<|im_end|>"
+        learned_text = processor.tokenizer.decode(one.labels[one.labels != -100])
+        assert learned_text == "a tone<|im_end|>"
     batch = collate(together, 0)
     assert batch["input_features"].shape == (3, 32, 100) and batch["meta"].sounds == (1, 0, 2)
     assert batch["feature_attention_mask"].sum(-1).tolist() == [50, 7, 100]
@@ -159,18 +159,20 @@ def test_a_sound_takes_its_place(folder, processor):
     assert not collate([alone[1]], 0)["meta"].has_sound
 
 
-def test_numbers_are_those_of_the_stock_processor(processor):
-    """Tokens and features, of sounds of every length in tokens."""
+def test_features_match_stock_processor(processor):
+    """Compares tokens and features for sounds of every length in tokens."""
     stock = Qwen2AudioProcessor(processor.feature_extractor, processor.tokenizer, audio_token=processor.audio_token)
     rng = np.random.default_rng(0)
     sounds = [rng.normal(size=size).astype(np.float32) for size in (961, 1600, 1601, 4321, 15999, RATE)]
     text = ["a".join([processor.audio_token] * len(sounds))]
-    ours, theirs = (one(text=text, audio=sounds, return_tensors="np", sampling_rate=RATE) for one in (processor, stock))
+    features, stock_features = (
+        one(text=text, audio=sounds, return_tensors="np", sampling_rate=RATE) for one in (processor, stock)
+    )
     for name in ("input_ids", "input_features", "feature_attention_mask"):
-        assert np.array_equal(ours[name], theirs[name]), name
+        assert np.array_equal(features[name], stock_features[name]), name
 
 
-def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
+def test_flac_equals_wav_and_channels_are_averaged(folder):
     limits = audio_files.Limits(RATE, 961, RATE)
     names = ("half.wav", "half.flac", "both.wav", "piped.wav")
     wav, flac, both, piped = (audio_files.load(folder / name, limits) for name in names)
@@ -179,8 +181,9 @@ def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
     assert np.allclose(2 * both, wav, atol=1e-3)
 
 
-def test_other_rates_become_the_models(folder, processor):
-    """Tones keep their pitch, what the model's rate cannot hold is gone and no false tone comes; as stock loads it."""
+def test_sounds_are_resampled_to_model_rate(folder, processor):
+    """Tones keep their pitch, frequencies above the model's rate are removed without aliasing, as in the stock
+    loader."""
     pytest.importorskip("soxr", reason="the extra `audio`")
     limits, inner, true = audio_files.Limits(RATE, 961, RATE), slice(500, -500), pitch(RATE, 1000)
     for name, factor in (("cd.wav", 0.5), ("studio.flac", 1)):
@@ -195,16 +198,16 @@ def test_other_rates_become_the_models(folder, processor):
         assert np.array_equal(audio_files.load(folder / "cd.wav", limits), stock)
 
 
-def test_sounds_may_stand_in_the_rows(folder, processor):
-    """As `datasets` writes them: numbers are those of the files; one of neither bytes nor path is none."""
+def test_sounds_are_read_from_bytes_in_rows(folder, processor):
+    """Sounds as `datasets` writes them equal those of the files; one with neither bytes nor path is missing."""
     turns = row(folder, "half.wav").turns
-    held = {"bytes": (folder / "half.wav").read_bytes(), "path": "half.wav"}
-    made = datasets.Dataset.from_list([{"audio": held}, {"audio": None}]).cast_column("audio", datasets.Audio())
-    made.save_to_disk(folder / "saved")
+    sound = {"bytes": (folder / "half.wav").read_bytes(), "path": "half.wav"}
+    dataset = datasets.Dataset.from_list([{"audio": sound}, {"audio": None}]).cast_column("audio", datasets.Audio())
+    dataset.save_to_disk(folder / "saved")
     audio = [one.get("audio") for one in open_rows(folder / "saved")]
     inside, named = row(folder, audio[0]), row(folder, {"bytes": None, "path": "half.wav"})
     part = row(folder, text=[{"type": "audio", "audio": audio[0]}, {"type": "text", "text": "what?"}])
-    assert audio[0] == held and inside.turns == part.turns and named.turns == turns
+    assert audio[0] == sound and inside.turns == part.turns and named.turns == turns
     encoder = Encoder(processor, 128)
     samples = [encoder.encode(one) for one in (row(folder, "half.wav"), inside, named, part)]
     for one in samples[1:]:
@@ -219,16 +222,16 @@ def test_sounds_may_stand_in_the_rows(folder, processor):
     )
 
 
-def test_no_sound_is_passed_over_in_silence(folder, processor):
-    """In rows of every shape it is taken or refused, and the word for its place is never learned."""
-    where = {"file": "rows", "row": 3, "images": folder}
-    asked = {"prompt": "<audio>what?", "audio": "half.wav"}
-    assert parse_answered({**asked, "answer": "a tone"}, "prompt", **where) == row(folder, "half.wav")
+def test_sounds_are_never_dropped_silently(folder, processor):
+    """In every row layout a sound is encoded or rejected, and its placeholder is never learned as text."""
+    position = {"file": "rows", "row": 3, "images": folder}
+    prompt_row = {"prompt": "<audio>what?", "audio": "half.wav"}
+    assert parse_answered({**prompt_row, "answer": "a tone"}, "prompt", **position) == row(folder, "half.wav")
     with pytest.raises(BadSample, match="a text with a sound"):
-        parse_document({"text": "<audio>birds", "audio": "half.wav"}, "text", **where)
-    pair = parse_pair({**asked, "chosen": "a tone", "rejected": "no"}, "messages", **where)
+        parse_document({"text": "<audio>birds", "audio": "half.wav"}, "text", **position)
+    pair = parse_pair({**prompt_row, "chosen": "a tone", "rejected": "no"}, "messages", **position)
     encoder = Encoder(processor, 128)
-    with pytest.raises(BadSample, match="rows of this phase do not take"):
+    with pytest.raises(BadSample, match="not supported in this phase"):
         encoder.encode(pair.chosen)
     with pytest.raises(BadSample, match="writes <audio> in its text, but names no sound"):
         encoder.encode(row(folder, wav="half.wav"))
@@ -243,21 +246,21 @@ def test_rows_with_sound_are_not_cut(folder, processor):
         Encoder(processor, 16, on_long="error").encode(row(folder, "half.wav"))
 
 
-def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, processor, tmp_path):
+def test_text_only_models_and_audio_placeholders_in_text_are_rejected(folder, processor, tmp_path):
     tiny.write("qwen3", tmp_path / "text", size="mini")
-    with pytest.raises(BadSample, match="holds a sound, but the model takes none"):
+    with pytest.raises(BadSample, match="has a sound, but the model takes no audio"):
         Encoder(models.load_processor(tmp_path / "text"), 128).encode(row(folder, "half.wav"))
-    with pytest.raises(BadSample, match="spells the model's own placeholder"):
+    with pytest.raises(BadSample, match="contains the model's placeholder"):
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
-    with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
+    with pytest.raises(models.ModelError, match="1 sounds were passed for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
     with pytest.raises(models.ModelError, match="a model without images. Remove the limit"):
         models.load_processor(folder / "tiny", max_pixels=4096)
 
 
-def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
+def test_missing_audio_packages_are_named(folder, processor, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
-    with pytest.raises(DataError, match="the model takes 16000, and soxr resamples, .*octavo.audio") as other:
+    with pytest.raises(DataError, match="to 16000 samples per second, .*octavo.audio") as other:
         audio_files.load(folder / "slow.wav", audio_files.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:

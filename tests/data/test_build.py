@@ -1,4 +1,4 @@
-"""From a configuration to batches that a real model takes."""
+"""Builds batches from a configuration and runs a model on them."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ run: {{seed: 3}}
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl"])
-def test_a_configuration_becomes_batches_that_a_model_takes(folder, models, tmp_path, family):
+def test_model_accepts_batches_of_a_configuration(folder, models, tmp_path, family):
     from octavo.models import load
     from octavo.models.tiny import tiny
 
@@ -43,8 +43,8 @@ def test_a_configuration_becomes_batches_that_a_model_takes(folder, models, tmp_
     assert eval_set(override(cfg, ["data.eval=[]"]), models(family)) is None
 
 
-def test_padding_does_not_move_a_row(folder, models, tmp_path):
-    """A row's logits are the same alone and beside a longer one, text or image."""
+def test_padding_does_not_change_logits_of_a_row(folder, models, tmp_path):
+    """The logits of a row are equal with and without a longer row in the batch, for text and images."""
     from octavo.data import Encoder
     from octavo.models import load
     from octavo.models.tiny import tiny

@@ -1,4 +1,4 @@
-"""Padding, images over rows, and batches without either."""
+"""Collation: padding, images of several rows, and empty batches."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def sample(length, images=0, row=0, grid=True):
     )  # fmt: skip
 
 
-def test_rows_with_and_without_images():
+def test_collate_handles_rows_with_and_without_images():
     batch = collate([sample(5, 1, 1), sample(3, 0, 2), sample(4, 2, 3)], pad_id=9)
     meta = batch.pop("meta")
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9], [1, 2, 3, 4, 9]]
@@ -30,18 +30,18 @@ def test_rows_with_and_without_images():
     assert meta.answers[1] == ((1, 3),)
 
 
-def test_no_image_no_pixel_keys():
+def test_batch_without_images_has_no_pixel_keys():
     batch = collate([sample(5), sample(3)], pad_id=0)
     assert set(batch) == {"input_ids", "attention_mask", "labels", "meta"} and not batch["meta"].has_image
 
 
-def test_a_row_without_token_types_beside_one_with_images():
+def test_missing_token_types_are_zero_in_batches_with_images():
     batch = collate([sample(4, 1), sample(4, grid=False)], pad_id=0)
     assert batch["mm_token_type_ids"].tolist()[1] == [0] * 4
     assert "image_grid_thw" not in collate([sample(4, 1, grid=False)], pad_id=0)
 
 
-def test_no_samples_are_one_masked_row():
+def test_collate_of_no_samples_is_one_masked_row():
     batch = collate([], pad_id=7)
     assert batch["input_ids"].tolist() == [[7, 7]] and batch["attention_mask"].tolist() == [[1, 1]]
     assert (batch["labels"] == -100).all() and batch["labels"].dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Columns of others: damage is a sentence, and what unfolds is bounded before it is decoded."""
+"""Untrusted columnar files: damage is reported, and decoded sizes are bounded before decoding."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    """Bounds that tests reach with kilobytes."""
+    """Lower the limits so that kilobytes reach them."""
     monkeypatch.setattr(columnar, "TEXT_BYTES", 20_000)
     monkeypatch.setattr(columnar, "ROW_BYTES", 50_000)
     monkeypatch.setattr(parquet_files, "MAX_DECODED_BYTES", 100_000)
     monkeypatch.setattr(parquet_files, "MAX_RATIO", 10)
 
 
-def saved(path: Path, **columns) -> Path:
-    """A folder as `Dataset.save_to_disk` writes it."""
+def save_dataset(path: Path, **columns) -> Path:
+    """Write a folder with `Dataset.save_to_disk`."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -44,8 +44,8 @@ def saved(path: Path, **columns) -> Path:
     return next(path.glob("*.arrow"))
 
 
-def flipped(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
-    """Damage the entry `at` of a run of 32-bit numbers in a file."""
+def flip_entry(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
+    """Change entry `at` of a sequence of 32-bit numbers in a file."""
     raw = bytearray(file.read_bytes())
     place = raw.find(np.array(words, np.int32).tobytes())
     assert place >= 0
@@ -54,11 +54,11 @@ def flipped(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
 
 
 def in_a_list(file):
-    flipped(file, [0, 2, 4, 6, 8], 3)
+    flip_entry(file, [0, 2, 4, 6, 8], 3)
 
 
 def in_a_struct(file):
-    flipped(file, [0, 5, 8, 13, 16], 3)  # "human", "gpt", ...
+    flip_entry(file, [0, 5, 8, 13, 16], 3)  # "human", "gpt", ...
 
 
 def half(file):
@@ -74,17 +74,17 @@ def empty(file):
 
 
 @pytest.mark.parametrize("damage", (in_a_list, in_a_struct, half, no_arrow, empty))
-def test_a_damaged_folder_of_datasets_is_named(tmp_path, damage):
-    file = saved(tmp_path / "set", conversations=TURNS)
+def test_damaged_datasets_folder_is_named(tmp_path, damage):
+    file = save_dataset(tmp_path / "set", conversations=TURNS)
     assert len(open_rows(file.parent)) == 12
     damage(file)
     with pytest.raises(DataError, match=rf"{file} is damaged \(.*\); copy it again"):
         open_rows(file.parent)
 
 
-def test_a_file_is_checked_once(tmp_path, monkeypatch):
-    """As long as it is the same; in another process, too."""
-    file, calls = saved(tmp_path / "set", conversations=TURNS), []
+def test_file_is_validated_once(tmp_path, monkeypatch):
+    """A file is not validated again while it is unchanged, also in another process."""
+    file, calls = save_dataset(tmp_path / "set", conversations=TURNS), []
     check = columnar.check_file
     monkeypatch.setattr(columnar, "check_file", lambda *given: calls.append(1) or check(*given))
     open_rows(file.parent), open_rows(file.parent)
@@ -98,7 +98,7 @@ def test_a_file_is_checked_once(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def kept(tmp_path: Path, table: pa.Table) -> Path:
+def write_arrow(tmp_path: Path, table: pa.Table) -> Path:
     with open_writer(tmp_path / "x.arrow", table.schema) as out:
         out.write_table(table.combine_chunks())
     return tmp_path / "x.arrow"
@@ -116,17 +116,17 @@ def kept(tmp_path: Path, table: pa.Table) -> Path:
     ],
     ids=("text", "bytes", "list", "list in a list", "dictionary", "map"),
 )  # fmt: skip
-def test_offsets_of_every_layout_are_looked_at(tmp_path, column, words, at):
-    file = kept(tmp_path, pa.table({"x": column}))
+def test_offsets_of_every_layout_are_validated(tmp_path, column, words, at):
+    file = write_arrow(tmp_path, pa.table({"x": column}))
     assert len(ColumnRows(file, file)) == len(column)
-    flipped(file, words, at)
-    with pytest.raises(DataError, match=r"x\.arrow is no whole Arrow file any more \(ArrowInvalid: .*\); delete it"):
+    flip_entry(file, words, at)
+    with pytest.raises(DataError, match=r"x\.arrow is not a valid Arrow file \(ArrowInvalid: .*\); delete it"):
         ColumnRows(file, file)
 
 
-def test_a_flipped_null_is_found(tmp_path):
-    """By the count of nulls, which the file has too."""
-    file = kept(tmp_path, pa.table({"x": pa.array([1 << 40, None, 1 << 41] * 40)}))
+def test_flipped_null_bit_is_detected(tmp_path):
+    """The count of nulls in the file no longer matches."""
+    file = write_arrow(tmp_path, pa.table({"x": pa.array([1 << 40, None, 1 << 41] * 40)}))
     raw = file.read_bytes()
     bitmap = bytes([0b01101101, 0b11011011, 0b10110110])
     assert raw.count(bitmap) >= 1
@@ -135,31 +135,31 @@ def test_a_flipped_null_is_found(tmp_path):
         ColumnRows(file, file)
 
 
-def test_texts_that_are_no_utf8_are_the_fault_of_their_row(tmp_path):
-    """And an offset in another column is still found."""
+def test_invalid_utf8_affects_only_its_row(tmp_path):
+    """A wrong offset in another column is still detected."""
     bad = pa.array([b"good", b"\xff\xff\xff"]).view(pa.binary())
     text = pa.StringArray.from_buffers(2, bad.buffers()[1], bad.buffers()[2])
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), text)
-    file = kept(tmp_path, pa.table({"a": text, "b": nested, "n": [[7], [8, 9]]}))
+    file = write_arrow(tmp_path, pa.table({"a": text, "b": nested, "n": [[7], [8, 9]]}))
     rows = ColumnRows(file, file)
     assert rows[0] == {"a": "good", "b": ["good"], "n": [7]}
     with pytest.raises(BadSample, match="row 1: its column 'a'"):
         rows[1]
-    flipped(file, [0, 1, 3], 1)
-    with pytest.raises(DataError, match="is no whole Arrow file any more"):
+    flip_entry(file, [0, 1, 3], 1)
+    with pytest.raises(DataError, match="is not a valid Arrow file"):
         ColumnRows(file, file)
 
 
-def test_a_file_of_other_columns_is_not_taken_for_texts(tmp_path):
+def test_file_with_other_columns_is_rejected(tmp_path):
     from octavo.data.formats.arrow_rows import TextRows
 
-    file = kept(tmp_path, pa.table({"x": [1]}))
+    file = write_arrow(tmp_path, pa.table({"x": [1]}))
     with pytest.raises(DataError, match="its columns are not those that Octavo writes"):
         TextRows(file, file)
 
 
 @pytest.mark.parametrize("codec", ("lz4", "zstd"))
-def test_compressed_buffers_are_bounded_before_they_are_decoded(tmp_path, monkeypatch, codec):
+def test_compressed_buffers_are_bounded_before_decoding(tmp_path, monkeypatch, codec):
     file = tmp_path / "x.feather"
     feather.write_feather(pa.table({"x": ["y" * 1_000_000]}), file, codec)
     assert file.stat().st_size < 20_000
@@ -195,8 +195,8 @@ TEXT = "x" * 5000
     ],
     ids=lambda value: str(getattr(value, "type", ""))[:30],
 )
-def test_what_values_take_decoded(array, expected):
-    """Of slices too, which is what a row is."""
+def test_value_bytes_count_decoded_size(array, expected):
+    """Also for slices, because a row is a slice."""
     assert columnar.value_bytes(array).tolist() == expected
     for start in range(len(array)):
         assert columnar.value_bytes(array.slice(start)).tolist() == expected[start:]
@@ -209,8 +209,8 @@ def bomb(path: Path, rows: int, size: int, **options) -> Path:
 
 
 @pytest.mark.parametrize("small", (0, 1 << 30))
-def test_a_text_that_is_named_many_times_is_not_unfolded(tmp_path, small_limits, monkeypatch, small):
-    """Converted, the file is refused with both sizes; streamed, each row takes what it takes."""
+def test_repeated_text_is_not_decoded(tmp_path, small_limits, monkeypatch, small):
+    """Conversion rejects the file and names both sizes; streaming decodes row by row."""
     monkeypatch.setattr(cache, "SMALL_FILE", small)
     file = bomb(tmp_path / "b.parquet", 600, 5000)
     with pytest.raises(DataError, match=r"b\.parquet has \d{3,4} bytes and takes more than \d{6,7} decoded, up to row"):
@@ -223,39 +223,39 @@ def test_a_text_that_is_named_many_times_is_not_unfolded(tmp_path, small_limits,
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_a_cell_that_is_too_large_is_a_bad_row(tmp_path, small_limits, stream):
+def test_oversized_cell_makes_a_bad_row(tmp_path, small_limits, stream):
     values = ["a", "y" * 20_001, None, "z" * 20_000]
     table = pa.table({"text": values, "n": [1, 2, 3, 4], "raw": [b"1", b"2", b"3" * 60_000, b"4"]})
     parquet.write_table(table, tmp_path / "a.parquet")
     rows = open_rows(tmp_path / "a.parquet", stream=stream)
     assert len(rows) == 4 and rows.keys() == {"text", "n", "raw"}
     assert rows[0] == {"text": "a", "n": 1, "raw": b"1"} and rows[3]["text"] == values[3]
-    with pytest.raises(BadSample, match=r"a\.parquet, row 1: has 20001 bytes of text, and 20000 are the most; split"):
+    with pytest.raises(BadSample, match=r"a\.parquet, row 1: has 20001 bytes of text, over the limit of 20000; split"):
         rows[1]
-    with pytest.raises(BadSample, match=r"a\.parquet, row 2: takes 600\d\d bytes, and 50000 are the most; split or"):
+    with pytest.raises(BadSample, match=r"a\.parquet, row 2: takes 600\d\d bytes, over the limit of 50000; split or"):
         rows[2]
 
 
-def test_a_cell_that_is_too_large_in_what_datasets_saved(tmp_path, small_limits):
-    rows = open_rows(saved(tmp_path / "set", text=["a", "y" * 20_001]).parent)
+def test_oversized_cell_in_datasets_folder_makes_a_bad_row(tmp_path, small_limits):
+    rows = open_rows(save_dataset(tmp_path / "set", text=["a", "y" * 20_001]).parent)
     assert rows[0] == {"text": "a"}
     with pytest.raises(BadSample, match=r"set, row 1: has 20001 bytes of text"):
         rows[1]
 
 
-def test_a_repeated_dictionary_of_an_arrow_file(tmp_path, small_limits):
-    """60 bytes of indices, and a row of 300 kB."""
+def test_repeated_dictionary_of_arrow_file_is_bounded(tmp_path, small_limits):
+    """60 bytes of indices decode to a row of 300 kB."""
     names = pa.DictionaryArray.from_arrays(pa.array([0] * 60, pa.int8()), pa.array([TEXT]))
     lists = pa.ListArray.from_arrays(pa.array([0, 2, 60], pa.int32()), names)
-    file = kept(tmp_path, pa.table({"x": lists}))
+    file = write_arrow(tmp_path, pa.table({"x": lists}))
     assert columnar.find_large_rows(pa.ipc.open_file(str(file)).read_all()) == {
-        1: "has 290000 bytes of text, and 20000 are the most; split or remove it"
+        1: "has 290000 bytes of text, over the limit of 20000; split or remove it"
     }
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_runs_of_a_list_and_pages_that_unfold_are_refused_by_the_footer(tmp_path, small_limits, stream, monkeypatch):
-    """A million empty entries in a few bytes; a page of equal letters, compressed."""
+def test_parquet_footer_bounds_decoded_lists_and_pages(tmp_path, small_limits, stream, monkeypatch):
+    """Uses a million empty entries in a few bytes, and a compressed page of equal letters."""
     files = {
         "runs": pa.table({"x": pa.array([[None] * 1_000_000], pa.list_(pa.int64()))}),
         "page": pa.table({"x": ["y" * 1_000_000]}),
@@ -270,17 +270,17 @@ def test_runs_of_a_list_and_pages_that_unfold_are_refused_by_the_footer(tmp_path
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_texts_that_share_their_beginnings(tmp_path, small_limits, stream):
+def test_texts_with_shared_prefixes_are_bounded(tmp_path, small_limits, stream):
     table = pa.table({"x": [TEXT + str(n) for n in range(100, 400)]})
     options = {"use_dictionary": False, "column_encoding": {"x": "DELTA_BYTE_ARRAY"}, "compression": "none"}
     parquet.write_table(table, tmp_path / "a.parquet", **options)
-    with pytest.raises(DataError, match=r"a\.parquet.* takes more than \d{6} .*decoded"):
+    with pytest.raises(DataError, match=r"a\.parquet.* (takes|decodes to) more than \d{6}"):
         open_rows(tmp_path / "a.parquet", stream=stream)[0]
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_every_layout_of_parquet_gives_the_rows_that_it_had(tmp_path, stream):
-    """Dictionaries are read as such, and none reaches a row."""
+def test_every_parquet_layout_returns_the_written_rows(tmp_path, stream):
+    """Dictionary columns are read as dictionaries, but rows have plain values."""
     rows = [
         {
             "conversations": TURNS[n], "text": ["a", "b", None][n % 3], "raw": b"x" * (n % 2), "tags": ["p"] * (n % 3),
@@ -303,8 +303,8 @@ def test_every_layout_of_parquet_gives_the_rows_that_it_had(tmp_path, stream):
 
 
 @pytest.mark.parametrize("damage", ("size", "end", "list", "levels"))
-def test_a_damaged_footer_is_named(tmp_path, damage):
-    """pyarrow ends the process where statistics in it contradict the schema."""
+def test_damaged_parquet_footer_is_named(tmp_path, damage):
+    """pyarrow would end the process if statistics contradict the schema."""
     file = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"x": [["a"], None]}), file)
     raw = bytearray(file.read_bytes())
@@ -318,11 +318,11 @@ def test_a_damaged_footer_is_named(tmp_path, damage):
     else:
         raw[-8:-4] = (len(raw) - 20).to_bytes(4, "little")
     file.write_bytes(raw)
-    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read \(.*\); copy or download"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file \(.*\); copy or download"):
         open_rows(file)
 
 
-def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path):
+def test_footer_matches_pyarrow(tmp_path):
     table = pa.table({"x": [["a"] * n for n in range(9)], "y": range(9), "z": [b"q"] * 9})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
     with open(tmp_path / "a.parquet", "rb") as file:
@@ -339,8 +339,8 @@ def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path):
             )  # fmt: skip
 
 
-def test_compressed_lines_are_not_unfolded(tmp_path):
-    """They are no kind of file that is read, and whoever asks is told so."""
+def test_compressed_lines_are_not_decompressed(tmp_path):
+    """Compressed JSONL is not a supported format, and the error says so."""
     import gzip
 
     file = tmp_path / "a.jsonl.gz"

@@ -1,4 +1,4 @@
-"""Documents joined: every token once, in an order of the seed's, out of a file that is made once."""
+"""Joined documents: every token once, in the order of the seed, from a cache file that is written once."""
 
 import json
 import os
@@ -19,7 +19,7 @@ WORDS = ["one", "two two", "three three three", "fünf 五\n" * 9, "x", "seven "
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path, monkeypatch):
+def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -33,7 +33,7 @@ def stream(samples):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
-def test_every_token_once_and_any_sample_at_once(folder, models, family):
+def test_samples_cover_every_token_once(folder, models, family):
     source, tokenizer = read(folder, *WORDS), models(family).tokenizer
     single = [[*tokenizer(words)["input_ids"], tokenizer.eos_token_id] for words in WORDS]
     in_order = sum(single, [])
@@ -42,8 +42,8 @@ def test_every_token_once_and_any_sample_at_once(folder, models, family):
         held_out = join(source, encoder, "error", None)
         whole = len(in_order) // length * length
         rest = len(in_order) - whole
-        kept = in_order[: whole if rest == 1 else None]  # a token alone teaches nothing
-        assert stream(held_out) == kept and len(held_out) == -(-len(kept) // length)
+        expected = in_order[: whole if rest == 1 else None]  # a single token has no label
+        assert stream(held_out) == expected and len(held_out) == -(-len(expected) // length)
         sizes = [len(held_out[i].input_ids) for i in range(len(held_out))]
         assert set(sizes[:-1]) <= {length} and sizes[-1] in (length, rest)
         assert encoder.encode(held_out[0]).labels.tolist() == [-100, *in_order[1:length]]
@@ -51,36 +51,36 @@ def test_every_token_once_and_any_sample_at_once(folder, models, family):
     assert mixed == again and mixed != other and sorted(mixed) == sorted(other)
     at = [i + 1 for i, token in enumerate(mixed) if token == tokenizer.eos_token_id]
     assert sorted(mixed[a:b] for a, b in zip([0, *at], at, strict=False)) == sorted(single)
-    with pytest.raises(IndexError, match="makes .* samples of 5 tokens, asked for 999"):
+    with pytest.raises(IndexError, match="has .* samples of 5 tokens; 999 was requested"):
         join(source, DocumentEncoder(models(family), 5), "error", 1)[999]
-    with pytest.raises(DataError, match="seq_length is 1, and joined documents need 2"):
+    with pytest.raises(DataError, match="seq_length is 1, but joined documents need 2"):
         join(source, DocumentEncoder(models(family), 1), "error", 1)
 
 
-def test_tokens_are_made_once(folder, models, kept, monkeypatch):
-    source, said, calls = read(folder, *WORDS), [], []
+def test_documents_are_tokenized_once(folder, models, cache_folder, monkeypatch):
+    source, log_lines, calls = read(folder, *WORDS), [], []
     plain = DocumentEncoder.tokenize
     monkeypatch.setattr(DocumentEncoder, "tokenize", lambda self, texts: calls.append(len(texts)) or plain(self, texts))
     monkeypatch.setattr(concat, "CHARS_PER_CALL", 30)
 
-    def made(length=7, family="qwen3", **more):
+    def tokenize(length=7, family="qwen3", **more):
         encoder = DocumentEncoder(models(family), length)
-        found = folder.read(source.rows.path, kind="documents", **more)
-        return stream(join(found, encoder, "error", None, log=said.append))
+        documents = folder.read(source.rows.path, kind="documents", **more)
+        return stream(join(documents, encoder, "error", None, log=log_lines.append))
 
-    first = made()
-    assert calls == [4, 2] and "rows.jsonl (0 MB) is converted to tokens, once" in said[0] and len(said) == 1
-    assert len(list(kept.glob("*.tokens"))) == 1
-    assert made() == first and made(length=11) == first and len(calls) == 2  # whatever seq_length is
-    assert made(max_samples=3) == first[: len(made(max_samples=3))] and len(calls) == 3
-    made(family="llama")
+    first = tokenize()
+    assert calls == [4, 2] and "rows.jsonl (0 MB) is converted to tokens, once" in log_lines[0] and len(log_lines) == 1
+    assert len(list(cache_folder.glob("*.tokens"))) == 1
+    assert tokenize() == first and tokenize(length=11) == first and len(calls) == 2  # for any seq_length
+    assert tokenize(max_samples=3) == first[: len(tokenize(max_samples=3))] and len(calls) == 3
+    tokenize(family="llama")
     assert len(calls) == 5
     folder.json([{"text": "another"}], "rows.jsonl")
-    assert len(made()) < 20 and len(calls) == 6
-    assert not list(kept.glob(".*"))
+    assert len(tokenize()) < 20 and len(calls) == 6
+    assert not list(cache_folder.glob(".*"))
 
 
-def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypatch):
+def test_file_that_changes_during_tokenization_is_rejected(folder, models, cache_folder, monkeypatch):
     source = read(folder, *WORDS)
     plain = DocumentEncoder.tokenize
 
@@ -92,30 +92,30 @@ def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypa
     monkeypatch.setattr(DocumentEncoder, "tokenize", slow)
     with pytest.raises(DataError, match=r"rows.jsonl changed while it was read; start again when it is complete"):
         join(source, DocumentEncoder(models("qwen3"), 8), "error", None)
-    assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
+    assert not list(cache_folder.glob("*.tokens")) and not list(cache_folder.glob(".*"))
     with pytest.raises(DataError, match="changed while it was read; start again"):
         os.truncate(source.rows.path, 10)
         join(source, DocumentEncoder(models("qwen3"), 8), "error", None)
-    assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
+    assert not list(cache_folder.glob("*.tokens")) and not list(cache_folder.glob(".*"))
 
 
-def test_a_damaged_file_of_the_cache_is_named(folder, models, kept):
+def test_damaged_cache_file_is_named(folder, models, cache_folder):
     source, encoder = read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8)
     join(source, encoder, "error", None)
-    (file,) = kept.glob("*.tokens")
+    (file,) = cache_folder.glob("*.tokens")
     whole = file.read_bytes()
     for damaged in (b"", whole[:10], whole[:-1], whole[:-16] + b"\xff" * 16, whole[:-16] + b"\0" * 16, whole[100:]):
         file.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{file.name}, a file of the data cache, is damaged .*; remove it"):
             join(source, encoder, "error", None)
-    file.write_bytes(b"\xff" * 8 + whole[8:])  # tokens that no vocabulary has
+    file.write_bytes(b"\xff" * 8 + whole[8:])  # tokens outside the vocabulary
     with pytest.raises(DataError, match=rf"{file.name}.* is damaged \(sample 0 has the token 65535, .*; remove it"):
         join(source, encoder, "error", None)[0]
     file.unlink()
     assert len(join(source, encoder, "error", None))
 
 
-def test_bad_rows_are_named_when_made_and_when_found(folder, models):
+def test_bad_rows_are_reported_with_and_without_cache(folder, models):
     image = folder.image("a.png")
     rows = ["good", {"text": 7, "id": "seven"}, {"text": "a <|im_end|> b"}, {"text": "see", "image": image}, "also"]
     encoder = DocumentEncoder(models("qwen3_vl"), 8)
@@ -123,20 +123,22 @@ def test_bad_rows_are_named_when_made_and_when_found(folder, models):
     with pytest.raises(BadSample, match=r"two.jsonl, row 0: is 'good'; expected an object"):
         join(folder.read(fresh, kind="documents", format="text"), encoder, "error", None)
     source = read(folder, *rows)
-    found = join(source, encoder, "skip", None)
-    told = [(record["row"], record["id"], record["action"]) for record in found.records]
-    assert told == [(1, "seven", "skipped"), (2, None, "with control tokens"), (3, None, "skipped")]
-    assert "set data.join: false" in found.records[2]["reason"]
-    assert [made.count(encoder.end_id) for made in (stream(found),)] == [4]  # three documents, and what one spells
-    assert join(source, encoder, "skip", None).records == found.records
+    joined = join(source, encoder, "skip", None)
+    records = [(record["row"], record["id"], record["action"]) for record in joined.records]
+    assert records == [(1, "seven", "skipped"), (2, None, "with control tokens"), (3, None, "skipped")]
+    assert "set data.join: false" in joined.records[2]["reason"]
+    assert [ids.count(encoder.end_id) for ids in (stream(joined),)] == [
+        4
+    ]  # three documents, and one end token in a text
+    assert join(source, encoder, "skip", None).records == joined.records
     with pytest.raises(BadSample, match=r"row 1 \(id seven\): 'text' is 7; expected a text"):
         join(source, encoder, "error", None)
     empty = read(folder, {"text": ""}, {"text": "a <|image_pad|>"}, name="bad.jsonl", format="text")
-    with pytest.raises(DataError, match=r"every one of its 2 rows was left out; the last one \(row 1\) because it its"):
+    with pytest.raises(DataError, match=r"all 2 rows were left out; the last one \(row 1\) because it its"):
         join(empty, encoder, "skip", None)
 
 
-def test_which_data_sets_are_joined(folder):
+def test_only_plain_text_is_joined(folder):
     image = folder.image("a.png")
     assert is_plain_text(read(folder, *WORDS))
     assert is_plain_text(read(folder, "a", {"text": 7}, {"text": "b", "images": None}))
@@ -166,7 +168,7 @@ def batches(loader, steps):
         loader.close()
 
 
-def test_one_number_resumes_for_any_ranks_and_workers(folder, models, tmp_path):
+def test_resume_is_exact_for_any_ranks_and_workers(folder, models, tmp_path):
     path = folder.json([{"text": words} for words in (*WORDS, " ")], "rows.jsonl")
     cfg, report = config(path, tmp_path / "skipped.jsonl"), tmp_path / "skipped.jsonl"
     whole = batches(train_loader(cfg, models("qwen3"), report_path=report), 9)
@@ -182,7 +184,7 @@ def test_one_number_resumes_for_any_ranks_and_workers(folder, models, tmp_path):
     assert apart != whole[:2]
 
 
-def test_a_joined_set_is_small_to_send(folder, models):
+def test_pickle_of_joined_documents_is_small(folder, models):
     source = read(folder, *(["long " * 1000] * 50))
     whole = join(source, DocumentEncoder(models("qwen3"), 64), "error", 5)
     sent = pickle.dumps(Loader(Mixture([whole]), SimpleNamespace(pad_id=0), 1, 1).mixture)
@@ -190,14 +192,14 @@ def test_a_joined_set_is_small_to_send(folder, models):
     assert stream(pickle.loads(sent).sources[0]) == stream(whole)
 
 
-def test_a_folder_that_cannot_keep_it_is_named(folder, models, monkeypatch, kept):
-    kept.write_text("in the way")
+def test_unwritable_cache_folder_is_named(folder, models, monkeypatch, cache_folder):
+    cache_folder.write_text("in the way")
     with pytest.raises(DataError, match=r"cannot keep rows.jsonl as tokens: .*Name a folder"):
         join(read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8), "error", None)
-    assert cache.default_folder() == kept
+    assert cache.default_folder() == cache_folder
 
 
-def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
+def test_changed_documents_at_url_are_joined_again(folder, models):
     path = folder.json([{"text": f"Once {n}."} for n in range(9)], "text.jsonl")
     cfg = SimpleNamespace(
         data=SimpleNamespace(join=True, cache=str(folder.path / "cache"), on_bad_sample="error"),

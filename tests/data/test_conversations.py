@@ -1,4 +1,4 @@
-"""The three formats, recognised or named, and every way in which a row can be wrong."""
+"""Parses the conversation formats, detected or configured, and rejects every kind of bad row."""
 
 import pickle
 
@@ -43,7 +43,7 @@ def test_sharegpt(folder):
     other = {"messages": row["conversations"], "images": [image]}
     assert folder.read([other]).format == "sharegpt" and folder.read([other])[0].turns == source[0].turns
     assert folder.read([{**row, "system": "Be short"}])[0].turns == source[0].turns
-    with pytest.raises(BadSample, match="has the system 'Be long', and a turn of the system says 'Be short'; keep one"):
+    with pytest.raises(BadSample, match="has the system 'Be long', but a system turn has 'Be short'; keep one"):
         folder.read([{**row, "system": "Be long"}], "two.json")[0]
 
 
@@ -60,7 +60,7 @@ def test_messages(folder):
     ):
         source = folder.read(rows, name)
         assert source.format == "messages"
-        # Beside images that are parts <image> is plain text.
+        # If images are parts, <image> is plain text.
         assert parts(source)[0] == ("user", (ImageRef(0), Text("<image>?")))
         assert len(source[0].images) == 1
 
@@ -73,7 +73,7 @@ def test_messages(folder):
         {"type": "image_url", "image_url": {"url": "a.png"}},
     ],
 )
-def test_ways_to_name_an_image(folder, part):
+def test_image_names_are_read_from_every_layout(folder, part):
     folder.image("a.png")
     messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]
     assert folder.read([{"messages": messages}])[0].images == (folder.path / "a.png",)
@@ -89,20 +89,20 @@ def test_messages_with_an_image_list(folder):
         folder.read([{"messages": parted}])[0]
 
 
-def test_a_placeholder_in_messages_needs_an_image_list(folder):
+def test_placeholder_in_messages_requires_image_list(folder):
     messages = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "x"}]
     with pytest.raises(BadSample, match="writes <image> in its text, but names no image; list it under 'images'"):
         folder.read([{"messages": messages}])[0]
 
 
-def test_max_samples_takes_the_first_and_the_end_is_the_end(folder):
+def test_max_samples_takes_the_first_rows(folder):
     source = folder.read([folder.llava(str(n), "a") for n in range(5)], max_samples=2)
     assert len(source) == 2 and source[1].turns[0].text == "1"
-    with pytest.raises(IndexError, match="has 2 rows, asked for row 2"):
+    with pytest.raises(IndexError, match="has 2 rows; row 2 was requested"):
         source[2]
 
 
-def test_images_folder_of_its_own(folder):
+def test_images_are_relative_to_configured_folder(folder):
     folder.image("elsewhere/deep/a.png")
     rows = [folder.llava("<image>", "x", image="deep/a.png")]
     assert len(folder.read(rows, images=str(folder.path / "elsewhere"))[0].images) == 1
@@ -136,7 +136,7 @@ ASK, ANSWER = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         (["x"], r"is \['x'\]; expected an object with the conversation"),
     ],
 )
-def test_bad_rows_of_llava(folder, row, message):
+def test_bad_llava_rows_are_rejected(folder, row, message):
     folder.image("a.png")
     source = folder.read([folder.llava("q", "a"), row], format="llava")
     with pytest.raises(BadSample, match=r"rows\.json, row 1.*: .*" + message):
@@ -154,18 +154,18 @@ def test_bad_rows_of_llava(folder, row, message):
         ([{"role": "user", "content": [{"type": "image", "image": "a", "path": "b"}]}], "expected one path in image"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "http://x/a.png"}]}],
-            "is not a local file; Octavo fet",
+            "is not a local file, and Octavo does not",
         ),
         ([{"role": "user", "content": [{"type": "image", "url": "data:image/png;base64,x"}]}], "is not a local file"),
     ],
 )
-def test_bad_rows_of_messages(folder, messages, message):
+def test_bad_messages_rows_are_rejected(folder, messages, message):
     source = folder.read([{"messages": [*messages, {"role": "assistant", "content": "a"}]}], format="messages")
     with pytest.raises(BadSample, match=message):
         source[0]
 
 
-def test_two_ways_to_list_images_in_one_row(folder):
+def test_two_image_lists_in_one_row_are_rejected(folder):
     image = folder.image()
     messages = [{"role": "user", "content": [{"type": "image", "image": image}]}, {"role": "assistant", "content": "a"}]
     with pytest.raises(BadSample, match="names an image and the row has an image list too"):
@@ -190,32 +190,32 @@ def test_two_ways_to_list_images_in_one_row(folder):
         (["text"], r"no row looks like a conversation \(the first is 'text'\)"),
     ],
 )
-def test_formats_that_cannot_be_told(folder, rows, message):
+def test_ambiguous_formats_are_rejected(folder, rows, message):
     with pytest.raises(DataError, match=message):
         folder.read(rows)
 
 
-def test_text_rows_first_do_not_hide_the_format(folder):
+def test_leading_text_rows_do_not_hide_the_format(folder):
     rows = [{"conversations": [ASK, ANSWER]}] * 3 + [{"conversations": [ASK, ANSWER], "images": ["a"]}]
     assert folder.read(rows).format == "sharegpt"
     assert folder.read(rows[:3]).format == "llava"
 
 
-def test_rows_of_another_reader_are_judged_too(folder):
+def test_rows_of_other_readers_are_checked(folder):
     half = {"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}
-    with pytest.raises(BadSample, match="turn 2 holds half a character"):
+    with pytest.raises(BadSample, match="turn 2 contains a lone surrogate"):
         parse(half, "llava", file="f", row=0, images=folder.path)
     named = {
         "conversations": [{"from": "human", "value": "<image>"}, ANSWER],
         "image": "\ud800.png",
         "id": "\x1b" * 999,
     }
-    with pytest.raises(BadSample, match="cannot be looked up") as bad:
+    with pytest.raises(BadSample, match="cannot be resolved") as bad:
         parse(named, "llava", file="f", row=0, images=folder.path)
     assert str(bad.value).isprintable() and len(str(bad.value)) < 600
 
 
-def test_errors_travel_between_processes(folder):
+def test_errors_survive_pickling(folder):
     with pytest.raises(BadSample) as bad:
         folder.read([{"id": "x7", "conversations": []}], format="llava")[0]
     copy = pickle.loads(pickle.dumps(bad.value))

@@ -1,4 +1,4 @@
-"""The digits set: what it holds, that test handwriting is unseen, and that nothing is overwritten."""
+"""The digits set: its content, disjoint handwriting of the splits, and protection of existing files."""
 
 import json
 
@@ -12,7 +12,7 @@ from octavo.data.builtin import digits
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def digit_set(tmp_path_factory):
     return digits.write(tmp_path_factory.mktemp("digits") / "set", train=30, test=10, seed=4)
 
 
@@ -22,7 +22,7 @@ def quarters(path):
     return [image[r : r + 8, c : c + 8] for r in (0, 8) for c in (0, 8)]
 
 
-def test_the_shipped_handwriting_is_that_of_scikit_learn():
+def test_handwriting_equals_scikit_learn():
     levels, labels = digits.samples()
     bunch = load_digits()
     assert levels.dtype == labels.dtype == np.uint8 and levels.shape == (1797, 8, 8)
@@ -35,7 +35,7 @@ def test_the_shipped_handwriting_is_that_of_scikit_learn():
 
 
 @pytest.mark.parametrize("damage", (lambda raw: raw[:-9], lambda raw: b"", lambda raw: raw[:3000] + b"x" + raw[3001:]))
-def test_damaged_handwriting_is_named(tmp_path, monkeypatch, damage):
+def test_damaged_handwriting_file_is_named(tmp_path, monkeypatch, damage):
     file = tmp_path / "digits.npz"
     file.write_bytes(damage(digits.HANDWRITING.read_bytes()))
     monkeypatch.setattr(digits, "HANDWRITING", file)
@@ -44,33 +44,33 @@ def test_damaged_handwriting_is_named(tmp_path, monkeypatch, damage):
     assert not (tmp_path / "set").exists()
 
 
-def test_real_digits_in_reading_order_and_a_clean_split(made):
+def test_digits_are_in_reading_order_with_disjoint_splits(digit_set):
     bunch = load_digits()
     known = {np.rint(image * (255 / 16)).astype(np.uint8).tobytes(): n for n, image in enumerate(bunch.images)}
-    for file, count, mine in ((made.train, 30, {0, 1, 2, 3}), (made.test, 10, {4})):
+    for file, count, remainders in ((digit_set.train, 30, {0, 1, 2, 3}), (digit_set.test, 10, {4})):
         rows = json.loads(file.read_text())
         assert len(rows) == count
         for row in rows:
-            samples = [known[quarter.tobytes()] for quarter in quarters(made.directory / row["image"])]
-            assert {n % 5 for n in samples} <= mine
+            samples = [known[quarter.tobytes()] for quarter in quarters(digit_set.directory / row["image"])]
+            assert {n % 5 for n in samples} <= remainders
             answers = [turn["value"] for turn in row["conversations"] if turn["from"] == "gpt"]
             assert answers == [str(bunch.target[n]) for n in samples]
-    asked = [turn["value"] for turn in rows[0]["conversations"] if turn["from"] == "human"]
-    assert asked == ["<image>First?", "Second?", "Third?", "Fourth?"]
+    questions = [turn["value"] for turn in rows[0]["conversations"] if turn["from"] == "human"]
+    assert questions == ["<image>First?", "Second?", "Third?", "Fourth?"]
 
 
-def test_questions_one_by_one_for_reinforcement_learning(made):
-    rows, asked = (json.loads((made.directory / f"train{kind}.json").read_text()) for kind in ("", "_prompts"))
-    assert len(asked) == 4 * len(rows)
-    third = asked[4 + 2]
+def test_prompts_ask_one_question_each(digit_set):
+    rows, prompts = (json.loads((digit_set.directory / f"train{kind}.json").read_text()) for kind in ("", "_prompts"))
+    assert len(prompts) == 4 * len(rows)
+    third = prompts[4 + 2]
     turns = rows[1]["conversations"]
     assert third["images"] == [rows[1]["image"]] and third["answer"] == turns[5]["value"]
     assert [turn["content"] for turn in third["prompt"]] == [turn["value"] for turn in turns[:5]]
     assert third["prompt"][0]["role"] == third["prompt"][-1]["role"] == "user"
 
 
-def test_captions_say_the_digits_of_their_image(made):
-    for file in (made.train, made.test):
+def test_captions_contain_the_digits(digit_set):
+    for file in (digit_set.train, digit_set.test):
         rows = json.loads(file.read_text())
         captions = json.loads(file.with_name(f"{file.stem}_captions.json").read_text())
         assert [caption["image"] for caption in captions] == [row["image"] for row in rows]
@@ -78,36 +78,39 @@ def test_captions_say_the_digits_of_their_image(made):
         assert [caption["text"].split() for caption in captions] == answers
 
 
-def test_short_enough_to_train_fast(folder, models, made):
+def test_rows_are_short(folder, models, digit_set):
     for family in ("qwen3_vl", "qwen2_5_vl", "internvl"):
         encoder = Encoder(models(family), 40)
-        sample = encoder.encode(folder.read(made.train)[0])
+        sample = encoder.encode(folder.read(digit_set.train)[0])
         assert len(sample.input_ids) <= 40 and len(sample.answers) == 4
         assert (sample.input_ids == encoder.processor.image_token_id).sum() == 4  # the image is not rescaled
         assert all(end - start == 2 for start, end in sample.answers)  # the digit and the end of the turn
 
 
-def test_same_settings_same_files_and_are_accepted(made, tmp_path):
+def test_equal_settings_give_equal_files(digit_set, tmp_path):
     again = digits.write(tmp_path / "again", train=30, test=10, seed=4)
-    for file in sorted(made.directory.rglob("*.*")):
-        assert file.read_bytes() == (again.directory / file.relative_to(made.directory)).read_bytes()
-    before = made.train.stat().st_mtime_ns
-    assert digits.write(made.directory, train=30, test=10, seed=4) == made and made.train.stat().st_mtime_ns == before
+    for file in sorted(digit_set.directory.rglob("*.*")):
+        assert file.read_bytes() == (again.directory / file.relative_to(digit_set.directory)).read_bytes()
+    before = digit_set.train.stat().st_mtime_ns
+    assert (
+        digits.write(digit_set.directory, train=30, test=10, seed=4) == digit_set
+        and digit_set.train.stat().st_mtime_ns == before
+    )
     other = digits.write(tmp_path / "other", train=30, test=10, seed=5)
-    assert other.train.read_text() != made.train.read_text()
-    assert not list(tmp_path.glob(".*"))  # nothing left aside
+    assert other.train.read_text() != digit_set.train.read_text()
+    assert not list(tmp_path.glob(".*"))  # no temporary file is left
 
 
-def test_the_card_names_its_source(made):
-    card = (made.directory / "README.md").read_text()
+def test_card_names_its_source(digit_set):
+    card = (digit_set.directory / "README.md").read_text()
     assert "UCI ML" in card and "load_digits" in card and "1438 and 359 different handwritten samples" in card
 
 
-def test_what_is_there_is_never_overwritten(made, tmp_path):
+def test_existing_files_are_not_overwritten(digit_set, tmp_path):
     with pytest.raises(
-        DataError, match=r"other settings \(train: 30 there, 31 asked; seed: 4 there, 0 asked\); choose"
+        DataError, match=r"different settings \(train: 30 there, 31 asked; seed: 4 there, 0 asked\); choose"
     ):
-        digits.write(made.directory, train=31, test=10)
+        digits.write(digit_set.directory, train=31, test=10)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DataError, match="exists and is not a digits set; choose another directory"):
         digits.write(tmp_path, train=3, test=1)
@@ -119,7 +122,7 @@ def test_what_is_there_is_never_overwritten(made, tmp_path):
         digits.write(torn.directory, train=3, test=1)
 
 
-def test_an_empty_directory_is_filled_and_nonsense_refused(tmp_path):
+def test_empty_directory_is_accepted_and_bad_arguments_rejected(tmp_path):
     (tmp_path / "empty").mkdir()
     assert digits.write(tmp_path / "empty", train=2, test=1).train.is_file()
     with pytest.raises(DataError, match="train=0, test=1: each needs at least one image"):
@@ -128,14 +131,14 @@ def test_an_empty_directory_is_filled_and_nonsense_refused(tmp_path):
         digits.write(tmp_path / "x", train=1, test=1, seed=-1)
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_failure_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(digits, "_row", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         digits.write(tmp_path / "x", train=2, test=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_text_rows_draw_the_same_split_in_characters(tmp_path):
+def test_text_rows_use_the_same_split(tmp_path):
     found = digits.write(tmp_path / "d", train=2, test=2)
     train = json.loads((found.directory / "train_text.json").read_text())
     test = json.loads((found.directory / "test_text.json").read_text())

@@ -1,4 +1,4 @@
-"""Plain text, captions and interleaved documents: loss on all text, images in their places, bad rows named."""
+"""Plain text, captions and interleaved documents: loss on all text, positions of images, bad rows."""
 
 import copy
 
@@ -19,21 +19,21 @@ def learned(encoder, sample):
     return encoder.tokenizer.decode(sample.input_ids[sample.labels != -100])
 
 
-def test_a_text_is_learned_whole_with_its_end(folder, models):
+def test_all_text_and_the_end_token_are_learned(folder, models):
     for family in ("qwen3", "llama", "qwen3_vl"):
         encoder = DocumentEncoder(models(family), 512)
         words = "Once upon a time\n\n\tthere was <image>,\0 élan and 猫. "
         sample = encoder.encode(read(folder, {"text": words, "id": 7, "url": "x", "meta": {"a": 1}})[0])
         tokenizer = encoder.tokenizer
         begins = [tokenizer.bos_token_id] if family == "llama" and tokenizer("")["input_ids"] else []
-        own = tokenizer(words, add_special_tokens=False)["input_ids"]
-        assert sample.input_ids.tolist() == [*begins, *own, tokenizer.eos_token_id]
+        text_ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+        assert sample.input_ids.tolist() == [*begins, *text_ids, tokenizer.eos_token_id]
         assert sample.labels.tolist() == [-100, *sample.input_ids[1:].tolist()]
         assert (sample.answers, sample.images, sample.id, sample.row) == ((), 0, "7", 0)
-        assert tokenizer.decode(own) == words
+        assert tokenizer.decode(text_ids) == words
 
 
-def test_the_tokenizer_s_own_frame_is_kept(folder, models):
+def test_special_tokens_of_tokenizer_are_kept(folder, models):
     from tokenizers.processors import TemplateProcessing
 
     processor = copy.deepcopy(models("llama"))
@@ -48,7 +48,7 @@ def test_the_tokenizer_s_own_frame_is_kept(folder, models):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_stand_in_their_places_without_loss(folder, models, family):
+def test_images_are_placed_without_loss(folder, models, family):
     wide, tall = folder.image("wide.png", (32, 16)), folder.image("tall.png", (8, 24), (0, 9, 255))
     source = read(
         folder,
@@ -64,10 +64,10 @@ def test_images_stand_in_their_places_without_loss(folder, models, family):
     assert all(isinstance(source[row], Document) for row in range(5)) and source[2].text == "See  and ."
     # an image is written as the family's own chat template writes it
     turn = [{"role": "user", "content": [{"type": "image"}]}]
-    assert encoder.place in processor.apply_chat_template(turn, tokenize=False)
+    assert encoder.image_placeholder in processor.apply_chat_template(turn, tokenize=False)
     for one, two, text, paths in (
-        (samples[0], samples[1], f"{encoder.place}A caption.", [wide]),
-        (samples[2], samples[3], f"See {encoder.place} and {encoder.place}.", [tall, wide]),
+        (samples[0], samples[1], f"{encoder.image_placeholder}A caption.", [wide]),
+        (samples[2], samples[3], f"See {encoder.image_placeholder} and {encoder.image_placeholder}.", [tall, wide]),
     ):
         direct = processor(text=[text], images=[load(folder.path / path) for path in paths], return_tensors="np")
         assert one.input_ids.tolist() == [*direct["input_ids"][0].tolist(), encoder.end_id]
@@ -83,7 +83,7 @@ def test_images_stand_in_their_places_without_loss(folder, models, family):
     assert learned(encoder, samples[4]).endswith(f"picture.{end}") and samples[4].pixel_values is None
 
 
-def test_long_documents_are_what_on_long_says(folder, models):
+def test_long_documents_follow_on_long(folder, models):
     image = folder.image("a.png", (32, 32))
     mixed = {"texts": ["ab", None, "cd" * 40], "images": [None, image, None]}
     source = read(folder, {"text": "abc " * 40}, {"text": "abc " * 900_000}, mixed)
@@ -101,15 +101,15 @@ def test_long_documents_are_what_on_long_says(folder, models):
             DocumentEncoder(processor, 20).encode(source[row])
         with pytest.raises(DataError, match=rf"row {row}: .*raise train.seq_length"):
             DocumentEncoder(processor, 20, on_long="error").encode(source[row])
-    # one token too many, which is the end token: it is the row that is long, not an error of ours
+    # one token too many, the end token: the row is too long, and this is not an internal error
     assert len(DocumentEncoder(processor, len(whole) - 1, on_long="cut").encode(source[0]).input_ids) == len(whole) - 1
 
 
 BAD = (
     ({"id": "a"}, r"has the keys \['id'\]; a row of plain text has 'text'"),
     ("words", "is 'words'; expected an object"),
-    ({"text": ""}, "a text of no letters"),
-    ({"text": " \n\t"}, "a text of no letters"),
+    ({"text": ""}, "a text without characters"),
+    ({"text": " \n\t"}, "a text without characters"),
     ({"text": 7}, "'text' is 7; expected a text"),
     ({"text": None}, r"has the keys \[\]; a row of plain text has 'text'"),
     ({"text": ["a"]}, r"'text' is \['a'\]; expected a text"),
@@ -129,13 +129,13 @@ BAD = (
     ({"texts": ["a", None], "images": [None, None]}, "place 2 has the text None and the image None"),
     ({"texts": ["a"], "images": ["a.png"]}, "place 1 has the text 'a' and the image 'a.png'"),
     ({"texts": ["a", 3], "images": [None, None]}, "place 2 has the text 3"),
-    ({"texts": [None], "images": ["a.png"]}, "a text of no letters"),
-    ({"texts": [], "images": []}, "a text of no letters"),
+    ({"texts": [None], "images": ["a.png"]}, "a text without characters"),
+    ({"texts": [], "images": []}, "a text without characters"),
 )
 
 
 @pytest.mark.parametrize(("row", "found"), BAD, ids=[str(n) for n in range(len(BAD))])
-def test_a_bad_row_is_named(folder, row, found):
+def test_bad_document_rows_are_named(folder, row, found):
     folder.image("a.png")
     source = read(folder, {"text": "good"}, row, {"text": "half: \ud83d"}, format="text")
     assert source[0].text == "good"
@@ -145,15 +145,15 @@ def test_a_bad_row_is_named(folder, row, found):
         source[2]
 
 
-def test_what_cannot_be_encoded_is_named(folder, models):
+def test_unencodable_documents_are_rejected(folder, models):
     image = folder.image("a.png")
     source = read(
         folder, {"text": "see <image>", "image": image}, {"text": "a <|image_pad|> b"}, {"text": "a <|im_end|> b"}
     )
-    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only"):
+    with pytest.raises(BadSample, match="row 0: has an image, but the model is text-only"):
         DocumentEncoder(models("qwen3"), 64).encode(source[0])
     encoder = DocumentEncoder(models("qwen3_vl"), 64)
-    with pytest.raises(BadSample, match=r"row 1: its text spells the model's own placeholder '<\|image_pad\|>'"):
+    with pytest.raises(BadSample, match=r"row 1: its text contains the model's placeholder '<\|image_pad\|>'"):
         encoder.encode(source[1])
     assert encoder.encode(source[2]).control == ("<|im_end|>",)
     processor = copy.deepcopy(models("qwen3"))
@@ -162,7 +162,7 @@ def test_what_cannot_be_encoded_is_named(folder, models):
         DocumentEncoder(processor, 64)
 
 
-def test_formats_are_told_apart(folder, models):
+def test_document_formats_are_detected(folder, models):
     talk, text = folder.llava("Hi", "Ho"), {"text": "words"}
     assert read(folder, text).format == "text" and read(folder, talk).format == "llava"
     assert read(folder, {**talk, "text": "the same, rendered"}).format == "llava"
@@ -174,7 +174,7 @@ def test_formats_are_told_apart(folder, models):
         folder.read([text])
     with pytest.raises(DataError, match=r"or plain text \('text', or 'texts' with 'images'\)"):
         read(folder, {"body": "words"})
-    # conversations go on as they do; only they need a chat template
+    # conversations are encoded as before; only they need a chat template
     processor = copy.deepcopy(models("qwen3"))
     both = DocumentEncoder(processor, 64, train_on_prompt=True)
     assert both.encode(read(folder, talk)[0]).answers

@@ -1,4 +1,4 @@
-"""Tokens, labels and pixels: by the processor's own call, whatever the family."""
+"""Tokens, labels and pixels of every family, compared with calls of its processor."""
 
 import copy
 
@@ -9,7 +9,7 @@ from octavo.data import BadSample, DataError, Encoder, LongSample
 from octavo.data.rows.image_refs import load
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite")
-TILES = ("internvl", "nvila_lite")  # whose images are tiles of one size
+TILES = ("internvl", "nvila_lite")  # its images are tiles of one size
 
 
 def rows(folder):
@@ -28,7 +28,7 @@ def spoken(encoder, sample):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_the_processor_would(folder, models, family):
+def test_encoding_matches_processor(folder, models, family):
     processor, source = models(family), rows(folder)
     encoder = Encoder(processor, 512)
     for row in range(3):
@@ -44,16 +44,16 @@ def test_as_the_processor_would(folder, models, family):
         assert sample.input_ids.tolist() == direct["input_ids"][0].tolist()
         assert sample.images == len(images)
         for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
-            mine, theirs = getattr(sample, name), direct.get(name)
-            assert (mine is None) == (theirs is None), name
-            if mine is not None:
-                theirs = theirs[0] if name == "mm_token_type_ids" else theirs
-                np.testing.assert_array_equal(mine, theirs)
+            values, stock_values = getattr(sample, name), direct.get(name)
+            assert (values is None) == (stock_values is None), name
+            if values is not None:
+                stock_values = stock_values[0] if name == "mm_token_type_ids" else stock_values
+                np.testing.assert_array_equal(values, stock_values)
     assert (sample.mm_token_type_ids is None) == (family in TILES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_on_answers_only(folder, models, family):
+def test_loss_covers_only_answers(folder, models, family):
     encoder, source = Encoder(models(family), 512), rows(folder)
     for row, answers in ((0, ["7", "élan 3"]), (1, ["yes"]), (2, ["none", "quite"])):
         sample = encoder.encode(source[row])
@@ -64,7 +64,7 @@ def test_loss_on_answers_only(folder, models, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_train_on_prompt_spares_images_and_the_first_token(folder, models, family):
+def test_train_on_prompt_masks_images_and_first_token(folder, models, family):
     encoder = Encoder(models(family), 512, train_on_prompt=True)
     sample = encoder.encode(rows(folder)[1])
     masked = sample.labels == -100
@@ -80,8 +80,10 @@ def test_text_only(folder, models, family):
     end = encoder.tokenizer.eos_token
     assert [text.strip() for text in spoken(encoder, sample)] == [f"none{end}", f"quite{end}"]
     bos = encoder.tokenizer.bos_token_id
-    assert bos is None or (sample.input_ids == bos).sum() == 2  # one each turn, by the template, none by the tokenizer
-    with pytest.raises(BadSample, match="row 0 .*holds an image, but the model is text-only"):
+    assert (
+        bos is None or (sample.input_ids == bos).sum() == 2
+    )  # one per turn from the template, none from the tokenizer
+    with pytest.raises(BadSample, match="row 0 .*has an image, but the model is text-only"):
         encoder.encode(source[0])
 
 
@@ -96,7 +98,7 @@ def test_system_text(folder, models):
     assert texts[1].startswith("<|im_start|>system\nOwn.<|im_end|>") and "Be short" not in texts[1]
 
 
-def test_long_rows(folder, models):
+def test_long_rows_are_dropped_cut_or_rejected(folder, models):
     source = rows(folder)
     with pytest.raises(LongSample, match=r"row 0 .*: is .*\d+ tokens long.*, seq_length is 12") as dropped:
         Encoder(models("qwen3_vl"), 12).encode(source[0])
@@ -111,8 +113,8 @@ def test_long_rows(folder, models):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cuts_at_every_length(folder, models, family):
-    """Never inside an image: placeholders and pixels agree at each length, as the model will demand."""
+def test_cut_works_at_every_length(folder, models, family):
+    """A cut is never inside an image: placeholders and pixels agree at each length, as models require."""
     processor = models(family)
     source = folder.read(
         [
@@ -151,7 +153,7 @@ def test_cuts_at_every_length(folder, models, family):
     assert seen >= {1, 3}
 
 
-def test_bad_images_and_words_name_their_row(folder, models):
+def test_bad_images_and_text_name_their_row(folder, models):
     (folder.path / "broken.png").write_bytes(b"no")
     source = folder.read(
         [
@@ -163,8 +165,8 @@ def test_bad_images_and_words_name_their_row(folder, models):
     encoder = Encoder(models("qwen3_vl"), 512)
     for row, message in (
         (0, "cannot be decoded"),
-        (1, "processor refuses it: .*aspect ratio"),
-        (2, "spells the model's"),
+        (1, "processor rejects it: .*aspect ratio"),
+        (2, "contains the model's"),
     ):
         with pytest.raises(BadSample, match=rf"rows\.json, row {row} \(id r\): .*{message}"):
             encoder.encode(source[row])
@@ -173,7 +175,7 @@ def test_bad_images_and_words_name_their_row(folder, models):
         small.encode(source[1])
 
 
-def test_two_user_turns_where_the_template_refuses(folder, models):
+def test_template_rejection_is_reported(folder, models):
     messages = [{"from": f, "value": "x"} for f in ("human", "human", "gpt")]
     source = folder.read([{"conversations": messages}])
     assert len(Encoder(models("qwen3"), 64).encode(source[0]).answers) == 1
@@ -183,11 +185,11 @@ def test_two_user_turns_where_the_template_refuses(folder, models):
     strict.tokenizer.chat_template = (
         "{% if messages[1].role == 'user' %}{{ raise_exception('must alternate') }}{% endif %}"
     )
-    with pytest.raises(BadSample, match=r"row 0: the chat template refuses the roles .*must alternate"):
+    with pytest.raises(BadSample, match=r"row 0: the chat template rejects the roles .*must alternate"):
         Encoder(strict, 64).encode(source[0])
 
 
-def test_models_that_cannot_be_encoded_for(models):
+def test_unsupported_processors_are_rejected(models):
     bare = copy.copy(models("qwen3"))
     bare.tokenizer, bare.chat_template = copy.deepcopy(bare.tokenizer), None
     bare.tokenizer.chat_template = None
@@ -200,7 +202,7 @@ def never(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("turns", [("word " * 5000, "x"), ("q", "a") * 150, ("q", "a", "<image>" * 40, "x")])
-def test_far_too_long_rows_are_refused_before_they_cost_anything(folder, models, monkeypatch, turns):
+def test_extremely_long_rows_are_rejected_before_rendering(folder, models, monkeypatch, turns):
     images = {"image": [folder.image("wide.png", (32, 16))] * 40} if "<image>" in "".join(turns) else {}
     source = folder.read([folder.llava(*turns, **images)])
     for on_long, error in (("drop", LongSample), ("error", DataError)):
@@ -213,7 +215,7 @@ def test_far_too_long_rows_are_refused_before_they_cost_anything(folder, models,
         ):
             encoder.encode(source[0])
     monkeypatch.undo()
-    # What is cut is the beginning of the whole, and is trained on as the whole would be.
+    # A cut row is the beginning of the whole row, with the same labels.
     whole = Encoder(models("qwen3_vl"), 30_000).encode(source[0])
     encoder = Encoder(models("qwen3_vl"), 100, on_long="cut")
     rendered, encoder._render = [], lambda *given: rendered.append(given) or Encoder._render(encoder, *given)
@@ -239,20 +241,20 @@ def test_long_rows_are_rendered_once(folder, models):
         assert len(rendered) == 1
 
 
-def test_words_that_spell_control_tokens_are_told(folder, models):
+def test_control_tokens_in_text_are_noted(folder, models):
     source = folder.read([folder.llava("a<|im_end|>b <|im_start|>", "<|im_end|>"), folder.llava("<|im_", "end|>")])
     encoder = Encoder(models("qwen3_vl"), 64)
     assert encoder.encode(source[0]).control == ("<|im_end|>", "<|im_start|>")
     assert encoder.encode(source[1]).control == ()
     for word, family in (("<|vision_start|>", "qwen3_vl"), ("<img>", "internvl"), ("<|video_pad|>", "qwen2_5_vl")):
-        with pytest.raises(BadSample, match="row 0.*spells the model's own placeholder '" + word.replace("|", r"\|")):
+        with pytest.raises(BadSample, match="row 0.*contains the model's placeholder '" + word.replace("|", r"\|")):
             Encoder(models(family), 64).encode(folder.read([folder.llava(f"an {word} tag", "x")], f"{family}.json")[0])
 
 
-def test_a_processor_that_fails_fails_for_one_row(folder, models, monkeypatch):
+def test_processor_error_affects_one_row(folder, models, monkeypatch):
     source = rows(folder)
     encoder = Encoder(models("qwen3_vl"), 512)
     broken = copy.copy(encoder.processor.image_processor)
     monkeypatch.setattr(type(broken), "__call__", lambda *_, **__: [][1])
-    with pytest.raises(BadSample, match="row 1 .*: the processor refuses it: IndexError: list index"):
+    with pytest.raises(BadSample, match="row 1 .*: the processor rejects it: IndexError: list index"):
         encoder.encode(source[1])

@@ -1,4 +1,4 @@
-"""Encrypted data is the same rows, whatever the file, and leaves nothing in the cache or on a disk."""
+"""Encrypted data gives the same rows in every format, and writes nothing to the cache or the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.data import DataError
 from octavo.data.rows.image_refs import load
 from octavo.data.storage import cache
 from octavo.data.storage.open_rows import open_rows
-from tests.data.test_tar import packed
+from tests.data.test_tar import make_tar
 
 SECRET = "the owl flies at midnight"
 ROWS = [{"messages": f"{n} {SECRET}", "id": f"{n}"} for n in range(40)]
@@ -35,8 +35,8 @@ def image(color: str) -> bytes:
     return out.getvalue()
 
 
-def written(folder: Path, kind: str) -> Path:
-    """The rows in a file of this kind, in plain."""
+def write_plain(folder: Path, kind: str) -> Path:
+    """Write the rows to a plain file of this format."""
     path = folder / f"rows.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -50,7 +50,7 @@ def written(folder: Path, kind: str) -> Path:
     elif kind == "parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=7)
     else:
-        packed(path, *((f"{n}.json", row) for n, row in enumerate(ROWS)), ("3.png", image("red")))
+        make_tar(path, *((f"{n}.json", row) for n, row in enumerate(ROWS)), ("3.png", image("red")))
     return path
 
 
@@ -66,24 +66,24 @@ def encrypted(path: Path) -> Path:
     [(kind, how) for kind in ("jsonl", "json", "csv", "parquet", "tar") for how in ("small", "large", "folder")]
     + [(kind, "stream") for kind in ("jsonl", "csv", "parquet")],
 )
-def test_the_rows_are_the_same_and_the_cache_is_empty(tmp_path, monkeypatch, kind, how):
+def test_encrypted_rows_equal_plain_rows_without_cache_files(tmp_path, monkeypatch, kind, how):
     if how != "small":
         monkeypatch.setattr(cache, "SMALL_FILE", 0)
-    plain = written(tmp_path, kind)
+    plain = write_plain(tmp_path, kind)
     path = encrypted(plain)
     place = path.parent if how == "folder" else path
-    kept = tmp_path / "cache"
-    rows = open_rows(place, kept, stream=how == "stream")
-    wanted = open_rows(plain, tmp_path / "other", stream=how == "stream")
-    assert [rows[n] for n in range(len(rows))] == [wanted[n] for n in range(len(wanted))]
-    assert rows.keys() == wanted.keys()
-    assert not kept.exists() or not [file for file in kept.rglob("*") if file.is_file()]
+    cache_folder = tmp_path / "cache"
+    rows = open_rows(place, cache_folder, stream=how == "stream")
+    expected = open_rows(plain, tmp_path / "other", stream=how == "stream")
+    assert [rows[n] for n in range(len(rows))] == [expected[n] for n in range(len(expected))]
+    assert rows.keys() == expected.keys()
+    assert not cache_folder.exists() or not [file for file in cache_folder.rglob("*") if file.is_file()]
     assert SECRET.encode() not in path.read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar"])
-def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kind):
-    path = encrypted(written(tmp_path, kind))
+def test_damaged_file_and_missing_key_are_named(tmp_path, monkeypatch, kind):
+    path = encrypted(write_plain(tmp_path, kind))
     raw = bytearray(path.read_bytes())
     raw[68 + 100] ^= 1  # in the first chunk
     path.write_bytes(raw)
@@ -95,7 +95,7 @@ def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kin
         open_rows(path, tmp_path / "cache")
 
 
-def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_path):
+def test_encrypted_image_is_decoded_and_damage_stops_the_run(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encryption.encrypt(image("red")))
     assert load(path).getpixel((0, 0)) == (255, 0, 0)
@@ -107,11 +107,11 @@ def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "codec"), [("a.mp4", "libx264"), ("b.webm", "libvpx-vp9")])
-def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_path, monkeypatch, name, codec):
+def test_encrypted_video_is_decoded_and_damage_stops_the_run(tmp_path, monkeypatch, name, codec):
     pytest.importorskip("av")
-    from tests.data.test_video import film, greys
+    from tests.data.test_video import greys, write_video
 
-    plain = film(tmp_path / name, codec=codec)
+    plain = write_video(tmp_path / name, codec=codec)
     path = encrypted(plain)
     assert greys(path, 7, 20) == greys(plain, 7, 20)
     raw = bytearray(path.read_bytes())
@@ -124,9 +124,9 @@ def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_pat
         greys(path)
 
 
-def test_without_files_in_memory_it_is_refused(tmp_path, monkeypatch):
+def test_encrypted_data_requires_files_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
-    path = encrypted(written(tmp_path, "jsonl"))
+    path = encrypted(write_plain(tmp_path, "jsonl"))
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(
         DataError, match=r"rows\.jsonl is encrypted and would have to be written to a disk in plain here"

@@ -1,4 +1,4 @@
-"""What files hold decides what is made of them: not their size and time, which a copy may set."""
+"""Cached results depend on the content of files, not on size and mtime, which a copy may set."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from octavo.train.run_dir import input_fingerprints
 
 
 @pytest.fixture(autouse=True)
-def _settled(monkeypatch, tmp_path):
-    """Files of these tests have just been written; they count as old ones."""
+def _treat_files_as_old(monkeypatch, tmp_path):
+    """Treat the files of these tests, which were just written, as old files."""
     monkeypatch.setattr(file_digests, "RECENT", -(10**18))
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
@@ -30,7 +30,7 @@ def _settled(monkeypatch, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The files whose bytes are read for a digest."""
+    """Return a list that receives the name of each file whose bytes are read once to compute digests."""
     read, names = file_digests._read, []
     monkeypatch.setattr(file_digests, "_read", lambda file: names.append(file.name) or read(file))
     return names
@@ -48,25 +48,25 @@ def write(file: Path, rows: list) -> Path:
     return file
 
 
-def in_place(old: Path, new: Path) -> None:
-    """`cp -p`: bytes and time are another's, the inode stays."""
+def replace_in_place(old: Path, new: Path) -> None:
+    """Replace content and mtime of a file in place, as `cp -p` does; the inode stays."""
     with open(old, "r+b") as out:
         out.write(new.read_bytes())
     shutil.copystat(new, old)
 
 
-def renamed(old: Path, new: Path) -> None:
-    """`rsync -t` and tar: a new file takes the name."""
+def replace_by_rename(old: Path, new: Path) -> None:
+    """Replace a file by a new one with the same name, as `rsync -t` and tar do."""
     aside = shutil.copy2(new, old.with_name("aside"))
     os.replace(aside, old)
 
 
-@pytest.mark.parametrize("replace", (in_place, renamed))
+@pytest.mark.parametrize("replace", (replace_in_place, replace_by_rename))
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("jsonl", "kept"), ("json", "kept"), ("parquet", "folder"), ("csv", "stream"), ("parquet", "stream")],
 )
-def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_again(tmp_path, replace, kind, how):
+def test_replaced_file_with_equal_size_and_mtime_is_read_again(tmp_path, replace, kind, how):
     (tmp_path / "set").mkdir()
     old, new = write(tmp_path / f"set/a.{kind}", [{"n": 111}] * 3), write(tmp_path / f"b.{kind}", [{"n": 222}] * 3)
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
@@ -79,13 +79,13 @@ def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_again(tmp_path, r
 
 
 @pytest.mark.parametrize("kind", ("jsonl", "parquet"))
-def test_a_stream_ends_when_its_file_is_replaced(tmp_path, kind):
+def test_stream_stops_when_its_file_is_replaced(tmp_path, kind):
     old, new = (write(tmp_path / f"{name}.{kind}", [{"n": n}] * 3) for name, n in (("a", 111), ("b", 222)))
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
     rows = open_rows(old, stream=True)
     assert rows[0] == {"n": 111}
-    in_place(old, new)
-    if kind == "parquet":  # of another row group than the one in memory
+    replace_in_place(old, new)
+    if kind == "parquet":  # of a row group that is not in memory
         from octavo.data.formats import streaming
 
         streaming.TABLES._kept.clear()
@@ -93,8 +93,8 @@ def test_a_stream_ends_when_its_file_is_replaced(tmp_path, kind):
         rows[1]
 
 
-def test_a_digest_is_taken_once_and_what_is_the_same_is_not_converted_again(tmp_path, reads):
-    """Also where the file was moved away and back, linked, or copied over itself: its inode or ctime is another."""
+def test_digest_is_computed_once_and_equal_content_is_not_converted_again(tmp_path, reads):
+    """Also if the file was moved away and back, linked, or copied over itself, so that inode or ctime differ."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     for _ in range(3):
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
@@ -103,13 +103,13 @@ def test_a_digest_is_taken_once_and_what_is_the_same_is_not_converted_again(tmp_
     assert reads == ["a.jsonl"]
     (tmp_path / "link").hardlink_to(file)
     open_rows(file)
-    renamed(file, file)
+    replace_by_rename(file, file)
     open_rows(file)
     assert reads == ["a.jsonl"] * 3 and len([*(tmp_path / "cache").glob("*.arrow")]) == 1
 
 
-def test_a_file_that_has_just_changed_is_not_noted(tmp_path, reads, monkeypatch):
-    """It may change once more at the same time of the clock."""
+def test_recently_changed_file_gets_no_note(tmp_path, reads, monkeypatch):
+    """It could change again with the same time stamp."""
     monkeypatch.setattr(file_digests, "RECENT", 10**18)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     open_rows(file), open_rows(file)
@@ -117,7 +117,7 @@ def test_a_file_that_has_just_changed_is_not_noted(tmp_path, reads, monkeypatch)
     assert reads == ["a.jsonl"] * 2 and '"sha256"' not in notes.read_text()
 
 
-def test_broken_notes_cost_a_look_and_nothing_else(tmp_path, reads):
+def test_broken_notes_are_ignored(tmp_path, reads):
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     home = file_digests._note_location(file, tmp_path / "cache")[0]
     open_rows(file)
@@ -130,7 +130,7 @@ def test_broken_notes_cost_a_look_and_nothing_else(tmp_path, reads):
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"], "what is appended to a torn line counts"
 
 
-def test_a_cache_that_cannot_be_written_to_reads_once_a_process(tmp_path, reads):
+def test_unwritable_cache_reads_each_file_once_per_process(tmp_path, reads):
     (tmp_path / "cache").write_text("")
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     assert file_digests.compute_digests([file], tmp_path / "cache") == file_digests.compute_digests(
@@ -139,7 +139,7 @@ def test_a_cache_that_cannot_be_written_to_reads_once_a_process(tmp_path, reads)
     assert reads == ["a.jsonl"]
 
 
-def test_a_file_that_is_gone_or_changes_is_named(tmp_path, monkeypatch):
+def test_missing_or_changing_file_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         file_digests.compute_digests([tmp_path / "none"], tmp_path)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
@@ -155,7 +155,7 @@ def config(path: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ("file", "folder", "url"))
-def test_a_run_notices_what_changed_behind_the_first_64_mib(tmp_path, monkeypatch, kind):
+def test_run_detects_changes_after_the_first_64_mib(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(file_digests, "HEAD", 64)
     (tmp_path / "set").mkdir()
     file = write(tmp_path / "set/a.jsonl", [{"n": n} for n in range(100)])
@@ -163,47 +163,54 @@ def test_a_run_notices_what_changed_behind_the_first_64_mib(tmp_path, monkeypatc
     path = {"file": file, "folder": file.parent, "url": f"file://{file}"}[kind]
     cfg = config(path, tmp_path)
     saved = json.loads(json.dumps(input_fingerprints.fingerprints(cfg)))
-    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
     new = tmp_path / "new.jsonl"
     new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
-    renamed(file, new)
+    replace_by_rename(file, new)
     remote.list_files.cache_clear()
-    with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
-        input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
-    for prints in saved["data"].values():  # of 0.4.0, which looked at the first 64 MiB
+    with pytest.raises(TrainError, match="was made with different data: .*, and the contents differ"):
+        input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    for prints in saved["data"].values():  # of 0.4.0, which compared the first 64 MiB
         del prints["whole"]
-    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
-def test_a_run_goes_on_with_a_copy_of_its_data(tmp_path):
-    """Another inode, ctime and mtime, the same bytes."""
+def test_run_resumes_with_a_copy_of_its_data(tmp_path):
+    """A copy has a different inode, ctime and mtime, but the same bytes."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     cfg = config(file, tmp_path)
     saved = input_fingerprints.fingerprints(cfg)
     shutil.copy(file, tmp_path / "copy")
     os.replace(tmp_path / "copy", file)
-    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.check_same_inputs(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
-def test_weights_replaced_with_their_time_are_other_weights(tmp_path):
-    """Of a conversion that goes on, and of an evaluation that is kept."""
+def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):
+    """Also in a resumed conversion, and in a stored evaluation."""
     from octavo.checkpoint.convert import convert
 
     old, new = tmp_path / "m/a.safetensors", tmp_path / "b"
     old.parent.mkdir()
     old.write_bytes(b"1"), new.write_bytes(b"2")
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
-    before = convert._identity(old.parent)
-    in_place(old, new)
-    assert convert._identity(old.parent) != before
+    before = convert._source_identity(old.parent)
+    replace_in_place(old, new)
+    assert convert._source_identity(old.parent) != before
 
 
-def test_several_files_are_read_at_a_time_and_said_once(tmp_path, monkeypatch):
+def test_files_are_read_in_parallel_and_logged_once(tmp_path, monkeypatch):
     monkeypatch.setattr(file_digests, "HEAD", 1)
     files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
-    said: list[str] = []
-    one = file_digests.compute_digests(files, tmp_path / "cache", said.append)
-    assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read for a digest" in said[0]
-    assert file_digests.compute_digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
-    assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size
+    log_lines: list[str] = []
+    contents = file_digests.compute_digests(files, tmp_path / "cache", log_lines.append)
+    assert (
+        len(log_lines) == 1
+        and "0.jsonl and 8 more: " in log_lines[0]
+        and "are read once to compute digests" in log_lines[0]
+    )
+    assert file_digests.compute_digests(files, tmp_path / "cache", log_lines.append) == contents and len(log_lines) == 1
+    assert (
+        len({c.sha256 for c in contents}) == 9
+        and SimpleNamespace(**contents[3]._asdict()).size == files[3].stat().st_size
+    )

@@ -1,4 +1,4 @@
-"""Where images may lie, and images that must not be trusted."""
+"""Locations of image files, and untrusted image files."""
 
 import struct
 import zlib
@@ -12,7 +12,7 @@ from octavo.data.rows.image_refs import load
 from octavo.data.rows.media import locate
 
 
-def test_inside_is_accepted_however_it_is_written(folder):
+def test_paths_inside_the_folder_are_accepted(folder):
     folder.image("in/a.png")
     root, path = folder.path / "in", folder.path / "in" / "a.png"
     for name in ("a.png", "./a.png", "../in/a.png", str(path), f"file://{path}"):
@@ -21,7 +21,7 @@ def test_inside_is_accepted_however_it_is_written(folder):
     assert locate(folder.path / "link", "a.png") == path
 
 
-def test_outside_is_refused(folder):
+def test_paths_outside_the_folder_are_rejected(folder):
     folder.image("out/secret.png")
     root = folder.path / "in"
     root.mkdir()
@@ -40,24 +40,24 @@ def test_outside_is_refused(folder):
         (".", "is missing"),
         ("", "'' is not a file name"),
         ("a\0.png", "is not a file name"),
-        ("x" * 5000, "cannot be looked up"),
-        ("https://example.org/a.png", "Octavo fetches nothing: download it"),
+        ("x" * 5000, "cannot be resolved"),
+        ("https://example.org/a.png", "Octavo does not download images; copy it"),
         ("S3://bucket/a.png", "is not a local file"),
     ],
 )
-def test_names_that_lead_nowhere(folder, name, message):
+def test_unresolvable_names_are_rejected(folder, name, message):
     with pytest.raises(MediaProblem, match=message):
         locate(folder.path, name)
 
 
-def test_a_loop_of_links(folder):
+def test_link_loop_is_rejected(folder):
     (folder.path / "a").symlink_to("b")
     (folder.path / "b").symlink_to("a")
-    with pytest.raises(MediaProblem, match="cannot be looked up"):
+    with pytest.raises(MediaProblem, match="cannot be resolved"):
         locate(folder.path, "a")
 
 
-def test_truncated_broken_and_no_image(folder):
+def test_truncated_and_broken_images_are_rejected(folder):
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder.path / "a.jpg")
     whole = (folder.path / "a.jpg").read_bytes()
@@ -69,7 +69,7 @@ def test_truncated_broken_and_no_image(folder):
         assert problem.value.__cause__ is not None
 
 
-def test_a_bomb_is_refused_from_its_header(folder):
+def test_decompression_bomb_is_rejected_by_its_header(folder):
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -78,7 +78,7 @@ def test_a_bomb_is_refused_from_its_header(folder):
     (folder.path / "bomb.png").write_bytes(png)
     with pytest.raises(MediaProblem, match=r"60000 x 60000 = 3600 megapixels, over the limit of 100 .*raise data\.max"):
         load(folder.path / "bomb.png")
-    # With the limit raised it is decoded, and then found to be broken; Pillow's own limit does not interfere.
+    # With a higher limit it is decoded and rejected as broken; Pillow's own limit does not interfere.
     before = Image.MAX_IMAGE_PIXELS
     folder.image("ok.png", (100, 30))
     with pytest.raises(MediaProblem, match="over the limit of 0.002"):
@@ -86,7 +86,7 @@ def test_a_bomb_is_refused_from_its_header(folder):
     assert load(folder.path / "ok.png", 0.003).size == (100, 30) and before == Image.MAX_IMAGE_PIXELS
 
 
-def test_every_mode_becomes_rgb_and_upright(folder):
+def test_every_mode_is_converted_to_upright_rgb(folder):
     for mode, name in (("L", "a.png"), ("P", "b.png"), ("RGBA", "c.png"), ("CMYK", "d.jpg"), ("1", "e.png")):
         Image.new(mode, (4, 3)).save(folder.path / name)
         assert load(folder.path / name).mode == "RGB"

@@ -1,4 +1,4 @@
-"""Further tensors of images: made for several rows at once, cut, padded and packed as their models take them."""
+"""Additional tensors of images: made for several rows at once, cut, padded and packed as their models expect."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from octavo.data.encoding.sample import Input, check_lengths, concatenate, cut_i
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import count_tokens
 from octavo.models.tiny import tiny
-from tests.data.test_processor_calls import same
+from tests.data.test_processor_calls import results_equal
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
-TOLERANCE = 2e-6  # of logits: sums of another order
+TOLERANCE = 2e-6  # of logits: sums in a different order
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """family -> (its mini model, its processor)."""
-    made = {}
+    """Return a function from a family to its mini model and processor."""
+    cache = {}
 
     def get(family):
-        if family not in made:
+        if family not in cache:
             path = tiny.write(family, tmp_path_factory.mktemp("inputs") / family, size="mini")
-            made[family] = library.load(path).eval(), library.load_processor(path)
-        return made[family]
+            cache[family] = library.load(path).eval(), library.load_processor(path)
+        return cache[family]
 
     return get
 
 
 @pytest.fixture
 def source(folder):
-    """An image, three of three sizes in two turns, none, and a wide one behind words."""
+    """Rows with one image, three images of three sizes in two turns, no image, and a wide image after text."""
     names = [folder.image(f"{n}.png", size) for n, size in enumerate([(16, 16), (40, 24), (9, 33), (70, 20)])]
     return folder.read(
         [
@@ -61,14 +61,14 @@ def logits(model, batch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_together_are_rows_alone_and_their_answers_are_found(loaded, source, family):
+def test_rows_encoded_together_equal_rows_encoded_alone(loaded, source, family):
     _, processor = loaded(family)
     encoder = Encoder(processor, 512)
     alone = [encoder.encode(source[row]) for row in range(4)]
-    assert all(map(same, encoder.encode_all([source[row] for row in range(4)]), alone))
+    assert all(map(results_equal, encoder.encode_all([source[row] for row in range(4)]), alone))
     assert count_tokens(encoder, [source[row] for row in range(4)]) == [len(sample.input_ids) for sample in alone]
-    said = [processor.tokenizer.decode(alone[1].input_ids[a:b]) for a, b in alone[1].answers]
-    assert [text.removesuffix(processor.tokenizer.eos_token).strip() for text in said] == ["3", "a b"]
+    answers = [processor.tokenizer.decode(alone[1].input_ids[a:b]) for a, b in alone[1].answers]
+    assert [text.removesuffix(processor.tokenizer.eos_token).strip() for text in answers] == ["3", "a b"]
     for sample in alone:
         assert len(sample.places) == sample.images
         marked = np.zeros(len(sample.input_ids), bool)
@@ -79,19 +79,19 @@ def test_rows_together_are_rows_alone_and_their_answers_are_found(loaded, source
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_rows_have_the_logits_of_rows_alone(loaded, source, family):
+def test_padded_rows_have_the_logits_of_single_rows(loaded, source, family):
     model, processor = loaded(family)
     samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
     together, meta = logits(model, collate(samples, 0))
     assert meta.has_image and set(meta.inputs) == set(getattr(processor, "inputs", {}))
     for row, sample in enumerate(samples):
-        own, _ = logits(model, collate([sample], 0))
+        expected, _ = logits(model, collate([sample], 0))
         count = len(sample.input_ids)
-        assert float((together[row, :count] - own[0]).abs().max()) <= TOLERANCE, row
+        assert float((together[row, :count] - expected[0]).abs().max()) <= TOLERANCE, row
 
 
 def gradients(model, batches):
-    """(the summed loss, parameter -> its gradient) of batches, one after the other."""
+    """Return the summed loss and the gradients by parameter, over batches in sequence."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -106,37 +106,36 @@ def gradients(model, batches):
 
 
 @pytest.mark.parametrize("family", trained_families("images"))
-def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
-    """Rows with one image, three, none, and a wide one; in float64, since how far fp32 sums in another order lie apart
-    is the CPU's."""
+def test_batch_gradients_equal_sum_of_row_gradients(loaded, source, family):
+    """Uses float64, because differences between fp32 sums in different orders depend on the CPU."""
     model, processor = loaded(family)
     model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")  # grouped products know no float64
+    model.set_experts_implementation("eager")  # grouped products do not support float64
     samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
-    loss, own = gradients(model, [collate([sample], 0) for sample in samples])
+    loss, row_gradients = gradients(model, [collate([sample], 0) for sample in samples])
     together, found = gradients(model, [collate(samples, 0)])
     assert together == pytest.approx(loss, rel=1e-6)
     for name, grad in found.items():
-        if grad is None or own[name] is None:
-            assert grad is own[name], name
+        if grad is None or row_gradients[name] is None:
+            assert grad is row_gradients[name], name
         else:
-            assert float((grad - own[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
+            assert float((grad - row_gradients[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
 
 
-def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folder):
-    """Mistral 3's stock model takes the width for the number of features."""
+def test_single_feature_image_is_independent_of_the_batch(loaded, folder):
+    """Mistral 3's stock model confuses the width with the number of features."""
     model, processor = loaded("mistral3")
     names = [folder.image("dot.png", (3, 3)), folder.image("more.png", (40, 24))]
     rows = folder.read([folder.llava("<image>what?", "3", image=name) for name in names])
     dot, more = Encoder(processor, 512).encode_all([rows[0], rows[1]])
-    own, _ = logits(model, collate([dot], 0))
+    expected, _ = logits(model, collate([dot], 0))
     together, _ = logits(model, collate([dot, more], 0))
     assert (dot.input_ids == processor.image_token_id).sum() == 1
-    assert float((together[0, : len(dot.input_ids)] - own[0]).abs().max()) <= TOLERANCE
+    assert float((together[0, : len(dot.input_ids)] - expected[0]).abs().max()) <= TOLERANCE
 
 
-def test_images_of_gemma_see_themselves_both_ways(loaded, source):
-    """Without kinds of tokens its stock model says nothing, and looks back alone."""
+def test_gemma_images_attend_bidirectionally(loaded, source):
+    """Without token types its stock model silently attends only backward."""
     model, processor = loaded("gemma3")
     sample = Encoder(processor, 512).encode(source[0])
     batch = collate([sample], 0)
@@ -148,8 +147,8 @@ def test_images_of_gemma_see_themselves_both_ways(loaded, source):
     assert float((both - back).abs().max()) > 1e-3
 
 
-def test_masks_of_tiles_come_to_the_tower_of_smolvlm(loaded, source):
-    """Its processor makes squares, whose masks hide nothing; here one hides the right half of each tile."""
+def test_smolvlm_tower_receives_tile_masks(loaded, source):
+    """Its processor makes square tiles with full masks; here the mask hides the right half of each tile."""
     model, processor = loaded("smolvlm")
     plain, other = Encoder(processor, 512).encode_all([source[0], source[3]])
     mask = plain.extra["pixel_attention_mask"].values.copy()
@@ -157,14 +156,14 @@ def test_masks_of_tiles_come_to_the_tower_of_smolvlm(loaded, source):
     mask[..., mask.shape[-1] // 2 :] = 0
     hidden = replace(plain, extra={"pixel_attention_mask": Input("pixels", mask)})
     count = len(plain.input_ids)
-    own, _ = logits(model, collate([hidden], 0))
+    expected, _ = logits(model, collate([hidden], 0))
     together, _ = logits(model, collate([other, hidden], 0))
-    assert float((together[1, :count] - own[0]).abs().max()) <= TOLERANCE
-    assert float((logits(model, collate([plain], 0))[0] - own).abs().max()) > 1e-4
+    assert float((together[1, :count] - expected[0]).abs().max()) <= TOLERANCE
+    assert float((logits(model, collate([plain], 0))[0] - expected).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_cut_at_any_length_is_what_the_model_takes(loaded, source, family):
+def test_model_accepts_rows_cut_at_any_length(loaded, source, family):
     model, processor = loaded(family)
     whole = Encoder(processor, 512).encode(source[1])
     seen = set()
@@ -181,12 +180,12 @@ def test_what_is_cut_at_any_length_is_what_the_model_takes(loaded, source, famil
         marks = [mark for mark in ("<|begin_of_image|>", "<|IMAGE_START|>") if mark in processor.tokenizer.get_vocab()]
         assert sample.input_ids[-1] not in processor.tokenizer.convert_tokens_to_ids(marks)
         if sample.images not in seen:
-            logits(model, collate([sample], 0))  # it counts placeholders and features, and refuses
+            logits(model, collate([sample], 0))  # it compares the numbers of placeholders and features
             seen.add(sample.images)
     assert seen >= ({0, 2} if family == "llava_onevision" else {0, 1, 2})
 
 
-def test_a_lone_image_that_was_one_of_several_is_dropped_by_name(loaded, source):
+def test_cut_to_one_of_several_images_drops_the_row(loaded, source):
     processor = loaded("llava_onevision")[1]
     sample = Encoder(processor, 512).encode(source[1])
     room = sample.places[1][0] + 3
@@ -194,7 +193,7 @@ def test_a_lone_image_that_was_one_of_several_is_dropped_by_name(loaded, source)
         Encoder(processor, room, on_long="cut", train_on_prompt=True).encode(source[1])
 
 
-def test_tensors_of_kinds_cover_rows_without_images_in_a_pack(loaded, source):
+def test_token_types_cover_rows_without_images_in_a_pack(loaded, source):
     samples = Encoder(loaded("ernie4_5_vl_moe")[1], 512).encode_all([source[row] for row in (2, 0)])
     batch = collate_pack(samples, 0, 128)
     assert batch["moe_mm_token_type_ids"].shape == batch["input_ids"].shape
@@ -203,32 +202,36 @@ def test_tensors_of_kinds_cover_rows_without_images_in_a_pack(loaded, source):
     assert batch["moe_mm_token_type_ids"].sum() == 6 and batch["mm_token_type_ids"].sum() == 4  # marks and image
 
 
-def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
+def test_unknown_processor_outputs_are_rejected(loaded, source):
     processor = loaded("mistral3")[1]
 
     def call(outputs):
         processor.inputs = {"image_sizes": "image"}
-        made = {"input_ids": [[1, 2]], "offset_mapping": [[(0, 1), (1, 2)]], "pixel_values": np.zeros((2, 3, 8, 8))}
+        processed = {
+            "input_ids": [[1, 2]],
+            "offset_mapping": [[(0, 1), (1, 2)]],
+            "pixel_values": np.zeros((2, 3, 8, 8)),
+        }
         calls = ProcessorCalls(
             SimpleNamespace(
                 tokenizer=processor.tokenizer, image_processor=1, image_token="[IMG]", inputs=processor.inputs
             ),
             100.0,
         )
-        calls._call = lambda rows: made | outputs
+        calls._call = lambda rows: processed | outputs
         row = source[1]
         found = calls([ProcessorRequest("[IMG][IMG][IMG]", row.images)])[0]
         assert isinstance(found, DataError)
         return str(found)
 
-    assert "returns target_sizes, which Octavo does not pass on to the model" in call({"target_sizes": [1]})
-    assert "gives image_sizes of 2 for 3 (image), so that rows would take each other's" in call(
+    assert "returns target_sizes, which Octavo does not pass to the model" in call({"target_sizes": [1]})
+    assert "returns image_sizes of length 2 for 3 (image), so rows would get each other's" in call(
         {"image_sizes": np.zeros((2, 2))}
     )
     check_lengths({"image_sizes": [1, 2]}, {"image_sizes": "image"}, {"image": 2})
 
 
-def test_rows_of_pixels_are_shared_out_by_images_where_each_has_one():
+def test_pixel_rows_are_split_by_images():
     outputs = {
         "input_ids": [[5, 5, 5], [5]],
         "pixel_values": np.arange(2.0).reshape(2, 1),
@@ -238,14 +241,14 @@ def test_rows_of_pixels_are_shared_out_by_images_where_each_has_one():
     assert first["pixel_values"].tolist() == [[0.0]] and second["image_sizes"].tolist() == [[1, 1]]
 
 
-def test_arrays_of_other_sizes_are_filled_up_with_zeros():
+def test_concatenate_pads_smaller_arrays_with_zeros():
     found = concatenate([np.ones((1, 2, 3)), np.full((2, 3, 1), 2.0)])
     assert found.shape == (3, 3, 3) and found[0].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert found[2].tolist() == [[2, 0, 0]] * 3
     assert concatenate([np.ones((1, 2)), np.zeros((1, 2))]).tolist() == [[1, 1], [0, 0]]
 
 
-def test_cut_keeps_what_is_left_of_each():
+def test_cut_keeps_remaining_tensors():
     inputs = {
         "kinds": Input("token", np.arange(9)),
         "image_sizes": Input("image", np.arange(6).reshape(3, 2)),

@@ -1,4 +1,4 @@
-"""Columns of JSON text, as `datasets` and parquet have them, read the same as the JSON that they were made of."""
+"""Columns of JSON text, as `datasets` and parquet store them, give the same rows as the original JSON."""
 
 import json
 
@@ -34,7 +34,7 @@ PAIRS = [{"prompt": "p", "chosen": chosen, "rejected": "no"} for chosen in
 
 
 def stored(folder, rows, kind: str):
-    """The rows as `datasets` reads them and writes them again; "bare": without the metadata that it writes."""
+    """Let `datasets` read and write the rows; "bare" removes the metadata that it writes."""
     path = folder.json(rows, "from.jsonl")
     table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder.path / "hf"))
     assert "Json" in str(table.features)
@@ -43,7 +43,7 @@ def stored(folder, rows, kind: str):
         table.save_to_disk(target)
     elif kind == "parquet":
         table.to_parquet(target)
-    else:  # the same by the metadata only, or by the types only
+    else:  # the same from the metadata only, or from the types only
         whole = table.with_format("arrow")[:]
         if kind == "metadata.parquet":
             plain = pa.Table.from_pylist(whole.to_pylist())
@@ -69,7 +69,7 @@ KINDS = ("saved", "parquet", "metadata.parquet", "types.parquet")
     [*((TALKS, kind, "conversations") for kind in KINDS), (CALLS, "saved", "conversations"),
      (CALLS, "parquet", "conversations"), (ANSWERS, "parquet", "prompts"), (PAIRS, "saved", "pairs")],
 )  # fmt: skip
-def test_rows_are_those_of_the_json_they_come_from(folder, monkeypatch, rows, kind, of):
+def test_rows_equal_their_source_json(folder, monkeypatch, rows, kind, of):
     folder.image()
     expected = folder.read(rows, "rows.jsonl", of)
     path = stored(folder, rows, kind)
@@ -78,12 +78,12 @@ def test_rows_are_those_of_the_json_they_come_from(folder, monkeypatch, rows, ki
         monkeypatch.setattr(cache, "SMALL_FILE", small)
         source = folder.read(path, kind=of, images=str(folder.path), stream=stream)
         for row in range(len(rows)):
-            told = repr(source[row]).replace(str(path), expected.name)
-            assert told == repr(expected[row])
+            text = repr(source[row]).replace(str(path), expected.name)
+            assert text == repr(expected[row])
 
 
-def test_turns_that_are_one_column_of_json(folder):
-    """As a type, in a CSV cell, and as a text of JSON in any file."""
+def test_turns_in_one_json_column_are_parsed(folder):
+    """As a JSON type, in a CSV cell, and as JSON text in any file."""
     expected = folder.read(TALKS[:1], "rows.jsonl")[0].turns
     text = json.dumps(TALKS[0]["messages"])
     whole = pa.table({"messages": pa.array([text], pa.json_())})
@@ -95,7 +95,7 @@ def test_turns_that_are_one_column_of_json(folder):
         assert folder.read(folder.path / name)[0].turns == expected
 
 
-def test_a_value_that_is_no_json_is_wrong_with_its_row_alone(folder):
+def test_invalid_json_value_affects_only_its_row(folder):
     rows = pa.table({"prompt": pa.array(['"a"', '{"b', '"c"'], pa.json_()), "answer": ["1", "2", "3"]})
     parquet.write_table(rows, folder.path / "rows.parquet")
     source = folder.read(folder.path / "rows.parquet")
@@ -105,8 +105,8 @@ def test_a_value_that_is_no_json_is_wrong_with_its_row_alone(folder):
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_texts_of_columns_that_are_renamed_are_as_they_were(folder, monkeypatch, stream):
-    """Under the name that `columns` gives; 007 and 5. are JSON for `datasets`, and for no parser of JSON."""
+def test_renamed_columns_keep_their_texts(folder, monkeypatch, stream):
+    """Under the name that `columns` gives. `datasets` takes 007 and 5. for JSON, JSON parsers do not."""
     texts = ["1.50", "007", "5.", "true", '{"a": 1}', "[1, 2]", "-0", " 7", '["x", "y"]', "five"]
     rows = pa.table(
         {"q": pa.array([*texts[:-1], '"five"'], pa.json_()), "a": pa.array([*texts[:-1], '"5"'], pa.json_())}
@@ -120,7 +120,7 @@ def test_texts_of_columns_that_are_renamed_are_as_they_were(folder, monkeypatch,
     ]
 
 
-def test_metadata_that_is_damaged_says_nothing(folder):
+def test_damaged_metadata_is_ignored(folder):
     for damaged in (b"", b"[]", b'{"info": 3}', b'{"info": {"features": {"text": []}}}', b"[" * 100_000):
         rows = pa.table({"text": ["[1]"]}).replace_schema_metadata({b"huggingface": damaged})
         parquet.write_table(rows, folder.path / "rows.parquet")

@@ -1,4 +1,4 @@
-"""The stream of a rank: exact, resumable, the same for any number of workers, honest about what it leaves out."""
+"""The stream of a rank: exact, resumable, independent of the number of workers, with a report of skipped rows."""
 
 import contextlib
 import json
@@ -49,12 +49,12 @@ def rows(step):
     return [row for batch in step for row in batch["meta"].rows]
 
 
-def same(a, b):
+def batches_equal(a, b):
     assert a["meta"] == b["meta"] and a.keys() == b.keys()
     return all(torch.equal(a[key], b[key]) for key in a if key != "meta")
 
 
-def test_steps_micro_batches_and_rows(source, encoder):
+def test_steps_have_the_configured_micro_batches(source, encoder):
     stream = loader(source, encoder)
     assert stream.rows == 0
     first = next(stream)
@@ -69,7 +69,9 @@ def test_resume_is_exact(source, encoder):
     stream = loader(source, encoder)
     steps(stream, 5)
     rest = steps(loader(source, encoder, start_row=stream.rows), 3)
-    assert all(same(a, b) for one, two in zip(whole[5:], rest, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        batches_equal(a, b) for one, two in zip(whole[5:], rest, strict=True) for a, b in zip(one, two, strict=True)
+    )
 
 
 def test_ranks_share_a_step(source, encoder):
@@ -80,7 +82,7 @@ def test_ranks_share_a_step(source, encoder):
 
 
 class Plain:
-    """Rows as they are."""
+    """An encoder that returns rows unchanged."""
 
     pad_id = 0
 
@@ -91,55 +93,62 @@ class Plain:
 
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 40))
-def test_any_number_of_ranks_shares_a_step_in_as_many_micro_batches(batch, micro, world, start):
-    """Slices that differ by a row, or ranks without one: the rows of one rank in its order, wherever a run begins."""
+def test_all_ranks_have_equally_many_micro_batches(batch, micro, world, start):
+    """Slices may differ by a row and ranks may have none; together they have the rows of a single rank, from any
+    start."""
     mixture = Mixture([range(7), range(5)], seed=2)
 
     def step(rank, world):
-        pieces = {"gather": lambda rows, size, pad: make_micro_batches(rows, size, pad, lambda made, pad: made)}
+        pieces = {"gather": lambda rows, size, pad: make_micro_batches(rows, size, pad, lambda samples, pad: samples)}
         (found,) = steps(Loader(mixture, Plain, micro, batch, rank, world, start, **pieces), 1)
         return found
 
     shares = [step(rank, world) for rank in range(world)]
     assert {len(share) for share in shares} == {math.ceil(math.ceil(batch / world) / micro)}
-    taken = [made.row for share in shares for piece in share for made in piece]
-    assert taken == [mixture.sources[source][row] for source, row in map(mixture.row, range(start, start + batch))]
+    row_numbers = [samples.row for share in shares for piece in share for samples in piece]
+    assert row_numbers == [
+        mixture.sources[source][row] for source, row in map(mixture.row, range(start, start + batch))
+    ]
 
 
-def test_a_rank_without_a_row_runs_as_many_forwards(source, encoder):
-    """Three ranks and two rows, by workers; then the run goes on with two."""
+def test_rank_without_rows_runs_as_many_forwards(source, encoder):
+    """Three ranks share two rows, with workers; then the run resumes with two ranks."""
     ranks = [loader(source, encoder, global_batch=2, micro_batch=1, rank=r, world=3, workers=1) for r in range(3)]
-    made = [steps(stream, 2) for stream in ranks]
+    steps_by_rank = [steps(stream, 2) for stream in ranks]
     for stream in ranks:
         stream.close()
-    assert [[len(step) for step in rank] for rank in made] == [[1, 1]] * 3
-    assert [rows(step) for step in made[0]] == [[], []] and {stream.rows for stream in ranks} == {4}
-    assert (made[0][0][0]["labels"] == -100).all()
-    alone = steps(loader(source, encoder, global_batch=2), 4)
-    assert [rows(made[1][n]) + rows(made[2][n]) for n in (0, 1)] == [rows(step) for step in alone[:2]]
+    assert [[len(step) for step in rank] for rank in steps_by_rank] == [[1, 1]] * 3
+    assert [rows(step) for step in steps_by_rank[0]] == [[], []] and {stream.rows for stream in ranks} == {4}
+    assert (steps_by_rank[0][0][0]["labels"] == -100).all()
+    expected = steps(loader(source, encoder, global_batch=2), 4)
+    assert [rows(steps_by_rank[1][n]) + rows(steps_by_rank[2][n]) for n in (0, 1)] == [
+        rows(step) for step in expected[:2]
+    ]
     two = [next(loader(source, encoder, global_batch=2, rank=r, world=2, start_row=4)) for r in (0, 1)]
-    assert rows(two[0]) + rows(two[1]) == rows(alone[2])
+    assert rows(two[0]) + rows(two[1]) == rows(expected[2])
 
 
-def test_workers_change_nothing_and_do_not_run_ahead(source, encoder):
+def test_workers_do_not_change_batches_or_position(source, encoder):
     state = torch.get_rng_state()
     inline = steps(loader(source, encoder), 5)
     for workers in (1, 2):
         stream = loader(source, encoder, workers=workers)
-        made = steps(stream, 5)
+        taken_steps = steps(stream, 5)
         assert stream.rows == 20
         stream.close()
-        assert all(same(a, b) for x, y in zip(inline, made, strict=True) for a, b in zip(x, y, strict=True))
-    assert torch.equal(state, torch.get_rng_state())  # the run's own randomness is not touched
+        assert all(
+            batches_equal(a, b) for x, y in zip(inline, taken_steps, strict=True) for a, b in zip(x, y, strict=True)
+        )
+    assert torch.equal(state, torch.get_rng_state())  # the global random state does not change
 
 
-def test_a_worker_that_dies_is_named(source, encoder):
+def test_dead_worker_is_named(source, encoder):
     stream = loader(source, encoder, workers=2)
     next(stream)
     handler = signal.getsignal(signal.SIGCHLD)
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid, signal.SIGKILL)
-    time.sleep(0.2)  # no exception out of the blue here
+    time.sleep(0.2)  # no exception from a signal handler here
     with pytest.raises(
         WorkerDied, match=rf"data worker \d \(pid {victim.pid}, killed by signal 9\) died\. .*lower data"
     ):
@@ -149,7 +158,7 @@ def test_a_worker_that_dies_is_named(source, encoder):
     assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder):
+def test_hanging_worker_is_named_with_its_rows(folder):
     class Rows:
         sources = (folder.read([folder.llava("q", "a")] * 9),)
 
@@ -162,7 +171,7 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
     assert [place for _ in range(3) for place, _ in next(stream)] == [(0, row) for row in range(6)]
     pids = sorted(child.pid for child in multiprocessing.active_children())
     with pytest.raises(
-        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not bring row 6, 7 of .*/.*json "
+        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not return row 6, 7 of .*/.*json "
     ) as seen:
         next(stream)
     assert "in 1.5 s (run.timeout: 2 s)" in str(seen.value) and str(pids[1]) in str(seen.value)
@@ -171,13 +180,13 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loaders.loader import run_workers, _Chunks
+from octavo.data.loaders.loader import run_workers, _RowChunks
 
-class Rows:  # each is more than a pipe holds: the workers wait with full hands
+class Rows:  # each is more than a pipe holds, so the workers block
     def __getitem__(self, places):
         return [bytes(1 << 20)]
 
-stream = run_workers(Rows(), _Chunks(itertools.count(), 1), 2)
+stream = run_workers(Rows(), _RowChunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)
@@ -185,18 +194,18 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a parent's end shows in getppid on POSIX only")
-def test_workers_end_with_a_trainer_that_was_killed():
+def test_workers_exit_when_the_trainer_is_killed():
     trainer = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
     workers = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(workers) == 2
     trainer.kill()
     try:
-        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last of those who hold it does
+        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last process that has it open ends
     except subprocess.TimeoutExpired:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        pytest.fail("the workers outlive the trainer")
+        pytest.fail("the workers are still running after the trainer")
 
 
 def bad_rows(folder, source):
@@ -212,7 +221,7 @@ def test_bad_rows_stop_the_run(folder, source, encoder):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_rows_are_left_out_counted_and_listed_once(folder, source, encoder, workers):
+def test_skipped_rows_are_counted_and_listed_once(folder, source, encoder, workers):
     listed = folder.path / "run" / "skipped.jsonl"
     options = {"on_bad": "skip", "report_path": listed, "workers": workers}
     stream = loader(bad_rows(folder, source), encoder, **options)
@@ -223,7 +232,7 @@ def test_bad_rows_are_left_out_counted_and_listed_once(folder, source, encoder, 
     found = {line["row"]: line for line in map(json.loads, listed.read_text().splitlines())}
     assert set(found) == {2, 5, 7} and len(listed.read_text().splitlines()) == 3
     assert "none.png' is missing" in found[2]["reason"] and found[7]["action"] == "dropped"
-    # A resumed run, or another rank, lists nothing twice; a torn last line is left behind.
+    # A resumed run or another rank lists nothing twice; an incomplete last line is kept.
     listed.write_text(listed.read_text() + '{"file": "torn')
     steps(loader(bad_rows(folder, source), encoder, **options, start_row=4), 6)
     lines = listed.read_text().splitlines()
@@ -231,10 +240,12 @@ def test_bad_rows_are_left_out_counted_and_listed_once(folder, source, encoder, 
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_no_row_ends_a_run_that_leaves_bad_ones_out(folder, encoder, name):
-    """Neither in training nor in evaluation; and what is trained on though it is strange is listed too."""
-    good, told = folder.llava("q", "a"), folder.llava("q <|im_end|> r", "a")
-    texts = [json.dumps(row) for row in (good, told, folder.llava("q\ud800", "a"), folder.llava("q", "a", id="\udfff"))]
+def test_no_row_stops_a_run_that_skips_bad_rows(folder, encoder, name):
+    """Neither in training nor in evaluation. Rows that are noted but trained on are listed too."""
+    good, noted = folder.llava("q", "a"), folder.llava("q <|im_end|> r", "a")
+    texts = [
+        json.dumps(row) for row in (good, noted, folder.llava("q\ud800", "a"), folder.llava("q", "a", id="\udfff"))
+    ]
     texts += [
         json.dumps(good).replace('"r"', value)
         for value in ("7" * 5000, "[" * 70 + "]" * 70, '{"":' * 9999 + "0" + "}" * 9999)
@@ -246,15 +257,15 @@ def test_no_row_ends_a_run_that_leaves_bad_ones_out(folder, encoder, name):
     stream = loader(folder.read(file), encoder, global_batch=1, micro_batch=1, on_bad="skip", report_path=listed)
     steps(stream, len(texts))
     assert stream.report.counts == {"skipped": 5, "dropped": 2, "with control tokens": 1}
-    assert "spells '<|im_end|>', which the tokenizer takes" in stream.report.first["with control tokens"]["reason"]
-    held = EvalSet([folder.read(file)], encoder, 4, on_bad="skip")
-    assert sum(batch["meta"].samples for batch in held) == 2 and held.report.counts == stream.report.counts
+    assert "contains '<|im_end|>', which the tokenizer reads" in stream.report.first["with control tokens"]["reason"]
+    eval_set = EvalSet([folder.read(file)], encoder, 4, on_bad="skip")
+    assert sum(batch["meta"].samples for batch in eval_set) == 2 and eval_set.report.counts == stream.report.counts
     found = {line["row"]: line["action"] for line in map(json.loads, listed.read_text().splitlines())}
     assert found == {1: "with control tokens", 2: "skipped", 3: "skipped", 4: "skipped", 5: "skipped", 6: "skipped",
                      7: "dropped", 8: "dropped"}  # fmt: skip
 
 
-def test_a_file_whose_name_is_no_text_is_listed(folder, encoder):
+def test_file_name_that_is_not_utf8_is_listed(folder, encoder):
     file = folder.json([folder.llava("q", "a"), {"conversations": []}]).rename(folder.path / "r\udcff.json")
     listed = folder.path / "skipped.jsonl"
     stream = loader(folder.read(file, format="llava"), encoder, global_batch=2, on_bad="skip", report_path=listed)
@@ -262,22 +273,22 @@ def test_a_file_whose_name_is_no_text_is_listed(folder, encoder):
     assert json.loads(listed.read_text())["file"] == str(file)
 
 
-def test_a_bad_row_keeps_nothing_of_what_was_read(folder, encoder):
-    """It stays in the cache, which counts a kilobyte for it."""
+def test_error_of_bad_row_does_not_keep_its_data(folder, encoder):
+    """The error stays in the cache, which counts it as one kilobyte."""
     (folder.path / "broken.png").write_bytes(b"no")
     rows = EncodedRows((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
     [bad] = rows[[(0, 0)]]
     assert isinstance(bad, BadSample) and (bad.__cause__, bad.__context__, bad.__traceback__) == (None, None, None)
 
 
-def test_the_list_of_rows_is_a_file(folder, source, encoder):
+def test_report_path_must_be_a_regular_file(folder, source, encoder):
     (folder.path / "skipped.jsonl").symlink_to("/dev/zero")
     stream = loader(bad_rows(folder, source), encoder, on_bad="skip", report_path=folder.path / "skipped.jsonl")
     with pytest.raises(DataError, match="skipped.jsonl is a device, and rows that are left out are listed in it; rem"):
         steps(stream, 3)
 
 
-def test_long_rows_are_dropped_even_where_bad_rows_stop(folder, encoder):
+def test_long_rows_are_dropped_although_bad_rows_stop(folder, encoder):
     source = folder.read([folder.llava("q", "a"), folder.llava("long " * 100, "x")])
     stream = loader(source, encoder, global_batch=2)
     assert [batch["meta"].samples for batch in next(stream)] == [1]
@@ -291,22 +302,22 @@ def test_cut_rows_are_counted(folder, models):
     assert batch["meta"].lengths == (20,) and stream.report.counts == {"cut": 1}
 
 
-def test_an_empty_micro_batch_is_a_masked_row(folder, source, encoder):
+def test_empty_micro_batch_is_a_masked_row(folder, source, encoder):
     stream = loader(bad_rows(folder, source), encoder, micro_batch=1, on_bad="skip")
     batches = [batch for step in steps(stream, 3) for batch in step]
     empty = [batch for batch in batches if not batch["meta"].samples]
     assert len(batches) == 12 and len(empty) == 3 and (empty[0]["labels"] == -100).all()
 
 
-def test_only_bad_rows_is_an_error(folder, source, encoder):
+def test_data_set_of_only_bad_rows_is_an_error(folder, source, encoder):
     bad = folder.read([{"conversations": []}] * 3, format="llava")
     stream = Loader(Mixture([source, bad]), encoder, 1, 1, on_bad="skip")
-    with pytest.raises(DataError, match=r"every one of its 3 rows was left out; .*the conversation is empty"):
+    with pytest.raises(DataError, match=r"all 3 rows were left out; .*the conversation is empty"):
         steps(stream, 30)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_too_long_as_an_error_is_never_skipped(folder, models, workers):
+def test_on_long_error_is_never_skipped(folder, models, workers):
     source = folder.read([folder.llava("long " * 100, "x")])
     stream = loader(source, Encoder(models("qwen3_vl"), 20, on_long="error"), on_bad="skip", workers=workers)
     with pytest.raises(DataError, match=r"row 0: is over 20 tokens long .*, seq_length is 20; raise train.seq_length"):
@@ -322,12 +333,12 @@ def test_too_long_as_an_error_is_never_skipped(folder, models, workers):
         ({"on_bad": "ignore"}, "on_bad_sample is 'ignore'; it must be error or skip"),
     ],
 )
-def test_impossible_settings(source, encoder, options, message):
+def test_impossible_settings_are_rejected(source, encoder, options, message):
     with pytest.raises(DataError, match=message):
         loader(source, encoder, **options)
 
 
-def test_the_cache_is_bounded_and_used(source, encoder):
+def test_cache_is_bounded_and_used(source, encoder):
     def of(processed, row):
         return processed[[(0, row)]][0]
 
@@ -339,16 +350,16 @@ def test_the_cache_is_bounded_and_used(source, encoder):
     of(two, 2)
     assert of(two, 1) is first  # used again, so row 2 is the older one
     of(two, 4)
-    assert of(two, 1) is first and set(two._kept) == {(0, 1), (0, 4)}
+    assert of(two, 1) is first and set(two._cache) == {(0, 1), (0, 4)}
     nothing = EncodedRows((source,), encoder, cache_bytes=0)
     assert of(nothing, 1) is not of(nothing, 1)
     first, *others, again = everything[[(0, 2), (0, 1), (0, 3), (0, 2)]]
-    assert first is again and others[0] is of(everything, 1) and [made.row for made in others] == [1, 3]
-    for made in EncodedRows((source,), encoder)[[(0, 1), (0, 2)]]:
-        assert made.pixel_values.base is None  # not a view of what was made of both
+    assert first is again and others[0] is of(everything, 1) and [sample.row for sample in others] == [1, 3]
+    for sample in EncodedRows((source,), encoder)[[(0, 1), (0, 2)]]:
+        assert sample.pixel_values.base is None  # not a view of the outputs of both
 
 
-def test_eval_set_each_row_once_in_order(source, encoder):
+def test_eval_set_has_each_row_once_in_order(source, encoder):
     alone = EvalSet([source, source], encoder, 5)
     assert len(alone) == 5 and alone.rows == 24
     for _ in range(2):
@@ -358,15 +369,15 @@ def test_eval_set_each_row_once_in_order(source, encoder):
     assert ranks[1][2]["meta"].samples == 0
     rows_of = [row for pair in zip(*ranks, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == list(range(12)) * 2
-    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, most=13)) for r in (0, 1)]
+    first = [list(EvalSet([source, source], encoder, 2, rank=r, world=2, max_rows=13)) for r in (0, 1)]
     rows_of = [row for pair in zip(*first, strict=True) for batch in pair for row in batch["meta"].rows]
     assert rows_of == [*range(12), 0]
 
 
-def test_eval_set_leaves_out_and_refuses_like_the_loader(folder, source, encoder):
+def test_eval_set_handles_bad_rows_like_the_loader(folder, source, encoder):
     bad = bad_rows(folder, source)
-    held = EvalSet([bad], encoder, 4, on_bad="skip", report_path=folder.path / "skipped.jsonl")
-    assert sum(batch["meta"].samples for batch in held) == 9 and held.report.counts["skipped"] == 2
+    eval_set = EvalSet([bad], encoder, 4, on_bad="skip", report_path=folder.path / "skipped.jsonl")
+    assert sum(batch["meta"].samples for batch in eval_set) == 9 and eval_set.report.counts["skipped"] == 2
     with pytest.raises(BadSample, match="row 2"):
         list(EvalSet([bad], encoder, 4))
 
@@ -381,9 +392,9 @@ def test_eval_set_leaves_out_and_refuses_like_the_loader(folder, source, encoder
         (7, False, 1, 8, 7),
     ],
 )
-def test_workers_where_nobody_says_how_many(asked, gpu, cores, ranks, workers, monkeypatch):
-    """None on a CPU, whose cores train; beside GPUs as the cores allow."""
-    monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
+def test_default_number_of_workers(asked, gpu, cores, ranks, workers, monkeypatch):
+    """The default is 0 on a CPU, and with GPUs it depends on the number of cores."""
+    monkeypatch.setattr("octavo.base.accelerator.device_count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert worker_count(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

@@ -1,4 +1,4 @@
-"""Finding the answers in what a chat template renders, whatever the template does."""
+"""Locates answers in rendered conversations, for many kinds of templates."""
 
 import random
 
@@ -17,7 +17,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3 does: an empty thinking block before the last answer only.
+# Like Qwen3: an empty thinking block only before the last answer.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>"
     "\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -52,25 +52,25 @@ def answers(template, messages=MESSAGES):
     return [text[start:end] for start, end in spans]
 
 
-def test_answers_with_their_end_of_turn_and_without_glue():
+def test_answer_spans_include_end_of_turn_without_glue():
     assert answers(CHATML) == ["Hello<|im_end|>", "Bye<|im_end|>"]
 
 
-def test_a_last_answer_that_is_rendered_differently():
+def test_last_answer_rendered_differently_is_located():
     assert answers(THINKING) == ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
 
 
-def test_without_an_end_token_the_line_break_is_the_end():
+def test_line_break_ends_answer_if_there_is_no_end_token():
     assert answers(NO_END) == ["Hello\n", "Bye\n"]
 
 
-def test_white_space_in_answers_stays():
+def test_white_space_in_answers_is_kept():
     messages = [MESSAGES[0], {"role": "assistant", "content": " a \n b "}]
     assert answers(CHATML, messages) == [" a \n b <|im_end|>"]
     assert answers(THINKING, [*messages, *MESSAGES[2:]])[0] == " a \n b <|im_end|>"
 
 
-def test_templates_whose_answers_cannot_be_found():
+def test_unlocatable_answers_are_rejected():
     with pytest.raises(
         TemplateProblem, match=r"message 2 so that its answer cannot be found: .*'1: .* at character 0, in"
     ):
@@ -79,9 +79,9 @@ def test_templates_whose_answers_cannot_be_found():
         answers(FORGETFUL)
 
 
-def test_roles_that_a_template_refuses():
+def test_roles_rejected_by_template_are_reported():
     with pytest.raises(
-        TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
+        TemplateProblem, match=r"rejects the roles user, user, assistant \(TemplateError: roles must alt"
     ):
         answers(STRICT, [MESSAGES[0], *MESSAGES[:2]])
 
@@ -100,7 +100,7 @@ TEMPLATES = (CHATML, THINKING, COUNTING, FORGETFUL, STRICT, NO_END, STRIPPING, L
 WORDS = ["Hi", "", " padded ", "Hi", "text000001", "assistant\n", "<|im_end|>", "Hi Hi", "ends </s>", "\n", "é", "im"]
 
 
-def found(answers, *given):
+def spans_or_problem(answers, *given):
     try:
         return answers(*given)
     except TemplateProblem as problem:
@@ -108,8 +108,8 @@ def found(answers, *given):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_learned_answers_are_those_of_prefixes(template):
-    """Whatever texts say, and however the template treats them."""
+def test_spans_by_marks_equal_spans_by_prefixes(template):
+    """For any texts, and for templates that strip them."""
     ends, known = ["<|im_end|>", "</s>"], Answers(["<|im_end|>", "</s>"])
     render, draw = renderer(template), random.Random(0)
     for row in range(60):
@@ -119,40 +119,43 @@ def test_learned_answers_are_those_of_prefixes(template):
             text = render_messages(turns, render)
         except TemplateProblem:
             continue
-        for reach, given in ((None, 0), (len(text) // 2, 0), (None, 1)):
-            made = found(known.spans, text, turns, render, reach, given)
-            wanted = found(answer_spans, text, turns, render, ends, reach, given)
+        for reach, context in ((None, 0), (len(text) // 2, 0), (None, 1)):
+            spans = spans_or_problem(known.spans, text, turns, render, reach, context)
+            wanted = spans_or_problem(answer_spans, text, turns, render, ends, reach, context)
             # Prefixes find a middle answer such as "im" in its own <|im_end|>, and none of COUNTING.
-            if made != wanted:
+            if spans != wanted:
                 assert template in (THINKING, COUNTING) and "so that its answer cannot be found" in wanted
-                said = [turn["content"] for turn in turns if turn["role"] == "assistant"][given:]
-                own = [text[start:end].removeprefix("<think>\n\n</think>\n\n") for start, end in made]
-                assert own == [f"{words}<|im_end|>" for words in said][: len(made)]
+                expected = [turn["content"] for turn in turns if turn["role"] == "assistant"][context:]
+                answers = [text[start:end].removeprefix("<think>\n\n</think>\n\n") for start, end in spans]
+                assert answers == [f"{words}<|im_end|>" for words in expected][: len(spans)]
 
 
-def test_answers_that_end_otherwise_where_others_follow_are_found_nowhere():
-    """What a model would learn of such an answer is not how it must end one."""
+def test_answers_that_end_differently_before_others_are_rejected():
+    """A model would learn a wrong end of its answers."""
     template = NO_END.replace("content }}", "content }}{{ '.' if loop.last else ',' }}")
     whole = render_messages(MESSAGES, renderer(template))
     with pytest.raises(TemplateProblem, match="so that its answer cannot be found"):
         Answers(["</s>"]).spans(whole, MESSAGES, renderer(template))
 
 
-def test_answers_of_the_same_roles_are_rendered_no_more():
-    def asked(template, rows):
+def test_known_role_sequences_are_rendered_once():
+    def count_renderings(template, rows):
         calls, answers = [], Answers(["<|im_end|>"])
         for turns in rows:
             whole = render_messages(turns, renderer(template))
-            spans = answers.spans(whole, turns, lambda *given: calls.append(given) or renderer(template)(*given))
+            spans = answers.spans(whole, turns, lambda *args: calls.append(args) or renderer(template)(*args))
         return len(calls), [whole[start:end] for start, end in spans]
 
     rows = [[{**turn, "content": f"{turn['content']} {row}"} for turn in MESSAGES] for row in range(9)]
-    assert asked(CHATML, rows) == (3 + 4, ["Hello 8<|im_end|>", "Bye 8<|im_end|>"])  # the first; the placeholders
-    assert asked(LOUD, rows)[0] == 9 * 3 + 4
+    assert count_renderings(CHATML, rows) == (
+        3 + 4,
+        ["Hello 8<|im_end|>", "Bye 8<|im_end|>"],
+    )  # the first; the placeholders
+    assert count_renderings(LOUD, rows)[0] == 9 * 3 + 4
     seen = [
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
          {"role": "assistant", "content": [{"type": "text", "text": f"{row}"}]}] for row in range(9)
     ]  # fmt: skip
-    assert asked(PARTS, seen) == (1 + 2, ["8<|im_end|>"])
+    assert count_renderings(PARTS, seen) == (1 + 2, ["8<|im_end|>"])
     called = [[*turns[:-1], {**turns[-1], "name": "x"}] for turns in rows]
-    assert asked(CHATML, called)[0] == 9 * 3
+    assert count_renderings(CHATML, called)[0] == 9 * 3

@@ -1,4 +1,4 @@
-"""NaN, Infinity and what pandas writes for missing values are never learned, nor taken for a right answer."""
+"""NaN, Infinity and pandas' missing values are never learned, and never accepted as a reference answer."""
 
 import math
 
@@ -47,7 +47,7 @@ def called(argument):
         ({"texts": [NAN], "images": [None]}, "documents"),
     ],
 )  # fmt: skip
-def test_a_number_that_is_none_makes_its_row_a_bad_one(folder, row, kinds):
+def test_nan_makes_a_bad_row(folder, row, kinds):
     for kind in kinds.split():
         with pytest.raises(BadSample, match=r"rows\.jsonl, row 0: .*(NaN|Infinity|nan|inf)"):
             folder.read([row], "rows.jsonl", kind, format="auto" if kind in ("pairs", "labelled") else FORMATS[
@@ -58,7 +58,7 @@ FORMATS = {"prompt": "prompt", "messages": "messages", "conversations": "sharegp
            "text": "text", "texts": "text"}  # fmt: skip
 
 
-def test_columns_that_no_text_comes_from_may_have_them(folder):
+def test_nan_is_accepted_in_other_columns(folder):
     row = {"prompt": "q", "answer": 5, "level": NAN, "tests": [INF]}
     found = folder.read([row], "rows.jsonl", "prompts")[0]
     assert found.answer == "5" and math.isnan(found.columns["level"]) and found.columns["tests"] == [INF]
@@ -66,8 +66,8 @@ def test_columns_that_no_text_comes_from_may_have_them(folder):
 
 @pytest.mark.parametrize("cell", ("nan", "NaN", "NaT", "<NA>", "None", " nan "))
 @pytest.mark.parametrize("stream", (False, True))
-def test_cells_that_pandas_writes_for_missing_values(folder, cell, stream):
-    """A whole cell that is read as a text; a word among others, another column and JSON may say it."""
+def test_missing_value_cells_of_pandas_are_rejected(folder, cell, stream):
+    """Only for a whole cell that is read as text; the word may occur in longer texts, other columns and JSON."""
     (folder.path / "rows.csv").write_text(f"question,reply,note\nq,{cell},x\nq,is {cell}?,{cell}\n")
     source = folder.read(folder.path / "rows.csv", stream=stream, columns={"prompt": "question", "answer": "reply"})
     with pytest.raises(BadSample, match=rf"row 0: 'answer' is the cell {cell.strip()}, as pandas writes"):
@@ -76,17 +76,17 @@ def test_cells_that_pandas_writes_for_missing_values(folder, cell, stream):
     assert folder.read([{"prompt": "q", "answer": cell}], "rows.jsonl")[0].turns[-1].text == cell
 
 
-def test_an_empty_cell_is_no_right_answer(folder):
+def test_empty_cell_is_not_an_answer(folder):
     (folder.path / "shards").mkdir()
     (folder.path / "shards" / "rows.tsv").write_text("prompt\tanswer\nq\t\nq\t5\n")
     source = folder.read(folder.path / "shards", kind="prompts")
     assert [source[row].answer for row in (0, 1)] == [None, "5"]
-    with pytest.raises(BadSample, match="row 0: has a prompt and no answer to learn from"):
+    with pytest.raises(BadSample, match="row 0: has a prompt without an answer"):
         folder.read(folder.path / "shards")[0]
 
 
-def test_a_time_that_is_none_is_no_word(folder):
-    """pandas' NaT as a value and not as null, which Arrow writes as the text NaT."""
+def test_missing_time_is_not_a_text(folder):
+    """pandas' NaT stored as a value, which Arrow prints as the text NaT."""
     none = pa.Array.from_buffers(
         pa.timestamp("ns"), 1, [None, pa.py_buffer((-(2**63)).to_bytes(8, "little", signed=True))]
     )

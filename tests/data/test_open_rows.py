@@ -1,4 +1,4 @@
-"""Rows of JSON and JSONL files, and what is said about files that are neither."""
+"""Rows of JSON and JSONL files, conversion into the cache, and errors for unusable files."""
 
 import json
 import multiprocessing
@@ -18,14 +18,14 @@ from octavo.data.storage.open_rows import open_rows
 from octavo.train.run_dir import input_fingerprints
 
 
-def test_json_and_jsonl_give_the_same_rows(folder):
+def test_json_and_jsonl_give_equal_rows(folder):
     rows = [{"n": n, "text": "é" * n} for n in range(5)]
     lines = folder.json(rows, "rows.jsonl")
     assert list(map(dict, open_rows(folder.json(rows)))) == rows
     assert [open_rows(lines)[n] for n in (4, 0, 2)] == [rows[4], rows[0], rows[2]]
 
 
-def test_structure_decides_not_the_name(folder):
+def test_json_structure_takes_precedence_over_the_suffix(folder):
     lines = folder.json([{"n": 1}, {"n": 2}], "x.jsonl").rename(folder.path / "lines.json")
     assert (len(open_rows(lines)), open_rows(lines).line(1)) == (2, 2)
     pretty = folder.path / "pretty.json"
@@ -33,7 +33,7 @@ def test_structure_decides_not_the_name(folder):
     assert (len(open_rows(pretty)), open_rows(pretty).line(0)) == (1, 0)
 
 
-def test_blank_lines_last_line_without_end_and_bom(folder):
+def test_blank_lines_missing_line_end_and_bom_are_accepted(folder):
     path = folder.path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"n": 1}\n\n   \r\n{"n": 2}\r\n{"n": 3}')
     rows = open_rows(path)
@@ -49,7 +49,7 @@ def test_jsonl_survives_pickling_and_names_the_broken_line(folder):
     assert rows[0] == {"n": 1}
     rows = pickle.loads(pickle.dumps(rows))
     assert rows[2] == {"n": 3}
-    with pytest.raises(BadSample, match=r"x\.jsonl, row 1: line 3 is not JSON: .*Mend or remove the row") as bad:
+    with pytest.raises(BadSample, match=r"x\.jsonl, row 1: line 3 is not JSON: .*Fix or remove the row") as bad:
         rows[1]
     assert (bad.value.row, bad.value.file) == (1, str(path))
 
@@ -58,18 +58,18 @@ def test_jsonl_survives_pickling_and_names_the_broken_line(folder):
     ("content", "message"),
     [
         (b"", r"is empty \(0 bytes\)"),
-        (b"[]", r"holds no rows"),
+        (b"[]", r"has no rows"),
         (b"\n  \n", r"is not JSON"),
         (b'{"data": [1], "info": 2}', r"top level is an object with the keys 'data', 'info'; it must be a list"),
         (b'"text"', r"top level is a str; it must be a list"),
-        (b'[{"a": 1},\n {"b" 2}]', r"is not JSON: .* at line 2, column 7; mend it there"),
+        (b'[{"a": 1},\n {"b" 2}]', r"is not JSON: .* at line 2, column 7; fix it there"),
         (b'[{"a": "\xff"}]', r"is not UTF-8 text: byte 8 \(line 1\) is 0xff\. Save it as UTF-8"),
         ('[{"a": 1}]'.encode("utf-16"), r"is not UTF-8 text: byte 0 \(line 1\)"),
         (b"[" * 100_000, r"Nested too deeply, and never closed at line 1, column 2"),
         (b'{"a": ' * 100_000, r"top level is nested too deeply"),
     ],
 )
-def test_files_that_cannot_be_used(folder, content, message):
+def test_unusable_files_are_rejected(folder, content, message):
     path = folder.path / "bad.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"bad\.json.*" + message):
@@ -79,7 +79,7 @@ def test_files_that_cannot_be_used(folder, content, message):
 GOOD = b'{"n": 1}'
 BAD_ROWS = {
     "half a character": (rb'{"a": ["\ud83d \ud800"]}', r"holds half a character \(a lone .ud83d\)"),
-    "digits": (b'{"id": -' + b"7" * 5000 + b"}", r"holds a number of 5000 digits"),
+    "digits": (b'{"id": -' + b"7" * 5000 + b"}", r"contains a number of 5000 digits"),
     "deep": (b'{"a": ' * 70 + b"1" + b"}" * 70, r"nests brackets deeper than 64"),
     "deeper than Python": (
         b'{"a": "]", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -90,8 +90,8 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
 @pytest.mark.parametrize("name", ("rows.json", "rows.jsonl", "lines.json", "streamed.jsonl", "streamed.json"))
-def test_a_bad_row_is_one_bad_row(folder, kind, name):
-    """In a list, in lines, and in lines whose file's name does not say so."""
+def test_bad_row_does_not_affect_others(folder, kind, name):
+    """In a list, in lines, and in lines of a file with another suffix."""
     row, message = BAD_ROWS[kind]
     parts = [row, GOOD, b'"x"'] if name in ("lines.json", "streamed.json") else [GOOD, row, b'"x"']
     bad = parts.index(row)
@@ -99,13 +99,13 @@ def test_a_bad_row_is_one_bad_row(folder, kind, name):
     path.write_bytes(b"[" + b" ,\n".join(parts) + b"]" if name == "rows.json" else b"\n".join(parts))
     rows = open_rows(path, stream="streamed" in name)
     assert len(rows) == 3 and rows[1 - bad] == {"n": 1} and rows[2] == "x"
-    with pytest.raises(BadSample, match=rf"{name}, row {bad}: .*{message}.*Mend or remove the row") as refused:
+    with pytest.raises(BadSample, match=rf"{name}, row {bad}: .*{message}.*Fix or remove the row") as refused:
         rows[bad]
     assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, monkeypatch, stream):
+def test_invalid_lines_and_changed_files_are_reported(folder, monkeypatch, stream):
     path = folder.path / "x.jsonl"
     path.write_bytes(b'{"n": 1}\n{"a": "\xe9"}\n{"a": "' + b"z" * 99 + b'"}\n{"n": 4}')
     monkeypatch.setattr("octavo.data.formats.json_files.ROW_BYTES", 40)
@@ -115,7 +115,7 @@ def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, mon
         BadSample, match=r"row 1: line 2 is not UTF-8 \(its byte 7\); save it as UTF-8, for example with `i"
     ):
         rows[1]
-    with pytest.raises(BadSample, match=r"row 2: line 3 has 109 bytes, and 40 are the most; split or remove it"):
+    with pytest.raises(BadSample, match=r"row 2: line 3 has 109 bytes, over the limit of 40; split or remove it"):
         rows[2]
     path.write_bytes(GOOD)
     if stream:
@@ -126,7 +126,7 @@ def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, mon
         assert rows[3] == {"n": 4}, "what was opened stays as it was"
 
 
-def test_what_cannot_be_streamed(folder):
+def test_unstreamable_files_are_rejected(folder):
     with pytest.raises(
         DataError, match=r"rows\.json: `stream` needs rows that can be read one by one, and this is one"
     ):
@@ -136,7 +136,7 @@ def test_what_cannot_be_streamed(folder):
         open_rows(folder.path / "blank.jsonl", stream=True)
 
 
-def test_blank_jsonl_missing_file_and_folder(folder):
+def test_blank_and_missing_files_are_rejected(folder):
     (folder.path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="blank.jsonl"):
         open_rows(folder.path / "blank.jsonl")
@@ -156,17 +156,17 @@ ROWS = [{"n": n, "text": "é" * (n % 50)} if n % 7 else [n, None, {"x": 1.5}] fo
 
 
 @pytest.fixture
-def all_kept(monkeypatch):
-    """Every file goes into the cache; what was said of it."""
+def logged_lines(monkeypatch):
+    """Put every file into the cache; return the logged lines."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", -1.0)
     return []
 
 
 @pytest.mark.parametrize("kind", ("jsonl", "parquet"))
-def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
-    """Arrow follows the offsets of a file blindly; one that points out of it would end the process. So a file that is
-    not the one that was checked is checked when it is opened; and each row by itself, since a disk may fail later."""
+def test_damaged_offset_in_cache_is_named(folder, kind, monkeypatch):
+    """Arrow trusts the offsets of a file, and one that points outside would end the process. So a changed file is
+    validated when it is opened, and each row when it is read, because a disk may fail later."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     rows = [{"text": f"{n:04}" * 100} for n in range(8)]
     if kind == "jsonl":
@@ -177,11 +177,11 @@ def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
         sizes, wrong = struct.pack("<ii", 400, 800), struct.pack("<ii", 400, 1 << 30)
         parquet.write_table(pa.Table.from_pylist(rows), path)
     open_rows(path, folder.path / "cache")
-    (kept,) = (folder.path / "cache").glob("*.arrow")
-    whole = kept.read_bytes()
+    (cache_file,) = (folder.path / "cache").glob("*.arrow")
+    whole = cache_file.read_bytes()
     assert whole.count(sizes) == 1
-    kept.write_bytes(whole.replace(sizes, wrong))
-    message = rf"{kept.name} is no whole Arrow file any more \(ArrowInvalid: .*\); delete it"
+    cache_file.write_bytes(whole.replace(sizes, wrong))
+    message = rf"{cache_file.name} is not a valid Arrow file \(ArrowInvalid: .*\); delete it"
     with pytest.raises(DataError, match=message):
         open_rows(path, folder.path / "cache")
     monkeypatch.setattr("octavo.data.formats.columnar.check_file", lambda *file: None)
@@ -193,47 +193,47 @@ def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
         assert not isinstance(caught.value, BadSample)
 
 
-def test_damaged_names_of_keys_are_looked_up_again(folder, monkeypatch):
+def test_damaged_key_file_is_recomputed(folder, monkeypatch):
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     found = open_rows(folder.json([{"a": 1}, {"b": 2}], "rows.jsonl"), folder.path / "cache")
     found.keys()
-    (kept,) = (folder.path / "cache").glob("*.keys")
+    (key_file,) = (folder.path / "cache").glob("*.keys")
     for damaged in (b"", b'["a', b"\xff", b"5", b"[5]", b'"ab"'):
-        kept.write_bytes(damaged)
-        assert found.keys() == {"a", "b"} and json.loads(kept.read_text()) == ["a", "b"]
+        key_file.write_bytes(damaged)
+        assert found.keys() == {"a", "b"} and json.loads(key_file.read_text()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
+def test_large_file_is_converted_once(folder, name, logged_lines, monkeypatch):
     path, where = folder.json(ROWS, name), folder.path / "cache"
-    rows = open_rows(path, where, all_kept.append)
+    rows = open_rows(path, where, logged_lines.append)
     assert [rows[n] for n in range(len(rows))] == ROWS
-    assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
+    assert "is converted to Arrow, once" in logged_lines[0] and any("% converted" in line for line in logged_lines)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
-    monkeypatch.setattr("octavo.data.formats.registry.write_texts", None)  # nobody reads the file again
-    again, kept = open_rows(path, where), list(where.glob("*.arrow"))
-    assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
-    kept[0].write_bytes(kept[0].read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"arrow is no whole Arrow file any more .*; delete it"):
+    monkeypatch.setattr("octavo.data.formats.registry.write_texts", None)  # the file must not be read again
+    again, cache_files = open_rows(path, where), list(where.glob("*.arrow"))
+    assert again[5] == ROWS[5] and len(cache_files) == 1 and not list(where.glob(".*"))
+    cache_files[0].write_bytes(cache_files[0].read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"arrow is not a valid Arrow file .*; delete it"):
         open_rows(path, where)
 
 
-def test_a_changed_file_is_converted_again(folder, all_kept):
+def test_changed_file_is_converted_again(folder, logged_lines):
     path, where = folder.json(ROWS[:2]), folder.path / "cache"
     first = open_rows(path, where)
     path.write_text("[1, 2, 3]")
     assert (len(first), len(open_rows(path, where)), len(list(where.glob("*.arrow")))) == (2, 3, 2)
 
 
-def test_two_who_convert_the_same_file_wait_for_each_other(folder, all_kept):
+def test_concurrent_conversions_wait_for_each_other(folder, logged_lines):
     path, where = folder.json(ROWS), folder.path / "cache"
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: open_rows(path, where, all_kept.append)[2999], range(4)))
-    assert found == [ROWS[2999]] * 4 and sum("once" in line for line in all_kept) == 1
+        found = list(pool.map(lambda _: open_rows(path, where, logged_lines.append)[2999], range(4)))
+    assert found == [ROWS[2999]] * 4 and sum("once" in line for line in logged_lines) == 1
 
 
-def _one_of_two(path, where, meet, locks):
-    """In a process of its own: convert when the other does too, map the file, and look again once both are done."""
+def _convert_with_other(path, where, meet, locks):
+    """In a separate process: convert at the same time as the other one, map the file, and read it again after both."""
     if not locks:
 
         class FileLock:
@@ -244,35 +244,37 @@ def _one_of_two(path, where, meet, locks):
                 raise NotImplementedError("no flock here")
 
         cache.FileLock = FileLock
-    cache.SMALL_FILE, said, writes = 0, [], arrow_rows.write_texts
+    cache.SMALL_FILE, log_lines, writes = 0, [], arrow_rows.write_texts
 
     def together(sink, rows, done):
         writes(sink, rows, done)
         if not locks:
-            meet.wait(60)  # both have made the whole file, and neither has named it
+            meet.wait(60)  # both have written the file, and neither has published it
 
     registry.write_texts = together
     meet.wait(60)
-    rows = open_rows(path, where, said.append)
+    rows = open_rows(path, where, log_lines.append)
     before = os.stat(next(where.glob("*.arrow"))).st_ino
     meet.wait(60)
-    return rows[2999], rows[0], before == os.stat(next(where.glob("*.arrow"))).st_ino, len(said)
+    return rows[2999], rows[0], before == os.stat(next(where.glob("*.arrow"))).st_ino, len(log_lines)
 
 
 @pytest.mark.parametrize("locks", (True, False))
-def test_two_processes_convert_at_once(folder, locks):
-    """As two machines with one mount do, with locks that reach across it and without."""
+def test_concurrent_processes_convert_once(folder, locks):
+    """Simulates two machines with one mount, with and without locks between them."""
     path, where = folder.json(ROWS), folder.path / "cache"
     where.mkdir()
     with multiprocessing.Manager() as manager, ProcessPoolExecutor(2) as pool:
         meet = manager.Barrier(2)
-        found = [made.result(60) for made in [pool.submit(_one_of_two, path, where, meet, locks) for _ in range(2)]]
+        found = [
+            job.result(60) for job in [pool.submit(_convert_with_other, path, where, meet, locks) for _ in range(2)]
+        ]
     assert all(one[:3] == (ROWS[2999], ROWS[0], True) for one in found), "what is mapped is not exchanged"
     assert sorted(one[3] > 0 for one in found) == [not locks, True]
     assert len(list(where.glob("*.arrow"))) == 1 and not list(where.glob(".*"))
 
 
-def test_a_file_system_without_hard_links(folder, all_kept, monkeypatch):
+def test_conversion_works_without_hard_links(folder, logged_lines, monkeypatch):
     def link(source, target):
         raise PermissionError(1, "Operation not permitted")
 
@@ -280,20 +282,20 @@ def test_a_file_system_without_hard_links(folder, all_kept, monkeypatch):
     assert open_rows(folder.json(ROWS), folder.path / "cache")[2999] == ROWS[2999]
 
 
-def test_images_of_a_folder_are_not_looked_at(folder, monkeypatch):
-    """Beside shards or below them: neither the cache nor the fingerprints of a run ask for what they are."""
+def test_images_in_a_data_folder_are_not_listed(folder, monkeypatch):
+    """Neither the cache nor the fingerprints of a run stat images next to shards or in subfolders."""
     shards = folder.path / "shards"
     folder.image("shards/a.png"), folder.image("shards/deep/b.png")
     folder.json(ROWS[:9], "shards/one.jsonl")
-    before, prints = cache._identity(shards), input_fingerprints._of_data(shards, folder.path)
+    before, prints = cache._identity(shards), input_fingerprints._data_fingerprint(shards, folder.path)
     folder.image("shards/deep/c.png"), folder.image("shards/a.png", color=0)
-    assert (before, prints) == (cache._identity(shards), input_fingerprints._of_data(shards, folder.path))
+    assert (before, prints) == (cache._identity(shards), input_fingerprints._data_fingerprint(shards, folder.path))
     assert [file.name for file in cache.list_row_files(shards)] == ["one.jsonl"]
     folder.json(ROWS[:8], "shards/one.jsonl")
-    assert before != cache._identity(shards) and prints != input_fingerprints._of_data(shards, folder.path)
+    assert before != cache._identity(shards) and prints != input_fingerprints._data_fingerprint(shards, folder.path)
 
 
-def test_what_cannot_be_kept_leaves_nothing(folder, all_kept, monkeypatch):
+def test_failed_conversion_leaves_no_files(folder, logged_lines, monkeypatch):
     broken, where = folder.path / "broken.json", folder.path / "cache"
     broken.write_text(json.dumps(ROWS)[:-1])
     with pytest.raises(DataError, match=r"broken\.json is not JSON"):

@@ -1,4 +1,4 @@
-"""Orders of two levels: every row once an epoch, few shards at a time, any row without those before it."""
+"""Two-level orders: every row once per epoch, few shards at a time, and random access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
 
 class Rows(SimpleNamespace):
-    """A data set that says of itself what an order asks."""
+    """A data set with the attributes that an order reads."""
 
     def __len__(self) -> int:
         return sum(self.shards)
@@ -25,7 +25,7 @@ class Rows(SimpleNamespace):
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 12), st.integers(0, 5), st.integers(0, 3))
-def test_every_row_once_an_epoch_and_of_few_shards_at_a_time(sizes, window, seed, epoch):
+def test_windows_have_every_row_once_and_need_few_shards(sizes, window, seed, epoch):
     rows = WindowShuffle(sizes, window, seed, 1)
     found = [rows.row(epoch, n) for n in range(rows.size)]
     assert sorted(found) == list(range(sum(sizes)))
@@ -34,16 +34,16 @@ def test_every_row_once_an_epoch_and_of_few_shards_at_a_time(sizes, window, seed
         needed = {owner[row] for row in found[begin : begin + window]}
         first = list(rows.shards(epoch, begin + min(window, rows.size - begin) // 2))
         assert needed == {*first[: len(needed)]}
-        # and behind them those of the next window, of the next epoch where this one ends
+        # then those of the next window, which is in the next epoch at the end of this one
         behind = [rows.row(epoch + (begin + window >= rows.size), n % rows.size)
                   for n in (range(begin + window, min(begin + 2 * window, rows.size))
                             if begin + window < rows.size else range(min(window, rows.size)))]  # fmt: skip
         assert {owner[row] for row in behind} == {*first[len(needed) :]}
-    assert [rows.row(epoch, n) for n in reversed(range(rows.size))] == found[::-1]  # whatever was asked before
+    assert [rows.row(epoch, n) for n in reversed(range(rows.size))] == found[::-1]  # independent of earlier calls
     assert [pickle.loads(pickle.dumps(rows)).row(epoch, n) for n in range(rows.size)] == found
 
 
-def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
+def test_window_order_changes_every_epoch_and_is_pinned():
     rows = WindowShuffle([3, 2, 4, 1], 5, 0, 0)
     epochs = [[rows.row(epoch, n) for n in range(10)] for epoch in range(3)]
     assert epochs[0] == [0, 1, 2, 9, 3, 7, 5, 8, 4, 6]
@@ -55,7 +55,7 @@ def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
     st.lists(st.tuples(SIZES, st.integers(1, 9), st.sampled_from([0.5, 1.0, 3.0])), min_size=1, max_size=3),
     st.integers(1, 20), st.integers(0, 3),
 )  # fmt: skip
-def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shards_it_needs(sets, block, seed):
+def test_blocks_draw_every_row_equally_often_and_name_their_shards(sets, block, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
         patch.setattr(order, "BLOCK", block)
@@ -73,8 +73,8 @@ def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shar
             assert (source, owner[row]) in {*drawn.shards(n, [source])}
 
 
-def test_blocks_hold_each_set_in_proportion(monkeypatch):
-    """As one shuffled round does, but that a block may have a row more or less."""
+def test_blocks_have_each_data_set_in_proportion(monkeypatch):
+    """As in one shuffled round, except that a block may have one row more or less."""
     monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
     monkeypatch.setattr(order, "BLOCK", 100)
     drawn = Mixture([range(900), range(90), range(10)])
@@ -83,11 +83,13 @@ def test_blocks_hold_each_set_in_proportion(monkeypatch):
         assert all(abs(count - share) <= 2 for count, share in zip(counts, (90, 9, 1), strict=True)), counts
 
 
-def test_what_is_shuffled_together_where_nobody_says(monkeypatch):
-    """All rows of sets that fit, windows of others; files where there are some, else pieces."""
+def test_default_windows_depend_on_size(monkeypatch):
+    """Small data sets are shuffled as a whole, others in windows of shards, or of pieces if there are no shards."""
     assert isinstance(make_order(range(50), 0, 0), FullShuffle)
     assert isinstance(make_order(Rows(shards=[5, 5], window=None), 0, 0), FullShuffle)
-    assert isinstance(make_order(Rows(shards=[5, 5], window=10), 0, 0), FullShuffle)  # no order of files: all are in it
+    assert isinstance(
+        make_order(Rows(shards=[5, 5], window=10), 0, 0), FullShuffle
+    )  # no window order: all files are needed
     assert make_order(Rows(shards=[5, 5], window=4), 0, 0).sizes.tolist() == [5, 5]
     monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 40)
     monkeypatch.setattr(order, "WINDOW", 16)
@@ -96,8 +98,8 @@ def test_what_is_shuffled_together_where_nobody_says(monkeypatch):
     assert (found.sizes.tolist(), found.window) == ([20, 20, 10], 16)
 
 
-def test_a_billion_rows_are_ordered_in_little_memory():
-    """Of several sets, in any epoch, at any place; bytes are counted."""
+def test_billion_rows_are_ordered_in_little_memory():
+    """For several data sets, any epoch and any position; measures the memory."""
     tracemalloc.start()
     drawn = Mixture([range(10**9), range(10**8), range(77)], seed=5)
     found = {drawn.row(n) for n in range(3 * 10**9, 3 * 10**9 + 50)}

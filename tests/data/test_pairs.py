@@ -1,4 +1,4 @@
-"""Preferences as TRL, LLaMA-Factory and messages write them; labels on what follows the shared prompt alone."""
+"""Preferences in the layouts of TRL, LLaMA-Factory and messages; only answers after the shared prompt have labels."""
 
 import json
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def pairs(folder, rows, kind="pairs", **more):
     return read(dataset, kind)
 
 
-def says(conversation):
+def describe(conversation):
     return [(turn.role, turn.text, len(turn.parts)) for turn in conversation.turns]
 
 
@@ -49,33 +49,33 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_pair_in_all_ways(folder, name):
+def test_all_layouts_of_a_pair_are_equal(folder, name):
     row = pairs(folder, [ONE[name]])[0]
-    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
-    assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
+    assert describe(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
+    assert describe(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
 
 
-def test_the_system_of_a_row_is_its_first_turn(folder):
-    """As LLaMA-Factory writes it beside turns: in pairs, labelled rows, prompts and what SFT reads."""
-    own = {"system": "Be brief."}
+def test_system_key_becomes_the_first_turn(folder):
+    """LLaMA-Factory's `system` key next to turns, in pairs, labelled rows, prompts and SFT rows."""
+    system_key = {"system": "Be brief."}
     turns = {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}]}
-    told = [("system", "Be brief.", 1), ("user", "Which?", 1), ("assistant", "Left.", 1)]
+    expected = [("system", "Be brief.", 1), ("user", "Which?", 1), ("assistant", "Left.", 1)]
     for name in ONE:
-        row = pairs(folder, [ONE[name] | own])[0]
-        assert says(row.chosen) == told and says(row.rejected)[0] == told[0]
+        row = pairs(folder, [ONE[name] | system_key])[0]
+        assert describe(row.chosen) == expected and describe(row.rejected)[0] == expected[0]
     for row in (turns, {"messages": [USER, LEFT]}, ONE["trl, explicit"] | {"completion": "Left."}):
-        assert says(pairs(folder, [row | own | {"label": True}], "labelled")[0].conversation) == told
-        assert says(pairs(folder, [row | own], "conversations")[0]) == told
-        asked = pairs(folder, [row | own], "prompts")[0]
-        assert says(asked.conversation) == told[:2] and "system" not in asked.columns
+        assert describe(pairs(folder, [row | system_key | {"label": True}], "labelled")[0].conversation) == expected
+        assert describe(pairs(folder, [row | system_key], "conversations")[0]) == expected
+        prompt = pairs(folder, [row | system_key], "prompts")[0]
+        assert describe(prompt.conversation) == expected[:2] and "system" not in prompt.columns
     again = {"messages": [{"role": "system", "content": "Be brief."}, USER, LEFT]}
-    assert says(pairs(folder, [again | own], "conversations")[0]) == told
+    assert describe(pairs(folder, [again | system_key], "conversations")[0]) == expected
     for row in ({**again, "system": "Be long."}, {**turns, "system": ["Be brief."]}, {**turns, "system": 0}):
-        with pytest.raises(BadSample, match=r"rows\.json, row 0: (has the system 'Be long\.', and a|'system' is )"):
+        with pytest.raises(BadSample, match=r"rows\.json, row 0: (has the system 'Be long\.', but a|'system' is )"):
             pairs(folder, [row], "conversations")[0]
 
 
-def test_longer_prompts_and_images(folder):
+def test_pairs_with_long_prompts_and_images(folder):
     image = folder.image()
     system = {"role": "system", "content": "Be brief."}
     rows = [
@@ -87,13 +87,15 @@ def test_longer_prompts_and_images(folder):
     first, second, third, fourth = (pairs(folder, rows)[n] for n in range(4))
     assert (
         first.context_answers == 1
-        and says(first.chosen)[1] == ("user", "Which?", 2)
+        and describe(first.chosen)[1] == ("user", "Which?", 2)
         and len(first.rejected.images) == 1
     )
     assert (
-        second.context_answers == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+        second.context_answers == 1
+        and describe(second.rejected)[0] == ("user", "", 1)
+        and len(second.rejected.images) == 1
     )
-    assert [turn[:2] for turn in says(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
+    assert [turn[:2] for turn in describe(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
     assert fourth.context_answers == 0 and len(fourth.rejected.turns) == 4
 
 
@@ -109,7 +111,7 @@ def test_longer_prompts_and_images(folder):
         ({"prompt": "a", "chosen": None, "rejected": "b"}, r"has the keys \['prompt', 'rejected'\]; expected"),
         ({"prompt": "a", "chosen": 1.5, "rejected": "b"}, "turn 2 is 1.5"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "has no assistant turn"),
-        ({"chosen": [USER, LEFT], "rejected": [dict(USER, content="x"), LEFT]}, r"share 0 turn\(s\) and go on with"),
+        ({"chosen": [USER, LEFT], "rejected": [dict(USER, content="x"), LEFT]}, r"share 0 turn\(s\) and continue with"),
         ({"chosen": [USER, LEFT], "rejected": [USER, LEFT, USER, RIGHT]}, "share 2 turn.* with nothing and user"),
         ({"prompt": "a", "chosen": USER, "rejected": LEFT}, "has no assistant turn, so there is nothing"),
         ({"prompt": "a <image>", "chosen": "b", "rejected": "c"}, "names no image"),
@@ -120,19 +122,19 @@ def test_longer_prompts_and_images(folder):
         ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, r"'instruction' is \['a'\]; expected text"),
     ],
 )  # fmt: skip
-def test_bad_pairs_are_named(folder, row, reason):
+def test_bad_pairs_are_rejected(folder, row, reason):
     with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{reason}"):
         pairs(folder, [ONE["messages"], row])[1]
 
 
-def test_a_format_is_not_taken_and_ignored(folder):
-    with pytest.raises(DataError, match="format is llava, and preferences are read by their keys; leave it out"):
+def test_format_of_preferences_is_rejected(folder):
+    with pytest.raises(DataError, match="format is llava, but preferences are detected by their keys; remove it"):
         pairs(folder, [ONE["messages"]], format="llava")
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3"])
-def test_labels_are_those_of_sft_behind_the_prompt(folder, models, family):
-    """The tokens are a conversation's like any other, and only the answers that differ are learned."""
+def test_labels_equal_sft_labels_after_the_prompt(folder, models, family):
+    """Tokens equal those of any conversation, and only the differing answers are learned."""
     vision = family != "qwen3"
     prompt = [{"role": "user", "content": "<image>" * vision + "Which?"}, LEFT, USER]
     row = {"prompt": prompt, "chosen": [LEFT], "rejected": "Right.", **({"images": [folder.image()]} if vision else {})}
@@ -147,21 +149,21 @@ def test_labels_are_those_of_sft_behind_the_prompt(folder, models, family):
     assert pair.nbytes == pair.chosen.nbytes + pair.rejected.nbytes and (pair.row, pair.id) == (0, None)
 
 
-def test_long_pairs(folder, models):
+def test_long_pairs_are_dropped_or_cut(folder, models):
     row = pairs(folder, [{"prompt": "a", "chosen": "long " * 40 + "b", "rejected": "long " * 40 + "c"}])[0]
     with pytest.raises(LongSample, match="row 0: is .* tokens long, seq_length is 40"):
         PairEncoder(models("qwen3"), 40).encode(row)
     with pytest.raises(LongSample, match="row 0: chosen and rejected are the same 40 tokens; seq_length is 40"):
         PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
-    with pytest.raises(DataError, match="train_on_prompt is true, and preferences are about answers"):
+    with pytest.raises(DataError, match="train_on_prompt is true, but preferences compare answers"):
         PairEncoder(models("qwen3"), 40, train_on_prompt=True)
 
 
-def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, monkeypatch):
-    """As by the many templates that strip what a turn says."""
-    tokenizer, said = models("qwen3").tokenizer, "message['content'] }}"
+def test_answers_with_equal_tokens_are_rejected(folder, models, monkeypatch):
+    """Many templates strip the text of a turn."""
+    tokenizer, expression = models("qwen3").tokenizer, "message['content'] }}"
     monkeypatch.setattr(
-        tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
+        tokenizer, "chat_template", tokenizer.chat_template.replace(expression, "message['content'].strip() }}")
     )
     row = pairs(folder, [{"prompt": "a", "chosen": "b", "rejected": " b"}])[0]
     match = r"row 0: chosen and rejected are the same \d+ tokens: the chat template"
@@ -183,8 +185,8 @@ def config(folder, rows, **data):
 
 
 def words(processor, batch, row):
-    kept = batch["labels"][row] != -100
-    return processor.tokenizer.decode(batch["input_ids"][row][kept]).split("<")[0]
+    has_label = batch["labels"][row] != -100
+    return processor.tokenizer.decode(batch["input_ids"][row][has_label]).split("<")[0]
 
 
 def test_batches_are_chosen_before_rejected(folder, models):
@@ -208,12 +210,12 @@ def test_batches_are_chosen_before_rejected(folder, models):
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(rest, whole[3], strict=True))
     ranks = [next(pair_loader(cfg, processor, rank=rank, world=2)) for rank in (0, 1)]
     assert [batch["meta"].rows for (batch,) in ranks] == [batch["meta"].rows for batch in whole[0]]
-    held = list(pair_set(cfg, processor))
-    assert [batch["meta"].rows for batch in held] == [(0, 1) * 2, (2, 3) * 2, (4, 4), (6, 7) * 2]
+    eval_batches = list(pair_set(cfg, processor))
+    assert [batch["meta"].rows for batch in eval_batches] == [(0, 1) * 2, (2, 3) * 2, (4, 4), (6, 7) * 2]
     assert pair_set(config(folder, rows, eval=[]), processor) is None
 
 
-def test_no_pairs_are_two_rows_that_teach_nothing(folder, models):
+def test_collate_of_no_pairs_is_two_masked_rows(folder, models):
     rows = [{"prompt": "long " * 90, "chosen": "b", "rejected": "c"}, ONE["messages"]]
     cfg = config(folder, rows)
     cfg.train.micro_batch = 1
@@ -236,18 +238,18 @@ def test_labelled_rows(folder):
     found = [pairs(folder, LABELLED, "labelled")[n] for n in range(6)]
     assert [row.label for row in found] == [True, False, True, False, True, False]
     assert [row.context_answers for row in found] == [0, 0, 0, 1, 0, 0]
-    assert says(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
+    assert describe(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
     assert all(row.conversation.turns[-1].role == "assistant" for row in found)
 
 
-def test_a_pair_may_ask_by_an_image_alone(folder):
+def test_pair_prompt_may_be_only_an_image(folder):
     row = {"instruction": "", "image": folder.image(), "chosen": "a", "rejected": "b"}
     assert len(pairs(folder, [row])[0].chosen.images) == 1
-    with pytest.raises(BadSample, match="so nothing is asked"):
+    with pytest.raises(BadSample, match="so there is no question"):
         pairs(folder, [{**row, "image": None}])[0]
 
 
-def test_labels_of_a_table_are_texts(folder):
+def test_labels_in_csv_are_parsed(folder):
     path = folder.path / "rows.csv"
     path.write_text("prompt,completion,label\na,b,true\nc,d,False\ne,f,1\ng,h, 0\ni,j,maybe\n")
     found = read(Dataset(path=str(path)), "labelled")
@@ -269,7 +271,7 @@ def test_labels_of_a_table_are_texts(folder):
         ("a", "has 'a'; expected 'label'"),
     ],
 )  # fmt: skip
-def test_bad_labelled_rows_are_named(folder, row, reason):
+def test_bad_labelled_rows_are_rejected(folder, row, reason):
     with pytest.raises(BadSample, match=rf"row 1: .*{reason}"):
         pairs(folder, [LABELLED[0], row], "labelled")[1]
 
@@ -299,9 +301,9 @@ def test_labelled_batches_cross_prompts_and_answers(folder, models):
 @pytest.mark.parametrize(
     ("out", "workers"), [((), 0), ((1,), 0), ((0, 2, 5), 1), ((1, 2, 3, 4, 5), 0), ((0, 1, 3, 4, 5, 6), 0)], ids=str
 )
-def test_ranks_cross_as_one_process_does(folder, models, tmp_path, out, workers):
-    """The first row of a rank has the answer of the row before it, which another rank trains on: the nearest one that
-    is not left out, wherever that is. Rows that are left out are listed once."""
+def test_crossed_answers_do_not_depend_on_ranks(folder, models, tmp_path, out, workers):
+    """The first row of a rank gets the answer of the nearest previous row that is not left out, which another rank
+    trains on. Rows that are left out are listed once."""
     rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(7)]
     rows = [{**row, "label": "bad"} if n in out else row for n, row in enumerate(rows)]
     cfg = config(folder, rows)
@@ -324,7 +326,7 @@ def test_ranks_cross_as_one_process_does(folder, models, tmp_path, out, workers)
     assert sorted(lines) == [*out]
 
 
-def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):
+def test_single_labelled_row_has_no_crossed_labels(folder, models):
     rows = [LABELLED[0], {"prompt": "a", "completion": "b"}]
     cfg = config(folder, rows)
     cfg.train.global_batch = 2

@@ -1,4 +1,4 @@
-"""Pixels as their file means them, in every mode that a file can have; what does not say what it means is refused."""
+"""Decoded pixels of every mode of image files; ambiguous files are rejected."""
 
 import os
 import struct
@@ -18,7 +18,7 @@ GREY = np.array([0, 100, 255])
 
 
 def png(bits: int, colour: int, samples: bytes, width: int, key: bytes = b"") -> bytes:
-    """One row of a PNG; `colour` 0 is grey, 2 RGB; `key` is its transparent colour."""
+    """Make a PNG of one row. `colour` is 0 for grey, 2 for RGB; `key` is the transparent color."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -31,8 +31,8 @@ def png(bits: int, colour: int, samples: bytes, width: int, key: bytes = b"") ->
 def tiff(
     order: str, bits: int, samples: bytes, width: int, photometric: int = 1, form: int = 1, extra: int = -1
 ) -> bytes:
-    """One row of an uncompressed TIFF. `order` is < or >, `form` 1 unsigned, 2 signed, 3 float; `extra` 1 premultiplied
-    alpha, 2 alpha, of samples of 8 bits."""
+    """Make an uncompressed TIFF of one row. `order` is < or >, `form` 1 unsigned, 2 signed, 3 float; `extra` 1
+    premultiplied alpha, 2 alpha, of samples of 8 bits."""
     channels = 1 + (extra >= 0)
     tags = [(256, width), (257, 1), (258, bits), (259, 1), (262, photometric), (273, 8), (277, channels), (278, 1)]
     tags += [(279, len(samples)), *([(338, extra)] if extra >= 0 else []), (339, form)]
@@ -48,18 +48,18 @@ def grey(dtype: str, values: object) -> bytes:
 
 
 def image(mode: str, *pixels: object) -> Image.Image:
-    made = Image.new(mode, (len(pixels), 1))
+    result = Image.new(mode, (len(pixels), 1))
     for x, pixel in enumerate(pixels):
-        made.putpixel((x, 0), pixel)
-    return made
+        result.putpixel((x, 0), pixel)
+    return result
 
 
 def palette(*transparency: int) -> Image.Image:
-    made = Image.new("P", (3, 1))
-    made.putpalette([255, 0, 0, 0, 0, 255, 9, 9, 9])
-    made.putdata([0, 1, 2])
-    made.info["transparency"] = bytes(transparency)
-    return made
+    result = Image.new("P", (3, 1))
+    result.putpalette([255, 0, 0, 0, 0, 255, 9, 9, 9])
+    result.putdata([0, 1, 2])
+    result.info["transparency"] = bytes(transparency)
+    return result
 
 
 TWELVE = bytes([0x00, 0x00, 0x64, 0xFF, 0xF0])  # 0, 100 and 0xFFF, of 12 bits each
@@ -93,32 +93,32 @@ SAVED = {
     "palette, PNG": (palette(255, 128, 0), "png", {}),
 }
 REFUSED = {
-    "signed 8 bits": (tiff("<", 8, bytes(3), 3, form=2), "is a TIFF of signed integers, which names no black"),
+    "signed 8 bits": (tiff("<", 8, bytes(3), 3, form=2), "is a TIFF of signed integers, which defines no black"),
     "signed 16 bits": (tiff("<", 16, bytes(6), 3, form=2), "is a TIFF of signed integers"),
     "signed 32 bits": (tiff("<", 32, bytes(12), 3, form=2), "is a TIFF of signed integers"),
     "light": (
         tiff("<", 32, grey("<f4", [0, 0.5, 7.5]), 3, form=3),
-        "holds F values from 0 to 7.5, where 0 would be bl",
+        "has F values from 0 to 7.5, where 0 would be bl",
     ),
     "whole, over 255": (
         tiff("<", 32, grey("<f4", [0, 1, 300]), 3, form=3),
-        "holds F values from 0 to 300, where 0 .* and 255 white",
+        "has F values from 0 to 300, where 0 .* and 255 white",
     ),
-    "below zero": (tiff("<", 32, grey("<f4", [-1, 0, 1]), 3, form=3), "holds F values from -1 to 1"),
-    "no number": (tiff("<", 32, grey("<f4", [0, np.nan, 1]), 3, form=3), "holds F values from nan to nan"),
-    "infinite": (tiff("<", 32, grey("<f4", [0, np.inf, 1]), 3, form=3), "holds F values from 0 to inf"),
+    "below zero": (tiff("<", 32, grey("<f4", [-1, 0, 1]), 3, form=3), "has F values from -1 to 1"),
+    "no number": (tiff("<", 32, grey("<f4", [0, np.nan, 1]), 3, form=3), "has F values from nan to nan"),
+    "infinite": (tiff("<", 32, grey("<f4", [0, np.inf, 1]), 3, form=3), "has F values from 0 to inf"),
     "key of 16 bits": (
         png(16, 2, bytes(18), 3, bytes(6)),
-        "names a transparent colour in 16 bits, of which 8 are read",
+        "has a 16-bit transparent color, of which 8 bits are read",
     ),
 }
 
 
-OLD = int(PIL.__version__.split(".")[0]) < 13  # refuses TIFFs of two modes, as files that cannot be decoded
+OLD = int(PIL.__version__.split(".")[0]) < 13  # TIFFs of two modes are rejected as undecodable
 
 
 @pytest.mark.parametrize("case", BYTES)
-def test_greys(tmp_path, case):
+def test_grey_values_are_scaled(tmp_path, case):
     if OLD and case == "premultiplied":
         pytest.skip(f"Pillow {PIL.__version__} does not read it")
     content, expected = BYTES[case]
@@ -128,20 +128,20 @@ def test_greys(tmp_path, case):
 
 @pytest.mark.parametrize("case", SAVED)
 def test_transparency_shows_white(tmp_path, case):
-    made, kind, options = SAVED[case]
-    made.save(tmp_path / f"a.{kind}", **options)
+    stored, kind, options = SAVED[case]
+    stored.save(tmp_path / f"a.{kind}", **options)
     assert [tuple(pixel) for pixel in np.asarray(load(tmp_path / f"a.{kind}"))[0].tolist()] == OVER_WHITE
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_say_what_it_means(tmp_path, case):
+def test_ambiguous_pixel_formats_are_rejected(tmp_path, case):
     content, message = REFUSED[case]
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(MediaProblem, match=rf"image .*/a {message}"):
         load(tmp_path / "a")
 
 
-def test_colours_of_print_and_of_eyes(tmp_path):
+def test_cmyk_and_lab_are_converted(tmp_path):
     for mode, colour, kind, expected in (
         ("CMYK", (0, 255, 255, 0), "tif", (255, 0, 0)), ("CMYK", (0, 0, 0, 255), "jpg", (0, 0, 0)),
         ("YCbCr", (76, 85, 255), "tif", (254, 0, 0)), ("LAB", (255, 128, 128), "tif", (255, 255, 255)),
@@ -155,7 +155,7 @@ def test_colours_of_print_and_of_eyes(tmp_path):
         assert np.abs(found - expected).max() <= 2, (mode, found[0, 0])
 
 
-def test_upright_and_the_first_frame(tmp_path):
+def test_orientation_is_applied_and_first_frame_used(tmp_path):
     deep = Image.fromarray(np.array([[0, 65535, 0]], dtype=np.uint16))
     exif = deep.getexif()
     exif[0x0112] = 6
@@ -167,8 +167,8 @@ def test_upright_and_the_first_frame(tmp_path):
         assert np.asarray(load(tmp_path / name))[..., 0].tolist() == [[7, 7, 7]]
 
 
-def test_no_image_starts_a_program(tmp_path, monkeypatch):
-    """Pillow reads PostScript by Ghostscript, and goes by what a file holds, whatever it is called."""
+def test_no_decoder_starts_a_program(tmp_path, monkeypatch):
+    """Pillow reads PostScript with Ghostscript, and detects it by content under any file name."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     os.chmod(tmp_path / "bin" / "gs", 0o755)

@@ -1,4 +1,4 @@
-"""Rows that are made together are what each is alone, to the bit, and harm each other in nothing."""
+"""Rows processed in one call equal rows processed alone, bit for bit, and errors affect only their row."""
 
 import copy
 import os
@@ -19,12 +19,12 @@ NAME = "TOKENIZERS_PARALLELISM"
 @pytest.fixture
 def source(folder):
     (folder.path / "broken.png").write_bytes(b"no")
-    made = [rows(folder).rows[row] for row in range(3)]
+    raw_rows = [rows(folder).rows[row] for row in range(3)]
     return folder.read(
         [
-            *made,
+            *raw_rows,
             folder.llava("<image>", "x", image="broken.png"),
-            folder.llava("<image>?", "y", image=folder.image("long.png", (4000, 4))),  # Qwen's processor refuses it
+            folder.llava("<image>?", "y", image=folder.image("long.png", (4000, 4))),  # Qwen's processor rejects it
             folder.llava("<image>Third?", "z", image=folder.image("big.png", (48, 40), (1, 2, 3))),
             folder.llava("Nothing", "to see"),
             folder.llava("spells <|image_pad|> <img>", "x"),
@@ -33,7 +33,7 @@ def source(folder):
     )
 
 
-def same(one, other):
+def results_equal(one, other):
     if isinstance(one, DataError):
         return type(one) is type(other) and str(one) == str(other)
     pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one) if field.name != "extra"]
@@ -42,7 +42,7 @@ def same(one, other):
     return alike and further[0] == further[1]
 
 
-def alone(encoder, row):
+def encode_alone(encoder, row):
     try:
         return encoder.encode(row)
     except DataError as bad:
@@ -51,17 +51,19 @@ def alone(encoder, row):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("open_pixels", [module.OPEN_PIXELS, 600])
-def test_together_as_alone(source, models, monkeypatch, family, open_pixels):
+def test_rows_processed_together_equal_single_rows(source, models, monkeypatch, family, open_pixels):
     monkeypatch.setattr(module, "OPEN_PIXELS", open_pixels)
     encoder = Encoder(models(family), 512)
-    every = [source[row] for row in (*range(len(source)), 0)]
-    made = encoder.encode_all(every)
-    assert len(made) == 9 and all(map(same, made, [alone(encoder, row) for row in every]))
-    bad = [row for row, found in enumerate(made) if isinstance(found, BadSample)]
-    assert bad == {"internvl": [3, 7], "nvila_lite": [3]}.get(family, [3, 4, 7])  # the words in 7 are others' marks
+    all_rows = [source[row] for row in (*range(len(source)), 0)]
+    encoded = encoder.encode_all(all_rows)
+    assert len(encoded) == 9 and all(map(results_equal, encoded, [encode_alone(encoder, row) for row in all_rows]))
+    bad = [row for row, result in enumerate(encoded) if isinstance(result, BadSample)]
+    assert bad == {"internvl": [3, 7], "nvila_lite": [3]}.get(
+        family, [3, 4, 7]
+    )  # the text of row 7 contains marks of other families
 
 
-def test_the_processor_is_called_once(source, models, monkeypatch):
+def test_processor_is_called_once(source, models, monkeypatch):
     calls = []
     call = ProcessorCalls._call
     monkeypatch.setattr(ProcessorCalls, "_call", lambda self, rows: calls.append(len(rows)) or call(self, rows))
@@ -71,18 +73,18 @@ def test_the_processor_is_called_once(source, models, monkeypatch):
     assert calls == [4, 2, 3]
 
 
-def test_a_few_rows_start_no_threads_of_the_tokenizer(source, models, monkeypatch):
+def test_small_batches_start_no_tokenizer_threads(source, models, monkeypatch):
     seen = []
     call = ProcessorCalls._call
-    monkeypatch.setattr(ProcessorCalls, "_call", lambda *given: seen.append(os.environ[NAME]) or call(*given))
-    for asked, told in ((None, "false"), ("true", "true")):
-        monkeypatch.delenv(NAME, raising=False) if asked is None else monkeypatch.setenv(NAME, asked)
+    monkeypatch.setattr(ProcessorCalls, "_call", lambda *args: seen.append(os.environ[NAME]) or call(*args))
+    for setting, expected in ((None, "false"), ("true", "true")):
+        monkeypatch.delenv(NAME, raising=False) if setting is None else monkeypatch.setenv(NAME, setting)
         Encoder(models("qwen3"), 512).encode_all([source[2]])
-        assert (seen.pop(), os.environ.get(NAME)) == (told, asked)
+        assert (seen.pop(), os.environ.get(NAME)) == (expected, setting)
 
 
-def test_an_image_never_goes_to_another_row(folder, models):
-    """A template may write an image twice and another not at all: their sums agree with those of the images."""
+def test_images_are_never_assigned_to_another_row(folder, models):
+    """A template may write one image twice and omit another, so that the total number still matches."""
     processor = copy.copy(models("qwen3_vl"))
     processor.chat_template = processor.chat_template.replace(
         "{% for message", "{% if messages[0].content[-1].text == 'twice' %}<|image_pad|>{% endif %}{% for message", 1
@@ -93,10 +95,10 @@ def test_an_image_never_goes_to_another_row(folder, models):
         for word, colour in colours.items()
     ]
     source, encoder = folder.read(listed), Encoder(processor, 512)
-    made = encoder.encode_all([source[row] for row in range(3)])
-    assert [isinstance(found, BadSample) for found in made] == [True, True, False]
-    assert "the chat template writes 2 places for its 1 image(s)" in str(made[0])
-    assert same(made[2], encoder.encode(source[2]))
+    encoded = encoder.encode_all([source[row] for row in range(3)])
+    assert [isinstance(found, BadSample) for found in encoded] == [True, True, False]
+    assert "the chat template writes 2 placeholders for 1 image(s)" in str(encoded[0])
+    assert results_equal(encoded[2], encoder.encode(source[2]))
 
 
 def test_documents(folder, models):
@@ -104,13 +106,13 @@ def test_documents(folder, models):
     rows = [{"text": "plain"}, {"text": "seen: <image>!", "images": [image]}, {"image": image, "text": "caption"}]
     source = folder.read(rows, kind="documents")
     encoder = DocumentEncoder(models("qwen3_vl"), 512)
-    every = [source[row] for row in range(3)]
-    assert all(isinstance(row, Document) for row in every)
-    made = encoder.encode_all(every)
-    assert len(made) == 3 and all(map(same, made, map(encoder.encode, every)))
+    documents = [source[row] for row in range(3)]
+    assert all(isinstance(row, Document) for row in documents)
+    encoded = encoder.encode_all(documents)
+    assert len(encoded) == 3 and all(map(results_equal, encoded, map(encoder.encode, documents)))
 
 
-def test_what_is_answered_goes_to_who_asked():
+def test_outputs_are_returned_to_their_requests():
     def row(number):
         first = yield ProcessorRequest(f"{number}")
         if number == 2:
@@ -122,12 +124,12 @@ def test_what_is_answered_goes_to_who_asked():
         return first, second
 
     def answer(wanted):
-        asked.append([one.text for one in wanted])
+        calls.append([one.text for one in wanted])
         return [ValueError("refused") if one.text == "1a" else "a" for one in wanted]
 
-    asked = []
+    calls = []
     found = run_together([row(number) for number in range(4)], answer)
-    assert asked == [["0", "1", "2", "3"], ["0a", "1a", "3a"]]
+    assert calls == [["0", "1", "2", "3"], ["0a", "1a", "3a"]]
     assert [*found[:2], found[3]] == [("a", "a"), "refused", ("a", "a")] and str(found[2]) == "of two"
-    with pytest.raises(ZeroDivisionError):  # no fault of the row
+    with pytest.raises(ZeroDivisionError):  # not an error of the row
         run_together([(1 / 0 for _ in [0])], answer)

@@ -1,4 +1,4 @@
-"""Prompts and their references out of every format, as tokens that end where the answer begins."""
+"""Prompts and reference answers from every format; tokens end where the answer begins."""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def prompts(folder, rows, name="rows.json", kind="prompts", **more):
     return read(dataset, kind)
 
 
-def test_sft_rows_give_their_last_answer(folder):
+def test_last_answer_of_sft_rows_is_the_reference(folder):
     image = folder.image()
     llava = prompts(folder, [folder.llava("<image>\nWhat?", "One", "And now?", " Two ", image=image, level=3)])[0]
     assert llava.answer == " Two " and [turn.role for turn in llava.conversation.turns] == ["user", "assistant", "user"]
@@ -29,26 +29,27 @@ def test_sft_rows_give_their_last_answer(folder):
                      {"role": "user", "content": "And now?"}],
     }  # fmt: skip
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    said = [{"role": "assistant", "content": "4"}]
-    assert prompts(folder, [{"messages": chat + said}])[0].answer == "4"
-    assert prompts(folder, [chat + said + chat[1:]])[0].answer == "4"  # what nobody answered is left out
-    # a row's own answer comes first, and then nothing of an unanswered conversation is cut
-    own = prompts(
-        folder, [{"messages": chat + said, "answer": 4.5}, {"messages": [*chat, *said, *chat], "answer": "x"}]
+    answer_turn = [{"role": "assistant", "content": "4"}]
+    assert prompts(folder, [{"messages": chat + answer_turn}])[0].answer == "4"
+    assert prompts(folder, [chat + answer_turn + chat[1:]])[0].answer == "4"  # a question without an answer is left out
+    # the key `answer` takes precedence, and then an unanswered conversation is not cut
+    rows = prompts(
+        folder,
+        [{"messages": chat + answer_turn, "answer": 4.5}, {"messages": [*chat, *answer_turn, *chat], "answer": "x"}],
     )
-    assert own[0].answer == "4.5" and len(own[0].conversation.turns) == 2
-    assert own[1].answer == "x" and len(own[1].conversation.turns) == 5
+    assert rows[0].answer == "4.5" and len(rows[0].conversation.turns) == 2
+    assert rows[1].answer == "x" and len(rows[1].conversation.turns) == 5
     drawn = [{"role": "assistant", "content": "Look: <image>"}]
-    behind = {"messages": [*chat, *said, {"role": "user", "content": "<image>"}], "images": [image]}
-    two = prompts(folder, [{"messages": chat + drawn + chat[1:] + said, "images": [image]},
+    behind = {"messages": [*chat, *answer_turn, {"role": "user", "content": "<image>"}], "images": [image]}
+    two = prompts(folder, [{"messages": chat + drawn + chat[1:] + answer_turn, "images": [image]},
                            {"messages": chat + drawn, "images": [image]}, behind])  # fmt: skip
     assert len(two[0].conversation.images) == 1 and two[2].conversation.images == ()
-    with pytest.raises(BadSample, match="row 1: has an image in its last answer, and completions are text"):
+    with pytest.raises(BadSample, match="row 1: has an image in its last answer, but completions are text"):
         two[1]
 
 
-def test_bytes_in_columns_for_rewards_are_a_text(folder, models):
-    """Rewards run in a process of their own, which columns reach as JSON."""
+def test_bytes_in_reward_columns_become_text(folder, models):
+    """Rewards run in a separate process, which receives columns as JSON."""
     rows = [{"prompt": "2+3?", "answer": "5", "thumb": b"abc", "more": [{"bytes": b"x", "path": "y"}]}]
     parquet.write_table(pa.Table.from_pylist(rows), folder.path / "rows.parquet")
     sample = PromptEncoder(models("qwen3"), 64).encode(prompts(folder, folder.path / "rows.parquet")[0])
@@ -56,7 +57,7 @@ def test_bytes_in_columns_for_rewards_are_a_text(folder, models):
     assert sample.nbytes > sample.input_ids.nbytes and json.loads(json.dumps(sample.columns)) == sample.columns
 
 
-def test_held_out_rows_end_with_their_answer(folder):
+def test_eval_rows_end_with_their_answer(folder):
     image = folder.image()
     rows = [
         {"prompt": "6 x 7?", "answer": 42},
@@ -66,7 +67,7 @@ def test_held_out_rows_end_with_their_answer(folder):
     number, several, none = (lambda n=n: prompts(folder, rows, kind="conversations")[n] for n in range(3))
     assert [(turn.role, turn.text) for turn in number().turns] == [("user", "6 x 7?"), ("assistant", "42")]
     assert several().turns[-1].text == "seven" and len(several().images) == 1
-    with pytest.raises(BadSample, match=r"row 2: has a prompt and no answer to learn from"):
+    with pytest.raises(BadSample, match=r"row 2: has a prompt without an answer"):
         none()
     sft = [folder.llava("<image>\nWhat?", "One", "And now?", "Two", image=image)]
     assert prompts(folder, sft, kind="conversations")[0] == prompts(folder, sft, kind="conversations")[0]
@@ -93,10 +94,10 @@ def test_rows_with_a_prompt(folder):
         assert found[1].conversation.images == (folder.path / image,)
 
 
-def test_a_prompt_without_an_answer_is_asked_to_its_end(folder):
-    told = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-    asked, ended = prompts(folder, [{"prompt": told}, {"prompt": told[:2]}])
-    assert asked.answer is None and [turn.text for turn in asked.conversation.turns] == ["a", "b", "c"]
+def test_prompt_without_answer_is_used_unchanged(folder):
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    unanswered, ended = prompts(folder, [{"prompt": turns}, {"prompt": turns[:2]}])
+    assert unanswered.answer is None and [turn.text for turn in unanswered.conversation.turns] == ["a", "b", "c"]
     assert ended.answer == "b" and len(ended.conversation.turns) == 1
 
 
@@ -127,7 +128,7 @@ def test_bad_rows_are_named(folder, row, reason):
         source[1]
 
 
-def test_a_file_whose_rows_disagree_is_read_as_prompts_where_that_is_said(folder):
+def test_mixed_file_is_read_as_prompts_if_configured(folder):
     rows = [
         {"messages": [{"role": "user", "content": "a"}], "prompt": "b", "answer": "c"},
         {"prompt": "d", "answer": 1},
@@ -138,7 +139,7 @@ def test_a_file_whose_rows_disagree_is_read_as_prompts_where_that_is_said(folder
         prompts(folder, [rows[0], {"messages": []}], format="prompt")[1]
 
 
-def test_formats_that_disagree_are_refused(folder):
+def test_mixed_formats_are_rejected(folder):
     with pytest.raises(DataError, match="row 0 reads as prompt, row 1 reads as sharegpt"):
         prompts(folder, [{"prompt": "q"}, folder.llava("q", "a", images=["x"])])
     with pytest.raises(DataError, match=r"no row looks like a conversation .* or prompt with answer"):
@@ -146,10 +147,10 @@ def test_formats_that_disagree_are_refused(folder):
 
 
 @pytest.mark.parametrize(
-    "said", [{"answer": "a"}, {"completion": "a"}, {"completion": [{"role": "assistant", "content": "a"}]}]
+    "learned_turn", [{"answer": "a"}, {"completion": "a"}, {"completion": [{"role": "assistant", "content": "a"}]}]
 )
-def test_sft_learns_from_prompts_and_their_answers(folder, said):
-    rows = [{"prompt": [{"role": "user", "content": "q"}], **said}]
+def test_sft_trains_on_prompts_with_answers(folder, learned_turn):
+    rows = [{"prompt": [{"role": "user", "content": "q"}], **learned_turn}]
     assert [turn.text for turn in folder.read(rows)[0].turns] == ["q", "a"]
     assert prompts(folder, rows)[0].answer == "a" and "completion" not in prompts(folder, rows)[0].columns
     with pytest.raises(DataError, match="no row looks like a conversation"):
@@ -157,8 +158,8 @@ def test_sft_learns_from_prompts_and_their_answers(folder, said):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3"])
-def test_tokens_are_those_of_the_stock_processor(folder, models, family):
-    """And the same as SFT's up to the answer; pixels are the same."""
+def test_prompt_tokens_match_stock_processor(folder, models, family):
+    """They also equal SFT's tokens up to the answer, with equal pixels."""
     processor, vision = models(family), family != "qwen3"
     image = folder.image(size=(64, 48))
     row = folder.llava("<image>" * vision + "What is it?", "A dot.", **({"image": image} if vision else {}))
@@ -177,32 +178,32 @@ def test_tokens_are_those_of_the_stock_processor(folder, models, family):
         assert np.array_equal(sample.pixel_values, whole.pixel_values) and sample.images == 1
 
 
-def test_what_a_model_cannot_see_is_refused(folder, models):
+def test_unsupported_media_are_rejected(folder, models):
     row = prompts(folder, [{"prompt": "Which?", "image": folder.image(), "answer": "x"}])[0]
-    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only; use a vision-language"):
+    with pytest.raises(BadSample, match="row 0: has an image, but the model is text-only; use a vision-language"):
         PromptEncoder(models("qwen3"), 100).encode(row)
 
 
-def test_columns_count_in_the_cache(folder, models):
+def test_cache_size_includes_columns(folder, models):
     small, large = prompts(folder, [{"prompt": "q", "tests": "x" * size} for size in (1, 5001)])
     encoder = PromptEncoder(models("qwen3"), 100)
     assert encoder.encode(large).nbytes == encoder.encode(small).nbytes + 5000
 
 
-def test_a_prompt_leaves_room_for_its_answer(folder, models):
+def test_prompt_leaves_space_for_its_answer(folder, models):
     row = prompts(folder, [{"prompt": "word " * 50, "answer": "x"}])[0]
     tokens = len(PromptEncoder(models("qwen3"), 4000).encode(row).input_ids)
     assert len(PromptEncoder(models("qwen3"), tokens + 16, reserve=16).encode(row).input_ids) == tokens
-    room = rf"is {tokens} tokens long, seq_length is {tokens + 15}, 16 of it are kept for the answer"
+    room = rf"is {tokens} tokens long, seq_length is {tokens + 15}, 16 of it are reserved for the answer"
     with pytest.raises(LongSample, match=room):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16).encode(row)
-    with pytest.raises(DataError, match=rf"{room}; raise train.seq_length, .* or set data.on_long to drop$"):
+    with pytest.raises(DataError, match=rf"{room}; raise train.seq_length or .* or set data.on_long to drop$"):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
-    with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
+    with pytest.raises(DataError, match="on_long is cut, which would cut the question at the end of a prompt"):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
-    with pytest.raises(DataError, match="train_on_prompt is true, and only completions are learned from"):
+    with pytest.raises(DataError, match="train_on_prompt is true, but only completions are learned"):
         PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
-    with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
+    with pytest.raises(DataError, match="seq_length is 16, 16 of it are reserved .* no token is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)
 
 
@@ -225,32 +226,32 @@ def steps(cfg, processor, count, **more):
     return found, stream
 
 
-def told(step):
+def describe(step):
     return [(sample.number, sample.row, sample.answer) for sample in step]
 
 
-def test_the_stream_is_exact(folder, models):
+def test_prompt_stream_resumes_exactly(folder, models):
     cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(6)]))
     whole, stream = steps(cfg, models("qwen3"), 5)
     assert [sample.number for step in whole for sample in step] == list(range(20)) and stream.rows == 20
     assert sorted(sample.row for sample in [*whole[0], *whole[1][:2]]) == list(range(6))  # an epoch
     rest, _ = steps(cfg, models("qwen3"), 3, start_row=8)
-    assert [told(step) for step in rest] == [told(step) for step in whole[2:]]
+    assert [describe(step) for step in rest] == [describe(step) for step in whole[2:]]
     ranks = [steps(cfg, models("qwen3"), 5, rank=rank, world=2)[0] for rank in (0, 1)]
-    assert [told(a) + told(b) for a, b in zip(*ranks, strict=True)] == [told(step) for step in whole]
+    assert [describe(a) + describe(b) for a, b in zip(*ranks, strict=True)] == [describe(step) for step in whole]
     cfg.data.workers = 1
-    assert [told(step) for step in steps(cfg, models("qwen3"), 5)[0]] == [told(step) for step in whole]
+    assert [describe(step) for step in steps(cfg, models("qwen3"), 5)[0]] == [describe(step) for step in whole]
 
 
-def test_prompts_are_kept_where_nobody_asks_for_workers(folder, models, monkeypatch):
-    """On a CPU none read ahead then, and what was encoded stays in memory for the next epoch."""
+def test_prompts_are_cached_without_workers(folder, models, monkeypatch):
+    """On a CPU the default is no workers, so encoded rows stay in memory for the next epoch."""
     monkeypatch.setattr("octavo.base.accelerator.detect", lambda: None)
     cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(4)]), workers=None)
     stream = prompt_loader(cfg, models("qwen3"), prompts=4, max_new_tokens=8)
     assert stream.workers == 0 and stream.at(1) is stream.at(1)
 
 
-def test_rows_left_out_keep_the_numbers_of_others(folder, models):
+def test_left_out_rows_keep_the_numbers_of_others(folder, models):
     rows = [{"prompt": f"{n}?", "answer": n} for n in range(8)]
     rows[3] = {"prompt": "long " * 100, "answer": 1}
     rows[5] = {"prompt": "q", "answer": {}}
@@ -259,9 +260,9 @@ def test_rows_left_out_keep_the_numbers_of_others(folder, models):
     assert stream.report.counts == {"dropped": 1, "skipped": 1}
     clean, _ = steps(config(folder, folder.json([{"prompt": "q", "answer": n} for n in range(8)], "b.json")),
                      models("qwen3"), 2)  # fmt: skip
-    places = {row: number for step in clean for number, row, _ in told(step)}
-    kept = {row: number for step in whole for number, row, _ in told(step)}
-    assert kept == {row: number for row, number in places.items() if row not in (3, 5)}
+    places = {row: number for step in clean for number, row, _ in describe(step)}
+    numbers = {row: number for step in whole for number, row, _ in describe(step)}
+    assert numbers == {row: number for row, number in places.items() if row not in (3, 5)}
     with pytest.raises(BadSample, match="row 5"):
         steps(config(folder, path), models("qwen3"), 2)
 

@@ -1,4 +1,4 @@
-"""The table of formats: a kind of files that is planted in it is read, listed, kept and fetched by that alone."""
+"""The table of formats: an added entry is enough for files to be read, listed, cached and fetched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _where_they_are(path: Path) -> Lines:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path) -> Path:
-    """A folder of two files of a format that only the table knows, and a picture."""
+    """Add a format to the table, and write a folder with two files of it and an image."""
     words = registry.text_format((".words",), _texts, _where_they_are, cells=True)
     monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, words))
     folder = tmp_path / "rows"
@@ -49,7 +49,7 @@ def planted(monkeypatch, tmp_path) -> Path:
     return folder
 
 
-def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, monkeypatch):
+def test_new_format_is_read_listed_cached_and_fetched(planted, tmp_path, monkeypatch):
     def rows(of) -> list:
         return [of[n] for n in range(len(of))]
 
@@ -65,9 +65,9 @@ def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, mon
     assert source._cells and source[0].text == "cat"
 
 
-def test_every_format_has_endings_of_its_own_and_no_repository_is_called_so():
+def test_every_format_has_unique_suffixes():
     row_suffixes = registry.row_suffixes()
     assert len({*row_suffixes}) == len(row_suffixes) and {*row_suffixes} == {*suffixes.ROWS}
     assert registry.row_suffixes(indexed_only=True) == suffixes.TAR
-    assert not any(is_name(f"folder/rows{end}") for end in suffixes.NAMED) and is_name("folder/rows.en")
+    assert not any(is_name(f"folder/rows{end}") for end in suffixes.ALL_FILES) and is_name("folder/rows.en")
     assert registry.format_of("x").suffixes == registry.format_of("x.JSON").suffixes

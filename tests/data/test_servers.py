@@ -1,4 +1,4 @@
-"""Servers that fail: silent, slow to fail, of another length than they said. Tried again, bounded, and reported."""
+"""Failing servers (silent, slow, wrong length): retried, bounded and reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = b'{"n": 1}\n{"n": 2}\n'
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers each request as the next of `answers` says, and the rest rightly."""
+    """Answers each request by the next entry of `answers`, and all further requests correctly."""
 
     answers: list[str] = []
     over = threading.Event()
@@ -41,7 +41,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 class Plain(fsspec.AbstractFileSystem):
-    """`plain://HOST:PORT/name`: what a server answers, without a limit of time of its own."""
+    """File system for `plain://HOST:PORT/name`, which reads from a server without a timeout."""
 
     protocol = "plain"
     cachable = False
@@ -59,12 +59,12 @@ class Plain(fsspec.AbstractFileSystem):
         connection.request("GET", f"/{name}")
         answer = connection.getresponse()
         if answer.status >= 400:
-            raise FileNotFoundError(path) from Status(answer.status)  # as fsspec's own HTTP says it
+            raise FileNotFoundError(path) from Status(answer.status)  # like fsspec's HTTP implementation
         return io.BytesIO(answer.read())
 
 
 class Status(Exception):
-    """As aiohttp raises it."""
+    """An HTTP status error like aiohttp's."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"the server answered {status}")
@@ -73,7 +73,7 @@ class Status(Exception):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
-    """Of a file on a server of this process; its first four answers are those in `Server.answers`."""
+    """Return the URL of a file on a server in this process, whose first four answers are `Server.answers`."""
     fsspec.register_implementation("plain", Plain, clobber=True)
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(Server, "over", threading.Event())
@@ -91,59 +91,59 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
     monkeypatch.setattr(remote, "report", texts.append)
     return texts
 
 
 @pytest.mark.parametrize("how", ("500", "503", "429", "shorter", "longer"))
-def test_a_server_that_fails_is_tried_again(url, said, monkeypatch, how):
+def test_failing_server_is_retried(url, reports, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 3)
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? came, and it has 18"
-    assert len(said) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(said, 1))
-    assert all(re.search(why, text) for text in said), said
+    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? received, expected 18"
+    assert len(reports) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(reports, 1))
+    assert all(re.search(why, text) for text in reports), reports
 
 
 @pytest.mark.parametrize("how", ("500", "shorter", "longer"))
-def test_a_server_that_always_fails_is_named_in_the_end(url, said, monkeypatch, how, tmp_path):
+def test_permanently_failing_server_is_reported(url, reports, monkeypatch, how, tmp_path):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(.*\); check that this machine"):
+    with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(.*\); check that this machine"):
         open_fetched(url, None)
-    assert len(said) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
+    assert len(reports) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
 
 
 @pytest.mark.parametrize("how", ("404", "410", "403"))
-def test_a_file_that_is_missing_is_not_asked_for_again(url, said, monkeypatch, how):
+def test_missing_remote_file_is_not_retried(url, reports, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    said_by_it = rf"rows\.jsonl cannot be had \(Status: the server answered {how}\); check the URL and who may read it"
+    said_by_it = rf"rows\.jsonl cannot be read \(Status: the server answered {how}\); check the URL and who may read it"
     with pytest.raises(DataError, match=said_by_it):
         open_fetched(url, None)
-    assert not said and len(Server.answers) == 98
+    assert not reports and len(Server.answers) == 98
 
 
-def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
-    """However slow this machine is: the limit is lifted once the server has been given up."""
+def test_silent_server_is_retried(url, reports, monkeypatch):
+    """The limit is raised after the first try was abandoned, so that a slow machine passes."""
     monkeypatch.setattr(Server, "answers", ["silent"])
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
+    monkeypatch.setattr(remote, "report", lambda text: reports.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    assert said and "rows.jsonl: try 1 of 4 failed (nothing came for 0.05 s)" in said[0]
+    assert reports and "rows.jsonl: try 1 of 4 failed (no data received for 0.05 s)" in reports[0]
 
 
-def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
+def test_unresponsive_server_is_reported(url, reports, monkeypatch):
     monkeypatch.setattr(Server, "answers", ["silent"] * 99)
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(nothing came for 0\.05 s\)"):
+    with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(no data received for 0\.05 s\)"):
         open_fetched(url, None)
-    assert len(said) == 4
+    assert len(reports) == 4
 
 
-def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
-    """No block of the first size ever comes; however slow this machine is, smaller ones come in time."""
+def test_slow_connection_gets_smaller_blocks(url, reports, monkeypatch):
+    """Blocks of the first size never arrive; smaller ones arrive in time even on a slow machine."""
 
     class Slow(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
@@ -154,13 +154,13 @@ def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: Slow(ROWS))
     for name, value in (("STALL_SECONDS", 0.05), ("_BLOCK", 2 * 16), ("_MIN_BLOCK", 1)):
         monkeypatch.setattr(remote, name, value)
-    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
+    monkeypatch.setattr(remote, "report", lambda text: reports.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
-    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(said) == 1
+    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(reports) == 1
 
 
-def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
-    """A try that was given up shares its file with the next one."""
+def test_abandoned_try_does_not_write(tmp_path, monkeypatch):
+    """An abandoned try shares its file with the next one."""
     file, watch = tmp_path / "x", remote._Watch()
     file.write_bytes(b"a" * 18)
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: io.BytesIO(ROWS))
@@ -170,6 +170,6 @@ def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
     assert file.read_bytes() == b"a" * 18
 
 
-def test_tries_are_reported_where_they_are_seen(capsys):
+def test_failed_tries_are_printed_to_stderr(capsys):
     remote.report("x")
     assert capsys.readouterr().err == "x\n"

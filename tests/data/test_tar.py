@@ -1,4 +1,4 @@
-"""Rows of tar files: what WebDataset's names mean, images out of the tar, one bad row among good ones."""
+"""Rows of tar files: member names as in WebDataset, media from the tar, bad rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from octavo.data.storage import cache
 from octavo.data.storage.open_rows import open_rows
 
 
-def packed(path: Path, *files: tuple[str, Any]) -> Path:
-    """A tar of (name, bytes, text or JSON value)."""
+def make_tar(path: Path, *files: tuple[str, Any]) -> Path:
+    """Make a tar from (name, bytes, text or JSON value)."""
     with tarfile.open(path, "w") as archive:
         for name, content in files:
             data = content if isinstance(content, bytes) else content.encode() if isinstance(content, str) else \
@@ -33,18 +33,18 @@ def packed(path: Path, *files: tuple[str, Any]) -> Path:
     return path
 
 
-def why(rows, row: int) -> str:
+def error_of(rows, row: int) -> str:
     with pytest.raises(BadSample) as bad:
         rows[row]
     return str(bad.value)
 
 
 def talk(*words: str) -> dict[str, Any]:
-    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": said} for n, said in enumerate(words)]}
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(words)]}
 
 
-def test_what_names_mean(tmp_path):
-    path = packed(
+def test_member_names_determine_keys(tmp_path):
+    path = make_tar(
         tmp_path / "a.tar",
         ("d/7.json", {"caption": "x", "id": 3}), ("d/7.JPG", b"jpg"), ("d/8.txt", "a cat\n"), ("d/8.png", b"png"),
         ("9.cls", "12\n"), ("9.cls2", "no"), ("9.caption.txt", "é"), ("9.seg.png", b"seg"), ("9.10.png", b"ten"),
@@ -54,16 +54,16 @@ def test_what_names_mean(tmp_path):
     image = {"bytes": b"png", "path": "d/8.png"}
     assert len(rows) == 3 and rows.keys() >= {"caption", "image", "text", "images", "seg.png"}
     assert rows[0] == {"id": 3, "caption": "x", "image": {"bytes": b"jpg", "path": "d/7.jpg"}}
-    assert rows[1] == {"id": "d/8", "text": "a cat\n", "image": image, "cls": "big"}  # the last stands far behind
+    assert rows[1] == {"id": "d/8", "text": "a cat\n", "image": image, "cls": "big"}  # the last one is far behind
     assert rows[2] == {
         "id": "9", "cls": 12, "caption.txt": "é", "seg.png": {"bytes": b"seg", "path": "9.seg.png"},
         "images": [{"bytes": b"two", "path": "9.2.png"}, {"bytes": b"ten", "path": "9.10.png"}],
     }  # fmt: skip
 
 
-def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
+def test_files_replace_their_names_in_the_json(tmp_path):
     parts = [{"type": "image", "image": "1.b.png"}, {"type": "text", "text": "?"}, {"type": "image", "image": "a.png"}]
-    path = packed(
+    path = make_tar(
         tmp_path / "a.tar",
         ("1.a.png", b"A"), ("1.b.png", b"B"), ("1.json", [{"role": "user", "content": parts}]),
         ("x/2.0.png", b"0"), ("x/2.1.png", b"1"), ("x/2.json", {"images": ["2.1.png", "x/2.0.png", "elsewhere.png"]}),
@@ -79,8 +79,8 @@ def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
     assert rows[4] == {"id": "5", "text": "a text alone hears nothing"}
 
 
-def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, monkeypatch):
-    """Tokens, pixels and order; by files that are opened anew; as a worker gets them; its index is made once."""
+def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
+    """Compares tokens, pixels and order, with reopened files and after pickling; the index is written once."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 1)
     names = [folder.image(f"{n}.png", color=(20 * n, 80, 200)) for n in range(9)]
@@ -90,14 +90,14 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
         files = [entry for n in range(3 * part, 3 * part + 3)
                  for entry in ((f"{n}.json", talk("<image>What?", f"{n}.png")),
                                (f"{n}.png", (folder.path / names[n]).read_bytes()))]  # fmt: skip
-        packed(folder.path / "tars" / f"part-{part}.tar", *files)
-    (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
-    said: list[str] = []
-    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # by processes
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9
-    assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
-    source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9 and said == []
+        make_tar(folder.path / "tars" / f"part-{part}.tar", *files)
+    (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools write it
+    log_lines: list[str] = []
+    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # with processes
+    assert len(open_rows(folder.path / "tars", log=log_lines.append)) == 9
+    assert len(log_lines) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in log_lines[0]
+    source, log_lines = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
+    assert len(open_rows(folder.path / "tars", log=log_lines.append)) == 9 and log_lines == []
     assert [file.name for file in cache.list_row_files(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
     assert source.shards.tolist() == [3, 3, 3]
     truth = folder.read(rows)
@@ -108,37 +108,37 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
         assert (a["input_ids"] == b["input_ids"]).all() and (a["pixel_values"] == b["pixel_values"]).all()
     windowed = read(Dataset(path=str(folder.path / "tars"), shuffle_buffer=3, max_samples=7))
     assert windowed.shards.tolist() == [3, 3, 1]
-    drawn = [Mixture([windowed], seed=1).row(n)[1] for n in range(7)]
-    assert sorted(drawn) == list(range(7)) and {row // 3 for row in drawn[:3]} != {0, 1, 2}
+    batches = [Mixture([windowed], seed=1).row(n)[1] for n in range(7)]
+    assert sorted(batches) == list(range(7)) and {row // 3 for row in batches[:3]} != {0, 1, 2}
 
 
 def test_captions_are_documents(tmp_path, models):
-    path = packed(tmp_path / "a.tar", ("0.txt", "A cat."), ("0.png", b"x"), ("1.txt", "A dog."), ("1.png", b"y"))
+    path = make_tar(tmp_path / "a.tar", ("0.txt", "A cat."), ("0.png", b"x"), ("1.txt", "A dog."), ("1.png", b"y"))
     source = read(Dataset(path=str(path)), "documents")
     assert source.format == "text" and source[1].images[0].data == b"y" and source[1].text.endswith("A dog.")
 
 
-def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
+def test_truncated_member_is_one_bad_row(tmp_path):
     files = [(f"{n}.json", talk("q", "a" * 600)) for n in range(4)]
-    path = packed(tmp_path / "a.tar", *files)
+    path = make_tar(tmp_path / "a.tar", *files)
     data = path.read_bytes()
     whole = open_rows(path)
     third = whole[2]
     path.write_bytes(data[: 3 * 1536 + 700])  # a header has 512 bytes, and one of 686 takes 1024
     rows = open_rows(path)
     assert len(rows) == 4 and rows[2] == third
-    assert f"{path}, row 3 (id 3): its 3.json has 686 bytes, and a.tar ends after 188 of them" in why(rows, 3)
+    assert f"{path}, row 3 (id 3): its 3.json has 686 bytes, and a.tar ends after 188 of them" in error_of(rows, 3)
     with pytest.raises(DataError, match=r"a\.tar changed while it was read; start again"):
         whole[0]
     for rest in (b"x" * 512, data[3 * 1536 :][:100], b""):
         path.write_bytes(data[: 3 * 1536] + rest)
         rows = open_rows(path)
         assert len(rows) == 4 and rows[2] == third
-        assert "a.tar is broken after 2.json, byte 4608 of" in why(rows, 3)
+        assert "a.tar is broken after 2.json, byte 4608 of" in error_of(rows, 3)
     path.write_bytes(data + data)
-    assert "data follows its end, as in concatenated tars" in why(open_rows(path), 4)
+    assert "data follows its end, as in concatenated tars" in error_of(open_rows(path), 4)
     (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
-    with pytest.raises(DataError, match=r"b\.tar is a link to a file that is not there"):
+    with pytest.raises(DataError, match=r"b\.tar is a link to a missing file"):
         open_rows(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     ("files", "reason"),
     [
         ([("1.json", "{")], "its 1.json is not JSON: Expecting"),
-        ([("1.json", "3")], "its 1.json is no object and no list of turns"),
+        ([("1.json", "3")], "its 1.json is neither an object nor a list of turns"),
         ([("1.json", b'"\xff"')], "its 1.json is not UTF-8"),
         ([("1.txt", b"\xff")], r"its 1.txt is not UTF-8 (its byte 0)"),
         ([("1.npy", b"x"), ("1.pkl", b"y")], "holds 1.npy, 1.pkl; a row has a json, a txt or an image"),
@@ -154,51 +154,51 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     ],
 )
 def test_bad_rows_are_named(tmp_path, files, reason):
-    rows = open_rows(packed(tmp_path / "a.tar", *files, ("2.txt", "good")))
-    assert f"{tmp_path}/a.tar, row 0" in (told := why(rows, 0)) and reason in told
+    rows = open_rows(make_tar(tmp_path / "a.tar", *files, ("2.txt", "good")))
+    assert f"{tmp_path}/a.tar, row 0" in (message := error_of(rows, 0)) and reason in message
     assert rows[1]["text"] == "good"
 
 
-def test_videos_and_links_are_refused_by_name(tmp_path):
-    path = packed(tmp_path / "a.tar", ("1.json", talk("q", "a")), ("1.mp4", b"x"))
+def test_videos_without_json_and_links_are_rejected(tmp_path):
+    path = make_tar(tmp_path / "a.tar", ("1.json", talk("q", "a")), ("1.mp4", b"x"))
     with pytest.raises(BadSample, match="video"):
         read(Dataset(path=str(path)))[0]
     with tarfile.open(path, "w") as archive:
         link = tarfile.TarInfo("1.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert "its 1.txt is a link or no plain file" in why(open_rows(path), 0)
+    assert "its 1.txt is a link or not a regular file" in error_of(open_rows(path), 0)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), and rows of a tar are read by position; unpack"),
-        (b"no tar" * 200, r"a\.tar is no tar file that can be read"),
-        (bytes(1024), "holds no rows"),
+        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), but rows of a tar are read by position; decompress"),
+        (b"no tar" * 200, r"a\.tar is not a readable tar file"),
+        (bytes(1024), "has no rows"),
     ],
 )
-def test_what_is_no_tar(tmp_path, content, message):
+def test_invalid_tars_are_rejected(tmp_path, content, message):
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_rows(tmp_path / "a.tar")
 
 
-def test_a_damaged_index_is_named(tmp_path):
-    rows = open_rows(packed(tmp_path / "a.tar", ("1.txt", "a")), tmp_path / "cache")
+def test_damaged_tar_index_is_named(tmp_path):
+    rows = open_rows(make_tar(tmp_path / "a.tar", ("1.txt", "a")), tmp_path / "cache")
     (index,) = (tmp_path / "cache").glob("*.index")
     index.write_bytes(index.read_bytes()[:50])
-    with pytest.raises(DataError, match=r"\.index is no whole Arrow file any more .*; delete it"):
+    with pytest.raises(DataError, match=r"\.index is not a valid Arrow file .*; delete it"):
         open_rows(tmp_path / "a.tar", tmp_path / "cache")
     assert rows.path.name == "a.tar"
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 9000))
-def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
-    """Bytes changed, and cut off: rows, bad rows that are named, or no tar; nothing else."""
+def test_damaged_tar_is_read_or_named(tmp_path, damage, end):
+    """Changed or truncated bytes give rows, named bad rows, or a `DataError`, and no other exception."""
     files = [(f"{n}.{kind}", content) for n in range(3) for kind, content in (("json", talk("q", "a")), ("png", b"x"))]
-    path = packed(tmp_path / "a.tar", *files)
+    path = make_tar(tmp_path / "a.tar", *files)
     data = bytearray(path.read_bytes())
     for at, value in damage:
         data[at % len(data)] = value
@@ -217,8 +217,8 @@ def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
             assert f"a.tar, row {row}" in str(bad)
 
 
-def test_rows_of_tars_are_not_asked_to_stream(tmp_path):
-    path = packed(tmp_path / "a.tar", ("0.json", talk("q", "a")))
+def test_tars_reject_stream(tmp_path):
+    path = make_tar(tmp_path / "a.tar", ("0.json", talk("q", "a")))
     for named in (path, tmp_path):
-        with pytest.raises(DataError, match="are never copied; leave `stream` out"):
+        with pytest.raises(DataError, match="are never copied; remove `stream`"):
             open_rows(named, stream=True)

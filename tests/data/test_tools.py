@@ -1,4 +1,4 @@
-"""Rows in which an assistant calls tools: read from every way of writing them, rendered by the template, learned."""
+"""Rows in which an assistant calls tools: parsed from every layout, rendered by the template, learned."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ SPOKEN = [
     {"from": "observation", "value": "dry"},
     {"from": "gpt", "value": "No."},
 ]
-# As Qwen3's: tools in front, a thinking block before the last answer alone.
+# Like Qwen3: tools first, a thinking block only before the last answer.
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
 {%- for m in messages %}
@@ -55,24 +55,24 @@ def encoder(models, family: str = "qwen3", template: str = TEMPLATE) -> Encoder:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_and_answers_are_learned(folder, models, family, form):
-    made = encoder(models, family)
-    sample = made.encode(folder.read([FORMS[form]])[0])
-    whole = made.tokenizer.decode(sample.input_ids)
+    text_encoder = encoder(models, family)
+    sample = text_encoder.encode(folder.read([FORMS[form]])[0])
+    whole = text_encoder.tokenizer.decode(sample.input_ids)
     assert json.dumps(TOOL["function"]["name"]) in whole and "dry" in whole
-    learned = made.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
+    learned = text_encoder.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
     assert learned == '<call>weather{"city": "Bern"}</call><|im_end|>No.<|im_end|>'
 
 
-def test_a_table_whose_rows_differ_says_the_same(folder, models):
-    """Parquet has one type for all turns: what a turn has not, is null there."""
+def test_tools_in_tables_equal_tools_in_json(folder, models):
+    """Parquet has one type for all turns, with null for missing keys."""
     parquet.write_table(pa.Table.from_pylist([ROW, {"messages": TURNS[:1] + TURNS[3:]}]), folder.path / "x.parquet")
     source, truth = folder.read(folder.path / "x.parquet"), folder.read([ROW])[0]
     assert source[0].turns == truth.turns and source[0].tools == truth.tools and source[1].tools == ()
 
 
-def test_prompts_and_pairs_offer_tools_too(folder, models):
-    asked = {"tools": [TOOL], "prompt": SPOKEN[:3], "answer": "No."}
-    prompt = folder.read([asked], kind="prompts")[0].conversation
+def test_prompts_and_pairs_support_tools(folder, models):
+    prompt_row = {"tools": [TOOL], "prompt": SPOKEN[:3], "answer": "No."}
+    prompt = folder.read([prompt_row], kind="prompts")[0].conversation
     assert [turn.role for turn in prompt.turns] == ["user", "assistant", "tool"] and prompt.tools == (TOOL,)
     assert prompt.turns[1].calls[0]["function"] == CALL
     pair = {"tools": [TOOL], "prompt": TURNS[:3], "chosen": "No.", "rejected": "Yes."}
@@ -97,13 +97,13 @@ def test_prompts_and_pairs_offer_tools_too(folder, models):
         ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{**CALL, "id": 7}]}]}, "a call with the id 7;"),
     ],
 )  # fmt: skip
-def test_bad_calls_are_named(folder, change, message):
+def test_bad_calls_are_rejected(folder, change, message):
     with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{message}"):
         folder.read([ROW, {**ROW, **change}])[1]
 
 
-def test_calls_and_what_comes_back_keep_their_ids(folder, models):
-    """As templates of Mistral's models ask for them."""
+def test_calls_and_results_keep_their_ids(folder, models):
+    """Templates of Mistral's models require ids."""
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "abc", "type": "function", "function": CALL}]}
     source = folder.read(
         [{"tools": [TOOL], "messages": [TURNS[0], called, {**TURNS[2], "tool_call_id": "abc"}, TURNS[3]]}]
@@ -112,15 +112,15 @@ def test_calls_and_what_comes_back_keep_their_ids(folder, models):
     asking = TEMPLATE.replace("'<call>'", "'<call>' + call.id").replace(
         "m.role +", "m.role + (m.name or '') + (m.tool_call_id or '') +"
     )
-    made = encoder(models, template=asking)
-    text = made.tokenizer.decode(made.encode(source[0]).input_ids)
+    text_encoder = encoder(models, template=asking)
+    text = text_encoder.tokenizer.decode(text_encoder.encode(source[0]).input_ids)
     assert "<call>abcweather" in text and "<|im_start|>toolweatherabc\ndry" in text
 
 
-def test_a_template_that_passes_over_tools_is_told(folder, models):
+def test_template_without_tools_is_rejected(folder, models):
     silent = TEMPLATE.replace("{%- if tools %}", "{%- if false %}")
-    with pytest.raises(BadSample, match="the chat template has no place for tools, and the row offers some"):
+    with pytest.raises(BadSample, match="the chat template does not support tools, but the row has some"):
         encoder(models, template=silent).encode(folder.read([ROW])[0])
     silent = TEMPLATE.replace("m.tool_calls or []", "[]")
-    with pytest.raises(BadSample, match="no place for calls of tools, and an assistant calls 'weather'"):
+    with pytest.raises(BadSample, match="does not support tool calls, but an assistant calls 'weather'"):
         encoder(models, template=silent).encode(folder.read([{"messages": TURNS}])[0])

@@ -1,4 +1,4 @@
-"""Rows with videos: where they stand, what of a file is taken, what is refused, and what becomes of it."""
+"""Rows with videos: positions, selected frames, rejected files, and encoded tensors."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ RATE = 8
 GREYS = [7 * n for n in range(30)]  # the grey that frame n has
 
 
-def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), options=None) -> Path:
-    """Frames of one grey each, a key frame every six; `times`: of a thousandth of a second, where they are not even."""
+def write_video(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), options=None) -> Path:
+    """Write a video of frames of one grey value each, with a key frame every six frames. `times`: uneven time stamps in
+    milliseconds."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=RATE)
         stream.height, stream.width = size
@@ -66,7 +67,7 @@ def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(
 
 
 class Every:
-    """Takes the frames that it is told to, as they are."""
+    """A sampler that selects the given frames without resizing."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
@@ -89,22 +90,22 @@ def greys(path, *numbers: int, **limits) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("videos")
-    film(made / "a.mp4")
-    film(made / "b.webm", codec="libvpx-vp9")
-    whole = (made / "a.mp4").read_bytes()
-    (made / "cut.mp4").write_bytes(whole[: len(whole) // 2])
-    webm = (made / "b.webm").read_bytes()
-    (made / "cut.webm").write_bytes(webm[: len(webm) // 3])
-    (made / "noise.mp4").write_bytes(whole[:40] + np.random.RandomState(0).bytes(4000))
-    (made / "empty.mp4").write_bytes(b"")
-    (made / "text.mp4").write_text("#EXTM3U\nfile:///etc/passwd\n")
-    (made / "frames").mkdir()
-    for number in range(12):  # 10 and 11 stand behind 9
-        Image.new("RGB", (16, 16), (GREYS[number],) * 3).save(made / "frames" / f"f{number}.png")
-    (made / "nothing").mkdir()
-    Image.new("RGB", (16, 24), (9, 99, 9)).save(made / "i.png")
-    with av.open(str(made / "sound.mp4"), "w") as container:
+    directory = tmp_path_factory.mktemp("videos")
+    write_video(directory / "a.mp4")
+    write_video(directory / "b.webm", codec="libvpx-vp9")
+    whole = (directory / "a.mp4").read_bytes()
+    (directory / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    webm = (directory / "b.webm").read_bytes()
+    (directory / "cut.webm").write_bytes(webm[: len(webm) // 3])
+    (directory / "noise.mp4").write_bytes(whole[:40] + np.random.RandomState(0).bytes(4000))
+    (directory / "empty.mp4").write_bytes(b"")
+    (directory / "text.mp4").write_text("#EXTM3U\nfile:///etc/passwd\n")
+    (directory / "frames").mkdir()
+    for number in range(12):  # 10 and 11 come after 9
+        Image.new("RGB", (16, 16), (GREYS[number],) * 3).save(directory / "frames" / f"f{number}.png")
+    (directory / "nothing").mkdir()
+    Image.new("RGB", (16, 24), (9, 99, 9)).save(directory / "i.png")
+    with av.open(str(directory / "sound.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16000)
         stream.layout = "mono"
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
@@ -112,8 +113,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         container.mux(stream.encode(sound))
         container.mux(stream.encode())
     for kind in KINDS:
-        tiny.write(kind, made / kind, size="mini")
-    return made
+        tiny.write(kind, directory / kind, size="mini")
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +123,13 @@ def processors(folder):
 
 
 def row(folder: Path, *names, text="<video>what?", form="sharegpt", answer="a digit", **more):
-    said = [("human", text), ("gpt", answer)] if isinstance(text, str) else text
-    turns = [{"from": who, "value": words} for who, words in said]
+    message = [("human", text), ("gpt", answer)] if isinstance(text, str) else text
+    turns = [{"from": who, "value": words} for who, words in message]
     listed = {"video": names[0] if len(names) == 1 else list(names)} if names else {}
     return parse({"conversations": turns, **listed, **more}, form, file="rows", row=3, images=folder)
 
 
-def test_a_video_is_named_in_every_layout(folder):
+def test_videos_are_read_from_every_layout(folder):
     plain = row(folder, "a.mp4")
     assert plain.turns[0].parts[0] == VideoRef("a.mp4") and [path.name for path in plain.videos] == ["a.mp4"]
     parts = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "what?"}]
@@ -139,14 +140,14 @@ def test_a_video_is_named_in_every_layout(folder):
     alpaca = {"instruction": "<video>what?", "output": "a digit", "video": "a.mp4"}
     assert parse(alpaca, "alpaca", file="rows", row=3, images=folder).turns == plain.turns
     assert row(folder, "a.mp4", form="llava") == plain
-    held = row(folder, {"bytes": (folder / "a.mp4").read_bytes(), "path": "x.mp4"})
-    assert isinstance(held.videos[0], InlineVideo) and greys(held.videos[0], 3) == [GREYS[3]]
+    conversation = row(folder, {"bytes": (folder / "a.mp4").read_bytes(), "path": "x.mp4"})
+    assert isinstance(conversation.videos[0], InlineVideo) and greys(conversation.videos[0], 3) == [GREYS[3]]
     for fps in (4, "4.0"):  # a text, as CSV has it
         assert row(folder, "frames", fps=fps).videos == (FrameFolder(folder / "frames", 4.0),)
 
 
 @pytest.mark.parametrize(
-    ("names", "more", "said"),
+    ("names", "more", "message"),
     [
         (("a.mp4", "b.webm"), {}, r"1 <video> placeholder.s. in its text and 2 video"),
         (("none.mp4",), {}, "video 'none.mp4' is missing"),
@@ -154,22 +155,22 @@ def test_a_video_is_named_in_every_layout(folder):
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
         *(
-            (("frames",), {"fps": fps}, "has the fps .*; expected frames a second, a number above 0, at most 1000")
+            (("frames",), {"fps": fps}, "has the fps .*; expected frames per second, a number above 0 and at most 1000")
             for fps in (0, -1, True, "fast", float("nan"), 1001, [4])
         ),
         (("a.mp4",), {"fps": 2}, "has the fps 2, and no folder of frames, .* set data.video.fps"),
     ],
 )
-def test_what_no_row_may_say(folder, names, more, said):
-    with pytest.raises(BadSample, match=said):
+def test_invalid_media_rows_are_rejected(folder, names, more, message):
+    with pytest.raises(BadSample, match=message):
         row(folder, *names, **more)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "b.webm"])
-def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monkeypatch):
-    film = video_files.select_frames(folder / name, Every())
-    assert (film.total, film.fps) == (24, RATE)  # webm has no number of frames in its header
-    assert len(film.keys) == 4 or name != "a.mp4"
+def test_frames_are_selected_by_time_with_seeks(folder, name, monkeypatch):
+    write_video = video_files.select_frames(folder / name, Every())
+    assert (write_video.total, write_video.fps) == (24, RATE)  # webm has no number of frames in its header
+    assert len(write_video.keys) == 4 or name != "a.mp4"
     assert np.abs(np.array(greys(folder / name)) - GREYS[:24]).max() <= (1 if name == "a.mp4" else 2)
     decoded = []
     original = video_files._frames_from
@@ -184,9 +185,9 @@ def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monke
     assert name != "a.mp4" or len(decoded) <= 1 + 2 + 4  # the first, 0 and 1, 18 to 21
 
 
-def test_a_variable_rate_keeps_its_time(tmp_path):
-    times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # at rest for two seconds
-    path = film(tmp_path / "v.mp4", len(times), times=times)
+def test_variable_frame_rate_keeps_timing(tmp_path):
+    times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # a still frame for two seconds
+    path = write_video(tmp_path / "v.mp4", len(times), times=times)
     found = video_files.select_frames(path, Every())
     assert found.total == 8 and found.fps == pytest.approx(7 / 2.7)
     wanted = [max(n for n, at in enumerate(times) if at <= 1000 * (i + 0.25) / found.fps) for i in range(8)]
@@ -194,49 +195,49 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
     assert wanted != list(range(8))
 
 
-def test_frames_that_begin_late_are_not_taken_for_a_rest(tmp_path):
-    path = film(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
+def test_late_first_frame_is_not_a_truncation(tmp_path):
+    path = write_video(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
     found = video_files.select_frames(path, Every(), FileLimits(seconds=2.0))
     assert (found.total, found.fps) == (6, RATE) and greys(path) == pytest.approx(GREYS[:6], abs=1)
 
 
-def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
-    """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
-    path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
+def test_undecodable_key_frames_fall_back_to_the_first(tmp_path):
+    """Intra refresh renews a picture column by column, so there is no picture directly after a seek."""
+    path = write_video(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
     assert len(video_files.select_frames(path, Every()).keys) > 1
     assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_is_rejected_without_reading(tmp_path):
     os.mkfifo(tmp_path / "endless.mp4")
-    with pytest.raises(Mismatch, match="is no file"):
+    with pytest.raises(Mismatch, match="is not a file"):
         video_files.select_frames(tmp_path / "endless.mp4", Every())
 
 
-def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
+def test_frame_folder_is_ordered_by_numbers(folder):
     assert greys(FrameFolder(folder / "frames", 4.0)) == GREYS[:12]
     assert greys(FrameFolder(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
 
 
-def test_odd_names_of_frames(tmp_path):
+def test_invalid_frame_names_are_rejected(tmp_path):
     for name in ("1.png", "\N{SUPERSCRIPT TWO}5.png", "10.png", "x.png"):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     names = [path.name for path in video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())]
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
-    (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
-    with pytest.raises(Mismatch, match="2.png is no file; restore or remove it"):
+    (tmp_path / "2.png").symlink_to("gone.png")  # a missing frame must not give a shorter video
+    with pytest.raises(Mismatch, match="2.png is not a file; restore or remove it"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
-    with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
+    with pytest.raises(Mismatch, match="2.png is not a file|cannot be read"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
-    with pytest.raises(Mismatch, match="two frames of one name; remove one"):
+    with pytest.raises(Mismatch, match="two frames with one name, .*; remove one"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
 
 
-def test_the_cover_of_a_song_is_no_video(tmp_path):
+def test_cover_image_is_not_a_video(tmp_path):
     with av.open(str(tmp_path / "song.mp4"), "w") as container:
         cover, song = container.add_stream("mjpeg", rate=1), container.add_stream("aac", rate=16000)
         cover.width, cover.height, cover.pix_fmt, song.layout = 16, 16, "yuvj420p", "mono"
@@ -247,12 +248,12 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
         sound.rate = 16000
         container.mux(song.encode(sound))
         container.mux(song.encode())
-    with pytest.raises(Mismatch, match="holds only sound"):
+    with pytest.raises(Mismatch, match="has only audio"):
         video_files.select_frames(tmp_path / "song.mp4", Every())
 
 
 @pytest.mark.filterwarnings("error")
-def test_frames_of_a_folder_are_resized_without_a_warning(folder):
+def test_folder_frames_are_resized_without_warning(folder):
     takes = SimpleNamespace(indices=lambda *_: [0, 1], size=lambda *_: (32, 32), tokens=lambda *_: 1)
     assert video_files.load(video_files.select_frames(FrameFolder(folder / "frames", 8.0), takes)).frames.shape == (
         2,
@@ -262,8 +263,8 @@ def test_frames_of_a_folder_are_resized_without_a_warning(folder):
     )
 
 
-def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray:
-    """Writes a video of one frame whose track is shown by (a b; c d), and returns the frame."""
+def _write_rotated(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray:
+    """Write a video of one frame whose track has the display matrix (a b; c d), and return the frame."""
     image = np.zeros((16, 32, 3), np.uint8)
     image[:8, :8], image[:4, 16:] = 255, 90
     with av.open(str(path), "w") as container:
@@ -290,27 +291,29 @@ def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray
         ((1, 0, 0, -1), lambda image: image[::-1]),
         ((0, 1, 1, 0), lambda image: image.transpose(1, 0, 2)),
         ((0, -1, -1, 0), lambda image: np.rot90(image.transpose(1, 0, 2), 2)),
-        ((0, 0, 0, 0), lambda image: image),  # says nothing
+        ((0, 0, 0, 0), lambda image: image),  # defines no orientation
         ((0.5, 0.004, -0.004, 0.5), lambda image: image),  # half a degree, and half as large
     ],
 )
-def test_a_video_is_upright(tmp_path, matrix, shown):
-    """A phone writes how it was held into the matrix of the track, and a camera that looks at its owner a mirror."""
-    image = shown(_turned(tmp_path / "t.mp4", matrix))
+def test_display_matrix_is_applied(tmp_path, matrix, shown):
+    """Phones write their orientation into the matrix of the track, and front cameras a mirror."""
+    image = shown(_write_rotated(tmp_path / "t.mp4", matrix))
     found = video_files.select_frames(tmp_path / "t.mp4", Every())
     [frame] = video_files.load(found).frames
     assert found.size == image.shape[:2] and np.abs(frame.astype(int) - image).max() <= 2
 
 
 @pytest.mark.parametrize("matrix", ((0.7, 0.7, -0.7, 0.7), (1, 0.5, 0, 1), (1, 0, 1, 0), (1, 0, 0, 0)))
-def test_a_video_that_is_shown_aslant_is_refused(tmp_path, matrix):
-    _turned(tmp_path / "t.mp4", matrix)
-    with pytest.raises(Mismatch, match=r"t\.mp4 is to be shown by the matrix \(.*\), which is no quarter turn"):
+def test_oblique_display_matrix_is_rejected(tmp_path, matrix):
+    _write_rotated(tmp_path / "t.mp4", matrix)
+    with pytest.raises(
+        Mismatch, match=r"t\.mp4 has the display matrix \(.*\), which is not a multiple of a quarter turn"
+    ):
         video_files.select_frames(tmp_path / "t.mp4", Every())
 
 
-def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
-    """In a folder, also by what EXIF turns, and in a file that changes its size on the way."""
+def test_frames_of_two_sizes_are_rejected(processors, tmp_path):
+    """In a folder, also if EXIF rotates a frame, and in a file whose size changes."""
     sizes = {"wide": (32, 16), "turned": (16, 16), "high": (16, 24)}
     for name, size in sizes.items():
         (tmp_path / name).mkdir()
@@ -321,22 +324,24 @@ def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
     exif[0x0112] = 6
     for number in range(4):
         Image.new("RGB", (32, 16)).save(tmp_path / "turned" / f"{number}.png", exif=exif if number == 3 else b"")
-    for name, said in (("wide", "16 x 16 pixels, and 2.png 32 x 16"), ("high", "16 x 16 pixels, and 2.png 16 x 24"),
+    for name, message in (("wide", "16 x 16 pixels, and 2.png 32 x 16"), ("high", "16 x 16 pixels, and 2.png 16 x 24"),
                        ("turned", "32 x 16 pixels, and 3.png 16 x 32")):  # fmt: skip
-        with pytest.raises(Mismatch, match=rf"{name} has frames of two sizes: the first has {said}; write all in one"):
+        with pytest.raises(
+            Mismatch, match=rf"{name} has frames of two sizes: the first has {message}; write all in one"
+        ):
             video_files.load(video_files.select_frames(FrameFolder(tmp_path / name, 8.0), Every()))
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}], "fps": 2}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"videos": ["wide"]}))
     source = read(Dataset(path=str(tmp_path / "rows.jsonl")))
     with pytest.raises(BadSample, match="row 0: video .* has frames of two sizes"):
         Encoder(processors["qwen3_vl"], 512).encode(source[0])
-    grown = InlineVideo(_joined(tmp_path, (16, 16), (32, 16)), "grown.mkv")
+    grown = InlineVideo(_write_sizes(tmp_path, (16, 16), (32, 16)), "grown.mkv")
     with pytest.raises(Mismatch, match=r"grown\.mkv .* the first has 16 x 16 pixels, and frame 3 32 x 16"):
         video_files.load(video_files.select_frames(grown, Every()))
 
 
-def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
-    """A stream of VP9 whose frames have one size after another, three of each."""
+def _write_sizes(folder: Path, *sizes: tuple[int, int]) -> bytes:
+    """Write a VP9 stream with three frames of each size."""
     packets = []
     for width, height in sizes:
         stream = av.CodecContext.create("libvpx-vp9", "w")
@@ -356,7 +361,7 @@ def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
     return (folder / "joined.mkv").read_bytes()
 
 
-def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
+def test_resized_pixels_match_stock_classes(tmp_path):
     frames = np.random.RandomState(0).randint(0, 256, (3, 40, 24, 3), np.uint8)
     whole = torch.from_numpy(frames).permute(0, 3, 1, 2)
     wanted = F.interpolate(whole, (16, 32), mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
@@ -364,41 +369,41 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "limits", "said"),
+    ("name", "limits", "message"),
     [
         ("cut.mp4", {}, "cannot be decoded|is truncated"),
         ("cut.webm", {}, "cannot be decoded|is truncated"),
-        ("noise.mp4", {}, "cannot be decoded|holds no"),
+        ("noise.mp4", {}, "cannot be decoded|has no"),
         ("empty.mp4", {}, "is empty"),
-        ("text.mp4", {}, "none of mp4, mov, webm and mkv"),
-        ("sound.mp4", {}, "holds only sound"),
+        ("text.mp4", {}, "not mp4, mov, webm or mkv"),
+        ("sound.mp4", {}, "has only audio"),
         ("nothing", {}, "a folder without a frame"),
         ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
-        ("a.mp4", {"seconds": 2.0}, "is 3 s long, and 2 are the most .data.video.max_seconds"),
-        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, and 2 are the most"),
-        ("a.mp4", {"megabytes": 1e-4}, "MB, and 0.0001 are the most .data.video.max_megabytes"),
+        ("a.mp4", {"seconds": 2.0}, "is 3 s long, over the limit of 2 s .data.video.max_seconds"),
+        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, over the limit of 2 s"),
+        ("a.mp4", {"megabytes": 1e-4}, "MB, over the limit of 0.0001 .data.video.max_megabytes"),
         ("a.mp4", {"megapixels": 1e-4}, "frames of 16 x 16 pixels, over the limit of 0.0001 megapixels"),
     ],
 )
-def test_bad_videos_are_bad_samples(folder, processors, name, limits, said):
+def test_bad_videos_are_bad_samples(folder, processors, name, limits, message):
     encoder = Encoder(processors["qwen3_vl"], 512, file_limits=FileLimits(**limits))
-    with pytest.raises(BadSample, match=said) as caught:
+    with pytest.raises(BadSample, match=message) as caught:
         encoder.encode(row(folder, name))
     assert caught.value.row == 3 and name in caught.value.reason
 
 
-def test_a_length_that_is_a_lie_costs_nothing(folder, tmp_path):
+def test_false_length_in_header_is_rejected_early(folder, tmp_path):
     data = bytearray((folder / "b.webm").read_bytes())
     at = data.find(b"\x44\x89\x88") + 3  # Duration, a float of 8 bytes
     assert at > 3
-    for claimed, said in ((8.64e7, "is 86400 s long"), (1e6, "is truncated: 24 frames of 3.00 s")):
+    for claimed, message in ((8.64e7, "is 86400 s long"), (1e6, "is truncated: 24 frames of 3.00 s")):
         data[at : at + 8] = np.array([claimed], ">f8").tobytes()
         (tmp_path / "lie.webm").write_bytes(data)
-        with pytest.raises(Mismatch, match=said):
+        with pytest.raises(Mismatch, match=message):
             video_files.select_frames(tmp_path / "lie.webm", Every())
 
 
-def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
+def test_missing_pyav_is_named(folder, processors, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -411,16 +416,16 @@ def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder, "a.mp4"))
 
 
-def test_who_takes_no_videos_says_so(folder, processors, models):
-    for kind, said in (
+def test_models_without_video_support_reject_videos(folder, processors, models):
+    for kind, message in (
         ("gemma3", "videos are not supported for this model"),
         ("qwen3", "videos are not supported for this model"),
     ):
-        with pytest.raises(BadSample, match=said):
+        with pytest.raises(BadSample, match=message):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
-    sentence = "which the generation engine does not take: videos of qwen2_5_vl have positions in seconds"
+    sentence = "which the generation engine does not support: videos of qwen2_5_vl have positions in seconds"
     with pytest.raises(BadSample, match=sentence):
         PromptEncoder(processors["qwen2_5_vl"], 512).encode(prompt(folder))
 
@@ -431,33 +436,35 @@ def prompt(folder: Path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
-def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, processors, kind):
-    """What the model makes of it is what it makes of the same row with a video."""
-    asked = prompt(folder)
-    made = PromptEncoder(processors[kind], 512).encode(asked)
-    assert made.columns["videos"] == [str(folder / "a.mp4")] and made.columns["messages"][0]["content"].count("<video>")
+def test_prompt_converts_videos_to_images(folder, processors, kind):
+    """The model's output equals that of the same row with a video."""
+    prompt_row = prompt(folder)
+    sample = PromptEncoder(processors[kind], 512).encode(prompt_row)
+    assert sample.columns["videos"] == [str(folder / "a.mp4")] and sample.columns["messages"][0]["content"].count(
+        "<video>"
+    )
     stock = Encoder(processors[kind], 512)
-    [whole] = run_together([stock.encoding(asked.conversation, None)], stock.calls)
-    assert made.images == 1 + 3 and not made.extra and whole.videos == 1
+    [whole] = run_together([stock.encoding(prompt_row.conversation, None)], stock.calls)
+    assert sample.images == 1 + 3 and not sample.extra and whole.videos == 1
     model = models.load(folder / kind, dtype=torch.float32)
     forward = Forward(model, World(), None)
     with torch.no_grad():
-        assert torch.allclose(forward(collate([made], 0)), forward(collate([whole], 0)), atol=1e-5)
+        assert torch.allclose(forward(collate([sample], 0)), forward(collate([whole], 0)), atol=1e-5)
 
 
-def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
-    said = {"chosen": "b", "rejected": "c", "video": "a.mp4"}
-    pair = parse_pair({"prompt": "<video>a", **said}, "pairs", file="rows", row=3, images=folder)
+def test_pair_answers_share_the_video(folder, processors):
+    raw = {"chosen": "b", "rejected": "c", "video": "a.mp4"}
+    pair = parse_pair({"prompt": "<video>a", **raw}, "pairs", file="rows", row=3, images=folder)
     assert pair.videos == (folder / "a.mp4",) and pair.context_answers == 0
     for kind in KINDS:
-        made, alone = PairEncoder(processors[kind], 512).encode(pair), Encoder(processors[kind], 512)
-        for side, own in (("chosen", made.chosen), ("rejected", made.rejected)):
+        encoded_pair, alone = PairEncoder(processors[kind], 512).encode(pair), Encoder(processors[kind], 512)
+        for side, sample in (("chosen", encoded_pair.chosen), ("rejected", encoded_pair.rejected)):
             of = alone.encode(getattr(pair, side))
-            assert np.array_equal(own.input_ids, of.input_ids) and own.videos == 1
+            assert np.array_equal(sample.input_ids, of.input_ids) and sample.videos == 1
             for name, one in of.extra.items():
-                assert np.array_equal(own.extra[name].values, one.values)
+                assert np.array_equal(sample.extra[name].values, one.values)
     labelled = {"prompt": "a", "completion": [{"role": "assistant", "content": "<video>b"}], "label": True}
-    with pytest.raises(BadSample, match="a video in the answer that is labelled, and answers are text"):
+    with pytest.raises(BadSample, match="a video in the answer that is labelled, but answers are text"):
         parse_labelled({**labelled, "video": "a.mp4"}, "labelled", file="rows", row=3, images=folder)
 
 
@@ -472,7 +479,7 @@ def mixed(folder: Path) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(folder, processors, kind):
+def test_batch_of_videos_images_and_text_matches_stock_model(folder, processors, kind):
     torch.manual_seed(0)
     model = models.load(folder / kind, dtype=torch.float32)
     encoder = Encoder(processors[kind], 512)
@@ -491,7 +498,7 @@ def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(
     mask = batch["attention_mask"].bool()
     ours, stock = forward(dict(batch)), model(**given, use_cache=False).logits
     assert torch.allclose(ours[mask], stock[mask], atol=1e-5)
-    assert forward.images and forward.takes_images(batch)
+    assert forward.images and forward.sees(batch)
     grads = []
     for logits in (ours, stock):
         model.zero_grad()
@@ -508,42 +515,44 @@ def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, kind):
+def test_rows_are_cut_before_a_video_never_inside(folder, processors, kind):
     encoder, cutting = Encoder(processors[kind], 512), None
     turns = [("human", "<video>what?"), ("gpt", "one"), ("human", "<video><image>and?"), ("gpt", "two")]
-    held = row(folder, "a.mp4", "b.webm", text=turns, images=["i.png"])
-    whole = encoder.encode(held)
+    conversation = row(folder, "a.mp4", "b.webm", text=turns, images=["i.png"])
+    whole = encoder.encode(conversation)
     first = whole.films[0] if whole.films else whole.places[0]
     seen = set()
     for length in range(first[1] + 8, len(whole.input_ids)):
         cutting = Encoder(processors[kind], length, on_long="cut")
         try:
-            made = cutting.encode(held)
+            sample = cutting.encode(conversation)
         except LongSample:
             continue
-        seen.add(len(made.input_ids))
-        assert len(made.input_ids) <= length and np.array_equal(made.input_ids, whole.input_ids[: len(made.input_ids)])
-        spans = (*made.films, *made.places)
-        assert all(end <= len(made.input_ids) for _, end in spans)
-        batch = collate([made], 0)
+        seen.add(len(sample.input_ids))
+        assert len(sample.input_ids) <= length and np.array_equal(
+            sample.input_ids, whole.input_ids[: len(sample.input_ids)]
+        )
+        spans = (*sample.films, *sample.places)
+        assert all(end <= len(sample.input_ids) for _, end in spans)
+        batch = collate([sample], 0)
         if kind == "internvl":
-            assert len(batch["pixel_values"]) * 4 == int((made.input_ids == processors[kind].image_token_id).sum())
+            assert len(batch["pixel_values"]) * 4 == int((sample.input_ids == processors[kind].image_token_id).sum())
         else:
-            pads = int((made.input_ids == processors[kind].video_token_id).sum())
+            pads = int((sample.input_ids == processors[kind].video_token_id).sum())
             assert int(batch["video_grid_thw"].prod(-1).sum()) == 4 * pads == len(batch["pixel_values_videos"])
-            assert len(batch["video_grid_thw"]) == made.videos
+            assert len(batch["video_grid_thw"]) == sample.videos
     assert len(seen) > 3
     with pytest.raises(LongSample, match="has a video of 12 tokens .* lower data.video.fps"):
-        Encoder(processors[kind], 8, on_long="cut").encode(held)
+        Encoder(processors[kind], 8, on_long="cut").encode(conversation)
     with pytest.raises(DataError, match="has a video of 12 tokens"):
-        Encoder(processors[kind], 8, on_long="error").encode(held)
+        Encoder(processors[kind], 8, on_long="error").encode(conversation)
     with pytest.raises(LongSample):
-        Encoder(processors[kind], len(whole.input_ids) - 1).encode(held)
+        Encoder(processors[kind], len(whole.input_ids) - 1).encode(conversation)
     with pytest.raises(LongSample, match="falls into a video, which is removed whole, and nothing to learn is left"):
-        Encoder(processors[kind], first[1] - 1, on_long="cut").encode(held)
+        Encoder(processors[kind], first[1] - 1, on_long="cut").encode(conversation)
 
 
-def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
+def test_tar_rows_contain_their_videos(folder, tmp_path):
     import json
     import tarfile
 
@@ -557,32 +566,32 @@ def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
     assert isinstance(video, InlineVideo) and video.name == "1.mp4" and greys(video, 5) == [GREYS[5]]
 
 
-def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
+def test_frame_folder_rejects_outside_links(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
-    with pytest.raises(Mismatch, match="whose f99.png is a link out of it; copy the file there"):
+    with pytest.raises(Mismatch, match="whose f99.png is a link to a file outside it; copy the file there"):
         video_files.select_frames(FrameFolder(tmp_path / "f", 4.0), Every())
 
 
-def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
+def test_digit_clips_are_reproducible(tmp_path):
     from octavo.data.builtin import digit_clips
 
-    made = [digit_clips.write(tmp_path / name, 3, 2, digits=2, hold=3) for name in ("a", "b")]
-    assert isinstance(made[0], Digits)
-    files = [{p.relative_to(m.directory): p.read_bytes() for p in m.directory.rglob("*.*")} for m in made]
+    sets = [digit_clips.write(tmp_path / name, 3, 2, digits=2, hold=3) for name in ("a", "b")]
+    assert isinstance(sets[0], Digits)
+    files = [{p.relative_to(m.directory): p.read_bytes() for p in m.directory.rglob("*.*")} for m in sets]
     assert files[0] == files[1] and len([name for name in files[0] if name.suffix == ".mp4"]) == 5
-    held = read(Dataset(path=str(made[0].test)))[0]
-    assert held.turns[0].text == digit_clips.QUESTION and len(held.turns[1].text.split()) == 2
-    assert video_files.select_frames(held.videos[0], Every()).total == 6
-    assert digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
-    with pytest.raises(DataError, match="other settings .digits: 2 there, 4 asked"):
+    conversation = read(Dataset(path=str(sets[0].test)))[0]
+    assert conversation.turns[0].text == digit_clips.QUESTION and len(conversation.turns[1].text.split()) == 2
+    assert video_files.select_frames(conversation.videos[0], Every()).total == 6
+    assert digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3) == sets[0]
+    with pytest.raises(DataError, match="different settings .digits: 2 there, 4 asked"):
         digit_clips.write(tmp_path / "a", 3, 2, digits=4, hold=3)
     next((tmp_path / "a" / "videos" / "train").glob("*.mp4")).unlink()
     with pytest.raises(DataError, match="is not complete .2 of 3 train videos"):
         digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3)
 
 
-def test_names_of_the_protocol_are_those_of_the_families():
+def test_sampler_protocol_matches_the_families():
     assert (
         all(hasattr(VideoProcessor, name) for name in ("indices", "size", "tokens"))
         and video_refs.PLACEHOLDER == "<video>"

@@ -1,8 +1,8 @@
-"""The example device: how its library is built, and how a process gets it, as a vendor's package would give it.
+"""An example device: builds its library, and registers it in a process as a vendor's package would.
 
-    python -m tests.device.mimic LIBRARY cpu|mimic FILE RUN...     # trains there; prints what came of it as JSON
+    python -m tests.device.mimic LIBRARY cpu|mimic FILE RUN...     # trains there; prints the results as JSON
 
-It is for a process of its own: a name given to PrivateUse1 stays, and so does what torch thinks its accelerator is.
+It runs in a separate process, because the name of PrivateUse1 and torch's accelerator cannot be changed back.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NAME = "mimic"
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled against this torch. Raises CalledProcessError with what the compiler said."""
-    home, made = Path(torch.__file__).parent, folder / f"{NAME}.so"
-    includes = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu"]
+    """Compile the library against this torch. Raises CalledProcessError with the output of the compiler."""
+    root, library = Path(torch.__file__).parent, folder / f"{NAME}.so"
+    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    words = [compiler(), "-std=c++20", "-O0", "-w", "-fPIC", "-shared", abi, *includes, str(SOURCE), "-o", str(made)]
+    words = [compiler(), "-std=c++20", "-O0", "-w", "-fPIC", "-shared", abi, *includes, str(SOURCE), "-o", str(library)]
     subprocess.run([*words, *libraries], check=True, capture_output=True, text=True)
-    return made
+    return library
 
 
 def compiler() -> str | None:
@@ -42,7 +42,7 @@ def compiler() -> str | None:
 
 
 def register(library: Path) -> None:
-    """What a vendor's package does when it is imported: a name, kernels, and a module that says what is there."""
+    """Do what a vendor's package does on import: register a name, kernels, and a module that describes the device."""
     torch.utils.rename_privateuse1_backend(NAME)
     torch.ops.load_library(library)
     module = types.ModuleType(f"torch.{NAME}")
@@ -56,8 +56,8 @@ def register(library: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
-class Sees(train.Callback):
-    """Notes where the model is, and ends the run after step ``last``."""
+class DeviceRecorder(train.Callback):
+    """Records the device of the model, and stops the run after step ``last``."""
 
     def __init__(self, last: int | None = None) -> None:
         self.last, self.device = last, ""
@@ -71,25 +71,25 @@ class Sees(train.Callback):
 
 
 def main(library: str, device: str, file: str, *runs: str) -> None:
-    """Train what each of ``runs`` asks of the configuration ``file`` (words, apart by blanks; ``stop=2`` ends it after
-    step 2, ``device=`` names a type of device), one after the other."""
+    """Train each of ``runs`` with the configuration ``file``, one after the other. A run is a list of overrides
+    separated by blanks; ``stop=2`` stops it after step 2, ``device=`` selects a device type."""
     if device == NAME:
         register(Path(library))
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for words in runs:
-        own = dict(word.split("=") for word in words.split() if word.startswith(("stop=", "device=")))
-        over = [word for word in words.split() if word.partition("=")[0] not in own]
-        sees = Sees(int(own["stop"]) if "stop" in own else None)
-        if "device" in own:
-            os.environ[accelerator.VARIABLE] = own["device"]
+        options = dict(word.split("=") for word in words.split() if word.startswith(("stop=", "device=")))
+        overrides = [word for word in words.split() if word.partition("=")[0] not in options]
+        recorder = DeviceRecorder(int(options["stop"]) if "stop" in options else None)
+        if "device" in options:
+            os.environ[accelerator.VARIABLE] = options["device"]
         try:
-            result = train.run(load_config_text(Path(file).read_text(), over), callbacks=[sees])
-        except (train.TrainError, fp8.BackendError) as error:  # what Octavo refuses; all else is a failure
-            told.append({"error": str(error)})
+            result = train.run(load_config_text(Path(file).read_text(), overrides), callbacks=[recorder])
+        except (train.TrainError, fp8.BackendError) as error:  # expected errors
+            results.append({"error": str(error)})
         else:
-            told.append({"losses": list(result.losses().values()), "device": sees.device})
+            results.append({"losses": list(result.losses().values()), "device": recorder.device})
     here = accelerator.default_device()
-    print(json.dumps({"runs": told, "here": here.type, "abilities": accelerator.list_abilities(here)}))
+    print(json.dumps({"runs": results, "here": here.type, "abilities": accelerator.list_abilities(here)}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A device of another vendor trains the tiny models by the reference, with the CPU's losses bit for bit.
+"""A device of another vendor trains tiny models with the reference backend, with the losses of the CPU bit for bit.
 
-The device is :mod:`tests.device.mimic`, registered through torch's PrivateUse1 hooks in a process of its own: it has no
-streams, no pinned memory, no generator and no statistics, and what stands on those is gone without or refused by name.
+The device is :mod:`tests.device.mimic`, registered through torch's PrivateUse1 hooks in a separate process. It has no
+streams, pinned memory, generator or statistics; features that need them are disabled or rejected by name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(mimic.compiler() is None, reason="no C++ compiler builds the example device"),
 ]
-REFUSED = ("optimizer.offload=true", "train.offload_activations=true", "train.cuda_graphs=true")
+UNSUPPORTED = ("optimizer.offload=true", "train.offload_activations=true", "train.cuda_graphs=true")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `mimic.so`, models of words, of images and of experts, rows for them, and `run.yaml`."""
+    """Write `mimic.so`, a text, a vision and an MoE model, rows for them, and `run.yaml`."""
     folder = tmp_path_factory.mktemp("device")
     mimic.build(folder)
     for name, kind in (("text", "qwen3"), ("tiny", "qwen3_vl"), ("experts", "qwen3_moe")):
@@ -52,50 +52,54 @@ run: {{dir: {folder / "none"}, health_every: 0, tensorboard: false, hf: false, t
 
 
 def on_mimic(place: Path, *runs: str, **environment: str) -> dict[str, Any]:
-    """What :func:`tests.device.mimic.main` tells of these runs."""
+    """Return the output of :func:`tests.device.mimic.main` for these runs."""
     words = [sys.executable, "-m", "tests.device.mimic", str(place / "mimic.so"), mimic.NAME, str(place / "run.yaml")]
     done = subprocess.run([*words, *runs], env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_trains_as_the_cpu_does_bit_for_bit(place: Path) -> None:
-    """Text, images and experts, a run that was stopped, each through `train.run`; a checkpoint goes on on the CPU."""
+def test_device_trains_like_the_cpu_bit_for_bit(place: Path) -> None:
+    """Text, vision and MoE models and a stopped run, each through `train.run`; a checkpoint is resumed on the CPU."""
 
-    def of(name: str, *words: str) -> str:
+    def overrides(name: str, *words: str) -> str:
         return " ".join((f"run.dir={place / name}", *words))
 
     vision = f"model.path={place / 'tiny'} data.train.0.path={place / 'digits/train.json'} train.steps=2"
     experts = f"model.path={place / 'experts'} train.steps=2"
     kinds = {"text": "", "vision": vision, "experts": experts}
-    stopped = [of("stopped", "stop=2"), of("stopped", "run.resume=auto"), of("moved", "stop=2")]
-    refused = [of("refused", word) for word in REFUSED]
-    told = on_mimic(place, *(of(f"{name}_there", words) for name, words in kinds.items()), *stopped, *refused)
-    *whole, halt, rest, _, offload, activations, graphs = told["runs"]
-    for (name, words), found in zip(kinds.items(), whole, strict=True):
-        cfg = load_config_text((place / "run.yaml").read_text(), of(f"{name}_cpu", words).split())
-        assert found == {"losses": list(train.run(cfg).losses().values()), "device": "mimic:0"}, name
-    assert halt["losses"] == whole[0]["losses"][:2]
+    stopped = [overrides("stopped", "stop=2"), overrides("stopped", "run.resume=auto"), overrides("moved", "stop=2")]
+    refused = [overrides("refused", word) for word in UNSUPPORTED]
+    output = on_mimic(place, *(overrides(f"{name}_there", words) for name, words in kinds.items()), *stopped, *refused)
+    *uninterrupted, stopped_run, resumed_run, _, offload, activations, graphs = output["runs"]
+    for (name, words), result in zip(kinds.items(), uninterrupted, strict=True):
+        cfg = load_config_text((place / "run.yaml").read_text(), overrides(f"{name}_cpu", words).split())
+        assert result == {"losses": list(train.run(cfg).losses().values()), "device": "mimic:0"}, name
+    assert stopped_run["losses"] == uninterrupted[0]["losses"][:2]
     assert "no streams and events besides its default one" in offload["error"] and "=false" in offload["error"]
     assert "train.offload_activations: the device cannot copy while it computes" in activations["error"]
     assert "train.cuda_graphs: true is not possible" in graphs["error"] and "mimic:0" in graphs["error"]
-    assert told["here"] == "mimic"
-    has = {name for name, found in told["abilities"].items() if found}
-    assert has == {"FP8 dtypes", "float64"}
+    assert output["here"] == "mimic"
+    abilities = {name for name, is_supported in output["abilities"].items() if is_supported}
+    assert abilities == {"FP8 dtypes", "float64"}
     record = json.loads((place / "text_cpu/environment.json").read_text())["accelerator"]
     assert record == {"type": "cpu", "found": "cpu", "high": "fp32"}
-    cfg = load_config_text((place / "run.yaml").read_text(), of("moved", "run.resume=auto").split())
-    assert rest["losses"] == list(train.run(cfg).losses().values()) == whole[0]["losses"]
+    cfg = load_config_text((place / "run.yaml").read_text(), overrides("moved", "run.resume=auto").split())
+    assert resumed_run["losses"] == list(train.run(cfg).losses().values()) == uninterrupted[0]["losses"]
 
 
-def test_without_fp8_dtypes_it_is_left_to_who_names_it(place: Path) -> None:
-    """The CPU trains then; named, it refuses FP8 with the lack, and trains in high precision."""
-    one = "train.steps=1 train.warmup=0 run.dir="
-    runs = f"{one}{place / 'left'}", f"{one}{place / 'fp8'} device=mimic", f"{one}{place / 'high'} fp8.recipe=off"
-    told = on_mimic(place, *runs, MIMIC_WITHOUT_FP8="1")
-    left, refused, high = told["runs"]
+def test_device_without_fp8_dtypes_is_used_only_if_named(place: Path) -> None:
+    """Without FP8 dtypes the CPU is used. If the device is named, FP8 is rejected and high precision trains."""
+    single_step = "train.steps=1 train.warmup=0 run.dir="
+    runs = (
+        f"{single_step}{place / 'left'}",
+        f"{single_step}{place / 'fp8'} device=mimic",
+        f"{single_step}{place / 'high'} fp8.recipe=off",
+    )
+    output = on_mimic(place, *runs, MIMIC_WITHOUT_FP8="1")
+    left_out, refused, high = output["runs"]
     record = json.loads((place / "left/environment.json").read_text())["accelerator"]
-    assert left["device"] == "cpu" and record["found"] == "mimic"
-    assert record["left_out"].startswith("mimic holds no float8_e4m3fn")
-    assert "reference: mimic holds no float8_e4m3fn and no float8_e5m2" in refused["error"]
-    assert high["device"] == "mimic:0" and not told["abilities"]["FP8 dtypes"]
+    assert left_out["device"] == "cpu" and record["found"] == "mimic"
+    assert record["left_out"].startswith("mimic does not support float8_e4m3fn")
+    assert "reference: mimic does not support float8_e4m3fn and float8_e5m2" in refused["error"]
+    assert high["device"] == "mimic:0" and not output["abilities"]["FP8 dtypes"]

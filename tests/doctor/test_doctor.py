@@ -1,4 +1,4 @@
-"""The doctor: a healthy machine passes for real, and each illness is named with its cause and fix."""
+"""The doctor: a healthy machine passes, and each problem is named with its cause and fix."""
 
 import json
 import subprocess
@@ -19,33 +19,35 @@ from octavo.fp8.measuring import bench
 GIB = 2**30
 
 
-def imports(asked):
-    with packages.Together(asked) as together:
-        return together.checks(asked)
+def import_checks(requested):
+    with packages.SharedImports(requested) as imports:
+        return imports.checks(requested)
 
 
-def one(checks):
+def single(checks):
     assert len(checks) == 1, checks
     return checks[0]
 
 
-def test_every_recipe_of_the_reference_is_sound():
+def test_reference_is_sound_in_every_recipe():
     checks = fp8_backends.backends(("cpu",))
     assert {check.status for check in checks} <= {OK, ABSENT}
     sound = {check.name for check in checks if check.status == OK}
     assert {f"reference {name} on cpu" for name in fp8.RECIPES} | {"reference on cpu"} == sound
 
 
-def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(monkeypatch):
-    tried = []
-    monkeypatch.setattr(fp8_backends, "_run", lambda backend, recipe, device: tried.append(backend) or {"y": 0.0})
+def test_backends_are_listed_and_only_automatic_ones_are_run(monkeypatch):
+    run_backends = []
+    monkeypatch.setattr(
+        fp8_backends, "_run", lambda backend, recipe, device: run_backends.append(backend) or {"y": 0.0}
+    )
     checks = {check.name: check for check in fp8_backends.backends(("cpu",))}
-    assert set(tried) == {"reference"} and len(tried) == len(fp8.RECIPES)
+    assert set(run_backends) == {"reference"} and len(run_backends) == len(fp8.RECIPES)
     assert {name.split()[0] for name in checks} == set(registry.names())
     torch_check = checks["torch on cpu"]
     assert torch_check.status == ABSENT and torch_check.fix == "none needed"
     assert torch_check.found.startswith(
-        "not run: on the CPU it is slower than the reference; ask for it by name (torch"
+        "not run: on the CPU it is slower than the reference; request it by name (torch"
     )
     assert checks["triton on cpu"].status == ABSENT and "interpreter" in checks["triton on cpu"].found
     assert checks["triton on cpu"].found.endswith(f"({registry.get('triton').version()})")
@@ -53,8 +55,8 @@ def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(mon
     assert checks["reference on cpu"].found.startswith(f"torch {torch.__version__}")
 
 
-def test_a_backend_that_auto_may_take_is_tried_in_every_recipe_that_it_has(monkeypatch):
-    """As on a GPU, where Triton and torch are chosen by themselves."""
+def test_automatic_backend_is_run_in_every_supported_recipe(monkeypatch):
+    """As on a GPU, where Triton and torch are chosen automatically."""
     backend = registry.get("torch")
     monkeypatch.setattr(type(backend), "why_not_auto", lambda self, device: None)
     checks = {c.name: c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("torch")}
@@ -68,7 +70,7 @@ def test_a_backend_that_auto_may_take_is_tried_in_every_recipe_that_it_has(monke
 
 
 class Fake:
-    """The reference with one thing changed."""
+    """The reference backend with some methods replaced."""
 
     name = "fake"
 
@@ -88,7 +90,7 @@ def fake(monkeypatch):
     return put
 
 
-def test_a_backend_that_computes_nonsense_fails(fake):
+def test_backend_with_wrong_results_fails(fake):
     reference = registry.get("reference")
     wrong = lambda dy, x, dtype: reference.gemm_wgrad(dy, x, dtype) * 2  # noqa: E731
     check = fake(gemm_wgrad=wrong)
@@ -96,21 +98,21 @@ def test_a_backend_that_computes_nonsense_fails(fake):
     assert check.means == "fp8.recipe: blockwise cannot be trusted here" and check.fix
 
 
-def test_what_is_sound_is_said_in_one_place(monkeypatch):
-    """By the doctor and by measured plans."""
+def test_limit_of_sound_results_is_shared(monkeypatch):
+    """The doctor and measured plans use the same limit."""
     assert bench.SOUND_DIFF is metrics.SOUND_DIFF
-    monkeypatch.setattr(metrics, "SOUND", 0.0)
+    monkeypatch.setattr(metrics, "SOUND_DIFF", 0.0)
     checks = [c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
     assert {c.status for c in checks if c.name != "reference on cpu"} == {FAIL}
 
 
-def test_a_backend_that_gives_nan_fails(fake):
+def test_backend_with_nan_fails(fake):
     nan = lambda x, w, dtype, bias=None: torch.full((x.data.shape[0], w.data.shape[0]), torch.nan, dtype=dtype)  # noqa: E731
     check = fake(gemm_fwd=nan)
     assert check.status == FAIL and "calc_diff of y nan" in check.found
 
 
-def test_a_backend_that_raises_fails_with_its_cause(fake):
+def test_backend_that_raises_fails_with_its_cause(fake):
     def broken(*args):
         raise RuntimeError("no kernel image\nlong trace")
 
@@ -118,21 +120,21 @@ def test_a_backend_that_raises_fails_with_its_cause(fake):
     assert check.status == FAIL and check.found == "RuntimeError: no kernel image"
 
 
-def test_a_backend_that_cannot_is_passed_over(fake):
+def test_unsupported_recipe_is_absent(fake):
     why_not = lambda op, what, device, shape: "needs SM90" if "blockwise" in str(what) else None  # noqa: E731
     check = fake(supports=why_not)
     assert (check.status, check.found) == (ABSENT, "needs SM90")
 
 
-def test_a_backend_that_can_do_nothing_is_one_line(monkeypatch):
+def test_unsupported_backend_is_one_line(monkeypatch):
     why_not = lambda op, what, device, shape: f"no {op}"  # noqa: E731
     monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(supports=why_not)})
-    check = one([check for check in fp8_backends.backends(("cpu",)) if check.name.startswith("fake")])
+    check = single([check for check in fp8_backends.backends(("cpu",)) if check.name.startswith("fake")])
     assert (check.name, check.status) == ("fake on cpu", ABSENT)
     assert check.found.startswith("not run: no fwd; no dgrad; no wgrad (torch")
 
 
-def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
+def test_imports_that_succeed_fail_or_are_missing(tmp_path, monkeypatch):
     good = packages.Package("pytest", "import pytest", "m", "c")
     assert packages.try_import(good).status == OK
     broken = packages.Package("pytest", "raise ImportError('libfoo.so: cannot open')", "no tests", "apt install libfoo")
@@ -140,41 +142,41 @@ def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
     assert check.status == WARN and check.found.endswith("ImportError: libfoo.so: cannot open")
     assert (check.means, check.fix) == (
         "no tests",
-        "fix the named cause, or install again: apt install libfoo",
+        "fix the named cause, or reinstall: apt install libfoo",
     )
     crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
     check = packages.try_import(crash)
     assert check.status == FAIL and check.found.endswith("the import was ended by signal 11")
-    lacking = packages.Package("no-such-package", "import nothing", "m", "c")
-    assert (packages.try_import(lacking).status, packages.try_import(lacking).found) == (ABSENT, "not installed")
-    monkeypatch.setattr(packages, "SECONDS", 0.2)
+    missing = packages.Package("no-such-package", "import nothing", "m", "c")
+    assert (packages.try_import(missing).status, packages.try_import(missing).found) == (ABSENT, "not installed")
+    monkeypatch.setattr(packages, "TIMEOUT_S", 0.2)
     slow = packages.Package("pytest", "import time; time.sleep(9)", "m", "c")
     assert "the import did not finish within 0.2 s" in packages.try_import(slow).found
 
 
-def test_packages_are_imported_together_and_alone_only_where_that_fails(monkeypatch):
-    """One process, so that torch is not loaded anew for each; what does not confirm itself there is asked alone."""
-    alone = []
+def test_packages_are_imported_together_and_separately_on_failure(monkeypatch):
+    """Packages share one process, so that torch is loaded once; those that fail there are imported separately."""
+    separate = []
     real = packages.try_import
-    monkeypatch.setattr(packages, "try_import", lambda package: alone.append(package.statement) or real(package))
+    monkeypatch.setattr(packages, "try_import", lambda package: separate.append(package.statement) or real(package))
     ok = packages.Package("pytest", "import pytest; print('noise')", "m", "c")
     bad = packages.Package("pytest", "raise ImportError('libfoo.so')", "m", "c")
-    lacking = packages.Package("no-such-package", "import nothing", "m", "c")
+    missing = packages.Package("no-such-package", "import nothing", "m", "c")
     crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
     after, last = (packages.Package("pytest", f"import {name}", "m", "c") for name in ("json", "math"))
-    checks = imports((ok, bad, lacking, after, crash, last))
+    checks = import_checks((ok, bad, missing, after, crash, last))
     assert [c.status for c in checks] == [OK, WARN, ABSENT, OK, FAIL, OK]
     assert "ImportError: libfoo.so" in checks[1].found and "signal 11" in checks[4].found
-    assert sorted(alone) == sorted([bad.statement, lacking.statement, crash.statement, last.statement])
+    assert sorted(separate) == sorted([bad.statement, missing.statement, crash.statement, last.statement])
 
 
-def test_a_package_that_hangs_does_not_hold_up_the_others_for_ever(monkeypatch):
-    monkeypatch.setattr(packages, "SECONDS", 0.5)
+def test_hanging_import_is_ended(monkeypatch):
+    monkeypatch.setattr(packages, "TIMEOUT_S", 0.5)
     slow = packages.Package("pytest", "import time; time.sleep(60)", "m", "c")
-    assert "the import did not finish within 0.5 s" in one(imports((slow,))).found
+    assert "the import did not finish within 0.5 s" in single(import_checks((slow,))).found
 
 
-def test_the_cause_is_the_exception_and_not_its_neighbours():
+def test_cause_is_the_line_of_the_exception():
     text = "Traceback ...\nModuleNotFoundError: No module named 'x'\n\nsome.pkg.OtherError: real\nhint: see docs\n"
     done = subprocess.CompletedProcess([], 1, "", text)
     assert packages.cause(done) == "some.pkg.OtherError: real"
@@ -184,16 +186,16 @@ def test_the_cause_is_the_exception_and_not_its_neighbours():
 def test_versions_out_of_range_fail(monkeypatch):
     real = environment.version
     monkeypatch.setattr(environment, "version", lambda name: "2.9" if name == "torch" else real(name))
-    check = one([c for c in machine.versions() if c.status == FAIL])
+    check = single([c for c in machine.versions() if c.status == FAIL])
     assert (check.name, check.found, check.fix) == ("torch", "2.9", "pip install 'torch>=2.11'")
     assert "torch >=2.11" in check.means
 
 
-def record(**more):
-    return {"cpu": {"model": "x", "usable_cores": 2}, "memory_bytes": 8 * GIB, "gpus": [], "torch": {}, **more}
+def record(**fields):
+    return {"cpu": {"model": "x", "usable_cores": 2}, "memory_bytes": 8 * GIB, "gpus": [], "torch": {}, **fields}
 
 
-def test_devices():
+def test_devices_and_missing_gpus():
     cpu, gpu = machine.devices(record())
     assert cpu.found == "x, 2 cores, 8 GiB of memory"
     assert (gpu.status, gpu.found) == (ABSENT, "none")
@@ -208,31 +210,38 @@ def test_devices():
     assert "no FP8 units" in first.means
 
 
-def test_what_machines_of_other_kinds_would_run():
-    """The description of a machine is enough: devices, why each backend is not used, and that it is untested."""
+def test_machines_of_other_vendors():
+    """The description of a machine determines its devices, why each backend is not used, and that it is untested."""
 
-    def told(**more):
-        checks = {check.name: check for check in machine.devices(record(**more))[1:]}
+    def vendor_checks(**fields):
+        checks = {check.name: check for check in machine.devices(record(**fields))[1:]}
         assert all("never tested by this project" in c.means for c in checks.values() if c.status == WARN)
         return checks
 
-    def of(kind, *lacks, **more):
-        return {"type": kind, "found": kind, "high": "bf16", "lacks": list(lacks), **more}
+    def accelerator(kind, *missing, **fields):
+        return {"type": kind, "found": kind, "high": "bf16", "lacks": list(missing), **fields}
 
-    ascend = told(accelerator=of("npu", "FP8 dtypes", "graphs", devices=[{"name": "910B", "memory_bytes": 64 * GIB}]))
+    ascend = vendor_checks(
+        accelerator=accelerator("npu", "FP8 dtypes", "graphs", devices=[{"name": "910B", "memory_bytes": 64 * GIB}])
+    )
     assert ascend["npu:0"].found == "Ascend NPU (npu): 910B, 64 GiB"
     assert "cannot hold FP8 codes" in ascend["npu:0"].means and "OCTAVO_DEVICE=cpu" in ascend["npu:0"].fix
     assert ascend["npu lacks"].found == "FP8 dtypes, graphs" and ascend["triton on npu"].status == ABSENT
     card = {"name": "Instinct MI300X", "architecture": "gfx942", "memory_bytes": 192 * GIB}
-    amd = told(gpus=[card], accelerator=of("cuda", devices=[card]), torch={"rocm_build": "6.4"})  # torch says cuda
+    amd = vendor_checks(
+        gpus=[card], accelerator=accelerator("cuda", devices=[card]), torch={"rocm_build": "6.4"}
+    )  # torch reports cuda
     assert amd["rocm:0"].found == "AMD GPU (rocm): Instinct MI300X gfx942, 192 GiB"
     assert "reference backend would be used" in amd["rocm:0"].means and "e4m3fnuz" in amd["torch on rocm"].found
-    intel = told(accelerator=of("xpu", devices=[{"name": "Max 1550"}, {"name": "Max 1550"}]))
+    intel = vendor_checks(accelerator=accelerator("xpu", devices=[{"name": "Max 1550"}, {"name": "Max 1550"}]))
     assert {"xpu:0", "xpu:1"} <= set(intel) and "in BF16" in intel["xpu:1"].means
-    left = {"type": "cpu", "found": "mps", "left_out": "mps holds no float8_e4m3fn"}
-    assert "not used: mps holds no float8_e4m3fn" in told(accelerator=left)["mps"].found
-    assert "device of another kind (tpuish)" in told(accelerator=of("tpuish", devices=[{}]))["tpuish:0"].found
-    unseen = told(signs=["ascend", "amd"])
+    left_out = {"type": "cpu", "found": "mps", "left_out": "mps does not support float8_e4m3fn"}
+    assert "not used: mps does not support float8_e4m3fn" in vendor_checks(accelerator=left_out)["mps"].found
+    assert (
+        "device of another kind (tpuish)"
+        in vendor_checks(accelerator=accelerator("tpuish", devices=[{}]))["tpuish:0"].found
+    )
+    unseen = vendor_checks(signs=["ascend", "amd"])
     assert "torch_npu" in unseen["npu"].found and "CANN" in unseen["npu"].fix and "rocm" in unseen["rocm"].fix
     plain = machine.devices(record(signs=[], accelerator={"type": "cpu", "found": "cpu"}))
     assert [check.name for check in plain] == ["cpu", "gpu"]
@@ -254,21 +263,21 @@ def test_storage(tmp_path, monkeypatch):
 
 
 def test_process_groups(monkeypatch):
-    gloo = one(machine.process_groups())
+    gloo = single(machine.process_groups())
     assert (gloo.status, gloo.found) == (OK, "a group of one reduced a tensor")
 
-    def broken(*args, **more):
+    def broken(*args, **kwargs):
         raise RuntimeError("no route to host")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", broken)
-    gloo = one(machine.process_groups())
+    gloo = single(machine.process_groups())
     assert (gloo.status, gloo.found) == (WARN, "RuntimeError: no route to host") and "GLOO_SOCKET_IFNAME" in gloo.fix
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    assert one(machine.process_groups()).found == "not built in"
+    assert single(machine.process_groups()).found == "not built in"
 
 
-class Imported:
-    """What :class:`packages.Together` says, without importing anything."""
+class FakeImports:
+    """A stand-in for :class:`packages.SharedImports` that imports nothing."""
 
     def __init__(self, which, broken=""):
         self.broken = broken
@@ -288,19 +297,19 @@ class Imported:
         return [self.check(package) for package in which]
 
 
-def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
-    monkeypatch.setattr(packages, "Together", lambda which: Imported(which, "torch"))
+def test_examination_continues_if_torch_is_broken(monkeypatch):
+    monkeypatch.setattr(packages, "SharedImports", lambda which: FakeImports(which, "torch"))
     messages = []
     report = doctor.examine(messages.append)
     assert not report.healthy
-    skipped = one([c for c in report.checks if c.area == "fp8"])
+    skipped = single([c for c in report.checks if c.area == "fp8"])
     assert skipped.found == "not checked: torch does not import (OSError: libcudart)"
     assert any(c.area == "storage" for c in report.checks) and "importing packages" in messages
 
 
-def test_the_round(monkeypatch):
-    """All but the imports, which the next test tries and which take their time."""
-    monkeypatch.setattr(packages, "Together", Imported)
+def test_full_examination(monkeypatch):
+    """All checks except the imports, which take long and have a separate test."""
+    monkeypatch.setattr(packages, "SharedImports", FakeImports)
     report = doctor.examine()
     assert report.healthy, report.of(FAIL)
     areas = list(dict.fromkeys(check.area for check in report.checks))
@@ -310,16 +319,16 @@ def test_the_round(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_required_packages_import_here():
-    assert {check.status for check in imports(packages.REQUIRED)} == {OK}
+def test_required_packages_can_be_imported():
+    assert {check.status for check in import_checks(packages.REQUIRED)} == {OK}
 
 
-def test_every_required_import_is_a_dependency():
+def test_required_imports_are_dependencies():
     assert {package.distribution for package in packages.REQUIRED} <= set(environment.REQUIRED)
     assert all(package.means and package.fix for package in packages.REQUIRED + packages.OPTIONAL)
 
 
-def test_report_sorts_by_status():
+def test_report_filters_by_status():
     report = Report((Check("a", "b", OK, "c"), Check("a", "d", WARN, "e")), {})
     assert report.healthy and [c.name for c in report.of(WARN)] == ["d"]
     assert isinstance(SimpleNamespace(**report.to_json()).checks, list)

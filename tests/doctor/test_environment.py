@@ -1,4 +1,4 @@
-"""The record of a machine: complete, JSON-able, and never the reason that a run stops."""
+"""The record of a machine is complete and serializable, and never stops a run."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from octavo.base import env_vars, environment
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_record_is_json_and_whole():
+def test_record_is_json_and_complete():
     record = environment.describe()
     assert json.loads(json.dumps(record)) == record
     assert record["octavo"]["version"] == octavo.__version__
@@ -25,9 +25,9 @@ def test_the_record_is_json_and_whole():
     assert record["unread"] == {}
 
 
-def test_switches_are_recorded_and_secrets_are_not(monkeypatch):
-    """By a list of names, so that no key or password of the environment comes along, whatever it is called."""
-    names = [name for of in env_vars.VARIABLES.values() for name in of]
+def test_settings_are_recorded_and_secrets_are_not(monkeypatch):
+    """Only listed names are recorded, so that no key or password of the environment is included."""
+    names = [name for group in env_vars.VARIABLES.values() for name in group]
     assert len(set(names)) == len(names)
     assert not re.findall(r"\w*(?:TOKEN(?!IZERS)|KEY|SECRET|PASS|PROXY|ENDPOINT|URI|URL)\w*", " ".join(names))
     for name in (
@@ -47,17 +47,17 @@ def test_switches_are_recorded_and_secrets_are_not(monkeypatch):
     assert record["settings"]["torch.threads"] == 1 and len(record["settings"]["gc.threshold"]) == 3
 
 
-def test_the_page_on_switches_names_each_of_them():
+def test_documentation_lists_all_recorded_variables():
     page = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`([\w.]+)`", page))
-    recorded = {name for of in env_vars.VARIABLES.values() for name in of} | env_vars.SETTINGS.keys()
-    assert recorded <= told, sorted(recorded - told)
+    documented = set(re.findall(r"`([\w.]+)`", page))
+    recorded = {name for group in env_vars.VARIABLES.values() for name in group} | env_vars.SETTINGS.keys()
+    assert recorded <= documented, sorted(recorded - documented)
     kinds = r"(?:CUDA|NCCL|TORCH|PYTORCH|OMP|KMP|MKL|GLOO|MALLOC|HF|NVIDIA|CUBLAS\w*|RAYON)_[A-Z0-9_]+"
-    others = {word for word in told if re.fullmatch(kinds, word)} - recorded
-    assert not others, f"it names variables that environment.json does not record: {sorted(others)}"
+    others = {word for word in documented if re.fullmatch(kinds, word)} - recorded
+    assert not others, f"docs/switches.md names variables that environment.json does not record: {sorted(others)}"
 
 
-def test_what_cannot_be_read_is_named_with_its_cause(monkeypatch):
+def test_unreadable_parts_are_named_with_their_cause(monkeypatch):
     def broken():
         raise OSError("no such luck")
 
@@ -70,19 +70,19 @@ def test_what_cannot_be_read_is_named_with_its_cause(monkeypatch):
     json.dumps(record)
 
 
-def test_importing_it_imports_no_torch():
+def test_module_does_not_import_torch():
     code = "import sys, octavo.base.environment; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_the_package_has_its_version_from_the_module():
-    """It is written once: files of a run, pages and the wheel say the same."""
-    written = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" not in written["project"] and written["project"]["dynamic"] == ["version"]
-    assert written["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "octavo.__version__"}
+def test_package_version_comes_from_the_module():
+    """The version is defined once, so that run files, pages and the wheel agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "octavo.__version__"}
 
 
-def test_the_ranges_are_those_of_the_package():
+def test_version_ranges_match_the_dependencies():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     ranges = dict(re.fullmatch(r"([\w.-]+?)((?:>=|<).*)", line).groups() for line in listed)
     assert ranges == environment.REQUIRED
@@ -105,16 +105,16 @@ def test_version_ranges(found, needed, fits):
     assert environment.is_in_range(found, needed) is fits
 
 
-def test_a_range_that_is_not_understood():
+def test_unknown_version_range_is_rejected():
     with pytest.raises(ValueError, match=r"'~=2.0'; only >= and < are understood"):
         environment.is_in_range("2.1", "~=2.0")
 
 
 def test_package_problems(monkeypatch):
     assert environment.package_problems() == []
-    wrong = {"torch": "2.10.1", "transformers": None}
+    versions = {"torch": "2.10.1", "transformers": None}
     real = environment.version
-    monkeypatch.setattr(environment, "version", lambda name: wrong[name] if name in wrong else real(name))
+    monkeypatch.setattr(environment, "version", lambda name: versions[name] if name in versions else real(name))
     torch, transformers = environment.package_problems()
     assert (torch.package, torch.installed, torch.fix) == ("torch", "2.10.1", "pip install 'torch>=2.11'")
     assert (transformers.installed, transformers.needed) == ("not installed", ">=5.17,<5.25")
@@ -137,7 +137,7 @@ def test_git_state(tmp_path, monkeypatch):
     assert environment.git_state()["dirty"] is True
 
 
-def test_a_driver_without_nvidia_smi(monkeypatch):
+def test_driver_without_nvidia_smi(monkeypatch):
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     if not Path("/proc/driver/nvidia/version").exists():
         assert environment._driver() is None
@@ -146,6 +146,6 @@ def test_a_driver_without_nvidia_smi(monkeypatch):
     assert environment._driver() in ("580.10.02",) or Path("/proc/driver/nvidia/version").exists()
 
 
-def test_a_command_that_fails_says_why():
+def test_failed_command_is_reported():
     with pytest.raises(OSError, match="git ended with"):
         environment._run_command(["git", "-C", "/", "rev-parse", "HEAD"])

@@ -31,7 +31,7 @@ def contents(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
-def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeypatch, capsys):
+def test_folder_round_trip_and_key_change(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, "nowhere")  # --key-file wins
     here = {name: str(tmp_path / name) for name in ("k1", "k2", "e1", "e2", "back", "wrong", "copy")}
@@ -50,7 +50,7 @@ def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeyp
     monkeypatch.delenv(encryption.FILE, raising=False)
 
 
-def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
+def test_rejected_command_leaves_no_files(folder, tmp_path, key, capsys):
     stored, back = tmp_path / "stored", tmp_path / "back"
     assert main(["encrypt", str(folder / "inner/large.bin"), str(stored)]) == 0
     raw = bytearray(stored.read_bytes())
@@ -73,7 +73,7 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
 
 @pytest.mark.parametrize("place", ["added", "a.json", encryption.LIST])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_named_and_never_waited_for(folder, tmp_path, key, capsys, place, make):
+def test_special_files_are_rejected_without_waiting(folder, tmp_path, key, capsys, place, make):
     stored, back = tmp_path / "stored", tmp_path / "back"
     assert main(["encrypt", str(folder), str(stored)]) == 0
     (stored / place).unlink(missing_ok=True)
@@ -86,7 +86,7 @@ def test_what_is_no_file_is_named_and_never_waited_for(folder, tmp_path, key, ca
         assert not back.exists() and not list(tmp_path.glob(".*"))
 
 
-def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
+def test_encrypted_lines_are_decrypted_as_lines(tmp_path, key):
     encryption.append_lines(tmp_path / "a.jsonl.aes", [json.dumps({"n": n}) + "\n" for n in range(3)])
     with (tmp_path / "a.jsonl.aes").open("ab") as file:
         file.write(b"j09DVEFFUwEhalf")  # of a kill
@@ -94,7 +94,7 @@ def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
     assert (tmp_path / "a.jsonl").read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
 
 
-def test_lists_take_another_key_too(folder, tmp_path, key, other):
+def test_encrypted_lines_can_change_keys(folder, tmp_path, key, other):
     encryption.append_lines(folder / "a.jsonl.aes", ["one\n", "two\n"])
     (old := tmp_path / "old.key").write_text(bytes(range(32)).hex())
     old.chmod(0o600)
@@ -103,7 +103,7 @@ def test_lists_take_another_key_too(folder, tmp_path, key, other):
     assert (tmp_path / "back" / "a.jsonl").read_text() == "one\ntwo\n"
 
 
-def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsys):
+def test_left_out_entries_are_reported(folder, tmp_path, key, capsys):
     """Two files of one name, a folder behind a link, a link to nothing, no folder to write into."""
     encryption.append_lines(folder / "a.jsonl.aes", ["of the encrypted run\n"])
     (folder / "a.jsonl").write_text("of the plain run\n")
@@ -125,7 +125,7 @@ def damaged(file, at: int) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("at", [*range(8), 9, 15, 40, 60, -1])
-def test_a_damaged_file_is_refused_and_nothing_is_copied(tmp_path, key, capsys, version, at):
+def test_damaged_file_is_rejected_and_not_copied(tmp_path, key, capsys, version, at):
     """Of the mark too, without which a file looks plain: what was written for plain would be ciphertext."""
     write_ten(tmp_path / "plain")
     if version == 1:
@@ -147,7 +147,7 @@ def write_ten(folder) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1, 5, 7, 8, 30, 69, 84])
-def test_a_file_cut_to_less_than_its_head_is_refused(tmp_path, key, capsys, left):
+def test_file_shorter_than_its_header_is_rejected(tmp_path, key, capsys, left):
     write_ten(tmp_path / "plain")
     assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "stored")]) == 0
     assert main(["encrypt", str(tmp_path / "plain/f1"), str(tmp_path / "single")]) == 0
@@ -157,7 +157,7 @@ def test_a_file_cut_to_less_than_its_head_is_refused(tmp_path, key, capsys, left
         assert file in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_what_is_plain_is_refused_where_it_is_named(folder, tmp_path, key, capsys):
+def test_plain_file_is_rejected_by_decrypt(folder, tmp_path, key, capsys):
     """And counted and named in a folder of a run, of which a part is plain."""
     for source, why in (("a.json", "it is not encrypted"), ("", "nothing in it is encrypted")):
         assert main(["decrypt", str(folder / source), str(tmp_path / "out")]) == 1
@@ -172,7 +172,7 @@ def test_what_is_plain_is_refused_where_it_is_named(folder, tmp_path, key, capsy
     assert "answers.jsonl.aes is damaged" in capsys.readouterr().err
 
 
-def test_a_plain_shard_in_an_encrypted_checkpoint_is_refused(tmp_path, key, capsys):
+def test_plain_shard_in_encrypted_checkpoint_is_rejected(tmp_path, key, capsys):
     """Its other files are encrypted: the head of this one was overwritten, or the file exchanged."""
     (tmp_path / "step_2").mkdir()
     for name in ("state.json", "__0_0.distcp"):
@@ -200,7 +200,7 @@ def test_version_1_is_read_and_reported(folder, tmp_path, key, capsys):
     assert "a.json is another encrypted file" in capsys.readouterr().err
 
 
-def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
+def test_model_encrypted_by_0_4_0_is_read(tmp_path, key):
     tiny.write("qwen3", tmp_path / "plain", size="mini")
     version_1.encrypt_tree(tmp_path / "plain", tmp_path / "old", SECRET)
     one, other = models.load(tmp_path / "plain"), models.load(tmp_path / "old")
@@ -208,7 +208,7 @@ def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
     models.load_processor(tmp_path / "old")
 
 
-def test_a_file_of_version_1_is_counted_once_however_it_is_named(tmp_path, key, monkeypatch):
+def test_file_of_version_1_is_counted_once(tmp_path, key, monkeypatch):
     (tmp_path / "a").write_bytes(version_1.encrypted(b"a", SECRET))
     monkeypatch.chdir(tmp_path)
     pop_version_1_files()

@@ -56,7 +56,7 @@ def by_the_page(stored: bytes, key: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("known", KNOWN)
-def test_a_known_answer(key, known):
+def test_known_answer(key, known):
     stored = bytes.fromhex(known)
     reader = encryption.Reader(stored, "a")
     name = b"" if reader.place is None else reader.place.name
@@ -65,7 +65,7 @@ def test_a_known_answer(key, known):
     assert header_tag(stored) == reader.tag
 
 
-def test_a_name_is_part_of_the_header(key):
+def test_name_is_part_of_the_header(key):
     stored = encryption.encrypt(b"words", place=PLACE)
     assert encryption.Reader(stored, "a").place == PLACE and len(stored) == 86 + len(PLACE.name) + 5 + TAG
     for at in range(52, 86 + len(PLACE.name)):  # the length, the folder, the name, the tag
@@ -87,7 +87,7 @@ def test_a_name_is_part_of_the_header(key):
     chunks=st.integers(0, 3), more=st.integers(-2, 2), cuts=st.lists(st.integers(1, 3 * CHUNK), max_size=4),
     start=st.integers(0, 4 * CHUNK), count=st.integers(0, 2 * CHUNK),
 )  # fmt: skip
-def test_what_is_written_is_read_whatever_its_size(key, chunks, more, cuts, start, count):
+def test_round_trip_of_all_sizes(key, chunks, more, cuts, start, count):
     plain = random.Random(chunks).randbytes(max(0, chunks * CHUNK + more))
     out = io.BytesIO()
     writer = encryption.Writer(out, CHUNK)
@@ -109,7 +109,7 @@ def test_what_is_written_is_read_whatever_its_size(key, chunks, more, cuts, star
     assert reader.read() == plain
 
 
-def test_no_two_files_are_equal_and_the_text_is_in_none(key):
+def test_equal_texts_give_different_files(key):
     stored = [encryption.encrypt(b"the same words" * 99) for _ in range(2)]
     assert stored[0] != stored[1] and not any(b"words" in one for one in stored)
 
@@ -121,7 +121,7 @@ def refused(stored: bytes) -> str:
     return str(found.value)
 
 
-def test_a_flipped_bit_anywhere_is_refused(key):
+def test_flipped_bits_are_rejected(key):
     plain = random.Random(0).randbytes(3 * CHUNK + 5)
     stored = encryption.encrypt(plain, CHUNK)
     at = {*range(7, HEADER), *random.Random(1).sample(range(HEADER, len(stored)), 60), len(stored) - 1}
@@ -133,7 +133,7 @@ def test_a_flipped_bit_anywhere_is_refused(key):
     assert not encryption.has_magic(b"\x8eOCTAES\x02")  # and a file that does not begin so is none
 
 
-def test_chunks_that_move_are_refused_by_their_number(key):
+def test_moved_chunks_are_rejected(key):
     whole = CHUNK + TAG
     stored, other = (encryption.encrypt(random.Random(n).randbytes(3 * CHUNK + 5), CHUNK) for n in range(2))
     head, chunks, tail = (
@@ -154,7 +154,7 @@ def test_chunks_that_move_are_refused_by_their_number(key):
 
 
 @pytest.mark.parametrize("left", [0, 7, 8, 67, 69, 70, 71, 85, 86, 5000])
-def test_what_is_cut_short_is_refused(key, left):
+def test_truncated_files_are_rejected(key, left):
     stored = encryption.encrypt(bytes(3 * CHUNK), CHUNK)
     if left >= 8:
         refused(stored[:left])
@@ -162,11 +162,11 @@ def test_what_is_cut_short_is_refused(key, left):
         assert not encryption.has_magic(stored[:left][:7]) or refused(stored[:left].ljust(8, b"\x01"))
 
 
-def test_an_empty_file_is_one(key):
+def test_empty_file_round_trip(key):
     assert encryption.decrypt(encryption.encrypt(b""), "a") == b""
 
 
-def test_what_was_broken_off_is_no_file(key, tmp_path):
+def test_unfinished_file_cannot_be_read(key, tmp_path):
     with pytest.raises(RuntimeError, match="power"), open_encrypted(tmp_path / "a", CHUNK) as out:
         out.write(bytes(5 * CHUNK))
         raise RuntimeError("power")
@@ -174,18 +174,18 @@ def test_what_was_broken_off_is_no_file(key, tmp_path):
     refused((tmp_path / "a").read_bytes())
 
 
-def test_a_later_version_and_another_key_are_named(key, other, monkeypatch):
+def test_later_version_and_other_key_are_reported(key, other, monkeypatch):
     stored = encryption.encrypt(b"words")
     assert "in version 3 of the format" in refused(stored[:7] + b"\x03" + stored[8:])
     monkeypatch.delenv(encryption.VALUE)
     monkeypatch.setenv(encryption.FILE, str(other))
     with pytest.raises(
-        encryption.WrongKey, match=rf"FILE was encrypted with another key \({key.id.hex()}\) than the one"
+        encryption.WrongKey, match=rf"FILE was encrypted with another key, {key.id.hex()}; the key in use is"
     ):
         encryption.decrypt(stored, "FILE")
 
 
-def test_a_line_is_a_file_of_its_own(key):
+def test_each_line_is_a_separate_file(key):
     line = encryption.encrypt_line(b"words\n")
     assert encryption.decrypt_line(line[:-1], "L") == b"words\n" and b"words" not in line
     for broken in (line[:-9], line[:50] + (b"A" if line[50:51] != b"A" else b"B") + line[51:-1], b"{}", b""):
@@ -193,13 +193,13 @@ def test_a_line_is_a_file_of_its_own(key):
             encryption.decrypt_line(broken, "L")
 
 
-def test_few_chunks_are_too_many_under_one_key(key, monkeypatch):
+def test_number_of_chunks_per_key_is_limited(key, monkeypatch):
     monkeypatch.setattr(file_format, "MAX_CHUNKS", 2)
     with pytest.raises(encryption.VaultError, match="more than 2 chunks"):
         encryption.encrypt(bytes(3 * CHUNK), CHUNK)
 
 
-def test_a_reader_shows_no_number_of_the_stored_file(key, tmp_path):
+def test_reader_has_no_fileno(key, tmp_path):
     (tmp_path / "a").write_bytes(encryption.encrypt(b"words"))
     with pytest.raises(io.UnsupportedOperation, match="is encrypted"), open(tmp_path / "a", "rb") as file:
         encryption.Reader(file.read(), "a").fileno()
@@ -207,7 +207,7 @@ def test_a_reader_shows_no_number_of_the_stored_file(key, tmp_path):
     assert isinstance(told, encryption.Damaged) and isinstance(told, OSError) and str(told) == "it is damaged"
 
 
-def test_a_number_that_a_full_disk_refused_is_not_used_again(key):
+def test_nonce_is_not_reused_after_failed_write(key):
     """What was half written under a nonce may lie on the disk: other bytes under the same one would give both away."""
 
     class Full(io.BytesIO):

@@ -39,7 +39,7 @@ def read(folder: Path) -> dict[str, bytes]:
     return {name: safe_read.read_bytes(folder / name) for name in PLAIN}
 
 
-def test_every_file_is_bound_and_the_list_names_all(stored):
+def test_files_are_bound_and_listed(stored):
     with encryption.Reader.of(stored / encryption.LIST) as opened:
         identity = opened.place.folder
     for name in PLAIN:
@@ -49,7 +49,7 @@ def test_every_file_is_bound_and_the_list_names_all(stored):
     assert read(stored) == PLAIN
 
 
-def test_the_folder_itself_may_be_renamed_and_moved(stored, tmp_path, monkeypatch):
+def test_folder_may_be_renamed_and_moved(stored, tmp_path, monkeypatch):
     moved = stored.rename(tmp_path / "elsewhere")
     assert read(moved) == PLAIN
     (tmp_path / "link").symlink_to(moved)
@@ -109,7 +109,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change):
+def test_swapped_files_are_rejected(stored, tmp_path, capsys, change):
     """By a reader of one file, by one of the folder, and by the command."""
     CHANGES[change](stored)
     with pytest.raises(safe_read.Unreadable, match=r"a\.json|files\.octavo"):
@@ -128,7 +128,7 @@ def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change)
     (lambda s: shutil.rmtree(s / "inner"), r"inner/a\.json and 1 more are missing"),
     (lambda s: write(s / "new", {"x": b"", "y": b""}), r"new/x and 1 more are added"),
 ])  # fmt: skip
-def test_missing_and_added_files_are_refused_by_name(stored, tmp_path, capsys, change, why):
+def test_missing_and_added_files_are_rejected(stored, tmp_path, capsys, change, why):
     encryption.check_folder(stored)
     change(stored)
     with pytest.raises(Replaced, match=why):
@@ -138,18 +138,18 @@ def test_missing_and_added_files_are_refused_by_name(stored, tmp_path, capsys, c
         assert why.split("\\")[0] in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_file_by_itself_has_no_name_and_one_taken_out_is_refused(stored, tmp_path, capsys):
+def test_single_file_is_unbound_and_moved_out_file_is_rejected(stored, tmp_path, capsys):
     shutil.copy(by_itself(stored), tmp_path / "renamed")
     assert safe_read.read_bytes(tmp_path / "renamed") == PLAIN["a.json"]
     shutil.copy(stored / "a.json", tmp_path / "a.json")
-    with pytest.raises(safe_read.Unreadable, match=r"a\.json of an encrypted folder, and there is no files\.octavo"):
+    with pytest.raises(safe_read.Unreadable, match=r"a\.json of an encrypted folder that has no files\.octavo"):
         safe_read.read_bytes(tmp_path / "a.json")
     assert main(["encrypt", str(stored / "a.json"), str(tmp_path / "x")]) == 2  # as it is, it could not be read there
     assert main(["encrypt", str(stored / "inner"), str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.count("is part of") == 2 and not (tmp_path / "x").exists()
 
 
-def test_another_key_binds_anew_and_takes_what_was_added(stored, tmp_path, other):
+def test_reencryption_binds_again_and_includes_added_files(stored, tmp_path, other):
     (tmp_path / "old.key").write_text(bytes(range(32)).hex())
     (tmp_path / "old.key").chmod(0o600)
     (stored / "more.json").write_bytes(b"{}")
@@ -163,7 +163,7 @@ def test_another_key_binds_anew_and_takes_what_was_added(stored, tmp_path, other
     assert main(["encrypt", str(stored), str(tmp_path / "no"), *anew]) == 1 and not (tmp_path / "no").exists()
 
 
-def test_a_folder_in_a_folder_keeps_its_own_list(tmp_path, key, other, capsys):
+def test_nested_folder_keeps_its_list(tmp_path, key, other, capsys):
     """As `hf/` in the directory of a run that is encrypted afterwards, and taken to another key."""
     run = write(tmp_path / "run", {"config.yaml": b"run", "checkpoints/s.bin": b"state"})
     assert main(["encrypt", str(write(tmp_path / "plain")), str(run / "hf")]) == 0
@@ -196,7 +196,7 @@ def test_a_folder_in_a_folder_keeps_its_own_list(tmp_path, key, other, capsys):
         assert main(["decrypt", str(folder), str(tmp_path / "back")]) == 1
 
 
-def test_names_of_any_bytes_are_bound_and_shown_escaped(tmp_path, key, capsys):
+def test_names_of_any_bytes_are_bound_and_escaped(tmp_path, key, capsys):
     plain = write(tmp_path / "plain", {"half\udcff": b"1", "two\nlines": b"2", "red\x1b[31m": b"3", "ä b": b"4"})
     assert main(["encrypt", str(plain), str(tmp_path / "stored")]) == 0
     assert main(["decrypt", str(tmp_path / "stored"), str(tmp_path / "back")]) == 0
@@ -228,7 +228,7 @@ def test_modes_and_empty_folders_are_kept(tmp_path, key):
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o400
 
 
-def test_a_model_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
+def test_model_folder_with_added_or_missing_file_is_rejected(tmp_path, key):
     """A chat template that is added, or generation settings that are removed, would change what a model learns."""
     tiny.write("qwen3", tmp_path / "plain", size="mini")
     assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "model")]) == 0
@@ -246,7 +246,7 @@ def test_a_model_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
         shutil.rmtree(folder)
 
 
-def test_a_data_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
+def test_data_folder_with_added_or_missing_file_is_rejected(tmp_path, key):
     rows = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     write(tmp_path / "plain", {"part-0.jsonl": rows, "part-1.jsonl": rows, "images/0.png": b"no rows"})
     assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "rows")]) == 0
@@ -259,14 +259,14 @@ def test_a_data_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
         list_row_files(tmp_path / "rows")
 
 
-def test_a_plain_file_in_a_folder_is_read_without_a_key(stored, monkeypatch):
+def test_plain_file_in_encrypted_folder_is_read_without_key(stored, monkeypatch):
     (stored / "more").write_bytes(b"more")  # nobody listed it: the folder as a whole is refused, this file is not
     assert safe_read.read_bytes(stored / "more") == b"more"
     monkeypatch.delenv(encryption.VALUE)
     assert safe_read.read_bytes(stored / "more") == b"more"
 
 
-def test_a_handle_that_a_refusal_leaves_to_the_caller_is_closed_once(stored):
+def test_handle_is_closed_once_after_rejection(stored):
     """A second close would close a file that somebody else opened meanwhile under the same number."""
     swap(stored / "a.json", stored / "b.json")
     for raw in ((stored / "a.json").read_bytes(), OF_VERSION_1[:-1]):

@@ -23,7 +23,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_key_file(tmp_path, monkeypatch, form):
+def test_key_file_formats(tmp_path, monkeypatch, form):
     file = tmp_path / "key"
     file.write_bytes(FORMS[form])
     file.chmod(0o600)
@@ -37,27 +37,27 @@ def test_every_form_of_a_key_file(tmp_path, monkeypatch, form):
      b"0123456789abcdef" * 2],
     ids=["empty", "words", "short", "long", "cut", "no-hex", "half a key"],
 )  # fmt: skip
-def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
+def test_invalid_key_is_rejected_without_showing_it(tmp_path, wrong):
     file = tmp_path / "key"
     file.write_bytes(wrong)
     file.chmod(0o600)
-    with pytest.raises(encryption.NoKey, match=r"key holds no key: that is 64 hex digits") as found:
+    with pytest.raises(encryption.NoKey, match=r"key holds no key: a key is 64 hex digits") as found:
         from_file(file)
     told = "".join(traceback.format_exception(found.value))
     assert not wrong or wrong.decode("latin1") not in told
 
 
-def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
+def test_invalid_key_file_is_rejected(tmp_path, monkeypatch, key):
     with pytest.raises(encryption.NoKey, match="No such file"):
         from_file(tmp_path / "none")
-    with pytest.raises(encryption.NoKey, match="no regular file and no pipe"):
+    with pytest.raises(encryption.NoKey, match="neither a regular file nor a pipe"):
         from_file(tmp_path)
     file = tmp_path / "open.key"
     file.write_text(SECRET.hex())
     file.chmod(0o644)
     with pytest.raises(encryption.NoKey, match="can be read by everybody"):
         from_file(file)
-    with pytest.raises(encryption.NoKey, match="no key is replaced"):
+    with pytest.raises(encryption.NoKey, match="existing keys are never replaced"):
         write_new(file)
     monkeypatch.setenv(encryption.FILE, str(file))
     with pytest.raises(encryption.NoKey, match="are both set"):
@@ -68,13 +68,13 @@ def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
         encryption.find_key()
 
 
-def test_a_new_key_is_for_this_user_alone(tmp_path):
+def test_new_key_is_readable_only_by_its_user(tmp_path):
     made = write_new(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     assert from_file(tmp_path / "key").id == made.id != write_new(tmp_path / "another").id
 
 
-def test_a_key_is_shown_nowhere(key):
+def test_key_is_never_shown(key):
     shown = [repr(key), str(key), f"{key}", format(key), repr([key]), repr(vars(encryption.Key))]
     assert not any(form in text for text in shown for form in (SECRET.hex(), repr(SECRET)[2:-1]))
     for taken in (copy.copy, copy.deepcopy):
@@ -83,7 +83,7 @@ def test_a_key_is_shown_nowhere(key):
     assert not {encryption.FILE, encryption.VALUE} & environment_without_key().keys()
 
 
-def test_no_core_file_and_none_through_a_pipe(key):
+def test_core_files_are_disabled(key):
     """At 0 Linux still pipes one to the program that core_pattern names; 1 is its word for none at all."""
     encryption.process_secret()
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
@@ -92,7 +92,7 @@ def test_no_core_file_and_none_through_a_pipe(key):
 
 @pytest.mark.parametrize("wrong", [bytes(32), b"\xff" * 32, b"00" * 32, b"Aa" * 32, base64.b64encode(bytes(32))],
                          ids=["zeros", "raw", "hex", "hex of one byte", "base64"])  # fmt: skip
-def test_one_byte_again_and_again_is_no_key(tmp_path, monkeypatch, wrong):
+def test_repeated_byte_is_not_a_key(tmp_path, monkeypatch, wrong):
     file = tmp_path / "key"
     file.write_bytes(wrong)
     file.chmod(0o600)
@@ -132,7 +132,7 @@ def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("how", ["--key-file", "OCTAVO_KEY_FILE", "a file behind the handle"])
-def test_a_key_from_a_handle_is_read_once_and_children_have_it(tmp_path, how):
+def test_key_from_handle_is_read_once_and_inherited(tmp_path, how):
     """`--key-file <(pass show octavo)`: the pipe is empty after the first reading, and no child has the handle."""
     if how == "a file behind the handle":
         (tmp_path / "key").write_text(SECRET.hex())
@@ -148,7 +148,7 @@ def test_a_key_from_a_handle_is_read_once_and_children_have_it(tmp_path, how):
 
 
 @pytest.mark.parametrize("raw", [b"", b"words", bytes(5000), b"00" * 32])
-def test_a_handle_without_a_key_is_refused(tmp_path, monkeypatch, raw):
+def test_handle_without_key_is_rejected(tmp_path, monkeypatch, raw):
     handle = pipe(raw)
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, f"/dev/fd/{handle}")

@@ -1,5 +1,5 @@
-"""Whether a reader keeps its promise on one damaged input: an answer, or an error of Octavo's that names the file,
-within a bounded time and memory, and no outside program."""
+"""Checks a reader on one damaged input: it must return a result or raise an Octavo error that names the file, within
+bounded time and memory, and start no program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from octavo.train.step.memory_report import peak_rss
 
-SECONDS = 120.0  # of one case by the clock, for one that waits: a slow or shared machine must not fail a test
-CPU = 20.0  # of one case, of processor time; a slow machine takes one
+SECONDS = 120.0  # wall time of one case, for cases that wait: a slow or shared machine must not fail a test
+CPU = 20.0  # processor time of one case; a slow machine takes one second
 ROUND = 500  # cases of a seed on the command line
 GROWTH = 2048  # MiB that the process may grow by in one case
 
@@ -32,12 +32,12 @@ class Finding(NamedTuple):
 
 
 class Hang(BaseException):
-    """No `except Exception` takes it for an answer."""
+    """A BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raise Hang in what runs longer than this, by the clock."""
+    """Raise Hang in code that runs longer than this, in wall time."""
 
     def ring(*_: object) -> None:
         raise Hang
@@ -52,7 +52,7 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 def peak() -> float:
-    """MiB that this process has had at most."""
+    """Return the peak memory of this process in MiB."""
     return peak_rss() / 2**20
 
 
@@ -65,8 +65,9 @@ def bounds(
     cpu: float = CPU,
     forks: bool = True,
 ) -> Iterator[None]:
-    """One case: what takes longer than ``seconds`` by the clock or ``cpu`` of processor time, grows the process by more
-    than ``growth`` MiB, or starts a program (or, without ``forks``, any process) goes to ``found``."""
+    """Run one case. A finding is added to ``found`` if the block takes longer than ``seconds`` of wall time or ``cpu``
+    seconds of processor time, grows the process by more than ``growth`` MiB, or starts a program (or, without
+    ``forks``, any process)."""
     _watch()
     _started.clear()
     before, begun = peak(), time.process_time()
@@ -83,7 +84,7 @@ def bounds(
 
 
 def _watch() -> None:
-    """Note every start of an outside program or process, for good: there is no way to take a hook off."""
+    """Record every start of a program or process, permanently: an audit hook cannot be removed."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _STARTS or event in _FORKS:
@@ -95,8 +96,8 @@ def _watch() -> None:
 
 
 def outcome(action: Callable[[], object], place: Path, case: str, found: list[Finding]) -> str | None:
-    """Do it; what breaks the promise goes to `found`. Returns the sentence of a refusal."""
-    said = None
+    """Call the reader and add violations to `found`. Returns the message if the reader rejects the input."""
+    message = None
     with bounds(case, found), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -104,29 +105,29 @@ def outcome(action: Callable[[], object], place: Path, case: str, found: list[Fi
         except (Hang, KeyboardInterrupt):
             raise
         except BaseException as error:
-            said = str(error)
+            message = str(error)
             if not type(error).__module__.startswith("octavo."):
-                found.append(Finding(case, f"{type(error).__name__}: {said[:300]}"))
-            elif str(place) not in said:
-                found.append(Finding(case, f"names no file: {said[:300]}"))
-    return said
+                found.append(Finding(case, f"{type(error).__name__}: {message[:300]}"))
+            elif str(place) not in message:
+                found.append(Finding(case, f"names no file: {message[:300]}"))
+    return message
 
 
 def command(run: Callable[..., list[Finding]], cases: int, seed: int, whole: bool = False) -> None:
-    """`python -m tests.fuzz.test_X --cases N --seed N`: rounds of ROUND cases, each with the next seed. A fuzzer that
-    draws each case by its number runs them as a ``whole``, and can run one of them again with `--only NUMBER`."""
+    """`python -m tests.fuzz.test_X --cases N --seed N`: runs rounds of ROUND cases, each with the next seed. A fuzzer
+    that derives each case from its number runs them as a ``whole``, and can rerun one with `--only NUMBER`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=cases)
     parser.add_argument("--seed", type=int, default=seed)
     if whole:
         parser.add_argument("--only", type=int, help="this case alone")
-    asked = vars(parser.parse_args())
-    seed, cases = asked.pop("seed"), asked.pop("cases")
+    args = vars(parser.parse_args())
+    seed, cases = args.pop("seed"), args.pop("cases")
     length = cases if whole else ROUND
     done, total = 0, 0
     while done < cases:
         more = min(length, cases - done)
-        found = run(seed + done // length, more, **asked)
+        found = run(seed + done // length, more, **args)
         done, total = done + more, total + len(found)
         for finding in found:
             print(f"{finding.case}: {finding.what}")

@@ -1,4 +1,4 @@
-"""Seeded damage: to bytes, to JSON and to files in a folder. Pure functions of a generator but for `replace_file`."""
+"""Seeded damage: to bytes, to JSON and to files in a folder. Pure functions of a generator, except `replace_file`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: values that stand where another was: of other types, at the edges of their own, and what no reader expects
+#: replacement values: of other types, at the limits of their type, and unexpected ones
 STRANGE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -(2**63), 0.5, 1e308, float("nan"), float("inf"), "", " ", "x",
     "../../etc/passwd", "a\x00b", "\x1b[2J", "é" * 50, "9" * 400, [], {}, [[]], [None], [0], {"": None}, ["a", 1, {}],
@@ -20,7 +20,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def flip(rng: random.Random, raw: bytes) -> bytes:
-    """One bit."""
+    """Flip one bit."""
     if not raw:
         return raw
     at = rng.randrange(len(raw))
@@ -32,7 +32,7 @@ def truncate(rng: random.Random, raw: bytes) -> bytes:
 
 
 def insert(rng: random.Random, raw: bytes) -> bytes:
-    """Up to eight bytes, of any value or of those that mean something to a reader."""
+    """Insert up to eight bytes, random ones or ones with a meaning for readers."""
     at = rng.randrange(len(raw) + 1)
     more = rng.choice(
         (rng.randbytes(rng.randrange(1, 9)), b"\x00", b"\xff\xfe", b'"', b"{", b"[" * 8, b"\\ud800", b"{%")
@@ -41,7 +41,7 @@ def insert(rng: random.Random, raw: bytes) -> bytes:
 
 
 def overwrite(rng: random.Random, raw: bytes) -> bytes:
-    """A stretch of up to 64 bytes by random ones, or by zeros."""
+    """Overwrite up to 64 bytes with random bytes or zeros."""
     if not raw:
         return raw
     at = rng.randrange(len(raw))
@@ -50,7 +50,7 @@ def overwrite(rng: random.Random, raw: bytes) -> bytes:
 
 
 def remove(rng: random.Random, raw: bytes) -> bytes:
-    """A stretch of up to 64 bytes."""
+    """Remove up to 64 bytes."""
     at = rng.randrange(len(raw) + 1)
     return raw[:at] + raw[at + rng.randrange(1, 65) :]
 
@@ -59,14 +59,14 @@ BYTES = (flip, flip, truncate, insert, overwrite, remove)
 
 
 def damage(rng: random.Random, raw: bytes) -> bytes:
-    """One of the above, or two."""
+    """Apply one or two of the above."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         raw = rng.choice(BYTES)(rng, raw)
     return raw
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """(container, key or index) of everything in a tree of dicts and lists."""
+    """Return (container, key or index) of every value in a tree of dicts and lists."""
     found: list[tuple[Any, Any]] = []
     level = [tree]
     while level:
@@ -79,7 +79,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def strange(rng: random.Random, tree: Any) -> Any:
-    """A copy of JSON's values with one of them changed, dropped, doubled, renamed, or buried in brackets."""
+    """Copy JSON values, with one of them changed, dropped, duplicated, renamed, or nested in brackets."""
     tree = copy.deepcopy(tree)
     there = places(tree)
     if not there:
@@ -102,16 +102,16 @@ def strange(rng: random.Random, tree: Any) -> Any:
 
 
 def damage_json(rng: random.Random, text: str) -> str:
-    """JSON with a strange value in it, still JSON by form."""
+    """Damage a value in JSON text, which stays valid JSON."""
     return json.dumps(strange(rng, json.loads(text)))
 
 
-#: what may stand in a file's place; "device" is one that never ends
+#: replacements of a file; "device" is a file without an end
 PLACES = ("pipe", "device", "folder", "socket", "empty", "broken link", "loop", "outside", "missing")
 
 
 def replace_file(rng: random.Random, file: Path, what: str | None = None) -> str:
-    """Put something else where a file is; returns what."""
+    """Replace a file by something else; returns its name."""
     what = what or rng.choice(PLACES)
     file.unlink()
     if what == "pipe":
@@ -139,8 +139,8 @@ def replace_file(rng: random.Random, file: Path, what: str | None = None) -> str
 
 
 def damage_file(rng: random.Random, folder: Path, fields: Callable[[Path, bytes, float], str | None]) -> str:
-    """Damage one file of a folder; returns what was done: something else in its place, what ``fields(file, its bytes,
-    a number in [0.15, 1))`` does to a file of this kind, or, where that says None, bytes."""
+    """Damage one file of a folder; returns what was done: a replacement, the change of ``fields(file, its bytes, a
+    number in [0.15, 1))`` for files of this kind, or, if that returns None, damaged bytes."""
     file = rng.choice(sorted(p for p in folder.iterdir() if p.is_file()))
     raw = file.read_bytes()
     how = rng.random()
@@ -152,12 +152,12 @@ def damage_file(rng: random.Random, folder: Path, fields: Callable[[Path, bytes,
 
 
 def copy_tree(source: Path, target: Path) -> Path:
-    """A folder anew, in hard links: damage must replace files (`write`), never write into them."""
+    """Copy a folder with hard links: damage must replace files (`write`), never write into them."""
     shutil.rmtree(target, ignore_errors=True)
     return Path(shutil.copytree(source, target, copy_function=os.link, symlinks=True))
 
 
 def write(file: Path, raw: bytes) -> None:
-    """Replace a file, whatever stands there."""
+    """Replace a file, or anything else at its path."""
     file.unlink(missing_ok=True)
     file.write_bytes(raw)

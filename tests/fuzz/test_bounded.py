@@ -1,4 +1,4 @@
-"""The harness of the fuzzers finds each way in which a reader may break its promise."""
+"""The harness of the fuzzers detects each kind of violation."""
 
 import os
 import subprocess
@@ -27,21 +27,21 @@ def _fork() -> None:
     ("reader", "what"),
     [
         (lambda: _raise(Unreadable(f"{HERE} is empty")), None),
-        (_fork, None),  # a template is tried in a process of its own
+        (_fork, None),  # a template is tried in a separate process
         (lambda: _raise(Unreadable("it is empty")), "names no file: it is empty"),
         (lambda: _raise(KeyError("a")), "KeyError: 'a'"),
         (lambda: _raise(SystemExit("bye")), "SystemExit: bye"),
         (lambda: subprocess.run(["true"]), "started subprocess.Popen"),
     ],
 )
-def test_an_outcome_is_judged(reader, what) -> None:
+def test_outcomes_are_classified(reader, what) -> None:
     found: list[Finding] = []
     outcome(reader, HERE, "case 1", found)
     assert [f.case for f in found] == ["case 1"] * (what is not None)
     assert all(f.what.startswith(what) for f in found)
 
 
-def test_what_goes_beyond_its_bounds_is_found() -> None:
+def test_exceeded_bounds_are_reported() -> None:
     found: list[Finding] = []
     with bounds("hang", found, seconds=0.05):
         time.sleep(5)

@@ -64,7 +64,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
             def read(model=model, optimizer=optimizer) -> None:
                 got = load(folder / "step_2", model, optimizer)
-                Progress.of(got.counters)
+                Progress.from_counters(got.counters)
 
             refused = outcome(read, folder, case, found)
             if refused is None and "sealed" not in case and not same(snapshot(model, optimizer), saved):
@@ -78,7 +78,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 @pytest.mark.long
-def test_damaged_checkpoints_are_read_rightly_or_refused() -> None:
+def test_damaged_checkpoints_are_read_correctly_or_rejected() -> None:
     assert run(seed=13, cases=200) == []
 
 

@@ -1,9 +1,9 @@
-"""Damaged Arrow, Feather and parquet files: rows, or a sentence that names the file; never the end of the process.
+"""Damaged Arrow, Feather and parquet files give rows or an error that names the file, and never end the process.
 
     python -m tests.fuzz.test_columnar --cases 10000 --seed 1
 
-Arrow believes the offsets of a file, so what a flipped bit does may be a signal. Cases run in child processes, and one
-that ends by a signal is a finding like any other.
+Arrow trusts the offsets of a file, so a flipped bit may cause a signal. Cases run in child processes, and one that ends
+by a signal is a finding like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ A_CHILD = 250  # cases
 
 
 class Kind(NamedTuple):
-    """A good file (or one in a folder), and what reads all rows of it."""
+    """A valid file (or one in a folder), and a function that reads all its rows."""
 
     file: Path
     read: Callable[[Path], object]
@@ -50,7 +50,7 @@ def rows_of(rows: Any) -> None:
 
 
 def table(rows: int) -> pa.Table:
-    """Every layout that a row of a data set may have."""
+    """Make a table with every layout that a row of a data set may have."""
     turns = [[{"from": "human", "value": f"é{n}" * (n % 9)}, {"from": "gpt", "value": None}] for n in range(rows)]
     tags = pa.array([["a", "b"][: n % 3] for n in range(rows)], pa.list_(pa.dictionary(pa.int32(), pa.string())))
     return pa.table({
@@ -67,7 +67,7 @@ def table(rows: int) -> pa.Table:
 
 
 def build(place: Path) -> list[Kind]:
-    """One good file of each kind."""
+    """Write one valid file of each kind."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -101,7 +101,7 @@ def build(place: Path) -> list[Kind]:
 
 
 def _stream(file: Path) -> None:
-    """All rows of an Arrow file, once it is known to be whole."""
+    """Read all rows of an Arrow file, after validating it."""
     validate(file, file.parent / "notes")
     with pa.memory_map(str(file)) as source:
         is_file = source.read(6) == b"ARROW1"
@@ -111,9 +111,14 @@ def _stream(file: Path) -> None:
     try:
         columnar.find_large_rows(found)
         found.to_pylist()
-    except UnicodeDecodeError:  # bytes that are no UTF-8: `row_of` names them
+    except UnicodeDecodeError:  # bytes that are not UTF-8: `decode_row` names them
         return
-    except (ValueError, OverflowError, KeyError, pa.ArrowException):  # a time that Python cannot hold: so does it
+    except (
+        ValueError,
+        OverflowError,
+        KeyError,
+        pa.ArrowException,
+    ):  # a time that Python cannot represent: it names it too
         return
 
 
@@ -134,14 +139,14 @@ def one(number: int, seed: int, kinds: list[Kind], place: Path, found: list[Find
         except DataError as refused:
             if str(folder) not in str(refused):
                 found.append(Finding(label, f"names no file: {str(refused)[:300]}"))
-        except Exception as error:  # that is what is looked for
+        except Exception as error:  # a finding
             found.append(Finding(label, f"{type(error).__name__}: {error}"[:300]))
     for left in (*folder.iterdir(), folder):
         left.rmdir() if left.is_dir() and not [*left.iterdir()] else left.unlink() if left.is_file() else None
 
 
 def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
-    """Each case in which something else happened. The same for the same seed and `cases`."""
+    """Return the findings, which depend only on the seed and `cases`."""
     found: list[Finding] = []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -154,7 +159,7 @@ def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
 
 
 def _in_child(numbers: list[int], seed: int, kinds: list[Kind], place: Path, found: list[Finding]) -> int:
-    """Run cases in a child; returns how many it came to the end of, with the one that ended it."""
+    """Run cases in a child process; returns the number of cases it ran, including the one that ended it."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = os.fork()
     if child == 0:
@@ -188,9 +193,9 @@ def test_damaged_columns() -> None:
 
 
 @pytest.mark.parametrize(("seed", "case"), [(100, 1661), (100, 3359), (101, 1000), (293664, 147)])
-def test_cases_that_were_findings(seed: int, case: int) -> None:
-    """Columns of another file taken for texts; statistics in a footer that made pyarrow end the process; a name of a
-    column that is no UTF-8."""
+def test_former_findings_are_handled(seed: int, case: int) -> None:
+    """Columns of another file read as texts; statistics in a footer that made pyarrow end the process; a column name
+    that is not UTF-8."""
     assert run(seed, 1, only=case) == []
 
 

@@ -1,7 +1,7 @@
 """Configurations, overrides, plan files, measurements and chat templates, damaged at random.
 
-Each is read rightly or refused by a sentence of Octavo's own error that names the file or the override, soon, and in
-few words: no other exception, no hang. What is read comes back equal from the YAML it is resolved to.
+Each is read correctly, or rejected by an Octavo error that names the file or the override, quickly and briefly: no
+other exception, no hang. A configuration that is read equals the one loaded from its resolved YAML.
 
     python -m tests.fuzz.test_config --cases 10000 --seed 1
 """
@@ -28,7 +28,7 @@ from octavo.models.folder import chat
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
-SECONDS, PATIENCE, LETTERS = 5, 60, 20_000  # of processor time, by the clock, of a message
+SECONDS, MAX_CONSECUTIVE, LETTERS = 5, 60, 20_000  # limits: processor time, wall time, length of a message
 
 COMPLETE = """\
 model: {path: ./m, freeze: [image_encoder, "**.layers.0.**"], load_in_fp8: {foundation: rowwise}}
@@ -47,7 +47,7 @@ train: {steps: 100, micro_batch: 2, global_batch: 8, lr: 3e-4, warmup: 5, recomp
 optimizer: {betas: [0.9, 0.95], eps: 1e-8, states: fp8}
 run: {dir: runs/x, seed: 1, eval_every: 10, save_every: 0x10}
 """
-#: what to put beside or in place of a piece of YAML
+#: pieces to insert into YAML, or to replace one
 PIECES = (
     *("&a", "*a", "<<: *fp8", "!!python/name:os.system", "- - -", "? ", ": ", "|", ">-", "'", '"', "{", "}", "[", "]"),
     *("---", "%YAML 1.1\n", "\t", "#", "\n", "\r", "\x00", "\ufeff", "\u2028", "\x85", "\\ud800", '"\\udc80"', '"\\0"'),
@@ -55,7 +55,7 @@ PIECES = (
     *("extends: config.yaml\n", "extends: /dev/zero\n", "x: 1\n" * 500, "[" * 200, "{a: " * 50, "- x\n" * 500),
     *("é" * 300, "/dev/zero"),
 )  # fmt: skip
-#: what somebody may well have meant
+#: plausible mistakes
 USUAL = ("1", "2", "100", "0.5", "3e-4", "true", "false", "off", "blockwise", "fp32", "auto", "'a b'", "[a, b]", "null")
 TEMPLATE = (
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{% for m in messages %}<s>{{ m.role }}\n"
@@ -75,7 +75,7 @@ JINJA = (
 
 
 def _pieces(rng: random.Random, text: str, pieces: tuple[str, ...]) -> str:
-    """Text with a few pieces put in, at line ends, at words or anywhere."""
+    """Insert a few pieces into a text, at line ends, at words or anywhere."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         edges = [i for i, c in enumerate(text) if c in rng.choice(("\n", " ", ":,{}[]", text))] or [0]
         at = rng.choice(edges) + rng.randrange(2)
@@ -84,9 +84,9 @@ def _pieces(rng: random.Random, text: str, pieces: tuple[str, ...]) -> str:
 
 
 def _overrides(rng: random.Random) -> list[str]:
-    """A few ``key=value``, most of them of keys that exist."""
+    """Make a few ``key=value`` overrides, most of them with existing keys."""
     every = [f"{top}.{key}" for top, field in Config.model_fields.items() for key in _keys(field.annotation)]
-    phases = [key for key in every if key.startswith(BEYOND_SFT)]  # which the file's phase mostly refuses
+    phases = [key for key in every if key.startswith(BEYOND_SFT)]  # which the file's phase usually rejects
     keys = [key for key in every if key not in phases]
     keys += ["data.train.0.path", "data.train.1", "fp8.rules.0.match", "fp8.rules.9", "model", "lora", "x", ".", "a..b"]
     found = []
@@ -173,7 +173,7 @@ def _damaged(rng: random.Random, file: Path) -> None:
 
 
 class _Processor(models.TextProcessor):
-    """As much of one as writes conversations."""
+    """The part of a processor that formats conversations."""
 
     def __init__(self, template: str) -> None:
         self.chat_template = template
@@ -192,7 +192,7 @@ def _template(rng: random.Random, folder: Path) -> None:
         chat.check_template(_Processor(text), folder)
 
 
-#: what is damaged -> how often, who reads it, and the error that it may raise
+#: kind of input -> frequency, reader, and the error that it may raise
 READERS: dict[str, tuple[int, Callable[[random.Random, Path], None], type[Exception]]] = {
     "text": (10, _text, ConfigError),
     "file": (2, _places, ConfigError),
@@ -203,28 +203,28 @@ READERS: dict[str, tuple[int, Callable[[random.Random, Path], None], type[Except
 }
 
 
-def run(seed: int, cases: int, only: int | None = None, told: Counter[str] | None = None) -> list[Finding]:
-    """What does not hold; ``told`` counts what was read and what was refused."""
+def run(seed: int, cases: int, only: int | None = None, tally: Counter[str] | None = None) -> list[Finding]:
+    """Return the findings; ``tally`` counts what was read and rejected."""
     found: list[Finding] = []
-    told = Counter() if told is None else told
+    tally = Counter() if tally is None else tally
     with tempfile.TemporaryDirectory() as folder:
         for number in range(cases) if only is None else [only]:
             rng = random.Random(f"{seed} {number}")
             kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
             case = f"case {number} of seed {seed} ({kind})"
-            with bounds(case, found, PATIENCE, cpu=SECONDS):
-                if why := _judged(rng, kind, Path(folder), told):
+            with bounds(case, found, MAX_CONSECUTIVE, cpu=SECONDS):
+                if why := _check_input(rng, kind, Path(folder), tally):
                     found.append(Finding(case, why))
     return found
 
 
-def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> str | None:
+def _check_input(rng: random.Random, kind: str, folder: Path, tally: Counter[str]) -> str | None:
     _, read, error = READERS[kind]
     try:
         read(rng, folder)
-        told[f"{kind}, read"] += 1
+        tally[f"{kind}, read"] += 1
     except error as processor_error:
-        told[f"{kind}, refused"] += 1
+        tally[f"{kind}, refused"] += 1
         message = str(processor_error)
         if len(message) > LETTERS or not all(line.isprintable() for line in message.splitlines()):
             return f"{len(message)} letters, or some that nobody can print: {message[:200]!r}"
@@ -238,16 +238,16 @@ def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> 
 
 
 @pytest.mark.long
-def test_whatever_is_damaged_is_read_or_refused():
-    told: Counter[str] = Counter()
-    assert run(13, 400, told=told) == []
-    assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(told)
-    assert all(told[f"{kind}, refused"] for kind in READERS)
+def test_damaged_configurations_are_read_or_rejected():
+    tally: Counter[str] = Counter()
+    assert run(13, 400, tally=tally) == []
+    assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(tally)
+    assert all(tally[f"{kind}, refused"] for kind in READERS)
 
 
 if __name__ == "__main__":
     counts: Counter[str] = Counter()
     try:
-        command(partial(run, told=counts), cases=200, seed=13, whole=True)
+        command(partial(run, tally=counts), cases=200, seed=13, whole=True)
     finally:
         print(*(f"{what}: {n}" for what, n in sorted(counts.items())), sep="\n")

@@ -1,4 +1,4 @@
-"""Every input in tests/fuzz/corpus/, as it was found: the command ends as it should, and nothing else happens."""
+"""Every input in tests/fuzz/corpus/: the command ends with the expected result, without other effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _bytes(content: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Mini checkpoints by family, each written once."""
+    """Mini checkpoints by family, each written only once."""
     return {"": tmp_path_factory.mktemp("corpus")}
 
 
@@ -44,7 +44,7 @@ def _write(entry: dict[str, Any], folder: Path, checkpoints: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("file", sorted(CORPUS.glob("*.json")), ids=lambda file: file.stem)
-def test_an_input_that_once_failed_is_handled(
+def test_former_failing_inputs_are_handled(
     file: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     entry = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Damaged rows and images: each is read rightly, or refused with a sentence that names it; nothing else happens.
+"""Damaged rows and images: each is read correctly, or rejected by an error that names it.
 
 `python -m tests.fuzz.test_data --cases 10000 --seed 1`
 """
@@ -37,12 +37,12 @@ from octavo.data.tasks.sources import KINDS
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command
 
-SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # of processor time and of memory for one case, of a message
+SECONDS, MEGABYTES, LETTERS = 5.0, 400, 3000  # limits for one case: processor time, memory, length of a message
 SEQ_LENGTH = 128
 
 
 def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
-    """Each case in which something else happened. The same for the same seed and `cases`."""
+    """Return the findings, which depend only on the seed and `cases`."""
     found: list[Finding] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,14 +57,14 @@ def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
             with bounds(label, found, 12 * SECONDS, MEGABYTES, cpu=SECONDS, forks=False):
                 try:
                     wrong = kind(rng, folder, images, encoders)
-                except Exception as error:  # that is what is looked for
+                except Exception as error:  # a finding
                     wrong = [f"{type(error).__name__}: {error}"[:300]]
                 found += [Finding(label, what) for what in wrong]
     return found
 
 
 def _encoders(folder: Path) -> list[dict[str, Encoder]]:
-    """By what rows are taken for; prompts are never cut."""
+    """Return encoders by kind of rows; prompts are never cut."""
     from octavo.models import load_processor
     from octavo.models.tiny import tiny
 
@@ -90,7 +90,7 @@ def _encoders(folder: Path) -> list[dict[str, Encoder]]:
 # Rows ------------------------------------------------------------------------------------------------------------
 
 
-def _good() -> list[Any]:
+def _valid_rows() -> list[Any]:
     chat = [{"from": "human", "value": "<image>Wie viele?"}, {"from": "gpt", "value": "Zwölf, or 12"}]
     parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "What?"}]
     return [
@@ -132,7 +132,7 @@ SPECIAL: tuple[tuple[tuple[str, ...], Callable[[random.Random], str]], ...] = (
 
 
 def _damaged(rng: random.Random, row: Any) -> bytes:
-    """A row with something wrong, as JSON by form or not."""
+    """Return a damaged row, as valid or invalid JSON."""
     text = json.dumps(row, ensure_ascii=rng.random() < 0.5)
     kind = rng.randrange(4)
     if kind == 0:
@@ -148,9 +148,9 @@ def _damaged(rng: random.Random, row: Any) -> bytes:
 
 
 def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[dict[str, Encoder]]) -> list[str]:
-    """One damaged row between two good ones, in a list or in lines."""
+    """Write one damaged row between two valid ones, in a list or in lines."""
     which = rng.randrange(len(FORMATS))
-    good = _good()[which]
+    good = _valid_rows()[which]
     damaged = _damaged(rng, good)
     lines = rng.random() < 0.6
     parts = [json.dumps(good).encode(), damaged, json.dumps(good).encode()]
@@ -159,13 +159,13 @@ def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[
     try:
         source = read(Dataset(path=str(file), format=rng.choice(("auto", FORMATS[which]))), TAKEN_FOR[which])
     except DataError as refused:
-        # A list has one form; lines have one each, and their name says so.
+        # A list is one value; lines are separate values, and the suffix says which.
         allowed = not lines or file.suffix == ".json" or "ambiguous" in str(refused)
         return _said(refused, file) + ([] if allowed else [f"one line refuses the file: {refused}"])
-    return _judged(source, rng.choice(encoders)[source.kind], folder, len(parts) == len(source), good)
+    return _check_rows(source, rng.choice(encoders)[source.kind], folder, len(parts) == len(source), good)
 
 
-def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
+def _check_rows(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
     judge, wrong = BadRowPolicy((source,), "skip", folder / "skipped.jsonl"), []
     made: list[Any] = []
     for row in range(len(source)):
@@ -183,7 +183,7 @@ def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: A
         try:
             judge.admit((0, row), sample)
         except DataError as refused:
-            wrong += [] if "every one of its" in str(refused) else [f"ends the run: {refused}"]
+            wrong += [] if "rows were left out" in str(refused) else [f"ends the run: {refused}"]
     for row in (0, 2) if alone else ():
         wrong += (
             [] if _same(made[row], good, source, encoder) else [f"row {row} is another beside a bad one: {made[row]}"]
@@ -220,7 +220,7 @@ def _said(error: Exception, file: Path, row: int | None = None) -> list[str]:
 
 
 def _images() -> list[bytes]:
-    """A small one of every format and of most modes; the first three are good PNGs."""
+    """Return a small image of every format and most modes; the first three are valid PNGs."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 20, 4), dtype=np.uint8)
     colour, alpha, grey = Image.fromarray(noise[..., :3]), Image.fromarray(noise), Image.fromarray(noise[..., 0])
     deep = Image.fromarray(noise[..., :2].copy().view(np.uint16)[..., 0])
@@ -249,7 +249,7 @@ def _images() -> list[bytes]:
 
 
 def _image(rng: random.Random, folder: Path, images: list[bytes], encoders: list[Encoder]) -> list[str]:
-    """A damaged image, in its header or anywhere; now and then with a number in it made huge."""
+    """Damage an image, in its header or anywhere, sometimes by setting a number to a huge value."""
     raw = rng.choice(images)
     if rng.random() < 0.5:
         head = rng.choice((16, 32, 64, 200))

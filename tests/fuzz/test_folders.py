@@ -1,10 +1,9 @@
-"""Damaged model folders, adapters and run directories: read rightly, or refused in a sentence that names the file.
+"""Damaged model folders, adapters and run directories are read correctly, or rejected by an error that names the file.
 
     python -m tests.fuzz.test_folders --cases 10000 --seed 1
 
-One file of a good folder is damaged (bytes, a field of its JSON, something else in its place), and whoever reads such
-folders reads it: `verify`, loading a model, its processor, an adapter, a report. What `models.load` refuses, `verify`
-must find.
+One file of a valid folder is damaged (bytes, a field of its JSON, or replaced), and all readers of such folders read
+it: `verify`, loading a model, its processor, an adapter, a report. `verify` must report what `models.load` rejects.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from tests.report.synthetic_runs import write_run
 
 
 class Kind(NamedTuple):
-    """A good folder, and what reads it."""
+    """A valid folder, and a function that reads it."""
 
     folder: Path
     reads: tuple[Callable[[Path], object], ...]
 
 
 def build(place: Path) -> list[Kind]:
-    """One good folder of each kind."""
+    """Write one valid folder of each kind."""
     tiny = folders.tokenizers(place / "tiny")
     plain = folders.write("plain", place / "plain", tiny, "qwen3_tied", shards=1)
     codes = folders.write("fp8-block", place / "fp8", tiny, "qwen3")
@@ -64,7 +63,7 @@ def build(place: Path) -> list[Kind]:
 
 
 def damage(rng: random.Random, folder: Path) -> str:
-    """Damage one file; returns what was done."""
+    """Damage one file; returns a description."""
 
     def fields(file: Path, raw: bytes, how: float) -> str | None:
         if how < 0.6 and file.suffix == ".json":
@@ -104,16 +103,16 @@ def run(seed: int, cases: int) -> list[Finding]:
             refused = outcome(lambda: read(folder), folder, case, found)  # noqa: B023
             if kind.folder.name == "run" or not (refused or rng.random() < 0.3):
                 continue
-            verified: list[checkpoint.Verified] = []
+            verified: list[checkpoint.VerifyResult] = []
             outcome(lambda: verified.append(checkpoint.verify(folder)), folder, f"{case}, verify", found)  # noqa: B023
-            # an adapter is judged for PEFT, which takes some that Octavo does not compute
+            # an adapter is verified for PEFT, which accepts some that Octavo does not support
             if refused and verified and verified[0].ok and kind.folder.name != "adapter":
                 found.append(Finding(case, f"verify finds nothing, and it was refused: {refused}"))
     return found
 
 
 @pytest.mark.long
-def test_damaged_folders_are_read_rightly_or_refused() -> None:
+def test_damaged_folders_are_read_correctly_or_rejected() -> None:
     assert run(seed=13, cases=200) == []
 
 

@@ -19,14 +19,14 @@ from typing import Any
 
 from octavo.config import ConfigError
 from octavo.config.yaml.document import read_text
-from octavo.importers import TranslateError, markdown, plain, translate
+from octavo.importers import TranslateError, markdown, to_json, translate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
 HERE = Path(__file__).resolve().parents[1] / "importers"
 #: files of each framework, which are damaged
 FILES = [*sorted((HERE / "theirs").iterdir()), *sorted((HERE.parents[1] / "examples" / "import").glob("*.[ys]*"))]
-SECONDS, PATIENCE, LETTERS = 5, 120, 20_000  # of processor time, by the clock, of a message
+SECONDS, MAX_CONSECUTIVE, LETTERS = 5, 120, 20_000  # of processor time, by the clock, of a message
 
 #: values in the place of others
 STRANGE = (
@@ -122,7 +122,7 @@ def run(seed: int, cases: int) -> list[Finding]:
             file = folder / f"a{path.suffix}"
             file.write_text(_damaged(rng, path), encoding="utf-8", errors="replace")
             del _opened[1:]
-            with bounds(case, found, PATIENCE, cpu=SECONDS, forks=False):
+            with bounds(case, found, MAX_CONSECUTIVE, cpu=SECONDS, forks=False):
                 _one(rng, file, folder, case, found)
             found += [Finding(case, f"read {path}") for path in _opened[1:]]
     return found
@@ -149,13 +149,13 @@ def _one(rng: random.Random, file: Path, folder: Path, case: str, found: list[Fi
     more = {"framework": rng.choice((None, None, "axolotl", "mindspeed-mm")), "world": rng.choice((None, 8))}
     try:
         made = translate([file], folder.parent / "out.yaml", root=folder, variables={"MODEL": "."}, **more)
-        for text in (made.content, markdown(made), json.dumps(plain(made)), *made.extra.values()):
+        for text in (made.content, markdown(made), json.dumps(to_json(made)), *made.extra.values()):
             text.encode()
         if len(made.rows) != len({row.source_key.key for row in made.rows}):
             found.append(Finding(case, "a key has two rows"))
     except (TranslateError, ConfigError) as error:
-        if len(said := str(error)) > LETTERS or not said.isascii() and _cannot_be_written(said):
-            found.append(Finding(case, f"a message of {len(said)} letters: {said[:200]!r}"))
+        if len(error_text := str(error)) > LETTERS or not error_text.isascii() and _cannot_be_written(error_text):
+            found.append(Finding(case, f"a message of {len(error_text)} letters: {error_text[:200]!r}"))
     except (Hang, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -166,7 +166,7 @@ def _cannot_be_written(text: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def test_damaged_files_are_translated_or_refused_by_a_sentence() -> None:
+def test_damaged_files_are_translated_or_rejected() -> None:
     assert not run(1, 40)
 
 

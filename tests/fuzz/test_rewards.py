@@ -109,7 +109,7 @@ def run(seed: int, cases: int) -> list[Finding]:
     return findings
 
 
-def test_functions_that_change_what_they_are_given_change_nothing() -> None:
+def test_rewards_cannot_change_their_arguments() -> None:
     assert run(seed=11, cases=300) == []
 
 

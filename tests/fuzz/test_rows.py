@@ -1,4 +1,4 @@
-"""Meaning of rows: NaN at any depth is never learned, and Json columns of `datasets` are the JSON that they come from.
+"""NaN at any depth of a row is never learned, and Json columns of `datasets` give the original JSON.
 
 `python -m tests.fuzz.test_rows --cases 10000 --seed 1`
 """
@@ -35,7 +35,7 @@ WORDS = ("a cat", "5", "5.0", "1e400", "true", '{"a":  1}', "[1, 2]", "[]", '[{"
 
 
 def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
-    """Each case in which something else happened. The same for the same seed and `cases`."""
+    """Return the findings, which depend only on the seed and `cases`."""
     found: list[Finding] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -47,7 +47,7 @@ def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
             with bounds(label, found, 12 * SECONDS, MEGABYTES, cpu=SECONDS, forks=False):
                 try:
                     wrong = kind(rng, folder)
-                except Exception as error:  # that is what is looked for
+                except Exception as error:  # a finding
                     wrong = [f"{type(error).__name__}: {error}"[:300]]
                 found += [Finding(label, what) for what in wrong]
     return found
@@ -81,19 +81,19 @@ def _turns(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _row(rng: random.Random, kind: str) -> tuple[dict[str, Any], str]:
-    """A good row, and its format."""
+    """Make a valid row; returns it with its format."""
     words = rng.choice(WORDS)
     answer = {"role": "assistant", "content": words}
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"x": rng.choice((1, {"y": [2]}))}}}]
     pair = {"prompt": rng.choice((words, [{"role": "user", "content": "q"}])), "chosen": rng.choice((words, [answer]))}
     talk = {"messages": _turns(rng), "level": 1.5} | ({"tools": tools} if rng.random() < 0.4 else {})
-    told = [{"from": "human", "value": words}, {"from": "gpt", "value": "a"}]
-    asked = {"prompt": "q", "answer": rng.choice((words, 7, ["five", 5])), "level": {"deep": [1, 2]}}
+    value_turns = [{"from": "human", "value": words}, {"from": "gpt", "value": "a"}]
+    prompt_row = {"prompt": "q", "answer": rng.choice((words, 7, ["five", 5])), "level": {"deep": [1, 2]}}
     alpaca = {"instruction": "q", "input": words, "output": words, "history": [["q", "a"]], "system": "be"}
     some: dict[str, list[tuple[dict[str, Any], str]]] = {
-        "conversations": [(talk, "messages"), ({"conversations": told}, "sharegpt"), (alpaca, "alpaca"),
-                          (asked, "prompt")],
-        "prompts": [(talk, "messages"), (asked, "prompt"), (alpaca, "alpaca")],
+        "conversations": [(talk, "messages"), ({"conversations": value_turns}, "sharegpt"), (alpaca, "alpaca"),
+                          (prompt_row, "prompt")],
+        "prompts": [(talk, "messages"), (prompt_row, "prompt"), (alpaca, "alpaca")],
         "pairs": [(pair | {"rejected": "zzz"}, "auto")],
         "labelled": [({"prompt": "q", "completion": rng.choice((words, [answer])), "label": True}, "auto")],
         "documents": [({"text": words, "url": "x"}, "text"),
@@ -106,7 +106,7 @@ KINDS = ("conversations", "conversations", "prompts", "pairs", "labelled", "docu
 
 
 def _texts(made: Any) -> Iterator[str]:
-    """All that is written or compared of a row."""
+    """Return all texts of a row that are rendered or compared."""
     if isinstance(made, PairRow):
         yield from _texts(made.chosen)
         yield from _texts(made.rejected)
@@ -124,7 +124,7 @@ def _texts(made: Any) -> Iterator[str]:
 
 
 def _number(rng: random.Random, folder: Path) -> list[str]:
-    """A number that is none at a random place of a row: a bad row, or one in which nothing is read there."""
+    """Put a NaN at a random place of a row: the row must be bad, or the place unused."""
     kind = rng.choice(KINDS)
     row, format = _row(rng, kind)
     row = copy.deepcopy(row)
@@ -144,7 +144,7 @@ def _spells(text: str) -> bool:
 
 
 def _cells(rng: random.Random, folder: Path) -> list[str]:
-    """A CSV of rows that pandas writes with a missing cell."""
+    """Write a CSV with a missing cell, by pandas."""
     missing, column = rng.choice((*SPELLED[:2], *SPELLED[4:], "")), rng.choice(("prompt", "answer", "system"))
     row = {"prompt": "q", "answer": "a", "system": "be"} | {column: missing}
     file = folder / rng.choice(("r.csv", "r.tsv"))
@@ -164,7 +164,7 @@ def _cells(rng: random.Random, folder: Path) -> list[str]:
 
 
 def _stored(value: Any) -> str | None:
-    """As `datasets` stores a value in a Json column: texts that are valid JSON stay as they are."""
+    """Convert a value as `datasets` stores it in a Json column: texts that are valid JSON stay unchanged."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -177,7 +177,7 @@ def _stored(value: Any) -> str | None:
 
 
 def _columns(rng: random.Random, folder: Path) -> list[str]:
-    """Rows whose values have several types, as JSONL and as parquet with Json columns at one depth or another."""
+    """Write rows whose values have several types, as JSONL and as parquet with Json columns at some depth."""
     kind = rng.choice(("conversations", "prompts", "pairs"))
     format = {"conversations": "messages", "prompts": "prompt", "pairs": "auto"}[kind]
     rows = []
@@ -226,12 +226,12 @@ def _told(source: Any, row: int) -> str:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def test_meaning_of_rows() -> None:
+def test_row_layouts_keep_their_meaning() -> None:
     assert run(5, 150) == []
 
 
 @pytest.mark.long
-def test_meaning_of_many_rows() -> None:
+def test_many_row_layouts_keep_their_meaning() -> None:
     assert run(6, 800) == []
 
 

@@ -155,7 +155,7 @@ def run(seed: int, cases: int) -> list[Finding]:
     return findings
 
 
-def test_what_users_leave_among_checkpoints_stays_and_fails_no_save() -> None:
+def test_foreign_files_among_checkpoints_are_kept() -> None:
     assert run(seed=12, cases=60) == []
 
 

@@ -26,7 +26,7 @@ from octavo.importers.shell import interpreter as shell_script
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
-SECONDS, PATIENCE = 5, 60  # of processor time; by the clock
+SECONDS, MAX_CONSECUTIVE = 5, 60  # of processor time; by the clock
 NAMES = ("A", "B", "C", "D")
 SHOW = '\ntorchrun train.py --a "<$A>" --b "<$B>" --c "<$C>" --d "<$D>" --f "<${F[*]}>" --n "<${#F[@]}>" --z $A _ $B\n'
 UNKNOWN = ('[ -n "$UNSET" ]', "[ -f /nowhere ]", "[ -d / ]", "cd / 2>/dev/null", "grep -q x /dev/null", "mkdir -p /")
@@ -226,7 +226,7 @@ def script(rng: random.Random) -> str:
     return "\n".join(lines) + SHOW
 
 
-def of_bash(text: str) -> list[str] | None:
+def run_bash(text: str) -> list[str] | None:
     """The words of the last command as bash has them; None where bash does not get there."""
     show = {"BASH_FUNC_torchrun%%": "() { printf '%s\\0' \"$@\" >&9; }", "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +250,7 @@ def difference(text: str) -> str | None:
     words = next(
         (command.words[1:] for command in reversed(read.commands) if command.words[0].text == "torchrun"), None
     )
-    bash = of_bash(text)
+    bash = run_bash(text)
     if bash is None:  # it ran into its own recursion, or ended before
         return None
     if words is None:
@@ -269,14 +269,14 @@ def difference(text: str) -> str | None:
     return f"import has {len(words)} words, bash {len(bash)}" if whole and len(bash) != len(words) else None
 
 
-def _compared(rng: random.Random, told: Counter[str]) -> str | None:
+def _compare_script(rng: random.Random, tally: Counter[str]) -> str | None:
     text = script(rng)
     what = difference(text)
-    told["compared"] += 1
+    tally["compared"] += 1
     return f"{what}\n{text}" if what else None
 
 
-def _damaged(rng: random.Random, told: Counter[str]) -> str | None:
+def _read_damaged(rng: random.Random, tally: Counter[str]) -> str | None:
     text = mutate.damage(rng, script(rng).encode() * rng.choice((1, 1, 50))).decode(errors="replace")
     if rng.random() < 0.3:
         piece = rng.choice(
@@ -285,9 +285,9 @@ def _damaged(rng: random.Random, told: Counter[str]) -> str | None:
         text = text[: rng.randrange(len(text) + 1)] + piece * rng.choice((3, 60, 20_000)) + text
     try:
         shell_script.read(text, {}, "a.sh")
-        told["read"] += 1
+        tally["read"] += 1
     except TranslateError as error:
-        told["refused"] += 1
+        tally["refused"] += 1
         if "a.sh" not in str(error) or len(str(error)) > 400:
             return f"the sentence is {error!s:.300}"
     except BaseException as other:
@@ -297,30 +297,34 @@ def _damaged(rng: random.Random, told: Counter[str]) -> str | None:
     return None
 
 
-def run(seed: int, cases: int, only: int | None = None, told: Counter[str] | None = None) -> list[Finding]:
-    """What does not hold; ``told`` counts what was compared, read and refused."""
+def run(seed: int, cases: int, only: int | None = None, tally: Counter[str] | None = None) -> list[Finding]:
+    """What does not hold; ``tally`` counts what was compared, read and refused."""
     findings: list[Finding] = []
-    told = Counter() if told is None else told
+    tally = Counter() if tally is None else tally
     for number in range(cases) if only is None else [only]:
         rng = random.Random(f"{seed} {number}")
-        kind = _damaged if number % 3 == 2 else _compared
+        kind = _read_damaged if number % 3 == 2 else _compare_script
         case = f"case {number} of seed {seed}"
-        with bounds(case, findings, PATIENCE, cpu=SECONDS) if kind is _damaged else bounds(case, [], PATIENCE):
-            if why := kind(rng, told):
+        with (
+            bounds(case, findings, MAX_CONSECUTIVE, cpu=SECONDS)
+            if kind is _read_damaged
+            else bounds(case, [], MAX_CONSECUTIVE)
+        ):
+            if why := kind(rng, tally):
                 findings.append(Finding(case, why))
     return findings
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_import_takes_what_bash_has_or_lists_the_line() -> None:
-    told: Counter[str] = Counter()
-    assert run(5, 120, told=told) == []
-    assert told["compared"] == 80 and told["read"] and told["refused"]
+def test_import_matches_bash_or_lists_the_line() -> None:
+    tally: Counter[str] = Counter()
+    assert run(5, 120, tally=tally) == []
+    assert tally["compared"] == 80 and tally["read"] and tally["refused"]
 
 
 if __name__ == "__main__":
     counts: Counter[str] = Counter()
     try:
-        command(partial(run, told=counts), cases=1000, seed=5, whole=True)
+        command(partial(run, tally=counts), cases=1000, seed=5, whole=True)
     finally:
         print(*(f"{what}: {n}" for what, n in sorted(counts.items())), sep="\n")

@@ -63,10 +63,10 @@ def _folders() -> Iterator[Path]:
 
 def _command(*words: object) -> tuple[int, str]:
     """(exit code, what was said) of a command."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         code = main([str(word) for word in words])
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -162,26 +162,26 @@ def _read(here: Path, folder: Path, case: str, old: bool, found: list[Finding]) 
             found.append(Finding(case, f"{name} was read as what it is not: {got[0][:40]!r}"))
     target = here / "out"
     with bounds(case, found):
-        code, said = _command("decrypt", folder, target)
+        code, output = _command("decrypt", folder, target)
     if code == 0:
         written = {str(path.relative_to(target)): path.read_bytes() for path in _files(target)}
         if written != PLAIN and not (old and {**PLAIN, **written} == PLAIN):
             found.append(Finding(case, "decrypt wrote what was not encrypted"))
         shutil.rmtree(target)
         return
-    if code not in (1, 2) or str(folder) not in said or "Traceback" in said:
-        found.append(Finding(case, f"decrypt ended with {code}: {said[:300]}"))
+    if code not in (1, 2) or str(folder) not in output or "Traceback" in output:
+        found.append(Finding(case, f"decrypt ended with {code}: {output[:300]}"))
     if os.path.lexists(target) or list(here.glob(".*")):
         found.append(Finding(case, "decrypt left something behind"))
         shutil.rmtree(target, ignore_errors=True)
 
 
-def test_folders_that_somebody_changed_are_read_rightly_or_refused() -> None:
+def test_tampered_folders_are_read_correctly_or_rejected() -> None:
     assert run(seed=5, cases=100) == []
 
 
 @pytest.mark.long
-def test_more_folders_that_somebody_changed() -> None:
+def test_more_tampered_folders() -> None:
     assert run(seed=6, cases=500) == []
 
 

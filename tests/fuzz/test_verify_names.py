@@ -41,36 +41,36 @@ KEYS = ("sliding_window", "rope_theta", "rms_norm_eps", "max_position_embeddings
 SCHEMES = (None, {}, "static", {"num_bits": 8, "type": "float", "dynamic": False}, {"dynamic": True}, 3, ["fp8"])
 
 
-def scaled(rng: random.Random, held: dict[str, Tensor]) -> None:
+def add_scales(rng: random.Random, weights: dict[str, Tensor]) -> None:
     value = torch.tensor(rng.choice((0.5, 1.0, 0.0, -1.0, float("nan"), float("inf"))))
     value = value.to(rng.choice((torch.float32, torch.bfloat16, torch.float16)))
     for layer in range(rng.choice((1, 2))):
         for name in rng.sample(SCALES + NEAR, rng.choice((1, 2, 4))):
-            held[f"model.layers.{layer}.self_attn.{name}"] = value.clone()
+            weights[f"model.layers.{layer}.self_attn.{name}"] = value.clone()
 
 
-def more(rng: random.Random, held: dict[str, Tensor]) -> None:
-    held[rng.choice(MORE)] = torch.randn(rng.choice(((4, 4), (512, 256), ())), dtype=torch.bfloat16)
+def add_tensors(rng: random.Random, weights: dict[str, Tensor]) -> None:
+    weights[rng.choice(MORE)] = torch.randn(rng.choice(((4, 4), (512, 256), ())), dtype=torch.bfloat16)
 
 
-def less(rng: random.Random, held: dict[str, Tensor]) -> None:
-    del held[rng.choice(sorted(held))]
+def drop_tensor(rng: random.Random, weights: dict[str, Tensor]) -> None:
+    del weights[rng.choice(sorted(weights))]
 
 
-def retyped(rng: random.Random, held: dict[str, Tensor]) -> None:
-    name = rng.choice(sorted(held))
-    held[name] = held[name].float().clamp(0, 100).to(rng.choice(DTYPES))
+def change_dtype(rng: random.Random, weights: dict[str, Tensor]) -> None:
+    name = rng.choice(sorted(weights))
+    weights[name] = weights[name].float().clamp(0, 100).to(rng.choice(DTYPES))
 
 
-def renamed(rng: random.Random, held: dict[str, Tensor]) -> None:
-    name = rng.choice(sorted(held))
+def rename_tensor(rng: random.Random, weights: dict[str, Tensor]) -> None:
+    name = rng.choice(sorted(weights))
     change: Callable[[str], str] = rng.choice(
         (lambda n: "model." + n, lambda n: n.removeprefix("model."), lambda n: n.replace("layers.1", "layers.5"))
     )
-    held[change(name)] = held.pop(name)
+    weights[change(name)] = weights.pop(name)
 
 
-TENSORS = (scaled, scaled, more, less, retyped, renamed)
+TENSORS = (add_scales, add_scales, add_tensors, drop_tensor, change_dtype, rename_tensor)
 
 
 def damage(rng: random.Random, folder: Path) -> str:
@@ -80,9 +80,9 @@ def damage(rng: random.Random, folder: Path) -> str:
         how = rng.random()
         if how < 0.6:
             change = rng.choice(TENSORS)
-            held = load_file(folder / WEIGHTS)
-            change(rng, held)
-            save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+            weights = load_file(folder / WEIGHTS)
+            change(rng, weights)
+            save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
             done.append(change.__name__)
             continue
         raw = json.loads((folder / "config.json").read_text())
@@ -115,11 +115,11 @@ def run(seed: int, cases: int) -> list[Finding]:
                 models.load_processor(folder)
 
             refused = outcome(load, folder, case, found)
-            verified: list[checkpoint.Verified] = []
+            verified: list[checkpoint.VerifyResult] = []
             outcome(lambda: verified.append(checkpoint.verify(folder)), folder, f"{case}, verify", found)  # noqa: B023
             if refused and verified and verified[0].ok:
                 found.append(Finding(case, f"verify finds nothing, and it was refused: {refused}"))
-            against: list[checkpoint.Verified] = []
+            against: list[checkpoint.VerifyResult] = []
             aside: list[Finding] = []
             outcome(lambda: against.append(checkpoint.verify(good, folder)), folder, case, aside)  # noqa: B023
             found += [
@@ -134,7 +134,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 @pytest.mark.long
-def test_odd_folders_are_taken_or_found() -> None:
+def test_modified_folders_are_accepted_or_reported() -> None:
     assert run(seed=5, cases=60) == []
 
 

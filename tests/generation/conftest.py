@@ -1,4 +1,4 @@
-"""Mini models and distinct questions for them."""
+"""Mini models and distinct prompts for them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from octavo.models.tiny import tiny
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """(model, processor) of a mini checkpoint, each made once: tests leave models as they were."""
-    known = {}
+def load_mini(tmp_path_factory):
+    """Return (model, processor) of a mini checkpoint, created once; tests must not change it."""
+    cache = {}
 
     def get(family: str):
-        if family not in known:
+        if family not in cache:
             folder = tiny.write(family, tmp_path_factory.mktemp("generation") / family, size="mini")
-            known[family] = models.load(folder), models.load_processor(folder)
-        return known[family]
+            cache[family] = models.load(folder), models.load_processor(folder)
+        return cache[family]
 
     return get
 
 
-def questions(model, count: int) -> list[tuple[list, list]]:
-    """Messages and images of distinct prompts: none, one or two images of two sizes, texts of several lengths."""
+def make_conversations(model, count: int) -> list[tuple[list, list]]:
+    """Return (messages, images) of distinct prompts with up to two images of two sizes, and texts of several
+    lengths."""
     rng = np.random.default_rng(0)
     vision = models.describe(model).has_vision
-    found = []
+    conversations = []
     for i in range(count):
         text = f"{i} " + "".join(rng.choice(list("abcdefgh 123"), 5 + i % 7))
         images = [
@@ -36,10 +37,10 @@ def questions(model, count: int) -> list[tuple[list, list]]:
             for _ in range(i % 3 if vision else 0)
         ]
         parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-        found.append(([{"role": "user", "content": parts if vision else text}], images))
-    return found
+        conversations.append(([{"role": "user", "content": parts if vision else text}], images))
+    return conversations
 
 
-def prompts_of(model, processor, count: int) -> list[generation.Prompt]:
-    asked = questions(model, count)
-    return [generation.prompt_of(processor, *question, number=i) for i, question in enumerate(asked)]
+def make_prompts(model, processor, count: int) -> list[generation.Prompt]:
+    conversations = make_conversations(model, count)
+    return [generation.prompt_of(processor, *conversation, number=i) for i, conversation in enumerate(conversations)]

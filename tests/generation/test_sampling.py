@@ -1,4 +1,4 @@
-"""Which tokens may be chosen, how often they are, and what random numbers depend on."""
+"""Filters, frequencies of sampled tokens, and dependencies of random numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from octavo.generation.sampling import choose, filter_probabilities, uniforms
 @pytest.mark.parametrize("top_k", [0, 1, 7, 400])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.02, 1.0])
-def test_what_is_kept_is_what_transformers_keeps(top_k, top_p, min_p):
+def test_filters_match_transformers(top_k, top_p, min_p):
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)) * 2
     logits[:, 5] = -torch.inf
-    wanted = logits
+    expected = logits
     for warper in (
         *([TopKLogitsWarper(top_k)] if top_k else []),
         *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
         *([MinPLogitsWarper(min_p)] if min_p else []),
     ):
-        wanted = warper(None, wanted)
-    got = filter_probabilities(logits.softmax(-1), Sampling(1, top_k=top_k, top_p=top_p, min_p=min_p))
-    assert torch.equal(got > 0, wanted > -torch.inf)
+        expected = warper(None, expected)
+    kept = filter_probabilities(logits.softmax(-1), Sampling(1, top_k=top_k, top_p=top_p, min_p=min_p))
+    assert torch.equal(kept > 0, expected > -torch.inf)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
+def test_token_frequencies_match_probabilities():
     logits = torch.tensor([[2.0, 1.0, 0.0, -torch.inf, -1.0]])
     count = 40_000
     u = uniforms(Sampling(count, seed=11), [5], [0])[0]
@@ -41,10 +41,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert abs(entropies[0] - torch.special.entr(p).sum()) < 1e-6
 
 
-def test_the_edges_of_the_distribution():
+def test_edges_of_the_distribution():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
-    most = 1 - 2.0**-48
-    u = torch.tensor([0.0, 0.5 - 2.0**-48, 0.5, most], dtype=torch.float64)
+    largest = 1 - 2.0**-48
+    u = torch.tensor([0.0, 0.5 - 2.0**-48, 0.5, largest], dtype=torch.float64)
     tokens, logps, _ = choose(logits.expand(4, -1), Sampling(1), u)
     assert tokens.tolist() == [1, 1, 2, 2] and torch.allclose(logps, torch.tensor(0.5).log())
     greedy, logps, entropy = choose(logits[:, :3] * 3, Sampling(1, temperature=0), u[:1])
@@ -52,7 +52,7 @@ def test_the_edges_of_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
         ({}, [1, 1, 2, 2, 3]),
         ({"temperature": 1e-3}, [1, 1, 1, 2, 2]),
@@ -62,25 +62,24 @@ def test_the_edges_of_the_distribution():
         ({"temperature": 0.0}, [1, 1, 1, 1, 1]),
     ],
 )
-def test_what_is_never_chosen_leaves_the_others_their_shares(options, wanted):
-    """Also where it has all the probability that fp32 can tell from 0, as the place of an image may; and where it has
-    no logit, as places of NVILA have none."""
+def test_excluded_tokens_do_not_change_the_shares_of_others(options, expected):
+    """Also if excluded tokens have all the probability in fp32, as image placeholders may, or have no logit (NVILA)."""
     logits = torch.tensor([[9.0, 1.0, 1.0, 0.0, 9.0]])
     u = torch.tensor([0.0, 0.3, 0.49, 0.51, 0.9], dtype=torch.float64)
-    tokens, logps, _ = choose(logits.expand(5, -1), Sampling(1, never=(0, 4, 5, 700), **options), u)
-    assert tokens.tolist() == wanted
+    tokens, logps, _ = choose(logits.expand(5, -1), Sampling(1, excluded=(0, 4, 5, 700), **options), u)
+    assert tokens.tolist() == expected
     exact = (logits[0].double() / (options.get("temperature") or 1.0)).log_softmax(0)
-    assert torch.allclose(logps.double(), exact[tokens])  # of all tokens
+    assert torch.allclose(logps.double(), exact[tokens])  # over all tokens
 
 
-def test_large_batches_are_chosen_from_in_parts(monkeypatch):
+def test_large_batches_are_sampled_in_parts(monkeypatch):
     logits, u = torch.randn(9, 40), torch.rand(9, dtype=torch.float64)
-    whole = choose(logits, Sampling(1, top_p=0.8), u)
-    monkeypatch.setattr("octavo.generation.sampling._ELEMENTS", 100)
-    assert all(torch.equal(a, b) for a, b in zip(whole, choose(logits, Sampling(1, top_p=0.8), u), strict=True))
+    single = choose(logits, Sampling(1, top_p=0.8), u)
+    monkeypatch.setattr("octavo.generation.sampling._MAX_LOGITS", 100)
+    assert all(torch.equal(a, b) for a, b in zip(single, choose(logits, Sampling(1, top_p=0.8), u), strict=True))
 
 
-def test_random_numbers_belong_to_seed_step_prompt_sample_and_position():
+def test_random_numbers_depend_on_seed_step_prompt_sample_and_position():
     base = uniforms(Sampling(6, seed=1, step=2), [3, 9], [0, 1])
     assert base.dtype == torch.float64 and base.shape == (2, 6)
     assert torch.equal(base[1], uniforms(Sampling(6, seed=1, step=2), [9], [1])[0])
@@ -89,12 +88,12 @@ def test_random_numbers_belong_to_seed_step_prompt_sample_and_position():
         uniforms(Sampling(6, seed=seed, step=step), [prompt], [sample])[0]
         for seed, step, prompt, sample in ((2, 2, 3, 0), (1, 3, 3, 0), (1, 2, 4, 0), (1, 2, 3, 1), (1 + 2**32, 2, 3, 0))
     ]
-    found = torch.cat([base[0], *others])
-    assert len(found.unique()) == len(found)
+    streams = torch.cat([base[0], *others])
+    assert len(streams.unique()) == len(streams)
 
 
-def test_the_generator_is_the_published_one():
-    """Known answers of Philox4x32-10 (Random123's kat_vectors), by words of counter and key."""
+def test_generator_matches_published_philox():
+    """Known answers of Philox4x32-10 (kat_vectors of Random123), as words of counter and key."""
     from octavo.fp8.arithmetic import random_blocks
 
     full = 0xFFFFFFFF
@@ -123,10 +122,10 @@ def test_the_generator_is_the_published_one():
         (lambda: Sampling(1, stop=("",)), "stop="),
         (lambda: Sampling(1, seed=-1, step=2**32), "seed=-1 .* step=4294967296"),
         (lambda: Prompt(np.zeros(0, dtype=np.int64)), r"shape \(0,\)"),
-        (lambda: Prompt(np.zeros(1, dtype=np.int64), number=-1), "number is -1"),
-        (lambda: Prompt(np.zeros(1, dtype=np.int64), images=1), "holds 1 images, and has no pixels"),
+        (lambda: Prompt(np.zeros(1, dtype=np.int64), number=-1), "number of a prompt is -1"),
+        (lambda: Prompt(np.zeros(1, dtype=np.int64), images=1), "has images=1, but no pixels"),
     ],
 )
-def test_values_out_of_range_are_refused(what, message):
+def test_values_out_of_range_are_rejected(what, message):
     with pytest.raises(GenerationError, match=message):
         what()

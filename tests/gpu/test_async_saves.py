@@ -33,7 +33,7 @@ def test_the_copy_is_pinned_and_of_the_moment(tmp_path: Path, kind: type[fp8.Ada
         optimizer.zero_grad()
 
     world = World(device=device)
-    background = checkpoint.Background(world, device)
+    background = checkpoint.BackgroundSaver(world, device)
     for number in (1, 2, 3):
         step()
         moment = checkpoint.take_snapshot(number, model=model, optimizer=optimizer, extra={}, counters={}, world=world)

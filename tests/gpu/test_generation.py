@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from octavo import fp8, models
 from octavo.fp8.kernels.triton_kernels import paged
 from octavo.generation import Context, Engine, Prompt, Sampling, batch
-from octavo.generation.decode_cuda_graph import Replayed
+from octavo.generation.decode_cuda_graph import CudaGraphDecoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -81,7 +81,7 @@ def test_tokens_with_graphs_are_those_without(recipe, kv, monkeypatch) -> None:
     sampling, found, made, said = Sampling(24, 1.0, top_p=0.95, seed=1), [], [], []
 
     def run(graphs: bool) -> list:
-        class Here(Replayed):
+        class Here(CudaGraphDecoder):
             def __init__(self, *args) -> None:
                 super().__init__(*args)
                 made.append(self)

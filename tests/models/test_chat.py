@@ -35,13 +35,16 @@ def folder(checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "template, message",
     [
-        (LOOP, "does not end: 1 s of processor time"),
-        ("{{ (7 + messages|length) ** (10 ** 9) }}", "does not end"),  # in C: no Python runs that could be stopped
+        (LOOP, "does not terminate: a few words took more than 1 s of processor time"),
+        (
+            "{{ (7 + messages|length) ** (10 ** 9) }}",
+            "does not terminate",
+        ),  # in C: no Python runs that could be stopped
         ("{{ 'a' * 10**11 }}", "needs more than 64 MiB of memory for a few words"),
         ("{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "64 MiB"),
         ("{{ '%99999999999d' % 1 }}", "64 MiB"),
         ("{% for i in range(50000) %}{{ 'a' * 50 }}{% endfor %}", "characters or more for a few words"),
-        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}", "refuses every conversation that was tried (Recursion"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}", "rejects every conversation that was tried (Recursion"),
         ("{% for %}", "(TemplateSyntaxError: Expected an expression"),
         ("{{ raise_exception('n\x1bo') }}", r"(TemplateError: n\x1bo)"),
         ("{{ messages[0].x.y }}", "(UndefinedError: 'dict object' has no attribute 'x')"),
@@ -83,7 +86,7 @@ def test_a_template_that_loops_later_meets_a_deadline_and_other_timers_go_on(fol
     try:
         messages = [{"role": "user", "content": "a"}]
         assert processor.apply_chat_template(messages, tokenize=False) == "a</s>"
-        with pytest.raises(models.ModelError, match="does not end: 0.5 s were not enough for this conversation"):
+        with pytest.raises(models.ModelError, match="does not terminate: this conversation took more than 0.5 s"):
             processor.apply_chat_template(messages * 40, tokenize=False)
         assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
         assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
@@ -139,18 +142,18 @@ def test_half_a_character_is_a_sentence(folder, half):
     processor = models.load_processor(where)
     turns = [{"role": "user", "content": "a\ud83d"}] * 5
     for options in ({}, {"tools": [{"name": "f"}]}):
-        with pytest.raises(models.ModelError, match=r"half a character \(the lone surrogate .u(d800|dfff|d83d)\)"):
+        with pytest.raises(models.ModelError, match=r"a lone surrogate \(.u(d800|dfff|d83d)\)"):
             processor.apply_chat_template(turns, tokenize=False, **options)
-    with pytest.raises(models.ModelError, match="half a character"):
+    with pytest.raises(models.ModelError, match="a lone surrogate"):
         models.generate(models.load(where), processor, turns)
-    with pytest.raises(models.ModelError, match="refuses every conversation that was tried .ModelError: .*half a char"):
+    with pytest.raises(models.ModelError, match="rejects every conversation that was tried .ModelError: .*a lone surr"):
         models.load_processor(folder(r"{{ '\ud800' }}" + PLAIN))
 
 
 def test_a_prompt_that_the_template_refuses(folder):
     refusing = "{% if messages[0].content == '?' %}{{ raise_exception('no ?') }}{% endif %}"
     where = folder(refusing + PLAIN)
-    with pytest.raises(models.ModelError, match="the chat template refuses the roles user .TemplateError: no ?"):
+    with pytest.raises(models.ModelError, match="the chat template rejects the roles user .TemplateError: no ?"):
         models.generate(models.load(where), models.load_processor(where), [{"role": "user", "content": "?"}])
 
 
@@ -183,9 +186,9 @@ def test_generate_gives_variables_beside_those_of_a_run(folder, monkeypatch, cap
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"tones": 1}, "no place for the variable tones (data.template_args), which it does not read. Did you mean to"),
+        ({"tones": 1}, "not accept the variable tones (data.template_args), which it does not read. Did you mean to"),
         ({"thinking": True}, "which it does not read. It reads mood, tone."),
-        ({"messages": []}, "the variable messages (data.template_args), which Octavo sets itself. Remove it."),
+        ({"messages": []}, "the variable messages (data.template_args), which is reserved for Octavo. Remove it."),
         ({"bos_token": "x"}, "which Octavo sets itself"),
         ({"m": 1}, "which it does not read"),
     ],
@@ -200,7 +203,7 @@ def test_variables_that_make_a_template_loop(folder, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 1)
     endless = "{% for i in range(n or 1) %}{% for j in range(n or 1) %}{% endfor %}{% endfor %}" + PLAIN
     models.load_processor(folder(endless))
-    with pytest.raises(models.ModelError, match="does not end: 1 s of processor time"):
+    with pytest.raises(models.ModelError, match="does not terminate: a few words took more than 1 s of processor time"):
         models.load_processor(folder(endless), template_args={"n": 90000})
 
 

@@ -55,7 +55,7 @@ def test_nothing_asked_nothing_frozen(vision):
     ("patterns", "message"),
     [
         (["image_encodr"], "'image_encodr' names neither a component"),
-        (["model.visual.block.*"], r"nearest names: model\.visual\.blocks"),
+        (["model.visual.block.*"], r"Nearest names: model\.visual\.blocks"),
         (["model..visual"], "empty segment"),
         (["**"], "leaves no parameter"),
         (["image_encoder", "image_projector", "foundation"], "leaves no parameter of this qwen3_vl to train"),

@@ -52,8 +52,8 @@ def test_max_new_tokens_and_determinism(checkpoint):
 @pytest.mark.parametrize(
     ("messages", "images", "tokens", "message"),
     [
-        (conversation(True)[:1], [], 4, "1 image parts but 0 images"),
-        (conversation(False)[:1], [some_image()], 4, "0 image parts but 1 images"),
+        (conversation(True)[:1], [], 4, "1 image parts, but 0 images"),
+        (conversation(False)[:1], [some_image()], 4, "0 image parts, but 1 images"),
         ([], [], 4, "there are no messages"),
         (conversation(False)[:1], [], 0, "max_new_tokens is 0"),
     ],
@@ -67,10 +67,10 @@ def test_errors(checkpoint, messages, images, tokens, message):
 def test_what_the_processor_refuses_is_a_sentence(checkpoint):
     model, processor = models.load(checkpoint("qwen3_vl")), models.load_processor(checkpoint("qwen3_vl"))
     spelt = [{"role": "user", "content": "<|image_pad|>"}]
-    with pytest.raises(models.ModelError, match="the processor refuses the prompt or its images"):
+    with pytest.raises(models.ModelError, match="the processor rejects the prompt or its images"):
         models.generate(model, processor, spelt, [], 2)
     thin = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    with pytest.raises(models.ModelError, match="no image narrower than a patch"):
+    with pytest.raises(models.ModelError, match="Images must be at least one patch wide"):
         models.generate(model, processor, thin, [Image.new("RGB", (2000, 2))], 2)
 
 

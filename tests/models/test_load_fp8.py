@@ -152,7 +152,7 @@ def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
     assert plain.items() < more.items() and any("visual.blocks" in name for name in more)
     refused(
         tmp_path / "q",
-        "asks for blockwise in foundation, and .* holds FP8 codes of compressed-tensors row",
+        "has blockwise for foundation, but .* has FP8 codes of compressed-tensors row",
         load_in_fp8="block",
     )
     messages: list[str] = []
@@ -189,16 +189,16 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
     to_shards(folder, keep=True)
     messages: list[str] = []
     assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
-    assert "took model.safetensors, not the shards" in messages[0] and "transformers prefers it too" in messages[0]
+    assert "using model.safetensors, not the shards" in messages[0] and "as in transformers" in messages[0]
     shutil.copy(checkpoint("llama") / "model.safetensors", folder)  # the single file in fp32, the shards in FP8
     messages.clear()
     assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
     message = messages[0]
-    assert "took the shards of model.safetensors.index.json" in message and "only it holds FP8 codes" in message
+    assert "using the shards of model.safetensors.index.json" in message and "only it has FP8 codes" in message
     edit_config(folder, quantization_config=None)
     messages.clear()
     assert not list(frozen_weights(models.load(folder, log=messages.append)))
-    assert "took model.safetensors" in messages[0] and "only it holds no FP8 codes" in messages[0]
+    assert "using model.safetensors" in messages[0] and "only it has no FP8 codes" in messages[0]
     quantized(checkpoint("llama"), tmp_path / "other", "channel")  # and the other way round
     shutil.copy(tmp_path / "other" / "model.safetensors", folder)
     shutil.copytree(checkpoint("llama"), tmp_path / "plain")
@@ -209,9 +209,9 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
     messages.clear()
     found = models.load(folder, log=messages.append)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), stock.parameters(), strict=True))
-    assert "took the shards" in messages[0]
+    assert "using the shards" in messages[0]
     (folder / "model-00001-of-00002.safetensors").unlink()
-    refused(folder, "holds FP8 codes, and config.json has no quantization_config")
+    refused(folder, "has FP8 codes, but config.json has no quantization_config")
 
 
 def test_codes_beside_a_copy_in_high_precision(checkpoint, tmp_path):
@@ -221,7 +221,7 @@ def test_codes_beside_a_copy_in_high_precision(checkpoint, tmp_path):
     edit_weights(folder, lambda w: w.update({"layers.0.mlp.up_proj.weight": torch.ones(128, 64)}))
     messages: list[str] = []
     assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
-    assert "took model.layers.0.mlp.up_proj.weight (model.safetensors), torch.float8_e4m3fn" in messages[0]
+    assert "using model.layers.0.mlp.up_proj.weight (model.safetensors) (torch.float8_e4m3fn)" in messages[0]
 
 
 def test_a_tensor_in_two_shards(checkpoint, tmp_path):
@@ -234,7 +234,7 @@ def test_a_tensor_in_two_shards(checkpoint, tmp_path):
     save_file({**load_file(other), name: torch.ones(128, 64)}, other)
     messages: list[str] = []
     assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
-    assert f"offers {name} twice: took torch.float8_e4m3fn in {index[name]}, which the index names" in messages[0]
+    assert f"has {name} twice: using torch.float8_e4m3fn in {index[name]}, which the index names" in messages[0]
 
 
 def test_a_tensor_in_two_shards_in_the_same_precision(checkpoint, tmp_path):
@@ -244,7 +244,7 @@ def test_a_tensor_in_two_shards_in_the_same_precision(checkpoint, tmp_path):
     name = "model.norm.weight"
     other = next(folder / f for f in set(index.values()) if f != index[name])
     save_file({**load_file(other), name: torch.ones(64)}, other)
-    refused(folder, f"{name} is in .*safetensors and in .*safetensors, and loaders take the one or the other by their")
+    refused(folder, f"{name} is in .*safetensors and in .*safetensors, and which one loaders use depends on their")
 
 
 @pytest.mark.parametrize("method", FORMATS)
@@ -283,31 +283,31 @@ S = f"{UP}_scale_inv"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop(S), f"{UP} .model.safetensors. holds FP8 codes without scales: {S} is missing"),
+        (lambda w: w.pop(S), f"{UP} .model.safetensors. has FP8 codes without scales: {S} is missing"),
         (lambda w: w.update({UP + "_scale": w.pop(S)}), "there is .*_scale, the name in another method"),
         (lambda w: w.pop(UP), f"{S} .model.safetensors. is a scale without codes: {UP} is missing"),
-        (put(UP, lambda v: v.bfloat16()), f"{S} .* is a scale, and {UP} .* holds torch.bfloat16 and no FP8 codes"),
-        (lambda w: (w.pop(S), w.update({UP: w[UP].bfloat16()})), f"{UP} .* holds torch.bfloat16, and by config.json"),
-        (put(UP, lambda v: v.float().to(torch.float8_e5m2)), f"{UP} .* holds codes in torch.float8_e5m2"),
-        (put(S, lambda v: v * float("nan")), f"{S} .* holds the scale nan; every scale is finite and above 0"),
-        (put(S, lambda v: v * 0), f"{S} .* holds the scale 0.0"),
-        (put(S, lambda v: -v), f"{S} .* holds the scale -"),
-        (put(S, lambda v: v / 0), f"{S} .* holds the scale inf"),
-        (put(S, lambda v: v.double()), f"{S} .* holds torch.float64; scales are float32, bfloat16, float16"),
-        (put(S, lambda v: v.to(torch.uint8)), f"{S} .* holds torch.uint8; scales are"),
+        (put(UP, lambda v: v.bfloat16()), f"{S} .* is a scale, but {UP} .* is torch.bfloat16 and has no FP8 codes"),
+        (lambda w: (w.pop(S), w.update({UP: w[UP].bfloat16()})), f"{UP} .* is torch.bfloat16, but according to"),
+        (put(UP, lambda v: v.float().to(torch.float8_e5m2)), f"{UP} .* has codes in torch.float8_e5m2"),
+        (put(S, lambda v: v * float("nan")), f"{S} .* has the scale nan; scales must be finite and above 0"),
+        (put(S, lambda v: v * 0), f"{S} .* has the scale 0.0"),
+        (put(S, lambda v: -v), f"{S} .* has the scale -"),
+        (put(S, lambda v: v / 0), f"{S} .* has the scale inf"),
+        (put(S, lambda v: v.double()), f"{S} .* is torch.float64; scales must be float32, bfloat16, float16"),
+        (put(S, lambda v: v.to(torch.uint8)), f"{S} .* is torch.uint8; scales must be"),
         (put(S, lambda v: v.expand(2, 1)), rf"{S} .* has shape \[2, 1\]; codes \[128, 64\] in fp8 block 128x128 have"),
-        (put(UP, lambda v: v.view(torch.uint8).fill_(0x7F).view(v.dtype)), f"{UP} .* holds the code of NaN"),
-        (put(UP, lambda v: v.view(torch.uint8).fill_(0xFF).view(v.dtype)), f"{UP} .* holds the code of NaN"),
+        (put(UP, lambda v: v.view(torch.uint8).fill_(0x7F).view(v.dtype)), f"{UP} .* has a NaN code"),
+        (put(UP, lambda v: v.view(torch.uint8).fill_(0xFF).view(v.dtype)), f"{UP} .* has a NaN code"),
         (put(UP, lambda v: v[:64]), rf"{UP} \(model.safetensors\) \(64, 64\) instead of \(128, 64\)"),
         (lambda w: (w.pop(UP), w.pop(S)), f"1 missing in the folder .*{UP}"),
-        (put("model.norm.weight", lambda v: v.to(torch.int32)), "model.norm.weight .* holds torch.int32, and"),
-        (put(S, lambda v: v * 0 + 1), f"{S} .* holds only 1, and {UP}"),
+        (put("model.norm.weight", lambda v: v.to(torch.int32)), "model.norm.weight .* is torch.int32, but"),
+        (put(S, lambda v: v * 0 + 1), f"{S} .* is all 1, but {UP}"),
         (put("model.layers.9.x.weight", lambda v: torch.ones(2)), r"unknown to the model: model.layers.9.x"),
         (put(UP.replace("weight", "input_scale"), lambda v: torch.ones(1)), "unknown to the model: .*input_scale"),
         (
             lambda w: w.update({"model.norm.weight": w["model.norm.weight"].to(torch.float8_e4m3fn),
                                 "model.norm.weight_scale_inv": torch.ones(1, 1)}),
-            "model.norm.weight .* holds FP8 codes, and model.norm.weight is no linear layer or experts",
+            "model.norm.weight .* has FP8 codes, but model.norm.weight is not a linear layer or experts",
         ),
     ],
 )  # fmt: skip
@@ -321,15 +321,15 @@ def test_damaged_weights_are_refused_by_name(folder, change, message):
     [
         (
             {"quantization_config": None},
-            "model.layers.0.mlp.down_proj.weight .*14 such tensors. holds FP8 codes, and con",
+            "model.layers.0.mlp.down_proj.weight .*14 such tensors. has FP8 codes, but con",
         ),
         (
             {"quantization_config": {**CONFIGS["fp8"], "modules_to_not_convert": [UP.removesuffix(".weight")]}},
-            f"{UP} .* holds FP8 codes, and by config.json that layer is not quantized",
+            f"{UP} .* has FP8 codes, but according to config.json that layer is not quantized",
         ),
         (
             {"quantization_config": CHANNEL},
-            "holds FP8 codes without scales: .*weight_scale is missing .there is .*_inv",
+            "has FP8 codes without scales: .*weight_scale is missing .there is .*_inv",
         ),
         (
             {"quantization_config": {**CONFIGS["fp8"], "weight_block_size": [64, 64]}},
@@ -369,9 +369,9 @@ def test_one_expert_in_another_precision(checkpoint, tmp_path):
     quantized(checkpoint("qwen3_moe"), tmp_path / "q", "channel")
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
     edit_weights(tmp_path / "q", lambda w: (w.pop(f"{name}_scale"), w.update({name: w[name].bfloat16()})))
-    refused(tmp_path / "q", f"{name} .* holds torch.bfloat16, and by config.json that layer is in FP8")
+    refused(tmp_path / "q", f"{name} .* is torch.bfloat16, but according to config.json that layer is in FP8")
     edit_config(tmp_path / "q", quantization_config={**CHANNEL, "ignore": ["lm_head", name.removesuffix(".weight")]})
-    refused(tmp_path / "q", f"{name} .* holds torch.bfloat16 and .* FP8 codes, and both are parts of")
+    refused(tmp_path / "q", f"{name} .* is torch.bfloat16 but .* FP8 codes, and both are parts of")
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "unlisted", "pickle"])
@@ -387,7 +387,7 @@ def test_damaged_files(folder, damage):
     elif damage == "unlisted":
         listed = {name: file for name, file in index.items() if name != UP}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
-        refused(folder, f"model-0000.-of-00002.safetensors holds {UP} .*index.json does not list")
+        refused(folder, f"model-0000.-of-00002.safetensors contains {UP} .*index.json does not list")
     else:
         for file in folder.glob("model*"):
             file.unlink()
@@ -450,7 +450,9 @@ def test_a_model_of_codes_trains_what_is_asked_for_or_says_that_nothing_is(check
     ids = torch.tensor([[1, 2, 3]])
     model = octavo.load(checkpoint("llama"), load_in_fp8="row")
     assert not any(p.requires_grad for p in model.parameters())
-    with pytest.raises(models.ModelError, match="LlamaForCausalLM is trained and nothing in it asks for a gradient"):
+    with pytest.raises(
+        models.ModelError, match="LlamaForCausalLM is in training mode, but none of its parameters requires a gradient"
+    ):
         model.train()(ids, labels=ids)
     for harmless in (lambda: model.eval()(ids), lambda: torch.no_grad()(model.train())(ids)):
         harmless()
@@ -467,7 +469,7 @@ def test_hf_trainer_and_peft_meet_the_same(checkpoint, tmp_path):
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
     args = TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
     model = octavo.load(checkpoint("llama"), load_in_fp8="row", recipe="rowwise")
-    with pytest.raises(models.ModelError, match="nothing in it asks for a gradient"):
+    with pytest.raises(models.ModelError, match="none of its parameters requires a gradient"):
         Trainer(model, args, train_dataset=rows).train()
     codes = fp8.fingerprint(model)
     soft = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))

@@ -129,10 +129,10 @@ def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
 @pytest.mark.parametrize(
     ("family", "asked", "message"),
     [
-        ("llama", "rows", "asks for 'rows' in foundation; there are rowwise, blockwise, tensorwise"),
+        ("llama", "rows", "has 'rows' for foundation; it must be rowwise, blockwise, tensorwise"),
         ("llama", 7, "load_in_fp8=7: give rowwise, blockwise, tensorwise, or one of them for each component"),
         ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are image_encoder, .*, foundation"),
-        ("llama", {"image_encoder": "row"}, "asks for image_encoder, in which .* has no linear layer.*foundation"),
+        ("llama", {"image_encoder": "row"}, "names image_encoder, but .* has no linear layers there.*foundation"),
     ],
 )
 def test_what_cannot_be_asked(checkpoint, family, asked, message):
@@ -179,7 +179,7 @@ def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatc
 
     edit_weights(folder, freeze)
     edit_config(folder, quantization_config=CHANNEL)
-    refused(folder, "fused.weight .* holds FP8 codes, and its tensor becomes .*gate_proj.weight by Chunk")
+    refused(folder, "fused.weight .* has FP8 codes, but its tensor becomes .*gate_proj.weight by Chunk")
     high = models.load(folder, keep_fp8=False)
     gate = load_file(folder / "model.safetensors")["model.layers.0.mlp.fused.weight"].float().chunk(2)[0] * 0.5
     assert torch.equal(high.model.layers[0].mlp.gate_proj.weight, gate)

@@ -139,7 +139,7 @@ def test_a_field_of_the_wrong_type(folder):
 def test_code_in_the_folder(folder):
     edit_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"})
     (folder / "evil.py").write_text("raise SystemExit")
-    refused(folder, "asks to run Python code")
+    refused(folder, "requires Python code")
 
 
 def test_quantised_weights(folder):
@@ -194,7 +194,7 @@ def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
     refused(folder, f"lacks '{lost}'")
     assert index[lost] == file.name
     file.unlink()
-    refused(folder, "model-00002-of-00002.safetensors is missing, though .*index.json names it")
+    refused(folder, "model-00002-of-00002.safetensors is missing, although .*index.json names it")
 
 
 def test_an_index_that_leaves_the_folder(folder, tmp_path):
@@ -216,7 +216,7 @@ def test_a_tensor_that_would_be_random(folder):
     edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     refused(
         folder,
-        r"1 missing in the folder \(transformers would fill it with random numbers\): model.layers.1.mlp.up_proj",
+        r"1 missing in the folder \(transformers would initialize them randomly\): model.layers.1.mlp.up_proj",
     )
 
 
@@ -227,7 +227,7 @@ def test_a_tensor_nobody_knows(folder):
 
 def test_a_tensor_of_another_shape(folder):
     edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
-    refused(folder, r"1 of another shape than the model's: model.norm.weight \(3,\) instead of \(64,\)")
+    refused(folder, r"1 with a different shape in the model: model.norm.weight \(3,\) instead of \(64,\)")
 
 
 def test_a_vision_tensor_is_missed_too(checkpoint, tmp_path):

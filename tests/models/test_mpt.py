@@ -255,7 +255,7 @@ def test_rows_beyond_the_positions_end_a_run_before_it_begins(saved: Path) -> No
     words = [f"model.path={saved}", "train.seq_length=17", "train.steps=1"]
     cfg = load_config_text("data: {train: [{path: x.json}]}\nrun: {dir: out}", words)
     with pytest.raises(ModelError, match=r"train.seq_length is 17, .* is an MPT of 16 learned positions.*Lower train"):
-        planning.model_of(cfg)
+        planning.meta_model(cfg)
     assert models.why_too_long(models.read_config(saved), 16) is None
     alibi = mpt.MPTConfig(**{**SIZES, "attn_config": {"alibi": True}})
     assert "raise max_seq_len in config.json" in str(models.why_too_long(alibi, 17))

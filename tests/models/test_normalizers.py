@@ -95,7 +95,7 @@ def test_a_panic_of_the_tokenizer_is_of_its_row(folder, tmp_path):
         return call
 
     encoder.calls.tokens = raising(type("PanicException", (BaseException,), {})("called `Option::unwrap()`"))
-    with pytest.raises(BadSample, match=r"row 0: the processor refuses it: PanicException: called `Option"):
+    with pytest.raises(BadSample, match=r"row 0: the processor rejects it: PanicException: called `Option"):
         encoder.encode(_row(tmp_path))
     encoder.calls.tokens = raising(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

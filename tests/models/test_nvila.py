@@ -197,7 +197,7 @@ def test_other_tokens_of_media_are_no_words(checkpoint, word) -> None:
     """There is no row to look up for them."""
     turns = [{"from": "human", "value": "first?"}, {"from": "gpt", "value": f"a {word}"}]
     row = data.parse({"conversations": turns}, "llava", file="a", row=0, images=None)
-    with pytest.raises(data.BadSample, match=f"spells the model's own placeholder '{word}'"):
+    with pytest.raises(data.BadSample, match=f"contains the model's placeholder '{word}'"):
         data.Encoder(models.load_processor(checkpoint("nvila_lite")), 256).encode(row)
 
 
@@ -231,5 +231,5 @@ def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
             models.load_processor(folder)
     shutil.copy(checkpoint("nvila_lite") / "config.json", folder)
     edit(folder / "preprocessor_config.json", size=1_000_000)  # no image is made so large to find out
-    with pytest.raises(models.ModelError, match="preprocessor_config.json gives size .* by config.json"):
+    with pytest.raises(models.ModelError, match="preprocessor_config.json has size .* but config.json requires"):
         models.load_processor(folder)

@@ -157,7 +157,7 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
     assert not register.is_custom(KIND)
     register._register(register.FAMILIES[KIND])
     assert CONFIG_MAPPING[KIND] is Other
-    with pytest.raises(ModelError, match="asks to run Python code"):
+    with pytest.raises(ModelError, match="requires Python code"):
         models.read_config(published)
 
 
@@ -191,7 +191,7 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "model"))
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "temporal_patch_size": 2}))
-    with pytest.raises(ModelError, match="temporal_patch_size 1, and preprocessor_config.json 2"):
+    with pytest.raises(ModelError, match="temporal_patch_size is 1 in config.json but 2 in preprocessor_config.json"):
         models.load_processor(folder)
     twice = inputs["pixel_values"].repeat_interleave(2, 1)
     with pytest.raises(ValueError, match=r"takes \[patches, 48\].*temporal_patch_size 1"):
@@ -356,7 +356,7 @@ def published_offsets(self: segments.Segments, x: Tensor) -> Tensor:
 def test_class_tokens_of_earlier_images_are_counted():
     """Patches are numbered from 0, class tokens are -1. With the published offsets the second image begins with its own
     class token and its last patch is lost; the third begins with two strangers."""
-    of = segments.Segments.of([(1, 2, 2), (1, 1, 3), (2, 1, 2)], torch.device("cpu"))
+    of = segments.Segments.from_grid([(1, 2, 2), (1, 1, 3), (2, 1, 2)], torch.device("cpu"))
     assert of.edges.tolist() == [0, 5, 9, 12, 15] and of.longest == 5
     rows = of.with_class(torch.arange(11)[:, None], torch.tensor([[-1]]))
     assert rows.flatten().tolist() == [-1, 0, 1, 2, 3, -1, 4, 5, 6, -1, 7, 8, -1, 9, 10]

@@ -160,7 +160,7 @@ def test_a_cache_and_a_mask_change_nothing(loaded):
     filled = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad():
         model(input_ids=samples[0]["input_ids"], past_key_values=filled, use_cache=True)
-    with pytest.raises(ModelError, match="a cache"):
+    with pytest.raises(ModelError, match="a key-value cache"):
         logits(past_key_values=filled, use_cache=True)
 
 
@@ -176,7 +176,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
         with pytest.raises(ModelError, match=r"compute them with Packed\.positions"), forms.forward(edges, wrong):
             pass
     model, family, _ = loaded("qwen3")
-    with pytest.raises(ModelError, match="found"), packed.Packed(model, family).forward(edges, right):
+    with pytest.raises(ModelError, match="got"), packed.Packed(model, family).forward(edges, right):
         pass
 
 
@@ -197,7 +197,7 @@ def test_a_layer_that_asks_for_more_than_a_softmax_is_refused(loaded):
     positions = forms.positions(edges, inputs["input_ids"])
     for window in (4, None):
         model.model.layers[1].self_attn.sliding_window = window
-        refused = pytest.raises(ModelError, match="asks attention of a packed row for sliding_window")
+        refused = pytest.raises(ModelError, match="uses sliding_window in the attention of a packed row")
         with refused if window else contextlib.nullcontext(), torch.no_grad(), forms.forward(edges, positions):
             model(**inputs, position_ids=positions, use_cache=False)
 
@@ -208,7 +208,7 @@ def test_rows_of_several_samples_are_one_row(loaded):
     inputs, edges, _ = joined(samples)
     positions = forms.positions(edges, inputs["input_ids"])
     twice = inputs["input_ids"].expand(2, -1)
-    with pytest.raises(ModelError, match="met attention of 2 rows"), forms.forward(edges, positions):
+    with pytest.raises(ModelError, match="was passed to attention with 2 rows"), forms.forward(edges, positions):
         model(input_ids=twice, position_ids=positions, use_cache=False)
 
 
@@ -216,9 +216,9 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
     assert models.why_not_packed(models.empty(checkpoint("qwen3"))) is None
     recurrent = Qwen3NextConfig(num_hidden_layers=4, num_experts=2, vocab_size=64)
     assert "in model_type 'gemma3'" in str(models.why_not_packed(models.empty(checkpoint("gemma3"))))
-    assert "linear_attention, whose state runs on" in models.why_not_packed(models.empty(recurrent))
+    assert "linear_attention, whose state continues" in models.why_not_packed(models.empty(recurrent))
     for changes, why in (
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
         ({"layer_types": ["chunked_attention"]}, "layers of chunked_attention"),
         ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "8 tokens back"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "angles depend on the longest sample"),
@@ -255,9 +255,9 @@ def test_flex_attention_sees_the_same(loaded, name):
     assert torch.allclose(logits(), wanted, atol=1e-5) and not torch.equal(logits(), wanted)
 
     class Late:
-        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
+        local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
 
-    seen = segments.Segments.of((0, 4, 7, 9), share=Late()).blocks
+    seen = segments.Segments.from_edges((0, 4, 7, 9), share=Late()).blocks
     mask = [[bool(seen.mask_mod(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(4)] for q in range(3)]
     assert mask == [[True, True, False, False], [True, True, True, False], [False, False, False, True]]
 
@@ -293,7 +293,7 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     monkeypatch.setattr(varlen, "varlen_attn", newer if window else older)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    held = segments.Segments.of((0, 4, 5, 9))
+    held = segments.Segments.from_edges((0, 4, 5, 9))
     assert held.cu_queries is held.cu_keys
 
     def one(q, k, v):
@@ -302,15 +302,15 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     class Late:
         """The queries of tokens 2 to 8, and whatever keys there are."""
 
-        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
+        local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
 
-        def attend(self, q, k, v, within, layer):
-            return within(q[:, :, 2:], k, v)
+        def attend(self, q, k, v, attention, layer):
+            return attention(q[:, :, 2:], k, v)
 
     wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
     monkeypatch.setattr(segments, "supports_varlen", lambda *of: True)
     assert torch.allclose(segments.attend(held, q, k, v, 0.3, 0.0, one), wanted, atol=1e-6)
-    late = segments.Segments.of((0, 4, 5, 9), share=Late())
+    late = segments.Segments.from_edges((0, 4, 5, 9), share=Late())
     assert torch.allclose(segments.attend(late, q, k, v, 0.3, 0.0, one), wanted[:, 2:], atol=1e-6)
     images = segments.attend_images(q, q, q, held.cu_queries, 4, None)
     monkeypatch.setattr(segments, "supports_varlen", lambda *of: False)

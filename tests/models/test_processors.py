@@ -65,7 +65,7 @@ def test_rows_with_and_without_images_in_one_call(checkpoint):
 def test_a_text_model_refuses_images(checkpoint, family):
     processor = models.load_processor(checkpoint(family))
     assert isinstance(processor, models.TextProcessor)
-    with pytest.raises(models.ModelError, match="1 images were given to a text-only model"):
+    with pytest.raises(models.ModelError, match="1 images were passed to a text-only model"):
         processor(text=["first?"], images=[some_image()])
     with pytest.raises(models.ModelError, match="max_pixels given, but .* is a text-only model"):
         models.load_processor(checkpoint(family), max_pixels=4096)
@@ -94,10 +94,10 @@ def test_max_pixels_bound_one_image(checkpoint, family, tokens):
 @pytest.mark.parametrize(
     ("family", "file", "entry", "message"),
     [
-        ("gemma3", "processor_config.json", {"image_seq_length": 5}, "gives image_seq_length 5, .* it is 4"),
-        ("smolvlm", "preprocessor_config.json", {"max_image_size": {"longest_edge": 32}}, "gives max_image_size"),
+        ("gemma3", "processor_config.json", {"image_seq_length": 5}, "has image_seq_length 5, .* requires 4"),
+        ("smolvlm", "preprocessor_config.json", {"max_image_size": {"longest_edge": 32}}, "has max_image_size"),
         ("llava_onevision", "preprocessor_config.json", {"image_grid_pinpoints": [[16, 16]]}, "image_grid_pinpoints"),
-        ("mistral3", "processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size 1, .* it is 2"),
+        ("mistral3", "processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size 1, .* requires 2"),
     ],
 )  # fmt: skip
 def test_processor_files_that_contradict_the_model(checkpoint, tmp_path, family, file, entry, message):
@@ -121,14 +121,14 @@ def test_tile_limits_of_internvl(checkpoint, limits, tiles):
 @pytest.mark.parametrize(
     ("family", "limits", "message"),
     [
-        ("qwen3_vl", {"max_pixels": 63}, "max_pixels 63 is less than one token of this model. Give at least 64"),
-        ("internvl", {"max_pixels": 255}, "max_pixels 255 is less than one tile of this model. Give at least 256"),
-        ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is above max_pixels 100"),
-        ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is less than one token"),
+        ("qwen3_vl", {"max_pixels": 63}, "max_pixels 63 is smaller than one token of this model. Use at least 64"),
+        ("internvl", {"max_pixels": 255}, "max_pixels 255 is smaller than one tile of this model. Use at least 256"),
+        ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is larger than max_pixels 100"),
+        ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is smaller than one token"),
         (
             "mistral3",
             {"min_pixels": 64},
-            "min_pixels cannot be applied to PixtralImageProcessor.*enlarges images only by its own rule",
+            "min_pixels cannot be applied to PixtralImageProcessor.*has a fixed rule for enlarging images",
         ),
         ("gemma3", {"max_pixels": 64}, "max_pixels cannot be applied to Gemma3ImageProcessor.*one of fixed sizes"),
         ("llava_onevision", {"max_pixels": 64}, "max_pixels cannot be applied to LlavaOnevisionImageProcessor"),
@@ -241,5 +241,5 @@ def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
     monkeypatch.setattr("transformers.utils.is_torchvision_available", broken)
     monkeypatch.setitem(sys.modules, "transformers.models.qwen2_audio.processing_qwen2_audio", None)
     for family, said in (("qwen3_vl", r"\(RuntimeError: nms\)"), ("qwen2_audio", r"\(\w*Error: .*\)")):
-        with pytest.raises(models.ModelError, match=rf"cannot be imported {said}\. .*that belongs to this torch"):
+        with pytest.raises(models.ModelError, match=rf"cannot be imported {said}\. .*install the build for this torch"):
             models.load_processor(checkpoint(family))

@@ -108,6 +108,7 @@ def test_a_module_that_sets_weights_of_another_part_is_refused(bare, monkeypatch
 
     monkeypatch.setattr(module.Qwen3PreTrainedModel, "_init_weights", reaches_down)
     with pytest.raises(
-        ModelError, match="Qwen3Model initialises layers.0.mlp.down_proj.weight, which is in another part of the model"
+        ModelError,
+        match="Qwen3Model initializes layers.0.mlp.down_proj.weight, which is in a different part of the model",
     ):
         models.init_model(bare("qwen3")[0])

@@ -198,6 +198,6 @@ def test_the_tokenizer_of_another_model_is_no_folder_to_export(
     del raw["image_token_id"]
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "model.safetensors").unlink()  # no weights are read
-    with pytest.raises(models.ModelError, match="config.json lacks image_token_id"):
+    with pytest.raises(models.ModelError, match="config.json has no image_token_id"):
         export_model(folder, tmp_path / "served", "bf16")
     assert not (tmp_path / "served").exists()

@@ -32,7 +32,7 @@ def test_some_families():
     assert gemma.projector == ("model.multi_modal_projector",) and gemma.decoder == "model.language_model"
     assert glm.projector == ("model.visual.merger", "model.visual.downsample")
     assert glm.blocks == ("model.visual.blocks", "model.language_model.layers") and glm.image_token == 151343
-    assert survey.survey_family(Florence2Config).cells[-1].startswith("refused: it is an encoder and a decoder")
+    assert survey.survey_family(Florence2Config).cells[-1].startswith("refused: it is an encoder-decoder model")
     broken = survey.survey_family(AyaVisionConfig)
     assert broken.here == survey.UNBUILT and broken.why.startswith("ValueError: embed_dim must be divisible")
 
@@ -78,5 +78,5 @@ def test_sizes_that_a_word_in_their_name_does_not_bound(tmp_path, field):
     (tmp_path / "config.json").write_text(json.dumps(field))
     folder.check_sizes(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"depth": 1024}))
-    with pytest.raises(models.ModelError, match="gives depth=1024, and 1000 is the most here"):
+    with pytest.raises(models.ModelError, match="has depth=1024, but the maximum is 1000"):
         folder.check_sizes(tmp_path / "config.json")

@@ -121,7 +121,7 @@ def test_disabled_it_does_nothing(checkpoint):
 
 def test_a_text_model_has_no_dummy_image(checkpoint):
     model = models.load(checkpoint("qwen3"))
-    with pytest.raises(models.ModelError, match="qwen3 takes no images"):
+    with pytest.raises(models.ModelError, match="qwen3 does not take images"):
         attach_dummy_image(model, models.describe(model), lambda: True)
 
 
@@ -139,6 +139,6 @@ def test_silence_reaches_the_tower_of_sound_with_zero_gradients_and_the_same_los
             assert grads[name] is None and (name == positions or torch.count_nonzero(grad) == 0), name
         else:
             assert torch.equal(grad, grads[name]), name
-    with pytest.raises(models.ModelError, match="takes no sound"):
+    with pytest.raises(models.ModelError, match="does not take audio"):
         text = models.load(checkpoint("qwen3"))
         attach_dummy_sound(text, models.describe(text), lambda: True)

@@ -91,7 +91,7 @@ def test_frames_are_those_of_the_stock_class(stock, kind, fps):
 
 
 def test_videos_too_short_for_a_step_are_refused_and_short_ones_of_internvl_have_a_frame():
-    with pytest.raises(ValueError, match="has 1 frame.s., and the model takes 2 at least"):
+    with pytest.raises(ValueError, match="has 1 frame.s., but the model needs at least 2"):
         videos("qwen3_vl").indices(1, 30.0)
     assert videos("internvl").indices(9, 30.0) == [4]
     assert len(videos("internvl", fps=30.0).indices(9999, 30.0)) == 768
@@ -195,7 +195,7 @@ def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_pat
     file.unlink()
     assert models.load_processor(folder).videos.max_pixels == 768 * 32 * 32
     file.write_text(json.dumps({**own, "fps": "fast"}))
-    with pytest.raises(ModelError, match="gives fps 'fast': it is a number above 0"):
+    with pytest.raises(ModelError, match="gives fps 'fast'; it must be a number above 0"):
         models.load_processor(folder)
     file.write_text(json.dumps(own))
     for asked, said in (
@@ -205,11 +205,11 @@ def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_pat
     ):
         with pytest.raises(ModelError, match=said):
             models.load_processor(folder, video=asked)
-    with pytest.raises(ModelError, match="makes every frame one tile of a fixed size"):
+    with pytest.raises(ModelError, match="uses one tile of fixed size for every frame"):
         models.load_processor(folders["internvl"], video={"max_pixels": 9999})
 
 
 def test_other_families_say_so(tmp_path):
     folder = tiny.write("glm4v", tmp_path / "glm", size="mini")
-    with pytest.raises(ModelError, match="Octavo takes no videos for model_type 'glm4v', only for qwen3_vl"):
+    with pytest.raises(ModelError, match="Octavo does not support videos for model_type 'glm4v', only for qwen3_vl"):
         models.load_processor(folder, video={})

@@ -42,11 +42,11 @@ def _attends(world: World, ulysses: int) -> dict:
             torch.manual_seed(0)
             whole = [torch.randn(1, n, 512, 16, requires_grad=True) for n in (heads, few, few)]
             dy = torch.randn(1, 512, heads, 16)
-            wanted = attention(segments.Segments.of(edges), *whole)
+            wanted = attention(segments.Segments.from_edges(edges), *whole)
             wanted.backward(dy)
             part = made.local_slice(512)
             mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
-            found = attention(segments.Segments.of(edges, share=made), *mine)
+            found = attention(segments.Segments.from_edges(edges, share=made), *mine)
             found.backward(dy[:, part])
             pairs = [
                 (found, wanted[:, part]),
@@ -74,7 +74,7 @@ def _sends(world: World, ulysses: int) -> list[float]:
     ranks, tokens, heads, few, dim, each = world.size, 512, 8, 2, 16, 2
     made = make_context(world, ulysses, heads)
     x = [torch.randn(1, n, tokens // ranks, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, few, few)]
-    attention(segments.Segments.of((0, tokens), share=made), *x).float().sum().backward()
+    attention(segments.Segments.from_edges((0, tokens), share=made), *x).float().sum().backward()
     u, c, held = ulysses, ranks // ulysses, math.lcm(few, ulysses)
     exchange = 4 * (heads + held) * dim * each * tokens / ranks * (1 - 1 / u)
     return [sent[0], exchange + 2 * held / u * dim * tokens * (each + 4) * (1 - 1 / c)]
@@ -101,6 +101,6 @@ def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: in
 
 def test_ulysses_divides_the_context_and_the_heads():
     assert [ulysses_size(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
-    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 heads .*auto \(2 here\)")):
+    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 query heads. .*auto \(2 here\)")):
         with pytest.raises(WorldError, match=rf"ulysses is {asked}, which does not divide .*{why}"):
             ulysses_size(4, asked, heads)

@@ -100,7 +100,9 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
         assert context is not None
         images = ImageSharding(ours, family, context) if family.has_vision else None
         alone = Forward(one, World(), None, packed=models.Packed(one, family))
-        shared = Forward(ours, world, None, packed=models.Packed(ours, family, context), context=context, dealt=images)
+        shared = Forward(
+            ours, world, None, packed=models.Packed(ours, family, context), context=context, image_sharding=images
+        )
         attach_dummy_image(ours, family, lambda: False) if images else None
         for model in (one, ours):
             attach_idle_experts(model, family) if images else None

@@ -51,7 +51,7 @@ def test_world_size_one_under_torchrun_is_one_process(monkeypatch):
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK is not set, not a number. Start the run with torchrun"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set; it must be a number. Start the run with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "one"}, "RANK is 'one'"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "contradict each other"),
@@ -75,7 +75,7 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
 
 
 def test_threads_must_be_positive():
-    with pytest.raises(WorldError, match="threads=0"):
+    with pytest.raises(WorldError, match="threads is 0"):
         setup(threads=0)
 
 
@@ -116,7 +116,7 @@ def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyP
         setup(section=ParallelSection(replicate=2, shard=2))
     with pytest.raises(WorldError, match="replicate: 1 and shard: auto, 6 / 1 / 4, context: 4, but there are 6 ranks"):
         setup(section=ParallelSection(context=4))
-    with pytest.raises(WorldError, match="expert: 4, which does not divide the 6 ranks of shard x context"):
+    with pytest.raises(WorldError, match="expert is 4, which does not divide the 6 ranks of shard x context"):
         setup(section=ParallelSection(context=3, expert=4))
     assert not dist.is_initialized()
 

@@ -162,15 +162,15 @@ def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
     [
         ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "set data.eval"),
         ({"lr": 0.0}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "no step of high precision changed a weight"),
-        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing by held-out data"),
-        ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing by its losses"),
+        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing, judging by held-out data"),
+        ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing, judging by its losses"),
         ({"no_forks": "forks of 4 steps", "forks": 0}, {"loss_forks": UNDECIDED}, "forks of 4 steps"),
         ({"forks": 1}, {"loss_forks": UNDECIDED}, "use 3 or more"),
         ({"forks": 0}, {"loss_forks": UNTRIED, "accuracy": PASS}, "--forks 3"),
         ({"shift": 0.02}, {"loss_forks": FAIL}, "FP8 made this training worse"),
         ({"fp8": 0.9}, {"accuracy": FAIL}, "FP8 made this training worse"),
         ({"drift": 0.01}, {"loss_same_weights": FAIL, "accuracy": PASS}, "FP8 made this training worse"),
-        ({"gemms": 0}, {"loss_same_weights": FAIL}, "nothing was evaluated in FP8"),
+        ({"gemms": 0}, {"loss_same_weights": FAIL}, "used no FP8 GEMM"),
         ({"proof": {**GOOD_PROOF, "fp8_gemms": 0}}, {"accuracy": PASS}, "no FP8 GEMM was counted"),
     ],
 )  # fmt: skip

@@ -233,6 +233,6 @@ def test_nothing_to_run_in_fp8_is_told_before_anything_trains(cfg, tmp_path: Pat
 
     tiny.write("qwen3", tmp_path / "model")
     nothing = override(cfg, [f"model.path={tmp_path / 'model'}", 'fp8.rules=[{match: "**", recipe: off}]'])
-    with pytest.raises(fp8.PlanError, match="nothing of this model would run in it"):
+    with pytest.raises(fp8.PlanError, match="no layer of this model would run in FP8"):
         compare(nothing, None, tmp_path / "trial")
     assert trained == [] and not (tmp_path / "trial").exists()

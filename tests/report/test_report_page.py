@@ -140,7 +140,7 @@ def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
     assert verdict.status == "fail" and verdict.exit_code == 1
     assert any("proof.json" in reason for reason in verdict.reasons)
     html = write(verdict, records, tmp_path / "report")[0].read_text()
-    for text in ("The run wrote no proof", "No health figures were recorded", "recorded no memory figures"):
+    for text in ("The run has no proof", "No health figures were recorded", "recorded no memory figures"):
         assert text in html
     assert "Accuracy" not in re.findall(r"<h2>(.*?)</h2>", html)
     json.loads((tmp_path / "report" / "report.json").read_text())
@@ -207,7 +207,7 @@ def test_cut_metrics_fail(trial) -> None:
     file.write_text("\n".join(lines[:9] + lines[59:]) + "\n")
     verdict = judge(records_of(made))
     assert verdict.status == "fail"
-    assert any("Steps recorded: metrics.jsonl lacks 50 steps (10, 11" in reason for reason in verdict.reasons)
+    assert any("Steps recorded: metrics.jsonl is missing 50 steps (10, 11" in reason for reason in verdict.reasons)
 
 
 def test_a_verdict_needs_all_three_kinds(trial) -> None:

@@ -84,7 +84,7 @@ def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:
 
     assert "is not a directory; give the run directory" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "has no config.yaml; is it a run directory" in refused(tmp_path / "empty")
+    assert "has no config.yaml, so it is not a run directory" in refused(tmp_path / "empty")
     young = run_of(tmp_path / "young")
     (young / "metrics.jsonl").write_text('{"step": 1, "lo')
     assert "holds no training step yet" in refused(young)

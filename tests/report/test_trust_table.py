@@ -132,7 +132,7 @@ def test_recorded_steps() -> None:
     assert trust_table.check_recorded("FP8", steps, 1, 100).status == PASS
     assert trust_table.check_recorded("FP8", np.array([1, 10, 20, 25, 30]), 10, 30).status == PASS
     cut = trust_table.check_recorded("FP8", np.delete(steps, slice(39, 89)), 1, 100)
-    assert cut.status == FAIL and "lacks 50 steps (40, 41, 42, 43, 44 ...)" in cut.sentence
+    assert cut.status == FAIL and "is missing 50 steps (40, 41, 42, 43, 44 ...)" in cut.sentence
 
 
 def test_optimizer_states() -> None:

@@ -110,9 +110,9 @@ def test_updates_match_plain_fp64(rl_config: Make, monkeypatch, head, overrides:
     rl.run(cfg)
     stepper, rollout = recorder.stepper, recorder.stepper.rollout
     stock = models.load(cfg.model.path, dtype=torch.float32).double()
-    layers = adapters.attached(stepper.model)
+    layers = adapters.adapted_layers(stepper.model)
     (batch,) = micro_batches(rollout, [2, 0, 3, 1], 16, 1, stepper.pad_id)
-    keep, target, _ = stepper.judged(batch, 1.0)
+    keep, target, _ = stepper.loss_positions(batch, 1.0)
     rows, mask = [*batch["experience"].rows], target != losses.IGNORE
     scores = torch.from_numpy(rollout.rewards[rows])
     leaves = [{n: w.double().requires_grad_(True) for n, w in at.items()} for at in recorder.weights]

@@ -18,7 +18,7 @@ from octavo.train.estimate.memory.switches import savings
 from octavo.train.forward import losses
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
-from octavo.train.setup.token_counts import Tokens, _patches, assumed, count
+from octavo.train.setup.token_counts import Tokens, _patches, assume_tokens, count_tokens
 from tests.generation.test_memory import Peak
 
 pytestmark = pytest.mark.usefixtures("unseen")
@@ -45,7 +45,7 @@ def predicted(cfg: Config, batches: list[dict]) -> Footprint:
         "image_encoder": patches,
         "image_projector": out,
     }
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens = Tokens(counts, length, patches // images)
     return Footprints(cfg, model, family, plan, tokens, device="cpu", copy=rl.reference_kind(cfg) == "copy").of(cfg)
@@ -106,13 +106,13 @@ def test_preference_step_uses_the_predicted_memory(
     preference_config: Make, monkeypatch, overrides: tuple[str, ...]
 ) -> None:
     cfg = preference_config(*ONE, *overrides)
-    batches, loss_at = [], preference_phase.PreferenceStepper.loss_at
+    batches, loss_at = [], preference_phase.PreferenceStepper.loss_at_positions
 
     def record_batch(stepper, batch, *args):
         batches.append(batch)
         return loss_at(stepper, batch, *args)
 
-    monkeypatch.setattr(preference_phase.PreferenceStepper, "loss_at", record_batch)
+    monkeypatch.setattr(preference_phase.PreferenceStepper, "loss_at_positions", record_batch)
     rl.run(cfg)
     assert batches[0]["input_ids"].shape[0] == 2 * cfg.train.micro_batch
     assert_matches(memory_of(cfg), predicted(cfg, batches))
@@ -148,16 +148,16 @@ def test_plan_assumes_the_longest_micro_batch_for_prompts_and_pairs(rl_config: M
     """A measured plan needs token counts, and prompts and pairs are not rows of SFT."""
     for make, rows in ((rl_config, 8), (preference_config, 4)):
         cfg = make("data.train=[{path: /nowhere/rows.jsonl}]", "train.seq_length=64")
-        model, family = planning.model_of(cfg)
-        measured = count(cfg, None, family, model.config)
-        assert measured == assumed(cfg, family.components, model.config)[0] and measured.rows == rows
+        model, family = planning.meta_model(cfg)
+        measured = count_tokens(cfg, None, family, model.config)
+        assert measured == assume_tokens(cfg, family.components, model.config)[0] and measured.rows == rows
         assert measured.counts["lm_head"] == rows * (4 if make is rl_config else 64)
 
 
 def test_savings_exclude_switches_that_phase_rl_rejects(rl_config: Make):
     cfg = rl_config()
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
-    sizes = Footprints(cfg, model, family, plan, assumed(cfg, family.components, model.config)[0], device="cpu")
+    sizes = Footprints(cfg, model, family, plan, assume_tokens(cfg, family.components, model.config)[0], device="cpu")
     keys = [switch.key for switch in savings(sizes)]
     assert "optimizer.states" in keys and "optimizer.update" not in keys

@@ -79,11 +79,11 @@ def test_reference_free_losses_match_trl(name: str, shape: tuple[int, int, int])
     nll = -trl[:half][mask[:half]].mean()
     pairs, counts = Pairs.of(logps_leaf, mask), PairCounts.of([mask])
     if name == "orpo":
-        loss, logged = oracle.without_reference(oracle.ORPOTrainer, *means.chunk(2), nll, beta=0.2)
+        loss, logged = oracle.reference_free_loss(oracle.ORPOTrainer, *means.chunk(2), nll, beta=0.2)
         total, figures = orpo(pairs, counts, beta=0.2)
     else:
         sft = 0.5 if name.endswith("sft") else 0.0
-        loss, logged = oracle.without_reference(
+        loss, logged = oracle.reference_free_loss(
             oracle.CPOTrainer, *means.chunk(2), nll, beta=2.0, loss_type="simpo", simpo_gamma=1.0, label_smoothing=0.1,
             cpo_alpha=sft,
         )  # fmt: skip

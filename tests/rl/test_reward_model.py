@@ -170,7 +170,7 @@ def test_unusable_images_are_named(folder, pictures, tmp_path):
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         bad = {row: reason for row, _, reason in rewards.score(["a"] * 4, columns).bad}
     assert bad.keys() == {1, 2} and "missing.png" in bad[2]
-    assert "hold 1 image parts but 2 images were given" in bad[1]
+    assert "have 1 image parts, but 2 images were passed" in bad[1]
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         columns = {"messages": [IMAGE_QUESTIONS[0]] * 2, "images": [pictures[:1]] * 2, "videos": [["a.mp4"], []]}
         [(row, _, reason)] = rewards.score(["a"] * 2, columns).bad
@@ -184,7 +184,7 @@ def test_unusable_rows_are_named(folder):
         assert [(row, reason.split(",")[0]) for row, _, reason in table.bad[:2]] == [
             (0, "has images"), (1, "has neither a column 'messages' nor a column 'prompt'")
         ]  # fmt: skip
-        assert [row for row, *_ in table.bad] == [0, 1, 3] and "and the reward model takes" in table.bad[2][2]
+        assert [row for row, *_ in table.bad] == [0, 1, 3] and "but the reward model takes" in table.bad[2][2]
         assert table.totals[2] != 0 and (table.totals[[0, 1, 3]] == 0).all()
         with torch.no_grad():
             rewards._ask["reward_model"].model.score.weight.fill_(float("nan"))
@@ -192,9 +192,11 @@ def test_unusable_rows_are_named(folder):
 
 
 def test_other_folders_are_rejected(folder):
-    with pytest.raises(RewardError, match="words holds Qwen3ForCausalLM with num_labels 2, and a reward model is a"):
+    with pytest.raises(RewardError, match="words contains Qwen3ForCausalLM with num_labels 2, but a reward model is a"):
         Rewards(["words"], folder)
-    with pytest.raises(RewardError, match="two holds Qwen3ForSequenceClassification with num_labels 2, and a reward"):
+    with pytest.raises(
+        RewardError, match="two contains Qwen3ForSequenceClassification with num_labels 2, but a reward"
+    ):
         Rewards(["two"], folder)
     with pytest.raises(RewardError, match="has the batch 0; expected a whole number of at least 1"):
         Rewards([{"reward": "reward_model", "batch": 0}], folder)
@@ -202,7 +204,7 @@ def test_other_folders_are_rejected(folder):
         RewardError, match="the argument 'pattern', which it does not take; it takes name, weight, load_in"
     ):
         Rewards([{"reward": "reward_model", "pattern": "a"}], folder)
-    with pytest.raises(ModelError, match="load_in_fp8 asks for 'int4' in foundation"):
+    with pytest.raises(ModelError, match="load_in_fp8 has 'int4' for foundation"):
         Rewards([{"reward": "reward_model", "load_in_fp8": "int4"}], folder)
     config = json.loads((folder / "words" / "config.json").read_text())
     (folder / "hollow").mkdir(exist_ok=True)

@@ -125,7 +125,7 @@ def test_functions_of_a_file_are_called_with_their_columns(make, capfd):
 def test_optional_columns_are_always_passed(make):
     rewards = make({"reward": "rewards.py:needs", "name": "custom"}, "rewards.py:by_level")
     for columns in (["answer"], ["answer", "level"]):
-        with pytest.raises(RewardError, match=r"custom \(rewards.py:needs\) takes tests, and the columns of the rows "
+        with pytest.raises(RewardError, match=r"custom \(rewards.py:needs\) takes tests, but the columns of the rows "
                            rf"are {', '.join(columns)}\. Add it"):  # fmt: skip
             rewards.expect(columns)
     rewards.expect(["tests", "level"])
@@ -158,7 +158,7 @@ def test_rewards_above_the_limit_are_rejected(tmp_path):
         ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Fix", [0, 1]),
         ("few", ["a", "b", "c"], "Rows 0 to 2 .*: returned 1 values for 3 completions", [0, 1, 2]),
         ("one", ["a"], "returned float 0.5 instead of a list of 1 numbers", [0]),
-        ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
+        ("needs", ["a"], "takes tests, but the columns of the rows are answer", [0]),
         ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
         ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
         ("leaves_a_child", ["a"], r"ended its process \(exit code 3\)", [0]),
@@ -172,15 +172,15 @@ def test_errors_name_their_rows(make, function, completions, reason, rows):
     columns, where = {"answer": completions}, [f"train, row {n}" for n in range(len(completions))]
     limit = 1.5 if function in ("hangs", "sulks", "leaves_a_child") else 60.0
     strict = make(entry, timeout=limit)
-    with pytest.raises(RewardError, match=rf"reward custom \(rewards.py:{function}\) gave no number for {len(rows)} of "
-                       rf"{len(completions)} completions\. .*{reason}") as error:  # fmt: skip
+    message = rf"reward custom \(rewards.py:{function}\) returned no number for {len(rows)} of {len(completions)} "
+    with pytest.raises(RewardError, match=message + rf"completions\. .*{reason}") as error:
         strict.score(completions, columns, where)
     assert [row for row, _, _ in error.value.bad] == rows and "on_bad_reward: zero" in str(error.value)
     lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
     table = lenient.score(completions, columns, where)
     assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["custom"][rows]).all()
     (sentence,), counts = lenient.take_reports()
-    assert sentence.startswith(str(error.value).partition(". Fix")[0] + ". They count 0;")
+    assert sentence.startswith(str(error.value).partition(". Fix")[0] + ". They count as 0;")
     assert counts == {"custom": len(rows)} and lenient.take_reports() == ([], {})
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
     if function == "mixed":
@@ -316,9 +316,9 @@ def test_built_in_rewards():
 
 @pytest.mark.parametrize(("name", "good", "bad", "reason"), [
     ("exact_match", "a", None, "the row has no answer to compare with"),
-    ("number", "1", "seven", "the reference 'seven' holds no number"),
-    ("number", "1", "9" * 400, "the reference '9+' holds no number below 1e308"),
-    ("choice", "A", "the second", "the reference 'the second' names no letter"),
+    ("number", "1", "seven", "the reference 'seven' has no number"),
+    ("number", "1", "9" * 400, "the reference '9+' has no number below 1e308"),
+    ("choice", "A", "the second", "the reference 'the second' has no letter"),
 ])  # fmt: skip
 def test_unusable_references_are_named(name, good, bad, reason):
     with (
@@ -343,7 +343,9 @@ def test_math_compares_mathematically():
              ("$\\{2,1\\}$", "\\{1,2\\}"), ("(2,1)", "(1,2)"), ("[1, 2)", "$[1,2)$"), ("5", "5 apples")]  # fmt: skip
     assert values("math", pairs) == [1, 1, 0, 1, 0, 1, 1, 1, 1, 0, 1, 1]
     for words in ("two", "no solution", "\\text{two}"):
-        with pytest.raises(RewardError, match=f"reference {re.escape(repr(words))} is no mathematics that math-verify"):
+        with pytest.raises(
+            RewardError, match=f"reference {re.escape(repr(words))} is not an expression that math-verify"
+        ):
             values("math", [("2", words)])
     assert values("math", [("$\\sin x$", "\\sin x"), ("$\\log y$", "$\\log y$")]) == [1, 1]
 

@@ -190,7 +190,7 @@ def test_equal_rewards_have_no_gradient(text_rl_config: Make):
 def test_run_finishes_without_informative_groups_only_if_it_had_some_before(
     text_rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stopping, "PATIENCE", 3)
+    monkeypatch.setattr(stopping, "MAX_CONSECUTIVE", 3)
     file = tmp_path / "own.py"
     file.write_text(
         "from pathlib import Path\ndone = Path(__file__).with_suffix('.done')\n"
@@ -240,7 +240,7 @@ def test_rewards_receive_the_columns_of_all_data_sets(rl_config: Make, place: Pa
     cfg = rl_config(*overrides, f"rl.rewards=['{tmp_path}/own.py:score']", "train.steps=1", "rl.prompts=2")
     rl.run(cfg)
     assert read_metrics(cfg)[0]["reward"] == 1 and all(row < len(rows) - 1 for _, row, *_ in read_completions(cfg))
-    with pytest.raises(RewardError, match=r"takes nothing, and .* answer, .*images, videos, hint, .*\. Add it"):
+    with pytest.raises(RewardError, match=r"takes nothing, but .* answer, .*images, videos, hint, .*\. Add it"):
         rl.run(rl_config(*overrides, f"rl.rewards=['{tmp_path}/own.py:asks']", dir="asks"))
 
 
@@ -280,8 +280,8 @@ def test_reward_without_a_number_is_named(text_rl_config: Make, tmp_path: Path, 
     lines = (Path(cfg.run.dir) / COMPLETIONS).read_text().splitlines()
     assert [json.loads(line)["rewards"] for line in lines] == [{"score": None}] * 8
     output = console.file.getvalue()
-    assert output.count("gave no number for 16 of 16 completions. Rows 0 to 15 (") == 1, "printed once in two steps"
-    assert "reward score gave no number 32 times since step 1, and counted 0 there" in output
+    assert output.count("returned no number for 16 of 16 completions. Rows 0 to 15 (") == 1, "printed once in two steps"
+    assert "reward score returned no number 32 times since step 1 and counted as 0" in output
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_contradictory_settings_are_rejected(rl_config: Make, overrides: list[st
 
 @pytest.mark.usefixtures("seen")
 def test_images_for_a_text_model_are_rejected_by_row(rl_config: Make, place: Path):
-    with pytest.raises(DataError, match="row .*holds an image, but the model is text-only"):
+    with pytest.raises(DataError, match="row .*has an image, but the model is text-only"):
         rl.run(rl_config(f"model.path={place / 'text'}"))
 
 
@@ -357,7 +357,7 @@ def test_resume_rejects_other_prompts(rl_config: Make, place: Path, tmp_path: Pa
     again = override(cfg, ["run.resume=auto"])
     before = read_completions(cfg)
     for path, expected in (
-        (place / "digits/test.json", r"other settings: data\.train was"),
+        (place / "digits/test.json", r"different settings: data\.train was"),
         (file, "prompts.json had"),
     ):
         file.write_text(json.dumps(rows[1:]))

@@ -31,7 +31,7 @@ def test_tensorboard_uses_trl_names_and_terminal_shows_progress(rl_config: Make,
     critic = ("rl.algorithm=ppo", "rl.eval_prompts=3")
     cfg = rl_config(*critic, "run.tensorboard=true", "train.steps=2", "train.warmup=1", test)
     phases: list[str] = []
-    monkeypatch.setattr("octavo.train.callbacks.progress.Display.doing", lambda self, what: phases.append(what))
+    monkeypatch.setattr("octavo.train.callbacks.progress.Display.show_part", lambda self, what: phases.append(what))
     result = rl.run(cfg, console=Console(file=io.StringIO()), describe_plan=lambda planned: ())
     rows = read_rows(result.dir / "metrics.jsonl")
     assert all(row["training_tokens_per_s"] > 0 < row["rollout_tokens_per_s"] for row in rows)
@@ -45,7 +45,7 @@ def test_tensorboard_uses_trl_names_and_terminal_shows_progress(rl_config: Make,
     assert "eval/completions/mean_length" in tags and "eval/length" not in tags, "also in eval/"
     assert list(dict.fromkeys(what.split()[0] for what in phases)) == ["rollout", "rewards", "training", "held-out"]
     assert phases.count("training") == 2 and "rollout 16/16" in phases
-    again = rl.evaluate_target(artifacts.look(result.dir), answers=3)
+    again = rl.evaluate_target(artifacts.inspect_target(result.dir), answers=3)
     assert again["completions"] == 3 and {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
 
 

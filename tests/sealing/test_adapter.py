@@ -29,7 +29,7 @@ def attached(folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
+def test_adapters_of_layers_and_experts_are_sealed(checkpoint, key, tmp_path):
     source, twin = checkpoint("qwen3_moe"), tmp_path / "twin"
     seal_model(source, twin, key)
     shutil.copytree(twin, resealed := tmp_path / "twin-copy")
@@ -41,7 +41,7 @@ def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
     state = load_file(tmp_path / "plain" / "adapter_model.safetensors")
     assert any(".experts.base_layer.lora_A" in name for name in state)
 
-    orders = structure.structure(models.empty(source)).draw(key)
+    orders = structure.read_structure(models.empty(source)).draw(key)
     vocab = torch.from_numpy(orders["vocab"])
     ids = torch.randint(0, len(vocab), (2, 9), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_an_adapter_saved_beside_a_twin_says_of_which_key_it_is(checkpoint, key, tmp_path):
+def test_adapter_of_sealed_model_records_its_key(checkpoint, key, tmp_path):
     twin = tmp_path / "twin"
     seal_model(checkpoint("qwen3_moe"), twin, key)
     for _ in range(2):  # the second takes the place of the first

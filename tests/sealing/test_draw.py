@@ -14,7 +14,7 @@ from octavo.base.encryption.key import new_secret
 from octavo.fp8.arithmetic import dequantize, quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.sealing import Key, SealError, read_key
-from octavo.sealing.draw import free, heads, inverse, within
+from octavo.sealing.draw import draw_block_order, draw_head_orders, draw_order, invert
 from tests.sealing.conftest import SECRET
 
 USES = {
@@ -28,9 +28,9 @@ USES = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_blocks_stay_together(key, name):
+def test_permutation_keeps_blocks_together(key, name):
     size, uses = USES[name]
-    order = within(key, name, size, uses)
+    order = draw_block_order(key, name, size, uses)
     assert sorted(order) == list(range(size)) and (order != np.arange(size)).any()
     for unit, offset in uses:
         places = offset + (np.arange(size)[:, None] * unit + np.arange(unit)).reshape(-1)
@@ -38,22 +38,25 @@ def test_blocks_stay_together(key, name):
         for block in (128, 32):
             for here in np.unique(places // block):
                 assert len(np.unique(moved[places // block == here] // block)) == 1
-    assert (inverse(order)[order] == np.arange(size)).all()
+    assert (invert(order)[order] == np.arange(size)).all()
 
 
 def test_heads_stay_in_their_group(key):
-    groups, every = heads(key, "attention", 8, 4, [(128, 0)], [(128, 0)])
+    groups, every = draw_head_orders(key, "attention", 8, 4, [(128, 0)], [(128, 0)])
     assert (every.reshape(8, 4) // 4 == groups[:, None]).all() and len(set(every)) == 32
     assert (groups != np.arange(8)).any()
-    alone, fixed = heads(key, "attention", 2, 7, [(64, 0)], [(64, 0)])  # of 448 places: no whole blocks
+    alone, fixed = draw_head_orders(key, "attention", 2, 7, [(64, 0)], [(64, 0)])  # of 448 places: no whole blocks
     assert alone.tolist() == [0, 1] and fixed[6] == 6 and fixed[7] == 7
 
 
-def test_the_draw_is_the_same_on_every_machine(key):
-    drawn = free(key, "vocab", 1000).astype("<i8").tobytes() + within(key, "res", 300, [(1, 0)]).astype("<i8").tobytes()
+def test_draw_is_the_same_on_every_machine(key):
+    drawn = (
+        draw_order(key, "vocab", 1000).astype("<i8").tobytes()
+        + draw_block_order(key, "res", 300, [(1, 0)]).astype("<i8").tobytes()
+    )
     assert hashlib.sha256(drawn).hexdigest() == "50b16fe936e1251ce58cc390ff819effab7588030ae9e209a4f2da8a99193b06"
-    assert (free(Key(SECRET[::-1]), "vocab", 1000) != free(key, "vocab", 1000)).any()
-    assert (free(key, "patch", 1000) != free(key, "vocab", 1000)).any()
+    assert (draw_order(Key(SECRET[::-1]), "vocab", 1000) != draw_order(key, "vocab", 1000)).any()
+    assert (draw_order(key, "patch", 1000) != draw_order(key, "vocab", 1000)).any()
 
 
 SPECS = [
@@ -67,20 +70,22 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_scales_of_fp8_move_along(key, spec):
+def test_fp8_scales_move_with_their_blocks(key, spec):
     """The codes of a sealed matrix are the sealed codes, bit for bit, and its scales those of the plain one."""
     values = torch.randn(344, 320, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 320)
-    rows, columns = (torch.from_numpy(within(key, n, s, [(1, 0)])) for n, s in (("rows", 344), ("columns", 320)))
+    rows, columns = (
+        torch.from_numpy(draw_block_order(key, n, s, [(1, 0)])) for n, s in (("rows", 344), ("columns", 320))
+    )
     plain, sealed = quantize(values, spec), quantize(values[rows][:, columns], spec)
     assert torch.equal(sealed.scale.flatten().sort()[0], plain.scale.flatten().sort()[0])
     assert torch.equal(dequantize(sealed), dequantize(plain)[rows][:, columns])
 
 
-def test_a_key_is_not_shown(tmp_path, key_file, key):
+def test_key_is_not_shown(tmp_path, key_file, key):
     """Key files are the vault's; tests/encryption/test_key.py has what else is refused."""
     new_secret(tmp_path / "new.key")
     assert read_key(tmp_path / "new.key").fingerprint != read_key(key_file).fingerprint == key.fingerprint
-    with pytest.raises(encryption.NoKey, match="no key is replaced"):
+    with pytest.raises(encryption.NoKey, match="existing keys are never replaced"):
         new_secret(key_file)
     with pytest.raises(SealError, match="a key is never pickled"):
         pickle.dumps(key)

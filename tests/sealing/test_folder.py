@@ -18,7 +18,7 @@ from octavo.fp8.arithmetic import quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.sealing import Key, SealError, permute, seal_model, structure, unseal_model
 from octavo.sealing import rules as rules_of
-from octavo.sealing.check import check as tried
+from octavo.sealing.check import check_structure as tried
 from tests.sealing.conftest import SECRET
 
 
@@ -31,20 +31,20 @@ FEW = ("qwen3_moe", "qwen2_5_vl", "mistral3", "qwen3_5")
 
 
 @pytest.mark.parametrize("family", FEW)
-def test_a_sealed_model_answers_as_the_plain_one(checkpoint, key, family):
+def test_sealed_model_matches_plain_model(checkpoint, key, family):
     assert tried(checkpoint(family), key) < 1e-3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [f for f in tiny_families() if f not in FEW])
-def test_every_family_that_trains(checkpoint, key, family):
+def test_each_trained_family_can_be_sealed(checkpoint, key, family):
     assert tried(checkpoint(family), key) < 1e-3
 
 
 @pytest.mark.parametrize(("family", "part", "asked"), [
     ("mpt", "attn_config", "qk_ln"), ("mpt", "attn_config", "qk_gn"), ("internvl", "vision_config", "use_qk_norm"),
 ])  # fmt: skip
-def test_norms_of_queries_and_keys(checkpoint, key, tmp_path, family, part, asked):
+def test_query_and_key_norms_are_permuted(checkpoint, key, tmp_path, family, part, asked):
     """Of whole queries they move as heads do; of single heads they stay."""
     shutil.copytree(checkpoint(family), source := tmp_path / "plain")
     config = models.read_config(source)
@@ -55,15 +55,15 @@ def test_norms_of_queries_and_keys(checkpoint, key, tmp_path, family, part, aske
     unseal_model(tmp_path / "twin", tmp_path / "back", key)
     plain, back = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "back"))
     assert all(torch.equal(plain[name], back[name]) for name in plain)
-    found = structure.structure(models.empty(source))
+    found = structure.read_structure(models.empty(source))
     ends = ("blocks.0.attn.q_ln.weight", "encoder.layer.0.attention.q_norm.weight")
     layout = next(layout for name, layout in found.layouts.items() if name.endswith(ends))
     values = torch.arange(config.get_text_config().hidden_size)[: 16 if asked == "qk_gn" else None]
-    assert torch.equal(permute.sealed(values, layout, found.draw(key)), values) == (asked == "qk_gn")
+    assert torch.equal(permute.seal_tensor(values, layout, found.draw(key)), values) == (asked == "qk_gn")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "internvl"])
-def test_there_and_back_bit_for_bit(checkpoint, key, tmp_path, family):
+def test_round_trip_is_bit_exact(checkpoint, key, tmp_path, family):
     source, twin, back = checkpoint(family), tmp_path / "twin", tmp_path / "back"
     steps: list[tuple[int, int]] = []
     done = seal_model(source, twin, key, progress=lambda *at: steps.append(at))
@@ -98,11 +98,11 @@ def test_there_and_back_bit_for_bit(checkpoint, key, tmp_path, family):
     assert not (tmp_path / "wrong").exists() and not (tmp_path / "twice").exists()
 
 
-def test_what_cannot_be_sealed_is_named(checkpoint, key, tmp_path, monkeypatch):
+def test_unsupported_model_is_reported(checkpoint, key, tmp_path, monkeypatch):
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     latent = DeepseekV3Config(**small, vocab_size=64, intermediate_size=64, n_routed_experts=4, first_k_dense_replace=9)
     with pytest.raises(SealError, match=r"self_attn\.(q_a|kv_a)_\w+"):
-        structure.structure(models.empty(latent))
+        structure.read_structure(models.empty(latent))
 
     wrong = [(p, "@mlp, -" if axes == "@mlp, own" else axes) for p, axes in rules_of.RULES]
     monkeypatch.setattr(rules_of, "RULES", wrong)
@@ -112,7 +112,7 @@ def test_what_cannot_be_sealed_is_named(checkpoint, key, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "width"), [("qwen3_moe", 256), ("qwen3_vl_moe", 192)])
-def test_codes_in_fp8_move_with_their_scales(checkpoint, key, tmp_path, family, width):
+def test_fp8_codes_move_with_their_scales(checkpoint, key, tmp_path, family, width):
     """A sealed folder in FP8 is the export of a sealed one, byte for byte, and comes back as it was; the experts of the
     second stay in BF16, and lie the other way round than transformers saves them."""
     shutil.copytree(checkpoint(family), source := tmp_path / "values")
@@ -143,7 +143,7 @@ def test_codes_in_fp8_move_with_their_scales(checkpoint, key, tmp_path, family, 
     assert json.loads((back / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
 
 
-def test_codes_that_cannot_move_with_their_scales_are_named(checkpoint, key, tmp_path):
+def test_codes_that_cannot_move_with_their_scales_are_reported(checkpoint, key, tmp_path):
     """Of an output projection in blocks: tokens change places freely. Scales of one byte are not written."""
     source = tmp_path / "fp8"
     shutil.copytree(checkpoint("qwen3_moe"), source)
@@ -170,5 +170,5 @@ def test_codes_that_cannot_move_with_their_scales_are_named(checkpoint, key, tmp
         seal_model(source, tmp_path / "twin", key)
 
 
-def test_large_models_are_not_tried(checkpoint, key):
+def test_large_models_are_not_checked(checkpoint, key):
     assert tried(checkpoint("qwen3"), key, largest=1000) is None

@@ -83,7 +83,7 @@ def nothing_plain(text: bytes) -> None:
 
 
 @pytest.mark.long
-def test_a_sealed_run_of_experts_beside_its_plain_twin(place, tmp_path):
+def test_sealed_run_with_experts_matches_plain_run(place, tmp_path):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         runs = pair(place, tmp_path, "text", "fp8.recipe=off")
@@ -106,7 +106,7 @@ def test_a_sealed_run_of_experts_beside_its_plain_twin(place, tmp_path):
 
 
 @pytest.mark.long
-def test_adapters_beside_a_sealed_base(place, tmp_path):
+def test_adapter_run_on_sealed_base_matches_plain_run(place, tmp_path):
     """Both begin from one adapter of layers and experts; what the sealed run trained is the plain run's, unsealed."""
     plain, twin, key = place / "text", place / "text-twin", sealing.Key(SECRET)
     adapters.save(attached(plain), tmp_path / "plain", plain)
@@ -125,7 +125,7 @@ def test_adapters_beside_a_sealed_base(place, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_images_in_fp8_beside_their_plain_twin(place, tmp_path, recipe):
+def test_sealed_image_run_in_fp8_matches_plain_run(place, tmp_path, recipe):
     """Scales are equal. But another order of fp32 sums turns some roundings to FP8, as another machine does, and what
     is left of that in a loss falls with the tokens that it is a mean of: here all of eight rows."""
     assert apart(pair(place, tmp_path, "see", f"fp8.recipe={recipe}", "train.global_batch=8")) < 1e-3
@@ -150,7 +150,7 @@ def preferring(place: Path, sealed: bool, dir: Path, *more: str):
 
 
 @pytest.mark.long
-def test_preferences_beside_their_plain_twin(place, pairs, tmp_path):
+def test_sealed_preference_run_matches_plain_run(place, pairs, tmp_path):
     more = ("preference.reference=disk", "run.eval_every=5")
     runs = [rl.run(preferring(place, sealed, tmp_path / f"s{sealed:d}", *more)) for sealed in (False, True)]
     assert apart(runs) < 1e-4
@@ -162,7 +162,7 @@ def test_preferences_beside_their_plain_twin(place, pairs, tmp_path):
         nothing_plain(file.read_bytes())
 
 
-def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
+def test_sealed_pairs_are_read_as_written(place, pairs, tmp_path):
     cfg = preferring(place, True, tmp_path / "run")
     processor = models.load_processor(cfg.model.path)
     rows = data.preference_rows(cfg, processor, cfg.data.train)[1][0]
@@ -172,8 +172,8 @@ def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
     with pytest.raises(data.LongSample, match="row 3.*left out"):
         rows[3]
     for over, words in (
-        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "holds no pairs, and this run is of phase preference"),
-        (("train.phase=sft",), "holds pairs, and this run is of phase sft"),
+        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "has no pairs, but this run is of phase preference"),
+        (("train.phase=sft",), "has pairs, but this run is of phase sft"),
     ):
         with pytest.raises(data.DataError, match=words):
             data.preference_rows(other := override(cfg, over), processor, other.data.train)
@@ -181,7 +181,7 @@ def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
         override(cfg, ["preference.loss=kto"])
 
 
-def test_worlds_are_not_mixed(place, tmp_path):
+def test_sealed_and_plain_inputs_are_not_mixed(place, tmp_path):
     """A model, or rows, of another world are refused before anything is built."""
     for sealed, key, path, words in (
         (True, "model.path", place / "text", "is not sealed"),
@@ -204,7 +204,7 @@ def test_worlds_are_not_mixed(place, tmp_path):
         train.run(configured(place, "text", True, tmp_path / "run", f"model.path={other}"))
 
 
-def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
+def test_sealed_rows_are_read_as_written(place, tmp_path, monkeypatch):
     plain = data.read(configured(place, "text", False, tmp_path).data.train[0])
     sealed = SealedRows(place / "text-rows")
     assert len(sealed) == len(plain) == 25
@@ -230,7 +230,7 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
         SealedRows(broken)
 
 
-def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
+def test_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     """The key that sealed encrypts neither what it sealed nor a run on it, and opens no files."""
     monkeypatch.setenv(encryption.FILE, "of another command")  # what is set below is put back
     seal, files, twin = str(place / "seal.key"), str(tmp_path / "files.key"), str(place / "text-twin")
@@ -247,7 +247,7 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     ):
         assert main(line) == 2 and words in capsys.readouterr().err and not Path(target).exists()
     assert main(["unseal", "model", stored, target, "--key-file", seal, "--files-key", files, *model]) == 0
-    assert "is encrypted, and" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
+    assert "is encrypted, but" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
     name = "model.safetensors"
     assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
     monkeypatch.setenv(encryption.FILE, seal)
@@ -266,12 +266,12 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
         ("train.phase=rl", "phase rl rewards text"),
     ],
 )
-def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
+def test_settings_without_effect_on_sealed_rows_are_rejected(place, tmp_path, setting, words):
     with pytest.raises(ConfigError, match=words):
         configured(place, "text", True, tmp_path, setting)
 
 
-def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
+def test_rows_with_video_cannot_be_sealed(place, tmp_path, capsys):
     digit_clips.write(tmp_path / "clips", train=2, test=2)
     key = ["--key-file", str(place / "seal.key"), "--model", str(place / "see")]
     assert main(["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key]) == 1
@@ -288,7 +288,7 @@ def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
     assert plain.videos and not np.array_equal(*pixels) and np.array_equal(*map(np.sort, pixels))
 
 
-def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatch):
+def test_commands_report_missing_arguments(place, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(encryption.FILE, raising=False)  # where `place` was made just now
     assert main(["seal", "model", "a", "b"]) == 1 and "there is no key" in capsys.readouterr().err
     key = ["--key-file", str(place / "seal.key")]

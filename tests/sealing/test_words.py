@@ -17,7 +17,7 @@ ASKED = "Which digit is first?"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "nvila"])
-def test_words_there_and_back(checkpoint, key, tmp_path, capsys, family):
+def test_text_round_trip(checkpoint, key, tmp_path, capsys, family):
     """Of a text model; of one that sees, whose turns are parts; of one whose config.json names a line break."""
     source, twin = checkpoint(family), tmp_path / "twin"
     words = seal_text(ASKED, source, key)
@@ -33,7 +33,7 @@ def test_words_there_and_back(checkpoint, key, tmp_path, capsys, family):
         unseal_text("t1 hello", source, key)
 
 
-def test_what_a_sealed_model_would_take_for_noise_is_refused(checkpoint, key, tmp_path, capsys):
+def test_plain_text_for_sealed_model_is_rejected(checkpoint, key, tmp_path, capsys):
     """Words, pixels and rows as they are beside the twin, and an adapter of the twin beside the plain model."""
     source, twin, adapter = checkpoint("qwen3_moe"), tmp_path / "twin", tmp_path / "adapter"
     seal_model(source, twin, key)

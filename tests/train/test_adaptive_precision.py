@@ -28,7 +28,7 @@ from octavo.train.loop import loop
 from octavo.train.run_dir import run_dir
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
-from octavo.train.step.precision_schedule import Course
+from octavo.train.step.precision_schedule import PrecisionSchedule
 from tests import ranks
 from tests.rl.forks import both
 
@@ -61,7 +61,10 @@ class Outlier(train.Callback):
 
     def end(self, run: train.Run, result: Any) -> None:
         if self.report:
-            found = {"places": run.job.course.to_json(), "recipe": str(run.model.get_submodule(LAYER).recipe)}
+            found = {
+                "places": run.job.precision_schedule.to_json(),
+                "recipe": str(run.model.get_submodule(LAYER).recipe),
+            }
             Path(f"{self.report}.{run.world.rank}").write_text(json.dumps(found))
 
 
@@ -181,7 +184,7 @@ def test_without_a_fault_nothing_moves_and_no_bit_changes(make):
 
 
 def test_a_checkpoint_opens_in_the_plan_of_its_step(planted):
-    target = artifacts.look(planted[0].run.dir)
+    target = artifacts.inspect_target(planted[0].run.dir)
     for step, recipe in ((20, "tensorwise hybrid"), (40, "tensorwise hybrid fwd=bf16 wgrad=rowwise")):
         model = target.open(step=step).model
         assert str(model.get_submodule(LAYER).recipe) == recipe
@@ -215,7 +218,7 @@ def test_rules_with_spans_hold_in_their_steps_alone(make):
     train.run(override(cfg, [f"run.resume={cfg.run.dir}/checkpoints/step_8"]))
     proof = json.loads((Path(cfg.run.dir) / "proof.json").read_text())
     assert [s["steps"] for s in proof["spans"]] == [[1, 4], [5, 7], [8, 8], [9, None]]
-    model = artifacts.look(cfg.run.dir).open().model
+    model = artifacts.inspect_target(cfg.run.dir).open().model
     assert type(model.get_submodule(LAYER)).__name__ == "Linear" and not isinstance(
         model.get_submodule(LAYER), fp8.Linear
     )
@@ -257,7 +260,7 @@ def test_a_step_keeps_amax_histories_where_a_plan_or_a_move_may_have_some(recipe
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     main, *others = (fp8.plan(model, recipe) for recipe in recipes)
     spans = tuple(Span(n + 1, n + 1, plan) for n, plan in enumerate(others))
-    assert Course(Schedule(main, spans), adapt).may_delay == may
+    assert PrecisionSchedule(Schedule(main, spans), adapt).may_delay == may
 
 
 def test_the_defaults_are_the_healthy_column_of_the_trust_table():
@@ -302,7 +305,7 @@ def test_what_cannot_be_beside_it_is_refused_with_the_fix(make, overrides: list[
 
 def test_a_plan_file_in_amax_histories_is_refused_before_a_step(make, tmp_path):
     cfg = make("fp8.adapt=false", "fp8.recipe=delayed")
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan = planning.plan_model(cfg, model, family)[0]
     file = fp8.save_plan(plan, tmp_path / "plan.json")
     text = file.read_text().replace('"layers": [', '"layers": [{"match": "**", "recipe": "delayed"},')
@@ -322,8 +325,8 @@ def test_two_ranks_decide_alike_and_as_one(planted, make):
         report = f"{cfg.run.dir}.report"
 
         def plant(rank: int, where: tuple[int, ...] = where, report: str = report) -> None:
-            begin, usual = BEGIN if rank in where else 10**9, loop._in_order
-            loop._in_order = lambda users, *more: usual((*users, Outlier(begin, END, report)), *more)
+            begin, usual = BEGIN if rank in where else 10**9, loop._callback_order
+            loop._callback_order = lambda users, *more: usual((*users, Outlier(begin, END, report)), *more)
 
         for code, said in both(cfg, plant):
             assert code == 0, said

@@ -8,7 +8,7 @@ import torch
 from octavo.base import encryption
 from octavo.data.batching.collate import Meta
 from octavo.rl.phases.completions_log import CompletionsLog
-from octavo.train.callbacks.evaluation_and_health import ANSWERS, LENGTH, Answers
+from octavo.train.callbacks.evaluation_and_health import ANSWERS, MAX_CHARS, AnswersLog
 from octavo.train.forward.evaluation import Answer, Place, _shown
 
 WORDS = {0: "<end>", **{number: f"w{number}" for number in range(1, 9)}}
@@ -32,10 +32,10 @@ def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
     monkeypatch.setenv(encryption.VALUE, "abcd" * 16)
     monkeypatch.delenv(encryption.FILE, raising=False)
     for step in (2, 4):
-        Answers(tmp_path, TOKENIZER, 9, encrypt=True).write(step, [Answer("f", 1, [1], [4], "words", None, 0.5)])
+        AnswersLog(tmp_path, TOKENIZER, 9, encrypt=True).write(step, [Answer("f", 1, [1], [4], "words", None, 0.5)])
     CompletionsLog(tmp_path, 1, encrypt=True).write(['{"step": 2, "completion": "words"}\n', "beyond the first\n"])
     lines = (tmp_path / f"{ANSWERS}.aes").read_bytes().splitlines()
-    Answers(tmp_path, TOKENIZER, 3, encrypt=True)
+    AnswersLog(tmp_path, TOKENIZER, 3, encrypt=True)
     CompletionsLog(tmp_path, 1, encrypt=True).begin(3)
     assert (tmp_path / f"{ANSWERS}.aes").read_bytes() == lines[0] + b"\n"
     assert json.loads(encryption.decrypt_line(lines[1], "it"))["said"] == "words"
@@ -44,14 +44,15 @@ def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
 
 
 def test_they_are_text_and_those_behind_the_step_of_a_resume_are_dropped(tmp_path):
-    answers = Answers(tmp_path, TOKENIZER, 0)
+    answers = AnswersLog(tmp_path, TOKENIZER, 0)
     for step in (2, 4):
         said = [Answer("f", 1, [1, 0, 2, 3], [4], "x" * 9999, None, 0.5)]
         answers.write(step, said)
-    Answers(tmp_path, TOKENIZER, 3).write(5, [Answer("f", 1, [0], [4], [0], True)])
+    AnswersLog(tmp_path, TOKENIZER, 3).write(5, [Answer("f", 1, [0], [4], [0], True)])
     first, second = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
     assert first == {
-        "step": 2, "file": "f", "row": 1, "prompt": "w1 | w2 w3", "wanted": "w4", "said": "x" * LENGTH, "right": None,
+        "step": 2, "file": "f", "row": 1, "prompt": "w1 | w2 w3", "wanted": "w4", "said": "x" * MAX_CHARS,
+        "right": None,
         "reward": 0.5,
     }  # fmt: skip
     assert (second["step"], second["prompt"], second["said"]) == (5, "", "")

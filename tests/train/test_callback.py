@@ -159,7 +159,10 @@ def test_what_a_callback_may_not_do_is_refused_with_its_name_and_the_step(make, 
 def test_what_is_no_list_of_callbacks_is_refused_before_there_is_a_run(make):
     cfg = make("train.steps=1", "train.warmup=0", "data.eval=[]")
     for wrong in ([train.Callback], train.Callback(), None, "mine"):
-        with pytest.raises(train.TrainError, match="give a list of octavo.train.Callback, such as"):
+        with pytest.raises(
+            train.TrainError,
+            match=r"callbacks must be a list of octavo.train.Callback, such as \[My",
+        ):
             train.run(cfg, callbacks=wrong)
     assert not Path(cfg.run.dir).exists()
 

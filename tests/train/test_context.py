@@ -117,11 +117,11 @@ def test_a_plan_counts_a_ranks_share(mixed, place):
     assert (found.counts["foundation"], found.row, found.sample, found.rows) == (256, 256, 1024, 1)
     seen = Tokens({"foundation": 1024, "image_encoder": 1200, "image_projector": 300}, 1024, 600).shared(4)
     assert (seen.counts["image_encoder"], seen.counts["image_projector"], seen.row) == (600, 150, 256)
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     assert attention_flops(model.config, tokens) == 4 * attention_flops(model.config, found)
     _, _, notes = planning.plan_model(cfg, model, family)
     assert any("4 ranks share the tokens of each pack; 2 exchange heads for tokens, 2 gather" in note for note in notes)
-    assert planning.micro_steps_of(cfg, 4) == 2 == planning.micro_steps_of(cfg)
+    assert planning.count_micro_steps(cfg, 4) == 2 == planning.count_micro_steps(cfg)
 
 
 def _routed(world: World, text: str) -> list[Any]:

@@ -72,7 +72,7 @@ def test_losses_are_those_without_checks(make, uncounted) -> None:
     ids=" ".join,
 )
 def test_all_gemms_of_every_kind_of_run(make, uncounted, experts, monkeypatch, over) -> None:
-    monkeypatch.setattr(corruption_check, "sites_of_check", lambda there, seed, number: tuple(there))
+    monkeypatch.setattr(corruption_check, "select_gemms", lambda there, seed, number: tuple(there))
     first, second = same(make, *(f"model.path={experts}" if word == "MOE" else word for word in over))
     # below the first adapter no gradient goes: of a frozen base all forwards are looked at, and dgrads where they run
     least = sum(gemm == "fwd" for _, gemm in first["sites"]) + 1 if "lora={rank: 4}" in over else len(first["sites"])
@@ -131,7 +131,7 @@ class Plant(train.Callback):
 def sampled(monkeypatch: pytest.MonkeyPatch, *layers: str) -> None:
     """Let checks take the forward of layers whose names end so."""
     chosen = lambda there, seed, number: tuple(s for s in there if s.gemm == "fwd" and s.layer.endswith(layers))  # noqa: E731
-    monkeypatch.setattr(corruption_check, "sites_of_check", chosen)
+    monkeypatch.setattr(corruption_check, "select_gemms", chosen)
 
 
 @pytest.mark.usefixtures("seen")
@@ -169,7 +169,7 @@ def test_a_fault_where_nobody_looks_is_not_found(make, uncounted, faulty, monkey
 @pytest.mark.long
 def test_octavo_train_ends_with_1(make, uncounted, faulty, monkeypatch, capsys) -> None:  # noqa: F811
     """At the second step; its page says so."""
-    monkeypatch.setattr(corruption_check, "sites_of_check", lambda there, seed, number: there if number else ())
+    monkeypatch.setattr(corruption_check, "select_gemms", lambda there, seed, number: there if number else ())
     faulty.product = lambda gemm, out: out.view(-1)[:1].add_(1) if gemm == "fwd" else None
     cfg = make(*SHORT)
     (file := Path(cfg.run.dir).parent / "run.yaml").write_text(to_yaml(cfg))

@@ -81,7 +81,7 @@ def test_losses_counts_and_weights_are_those_without_graphs(
             made.append(self)
 
     monkeypatch.setattr(cuda_graphs, "Graphs", Here)
-    monkeypatch.setattr(cuda_graphs, "why_never", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "why_not_run", lambda *_: None)
     monkeypatch.setattr(loss_scale, "INTERVAL", 2)
     freeze = "model.freeze=[image_encoder, image_projector]" if model == "tiny" else "model.freeze=[]"
     over = (f"model.path={place / model}", f"data.train={counting}", "data.eval=[]", freeze, "run.health_every=4",
@@ -134,7 +134,7 @@ def small(graph: Any = None) -> tuple[Small, Graphs, list[str]]:
 
 
 def eager(model: nn.Module, each: Graphs, given: tuple[Any, ...]) -> Tensor:
-    loss = each.loss_at(*given)
+    loss = each.compute_loss(*given)
     loss.total.backward()
     return loss.parts
 
@@ -176,12 +176,12 @@ def test_what_is_no_batch_for_a_graph_runs_eagerly_and_is_said_once() -> None:
 
 def test_only_so_many_shapes_are_captured() -> None:
     _, found, said = small()
-    for length in range(3, 4 + cuda_graphs.MOST):
+    for length in range(3, 4 + cuda_graphs.MAX_SHAPES):
         found.run(*batch(length=length))
-        assert (found.run(*batch(length=length)) is None) == (length == 3 + cuda_graphs.MOST)
+        assert (found.run(*batch(length=length)) is None) == (length == 3 + cuda_graphs.MAX_SHAPES)
     assert said == [
-        f"train.cuda_graphs: runs without a graph: {cuda_graphs.MOST} shapes of micro-batches are captured, and this "
-        "is another one"
+        f"train.cuda_graphs: runs without a graph: {cuda_graphs.MAX_SHAPES} shapes of micro-batches are captured, "
+        "which is the maximum"
     ]
     assert found.run(*batch(length=3)) is not None
 
@@ -236,19 +236,19 @@ def test_a_run_that_could_capture_nothing_is_refused_before_weights_are_read(mak
 def test_why_nothing_could_be_captured(make, over: str, ranks: int, why: str | None) -> None:
     cfg = make(over)
     plan, _, _ = planning.plan_for(cfg)
-    found = cuda_graphs.why_never(plan, World(0, ranks, device=torch.device("cuda")))
+    found = cuda_graphs.why_not_run(plan, World(0, ranks, device=torch.device("cuda")))
     assert found is None if why is None else why in str(found)
 
 
-def test_why_not_this_model(make, place: Path) -> None:
-    model, family = planning.model_of(make())
-    assert "vision tower that is trained" in str(cuda_graphs.why_not_this(model, family, 0.0))
+def test_why_not_model_names_the_trained_tower(make, place: Path) -> None:
+    model, family = planning.meta_model(make())
+    assert "vision tower that is trained" in str(cuda_graphs.why_not_model(model, family, 0.0))
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
-    assert cuda_graphs.why_not_this(model, family, 0.0) is None
-    assert "routers" in str(cuda_graphs.why_not_this(model, family, 0.1))
+    assert cuda_graphs.why_not_model(model, family, 0.0) is None
+    assert "routers" in str(cuda_graphs.why_not_model(model, family, 0.1))
     model.model.visual.add_module("drop", nn.Dropout(0.1))
-    assert "dropout (model.visual.drop)" in str(cuda_graphs.why_not_this(model, family, 0.0))
+    assert "dropout (model.visual.drop)" in str(cuda_graphs.why_not_model(model, family, 0.0))
 
 
 def test_without_masks_is_without_them_and_refuses_windows(place: Path) -> None:

@@ -177,9 +177,9 @@ def test_a_poisoned_checkpoint_by_name_is_refused(old: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match=rf"step_6: {NORM} holds NaN or infinity \(tensors that do: 1\)"):
         train.run(override(cfg, [f"run.resume={run}/checkpoints/step_6"]))
     for step in (4, 2):  # whole, and its weights are sound: it may be evaluated, not gone on from
-        assert artifacts.look(run).open(step=step).notes[0] == f"step {step}"
+        assert artifacts.inspect_target(run).open(step=step).notes[0] == f"step {step}"
     with pytest.raises(CheckpointError, match=f"step_6: {NORM} holds NaN"):
-        artifacts.look(run).open(step=6)
+        artifacts.inspect_target(run).open(step=6)
     with pytest.raises(CheckpointError, match=f"step_6: {NORM} holds NaN"):
         artifacts.export_model(run, tmp_path / "out", "bf16", step=6)
     said: list[str] = []
@@ -210,7 +210,7 @@ def test_a_folder_with_such_a_value_is_refused_wherever_it_is_read(place: Path, 
         lambda: models.load(folder),
         lambda: models.load(folder, torch.bfloat16, load_in_fp8="rowwise"),
         lambda: models.load_split(folder),
-        lambda: artifacts.look(folder).open(),
+        lambda: artifacts.inspect_target(folder).open(),
         lambda: artifacts.export_model(folder, tmp_path / "out", "fp8-dynamic"),
         lambda: train.run(cfg),
     ]
@@ -239,7 +239,7 @@ def test_adapters_that_are_not_finite_are_neither_written_nor_merged(make, tmp_p
     artifacts.merge_model(run, tmp_path / "merged")  # of the good one
     from octavo import adapters
 
-    model = artifacts.look(run).open().model
+    model = artifacts.inspect_target(run).open().model
     model.get_parameter(name).data.fill_(float("nan"))
     with pytest.raises(adapters.AdapterError, match="holds NaN or infinity"):
         adapters.save(model, tmp_path / "adapter", base=cfg.model.path)

@@ -57,7 +57,7 @@ def test_a_fork_goes_on_in_fp8_and_with_other_data(make, reference) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("train.lr=1e-5", r"other settings: train\.lr was"),
+        ("train.lr=1e-5", r"different settings: train\.lr was"),
         ("optimizer.states=fp8", r"optimizer\.states was 'fp32', is now 'fp8'"),
         ("run.fork=nowhere/step_1", "nowhere/step_1 does not exist; name a checkpoint"),
     ],

@@ -172,13 +172,13 @@ def test_another_error_in_the_window_is_not_hidden(make, monkeypatch):
 
 def test_micro_batches_have_the_shares_of_the_step(make, monkeypatch):
     """The load-balancing loss is added once, not once a micro-batch."""
-    shares, real, inside = [], Stepper.loss, []
+    shares, real, inside = [], Stepper.compute_loss, []
 
     def loss(self, batch, denominator, share=1.0, memory=None):
         (inside if memory is None and denominator == 1.0 else shares).append(share)
         return real(self, batch, denominator, share, memory)
 
-    monkeypatch.setattr(Stepper, "loss", loss)
+    monkeypatch.setattr(Stepper, "compute_loss", loss)
     train.run(make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "train.micro_batch=1", "data.eval=[]"))
     assert len(shares) == 4 and inside == shares * 4
 

@@ -108,7 +108,7 @@ def test_every_so_many_steps_it_collects_and_then_alone(make, uncounted, collect
 
 def test_it_is_as_it_was_after_a_run_that_failed(thawed) -> None:
     for how in ("freeze", 5, (5, 5, 5)):
-        with pytest.raises(ZeroDivisionError), garbage_collection.collecting(how):
+        with pytest.raises(ZeroDivisionError), garbage_collection.gc_settings(how):
             gc.freeze() if how == "freeze" else None
             raise ZeroDivisionError
         assert gc.isenabled() and gc.get_threshold() != (5, 5, 5)
@@ -118,11 +118,11 @@ def test_what_another_program_froze_stays_frozen(thawed) -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        with garbage_collection.collecting("freeze"):
+        with garbage_collection.gc_settings("freeze"):
             gc.freeze()
         assert gc.get_freeze_count() >= count > 0
         gc.disable()
-        with garbage_collection.collecting((700, 10, 1000)):
+        with garbage_collection.gc_settings((700, 10, 1000)):
             pass
         assert not gc.isenabled(), "it was off before"
     finally:

@@ -90,7 +90,7 @@ def test_it_trains_and_stock_transformers_gives_its_logits(hears):
 
 def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     """Refused by name, before a step."""
-    with pytest.raises(fp8.PlanError, match="takes sound, which packs do not contain"):
+    with pytest.raises(fp8.PlanError, match="takes audio, which packs do not support"):
         train.run(hears("data.packing=true", "train.micro_batch=1", dir="packed"))
     cfg = hears(dir="pairs")
     phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})
@@ -103,7 +103,7 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     file.write_text(json.dumps(found))
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)
-    assert "takes audio" in cuda_graphs.why_not_this(model, models.describe(model), 0.0)
+    assert "takes audio" in cuda_graphs.why_not_model(model, models.describe(model), 0.0)
     assert main(["generate", str(tmp_path / "tiny"), "--prompt", "<audio>High or low?"]) == 2
     assert "has a placeholder for audio (<audio>), and this command does not take audio" in capsys.readouterr().err
     tone(tmp_path / "1.flac", 400, 2.0)
@@ -119,20 +119,20 @@ def test_the_plan_counts_sounds(hears):
     frozen = {row.row.frozen for row in plan.rows if row.component == "audio_encoder"}
     assert frozen == {True} and {row.row.frozen for row in plan.rows if row.component == "audio_projector"} == {False}
     config = models.read_config(cfg.model.path)
-    assumed, words = token_counts.assumed(cfg, family.components, config)
+    assumed, words = token_counts.assume_tokens(cfg, family.components, config)
     assert assumed.counts["audio_encoder"] == 2 * 50 and assumed.counts["audio_projector"] == 2 * 25
     assert assumed.sound == 50 and "in each a sound of the longest" in words
-    counted = token_counts.count(cfg, models.load_processor(cfg.model.path), family, config)
+    counted = token_counts.count_tokens(cfg, models.load_processor(cfg.model.path), family, config)
     assert 50 < counted.counts["audio_encoder"] <= 112 and counted.sound == 50
-    asked = token_counts.given(cfg, family, {"foundation": 256, "audio_encoder": 100})
+    asked = token_counts.complete_tokens(cfg, family, {"foundation": 256, "audio_encoder": 100})
     assert asked.counts["audio_projector"] == 50 and asked.sound == 50
-    several = token_counts.given(cfg, family, {"foundation": 256, "audio_encoder": 600})  # six in a row, each by itself
-    assert several.sound == 50
+    six_sounds = token_counts.complete_tokens(cfg, family, {"foundation": 256, "audio_encoder": 600})
+    assert six_sounds.sound == 50
     narrow = cfg.model_copy(update={"train": cfg.train.model_copy(update={"seq_length": 16})})  # short ones fit
-    assert token_counts.assumed(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
-    silent = token_counts.given(cfg, family, {"foundation": 256, "audio_encoder": 0})
+    assert token_counts.assume_tokens(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
+    silent = token_counts.complete_tokens(cfg, family, {"foundation": 256, "audio_encoder": 0})
     assert token_counts.attention_flops(config, asked) > token_counts.attention_flops(config, silent)
-    sizes = Footprints(cfg, planning.model_of(cfg)[0], family, plan, assumed, device="cpu")
+    sizes = Footprints(cfg, planning.meta_model(cfg)[0], family, plan, assumed, device="cpu")
     full = sizes.of(changed(cfg, {"train.logits": "full"})).kinds  # which chunked cannot better here, nor is it offered
     assert sizes.of(cfg).kinds == full and "train.logits" not in {one.key for one in savings(sizes)}
     reached = states.backward_reaches(models.empty(cfg.model.path))  # whose first projection is k

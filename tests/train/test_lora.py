@@ -107,7 +107,7 @@ def test_another_base_is_refused(make, place: Path, tmp_path: Path):
     save_file(weights, file, metadata)
     with pytest.raises(train.TrainError) as caught:
         train.run(override(cfg, ["run.resume=auto"]))
-    assert f"{name} has other values (1 of 63 weights differ)" in str(caught.value)
+    assert f"{name} has different values (1 of 63 weights differ)" in str(caught.value)
     assert str(folder) in str(caught.value) and "step_3" in str(caught.value)
 
 
@@ -171,7 +171,7 @@ def test_adapters_go_on_from_a_folder(make):
 def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
     """The model that is planned, on the meta device, and the one that trains: same names, shapes, dtypes, codes."""
     cfg = make("lora={}", "model.load_in_fp8={foundation: row, image_encoder: tensor}", "fp8.recipe=rowwise")
-    planned, _ = planning.model_of(cfg)
+    planned, _ = planning.meta_model(cfg)
     loaded = models.load(cfg.model.path, dtype=torch.bfloat16, load_in_fp8=dict(cfg.model.load_in_fp8.kinds))
     mine, theirs = dict(planned.named_parameters()), dict(loaded.named_parameters())
     assert mine.keys() == theirs.keys()

@@ -298,7 +298,7 @@ def test_fp16_trains_near_fp32_and_is_evaluated_in_fp16(make, monkeypatch):
     exact = train.run(make(*over, dir="fp32"))
     low = train.run(make(*over, "train.precision=fp16", dir="fp16"))
     monkeypatch.setattr(artifacts.evaluate.Forward, "__call__", watched)
-    judged = artifacts.evaluate_target(artifacts.look(low.dir))
+    judged = artifacts.evaluate_target(artifacts.inspect_target(low.dir))
     assert list(low.losses().values()) == pytest.approx(list(exact.losses().values()), rel=5e-3)
     assert judged["loss"] == low.eval["loss"] and seen == {torch.float16}
 
@@ -328,7 +328,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
     alone = text("fp8.recipe=rowwise", "train.micro_batch=1", "train.global_batch=2", dir="alone")
     train.run(alone, callbacks=[Overflows(3)])
     shared = override(alone, [f"run.dir={Path(alone.run.dir).parent / 'shared'}"])
-    begin = loop._in_order
+    begin = loop._callback_order
 
     def plant(rank: int) -> None:
         def with_it(*given: Any) -> Any:
@@ -337,7 +337,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
                 monkeypatch.setattr(step.Stepper, "run", _with(planted, step.Stepper.run))
             return begin(*given)
 
-        loop._in_order = with_it  # in a process of its own
+        loop._callback_order = with_it  # in a process of its own
 
     ended = both(shared, plant)
     assert [code for code, _ in ended] == [0, 0], ended

@@ -130,7 +130,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     moved(folder)
-    sentence = "(<|im_start|>) is beyond the model's embedding of"
+    sentence = "(<|im_start|>) is outside the model's embedding of"
     cfg = make(f"model.path={folder}", *ONE)
     for command in ("plan", "train"):
         with monkeypatch.context() as patched:
@@ -159,7 +159,7 @@ def test_tokens_beyond_the_embedding_are_said_and_rows_with_them_are_refused(
     assert encoder.processor.embedding_rows == rows_of_table
     code, said = planned(cfg, tmp_path, capsys, "train")
     skipped = (Path(cfg.run.dir) / "skipped.jsonl").read_text()
-    assert code == 0 and f"('zebra'), and the model's embedding has {rows_of_table} rows" in skipped
+    assert code == 0 and f"('zebra'), but the model's embedding has {rows_of_table} rows" in skipped
     assert "token-ids" in {finding.kind for finding in verify(folder, quick=True).warnings}
 
 

@@ -71,10 +71,10 @@ def test_integer_weights_are_refused_by_all_commands(
     integers(folder)
     said = refusals(folder, make, tmp_path, capsys)
     assert set(said) == ALL and all(WEIGHT in text for text in said.values())
-    with pytest.raises(ModelError, match=f"{WEIGHT} .*holds torch.int32"):
+    with pytest.raises(ModelError, match=f"{WEIGHT} .*is torch.int32"):
         models.load(folder, torch.bfloat16)
     for read in (lambda: models.load(folder, load_in_fp8="row"), lambda: next(models.iter_weights(folder))):
-        with pytest.raises(ModelError, match="holds torch.int32"):
+        with pytest.raises(ModelError, match="is torch.int32"):
             read()
 
 
@@ -97,7 +97,7 @@ def test_a_window_below_zero_is_refused_by_all_commands(
     edit(folder, sliding_window=-3)
     said = refusals(folder, make, tmp_path, capsys)
     assert set(said) == ALL
-    assert all("gives sliding_window=-3, and it must be above 0" in " ".join(text.split()) for text in said.values())
+    assert all("gives sliding_window=-3; it must be above 0" in " ".join(text.split()) for text in said.values())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_window_below_zero_is_refused_by_all_commands(
 )
 def test_numbers_that_mean_nothing_are_named(folder: Path, keys: dict[str, Any], named: str) -> None:
     edit(folder, **keys)
-    with pytest.raises(ModelError, match=f"config.json gives {named}, and it must be"):
+    with pytest.raises(ModelError, match=f"config.json gives {named}; it must be"):
         models.empty(folder)
     assert any(named in finding.text for finding in verify(folder, quick=True).failures)
 

@@ -46,7 +46,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Counted:
     moves = Counted()
     served = Offload("cpu", batch=64 << 10, transfers=moves)
     monkeypatch.setattr(build, "check_possible", lambda cfg, world: None)
-    monkeypatch.setattr(offload_file, "of", lambda device: served)
+    monkeypatch.setattr(offload_file, "offload_for", lambda device: served)
     return moves
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo.train import TrainError
-from octavo.train.step.optimizer import adamw, spares
+from octavo.train.step.optimizer import adamw, excludes_from_decay
 from octavo.train.step.update import set_lr
 
 
@@ -59,4 +59,4 @@ def test_nothing_to_train_is_an_error(make):
     ("experts.down_proj_bias", (2, 2), True), ("conv.weight", (2, 2, 2, 2, 2), False), ("scale", (), True),
 ])  # fmt: skip
 def test_what_is_spared(name: str, shape: tuple[int, ...], spared: bool):
-    assert spares(name, torch.zeros(shape)) is spared
+    assert excludes_from_decay(name, torch.zeros(shape)) is spared

@@ -24,8 +24,7 @@ from octavo.train.forward.forward import Forward
 from octavo.train.forward.routing import ExpertLoad
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
-from octavo.train.setup.token_counts import assumed, attention_flops
-from octavo.train.setup.token_counts import count as tokens_of
+from octavo.train.setup.token_counts import assume_tokens, attention_flops, count_tokens
 from tests.train.conftest import at
 from tests.train.test_ranks import on_ranks
 
@@ -53,7 +52,7 @@ def mixed(make, tmp_path: Path):
 # --- a step ---------------------------------------------------------------------------------------------------------
 
 
-def samples_of(cfg: Config, count: int = 9):
+def samples_per_step(cfg: Config, count: int = 9):
     """(model, its family, samples)."""
     processor = models.load_processor(cfg.model.path)
     loader = data.train_loader(cfg, processor)
@@ -77,7 +76,7 @@ def trained(model, forward, batches, reduction):
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
 def test_a_step_of_packs_is_that_of_its_samples(mixed, reduction):
-    model, family, samples = samples_of(mixed())
+    model, family, samples = samples_per_step(mixed())
     apart = [collate([sample], 0) for sample in samples]
     loss, grads = trained(model, Forward(model, World(), None), apart, reduction)
     before = evaluation.evaluate(model, apart)
@@ -105,7 +104,7 @@ def test_routers_and_experts_see_no_padding(place, make, tmp_path):
 
     moe = tiny.write("qwen3_moe", tmp_path / "moe", size="mini")
     cfg = make(f"model.path={moe}", f"data.train=[{{path: {talk(tmp_path)}}}]", "data.eval=[]")
-    model, family, samples = samples_of(cfg, 3)
+    model, family, samples = samples_per_step(cfg, 3)
     forward = Forward(model, World(), None, packed=models.Packed(model, family))
     tokens = sum(len(sample.input_ids) for sample in samples)
     tight, wide = (collate_pack(samples, 0, capacity) for capacity in (tokens, 4096))
@@ -130,7 +129,7 @@ def talk(folder: Path) -> Path:
 
 
 def test_a_pack_needs_a_model_that_was_made_ready(mixed):
-    model, _, samples = samples_of(mixed(), 1)
+    model, _, samples = samples_per_step(mixed(), 1)
     with pytest.raises(TrainError, match=r"not set up for packs \(data\.packing\)"):
         Forward(model, World(), None)(collate_pack(samples, 0, 99))
 
@@ -143,7 +142,7 @@ def test_ranks_that_planned_other_packs_are_found(mixed, monkeypatch):
         return own(world, x) + (torch.arange(5) == 4) if x.numel() == 5 else own(world, x)
 
     monkeypatch.setattr(World, "sum", with_another)
-    with pytest.raises(TrainError, match="rank 0 and others have planned different packs"):
+    with pytest.raises(TrainError, match=r"ranks disagree on the packs of the same rows \(this is rank 0\)"):
         train.run(cfg)
 
 
@@ -220,13 +219,13 @@ def test_pretraining_packs_documents(make, place, tmp_path):
 
 def test_a_plan_counts_packs(mixed):
     cfg = mixed("train.seq_length=512")
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     processor = models.load_processor(cfg.model.path)
-    found = tokens_of(cfg, processor, family, model.config)
+    found = count_tokens(cfg, processor, family, model.config)
     assert found.rows == 1 and found.row % 16 == 0 and 0 < found.sample < found.row
     whole = attention_flops(model.config, replace(found, sample=0))
     assert attention_flops(model.config, found) < whole
-    longest, told = assumed(cfg, family.components, model.config)
+    longest, told = assume_tokens(cfg, family.components, model.config)
     assert longest.row == 512 and longest.rows == 1 and "a pack of train.seq_length 512 tokens" in told
     assert longest.counts["image_encoder"] % longest.image == 0 and longest.counts["image_projector"] < 512
     _, _, notes = planning.plan_model(cfg, model, family)

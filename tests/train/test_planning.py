@@ -102,7 +102,7 @@ def fake_gpu(monkeypatch):
             model, policy_from(cfg), family.components, counted.counts, device="cpu", timer=timer, machine=GPU
         )
 
-    monkeypatch.setattr(planning, "measured", measured)
+    monkeypatch.setattr(planning, "measure_recipes", measured)
     return seen
 
 
@@ -110,7 +110,7 @@ def plan_on_a_gpu(cfg, saved=None):
     processor = models.load_processor(cfg.model.path)
 
     def count(family, model):
-        return token_counts.count(cfg, processor, family, model.config)
+        return token_counts.count_tokens(cfg, processor, family, model.config)
 
     world = parallel.World(device=torch.device("cuda"))
     plans, *rest = planning.plan_run(cfg, world, count, saved, lambda text: None)
@@ -135,8 +135,8 @@ def test_auto_is_measured_with_the_tokens_of_the_data(make, fake_gpu):
 def test_tokens_are_those_that_the_loader_gives(make):
     cfg = make("data.workers=1")
     processor = models.load_processor(cfg.model.path)
-    model, family = planning.model_of(cfg)
-    found = token_counts.count(cfg, processor, family, model.config)
+    model, family = planning.meta_model(cfg)
+    found = token_counts.count_tokens(cfg, processor, family, model.config)
     small = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})})
     loader = data.train_loader(small, processor)
     batches = [batch for _ in range(token_counts.MICRO_BATCHES) for batch in next(loader)]
@@ -149,16 +149,16 @@ def test_tokens_are_those_that_the_loader_gives(make):
 
 def test_tokens_of_a_model_without_images(make, place):
     cfg = make(f"model.path={place / 'text'}")
-    model, family = planning.model_of(cfg)
-    given = token_counts.given(cfg, family, {"foundation": 256})
+    model, family = planning.meta_model(cfg)
+    given = token_counts.complete_tokens(cfg, family, {"foundation": 256})
     assert given.counts == {"foundation": 256, "lm_head": 256} and given.row == 128
     text = model.config
     want = 3.5 * 2 * 256 * 128 * text.head_dim * text.num_attention_heads * text.num_hidden_layers
     assert token_counts.attention_flops(model.config, given) == want
     with pytest.raises(train.TrainError, match="tokens were given for image_encoder, which qwen3 lacks"):
-        token_counts.given(cfg, family, {"foundation": 1, "image_encoder": 1})
+        token_counts.complete_tokens(cfg, family, {"foundation": 1, "image_encoder": 1})
     with pytest.raises(train.TrainError, match="tokens are missing for foundation"):
-        token_counts.given(cfg, family, {})
+        token_counts.complete_tokens(cfg, family, {})
 
 
 def test_auto_by_component_measures_that_component_alone(make, fake_gpu):
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     over = [f"run.resume={tmp_path / 'away' / 'step_1'}", f"run.dir={tmp_path / 'second'}"]
     console = Console(record=True, width=400, force_terminal=False)
     second = train.run(override(cfg, over), console=console)
-    assert "a resumed run keeps its plan" in console.export_text()
+    assert "a resumed run uses its saved plan" in console.export_text()
     assert second.losses()[2] == first.losses()[2]
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])

@@ -63,10 +63,12 @@ def test_text_from_nothing_learns_goes_on_to_the_bit_and_is_a_model(pretrain, tm
     assert models.load(Path(cfg.run.dir) / "hf").config.model_type == "qwen3"
     # the run is a model though its base has no weights, and is judged as it was
     pieces: list = []
-    found = artifacts.evaluate_target(artifacts.look(cfg.run.dir), pieces=pieces)
+    found = artifacts.evaluate_target(artifacts.inspect_target(cfg.run.dir), pieces=pieces)
     assert found["loss"] == pytest.approx(result.eval["loss"], rel=1e-6) and found["questions"] == 0
     assert sum(piece["tokens"] for piece in pieces) == found["tokens"]
-    apart = artifacts.evaluate_target(artifacts.look(cfg.run.dir), pretrain("data.join=false", "train.seq_length=512"))
+    apart = artifacts.evaluate_target(
+        artifacts.inspect_target(cfg.run.dir), pretrain("data.join=false", "train.seq_length=512")
+    )
     assert apart["tokens"] > found["tokens"] and 0.5 < apart["loss"] / found["loss"] < 2
 
 

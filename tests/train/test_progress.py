@@ -11,7 +11,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from octavo.cli.train import print_result
-from octavo.train.callbacks.checkpointing import interval
+from octavo.train.callbacks.checkpointing import save_interval
 from octavo.train.callbacks.metrics import MetricsLog
 from octavo.train.callbacks.progress import Display
 
@@ -41,7 +41,7 @@ def test_lines_say_what_a_phase_is_about(phase: str) -> None:
     console = Console(record=True, width=200, force_terminal=False, file=io.StringIO())
     display = Display(console, "")
     display.begin(0, 3)
-    display.doing("rollout 1/2")  # is for bars alone
+    display.show_part("rollout 1/2")  # is for bars alone
     display.step(row)
     assert console.export_text().strip() == f"step 1/3  {text}"
 
@@ -52,11 +52,11 @@ def test_the_bar_says_what_is_done_now_until_the_step_is_over() -> None:
     display.begin(0, 3)
     try:
         task = display._bar.tasks[0]
-        display.doing("rollout 3/8")
+        display.show_part("rollout 3/8")
         assert task.fields["figures"].strip() == "rollout 3/8"
         display.step(RL)
         assert task.fields["figures"] == TOLD["rl"][1] and task.completed == 1
-        display.doing("training")
+        display.show_part("training")
         assert task.fields["figures"] == f"training  {TOLD['rl'][1]}"
     finally:
         display.end()
@@ -91,4 +91,4 @@ def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None
 )
 def test_steps_between_checkpoints(make, steps: int, asked: str, every: int) -> None:
     cfg = make(f"train.steps={steps}", f"run.save_every={asked}")
-    assert interval(cfg) == every
+    assert save_interval(cfg) == every

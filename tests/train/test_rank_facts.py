@@ -19,7 +19,7 @@ import octavo
 from octavo.base import encryption, environment
 from octavo.config import Config, override, to_yaml
 from octavo.config.sections.text_types import FilePath
-from octavo.train.run_dir.rank_facts import LOCAL, PLACES, rank_facts
+from octavo.train.run_dir.rank_facts import LOCAL_KEYS, PATH_KEYS, rank_facts
 from tests import ranks
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
@@ -132,7 +132,7 @@ def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():
 
     found = places(Config)
     assert {"model.path", "run.resume", "data.train.0.images", "rl.rewards.0.reward", "fp8.plan"} <= {*found}
-    assert [key for key in found if not any(fnmatch.fnmatchcase(key, glob) for glob in (*LOCAL, *PLACES))] == []
+    assert [key for key in found if not any(fnmatch.fnmatchcase(key, glob) for glob in (*LOCAL_KEYS, *PATH_KEYS))] == []
 
 
 def started(own: Sequence[tuple[int, Config, Sequence[str]]], port: int) -> list[tuple[int | None, str]]:

@@ -187,7 +187,7 @@ def test_kill_9_at_moments_nobody_chose(make):
 
 def test_a_directory_with_a_run_is_refused_by_default(make):
     train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
-    with pytest.raises(train.TrainError, match="holds a run with checkpoints up to step 1.*run.resume=auto"):
+    with pytest.raises(train.TrainError, match="contains a run with checkpoints up to step 1.*run.resume=auto"):
         train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
 
 
@@ -200,7 +200,7 @@ def test_a_run_that_failed_before_its_first_step_begins_with_corrected_settings(
         train.run(make(*over, "model.path=nowhere"))
     done = train.run(make(*over))
     assert done.status == "finished" and load_config(done.dir / "config.yaml").fp8.rules == ()
-    with pytest.raises(train.TrainError, match="nothing is overwritten|other settings: model.path"):
+    with pytest.raises(train.TrainError, match="nothing is overwritten|different settings: model.path"):
         train.run(make(*over, "model.path=nowhere"))
 
 
@@ -286,8 +286,11 @@ def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, t
     monkeypatch.setattr("octavo.models.image_backend", lambda processor: now)
     console = Console(record=True, width=300)
     train.run(make(*over, "run.resume=auto"), console=console)
-    says = f"the run's images were resized by {before or 'pil'}, now they are by {now}, with slightly different results"
-    assert f"{says}; {told} torchvision to use the former again" in console.export_text()
+    previous = before or "pil"
+    note = (
+        f"note: images were resized with {previous} before, and are resized with {now} now, so pixels differ slightly"
+    )
+    assert f"{note}; {told} torchvision to restore {previous}" in console.export_text()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -328,7 +331,7 @@ def test_copies_and_links_among_checkpoints_are_named_and_the_run_goes_on(make, 
     console = Console(record=True, width=400)
     assert train.run(override(cfg, ["run.resume=auto"]), console=console).status == "finished"
     said = console.export_text()
-    assert "continuing after step 2" in said and said.count("the run did not write these") == 1
+    assert "continuing after step 2" in said and said.count("contains entries that the run did not write") == 1
     for name in ("step_003 (", "step_2 (copy) (", "step_5 (of step 2)", "step_4 (not a folder)", "step_98 (a link)"):
         assert name in said
     there = {path.name for path in folder.iterdir()}
@@ -383,7 +386,7 @@ def test_changed_data_is_noticed_by_a_resume(make, place: Path, tmp_path: Path):
     cfg = make(f"data.train=[{{path: {file}, images: {place / 'digits'}}}]", "data.eval=[]", "train.steps=4")
     train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     file.write_text(text.replace("0", "1", 1))
-    with pytest.raises(train.TrainError, match=r"step_2 was made with other data: .*rows\.json had \d+ bytes"):
+    with pytest.raises(train.TrainError, match=r"step_2 was made with different data: .*rows\.json had \d+ bytes"):
         train.run(override(cfg, ["run.resume=auto"]))
     file.write_text(text)
     os.utime(file, (0, 0))
@@ -406,7 +409,7 @@ def test_a_changed_model_folder_is_noticed_by_a_resume_and_by_whoever_opens_the_
         (folder / name).write_bytes(before)
     (folder / "special_tokens_map.json").write_text("{}")
     (folder / "video_preprocessor_config.json").rename(folder / "gone")
-    both = "(?=.*special_tokens_map.json is new)(?=.*video_preprocessor_config.json is gone)"
+    both = "(?=.*special_tokens_map.json is new)(?=.*video_preprocessor_config.json is missing)"
     with pytest.raises(train.TrainError, match=both):
         train.run(again)
     with pytest.raises(train.TrainError, match=both):

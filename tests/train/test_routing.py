@@ -126,10 +126,10 @@ def test_a_model_without_routers_has_no_such_loss(make, moe, folder, monkeypatch
     with pytest.raises(train.TrainError, match="and has no router. Remove the key"):
         planning.plan_for(cfg)
     model = models.empty(folder)
-    assert routing.coefficient(moe(), model) == 0.5
+    assert routing.aux_loss_coef(moe(), model) == 0.5
     monkeypatch.setattr(routing, "_balances", lambda model: False)
     with pytest.raises(train.TrainError, match="computes no load-balancing loss"):
-        routing.coefficient(moe(), model)
+        routing.aux_loss_coef(moe(), model)
 
 
 def test_only_logged_steps_are_counted_and_tensorboard_has_them(moe):

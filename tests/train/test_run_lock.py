@@ -65,7 +65,7 @@ def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_
 
 def _hold(directory: Path, alive: bool, pipe: Connection) -> None:
     """Hold the lock as if from another host."""
-    lock_file._boot, lock_file.socket.gethostname, lock_file.BEAT = lambda: "another", lambda: "node7", 0.05
+    lock_file._boot_id, lock_file.socket.gethostname, lock_file.HEARTBEAT_S = lambda: "another", lambda: "node7", 0.05
     if not alive:
         RunLock._beat = lambda *given: None
     (held := RunLock()).take(directory)
@@ -94,7 +94,7 @@ def elsewhere(tmp_path: Path):
 
 @pytest.mark.skipif(ranks.START != "fork", reason="the other host is a fork")
 def test_a_holder_on_another_host_keeps_its_lock_while_its_number_goes_up(elsewhere, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(lock_file, "BEAT", 0.5)
+    monkeypatch.setattr(lock_file, "HEARTBEAT_S", 0.5)
     process, told = elsewhere(alive=True), []
     with RunLock() as lock, pytest.raises(train.TrainError, match=f"in use by process {process.pid} on node7;"):
         lock.take(tmp_path, told.append)
@@ -111,7 +111,7 @@ def test_a_holder_on_another_host_keeps_its_lock_while_its_number_goes_up(elsewh
 
 @pytest.mark.skipif(ranks.START != "fork", reason="the other host is a fork")
 def test_a_dead_holder_on_another_host_is_replaced_whatever_its_lock_says(elsewhere, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_file, "BEAT", 0.05)
+    monkeypatch.setattr(lock_file, "HEARTBEAT_S", 0.05)
     elsewhere(alive=False)  # the file system goes on locking for it
     with RunLock() as lock:
         lock.take(tmp_path)

@@ -199,7 +199,7 @@ run: {{threads: 1, encrypt: true, tensorboard: false}}
     assert encryption.is_encrypted(preference / "reference.safetensors") and (rl / "completions.jsonl.aes").is_file()
     assert main([*both, *of, f"run.dir={tmp_path / 'failed'}", f"rl.rewards=['{tmp_path}/own.py:fail']"]) == 1
     told = "".join(capfd.readouterr())
-    assert "reward fail gave no number for 4 completions: the reason may quote" in told
+    assert "reward fail returned no number for 4 completions: the reason may quote" in told
     assert searched(told, tmp_path, place / "cache") > 30
     assert main(["decrypt", str(rl / "completions.jsonl.aes"), str(place.parent / "completions.jsonl")]) == 0
     assert SENTENCE in (place.parent / "completions.jsonl").read_text()

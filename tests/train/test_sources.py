@@ -14,7 +14,7 @@ from octavo import data, train
 from octavo.config import Config
 from octavo.data.loaders.rows_from_config import encoder
 from octavo.data.storage import remote
-from tests.data.test_tar import packed
+from tests.data.test_tar import make_tar
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("uncounted")
@@ -45,7 +45,7 @@ def written(folder: Path, rows: list[dict], kind: str) -> Path:
     elif what == "parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
     elif what == "tar":
-        packed(path, *((f"{n}.json", row) for n, row in enumerate(rows)))
+        make_tar(path, *((f"{n}.json", row) for n, row in enumerate(rows)))
     elif what == "saved":
         import datasets
 
@@ -115,5 +115,7 @@ def test_a_run_does_not_go_on_with_other_files_at_its_url(reading, tmp_path):
     file = tmp_path / "fetched-shards.shards" / "part-020.parquet"
     parquet.write_table(parquet.read_table(file).slice(0, 19), file)
     remote.list_files.cache_clear()
-    with pytest.raises(train.TrainError, match=r"was made with other data: file://.*shards had \d+ bytes, has \d+ now"):
+    with pytest.raises(
+        train.TrainError, match=r"was made with different data: file://.*shards had \d+ bytes, has \d+ now"
+    ):
         train.run(cfg)

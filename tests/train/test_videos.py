@@ -75,7 +75,7 @@ def test_a_run_and_its_folder_are_asked_about_a_clip(here, result, capsys):
     for words, found in (
         (["--video", str(clip), "--prompt", "<video> and <video>?"], "2 places for videos"),
         (["--video", str(here / "none.mp4"), "--prompt", "a"], "there is no video"),
-        (["--video", str(here / "clips" / "train.json"), "--prompt", "a"], "none of mp4, mov, webm and mkv"),
+        (["--video", str(here / "clips" / "train.json"), "--prompt", "a"], "not mp4, mov, webm or mkv"),
     ):
         assert main(["generate", str(here / "run/hf"), *words]) != 0
         assert found in capsys.readouterr().err
@@ -162,8 +162,10 @@ def test_rows_that_are_left_out_count_for_no_prediction(here):
     for name, some in (("fit", rows[:2]), ("all", rows[:2] + long)):
         (here / "clips" / f"{name}.json").write_text(json.dumps(some))
         cfg = load_config_text(TEXT.format(here=here), [f"data.train=[{{path: {here}/clips/{name}.json}}]"])
-        model, family = planning.model_of(cfg)
-        counted = token_counts.count(resolve_video(cfg), models.load_processor(here / "model"), family, model.config)
+        model, family = planning.meta_model(cfg)
+        counted = token_counts.count_tokens(
+            resolve_video(cfg), models.load_processor(here / "model"), family, model.config
+        )
         plan, _, _ = planning.plan_model(cfg, model, family)
         found.append((counted, Footprints(cfg, model, family, plan, counted, device="cpu").of(cfg).total))
     assert found[0] == found[1] and found[0][0].rows == 4 and found[0][0].counts["image_encoder"] > 0
@@ -179,7 +181,7 @@ def test_packs_hold_clips(here):
 
 def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
     cfg = load_config_text(TEXT.format(here=here), [f"model.path={tiny.write('qwen3', tmp_path / 'm', size='mini')}"])
-    with pytest.raises(ModelError, match="Octavo takes no videos for model_type 'qwen3'"):
+    with pytest.raises(ModelError, match="Octavo does not support videos for model_type 'qwen3'"):
         resolve_video(cfg)
     with pytest.raises(ConfigError, match="fps"):
         load_config_text(TEXT.format(here=here).replace("fps: 4", "fps: 0"), ())

@@ -91,7 +91,7 @@ def test_a_run_that_fails_leaves_a_page_of_it(make, error, told):
         def end_step(self, run, step):
             if error and step.number == 2:
                 raise ValueError("enough")
-            run.job.progress.in_a_row = step.number // run.cfg.train.steps  # as if the last one were skipped
+            run.job.progress.consecutive_skips = step.number // run.cfg.train.steps  # as if the last one were skipped
 
     cfg = make()
     with pytest.raises(TrainError, match=told):

@@ -1,5 +1,5 @@
 """Encryption of files at rest with AES-256-GCM: the key, the file format, the reader and the writer. For libraries that
-open paths, plain text is kept in memory and never written to a disk."""
+open paths, plain text stays in memory and is never written to a disk."""
 
 from octavo.base.encryption.encrypted_lines import SUFFIX, append_lines, decrypt_line, encrypt_line
 from octavo.base.encryption.errors import Damaged, NoKey, VaultError, WrongKey

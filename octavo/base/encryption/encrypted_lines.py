@@ -1,7 +1,7 @@
-"""Files that grow line by line, and that a kill may cut off: each line is a separate encrypted file, in base64.
+"""Encrypted files to which lines are appended: each line is a separate encrypted file, in base64.
 
-`NAME.aes` holds such lines. A changed line is refused; removed or moved lines are not detected, because the file is
-one that any process may append to.
+`NAME.aes` contains such lines. A changed line is rejected; removed or moved lines are not detected, because any process
+may append to the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARK = base64.b64encode(file_format.MAGIC[:6])  # how every line begins
 
 
 def encrypt_line(plain: bytes, key: Key | None = None) -> bytes:
-    """Encrypt a line; the result ends in a line break. `key`: by default the key of the process."""
+    """Encrypt a line; the result ends in a line break. `key` defaults to the key of the process."""
     return base64.b64encode(encrypt(plain, _CHUNK, key)) + b"\n"
 
 
@@ -34,7 +34,9 @@ def decrypt_line(line: bytes, where: object, key: Key | None = None) -> bytes:
     except binascii.Error:
         stored = b""
     if not stored.startswith(file_format.MAGIC[:7]):
-        raise Damaged(f"{where} is damaged: it is no encrypted line. Take the file from a copy, or remove the line")
+        raise Damaged(
+            f"{where} is damaged: it is not an encrypted line. Restore the file from a copy, or remove the line"
+        )
     return decrypt(stored, where, key)
 
 
@@ -47,6 +49,6 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def is_encrypted_lines(path: Path) -> bool:
-    """Whether a file holds encrypted lines."""
+    """Return whether a file holds encrypted lines."""
     with path.open("rb") as file:
         return file.read(len(_MARK)) == _MARK

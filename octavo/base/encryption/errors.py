@@ -31,8 +31,8 @@ class WrongKey(VaultError):
 
 
 class Damaged(VaultError):
-    """The file differs from what was written: it was changed, cut short, or assembled from other files."""
+    """The file differs from what was written: it was changed, cut short, or assembled from several files."""
 
 
 class Replaced(Damaged):
-    """The file is intact, but not the one that was encrypted at this path; or a file of a folder is missing or new."""
+    """The file is intact but was not encrypted at this path, or a file of a folder is missing or was added."""

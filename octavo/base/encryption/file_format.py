@@ -4,10 +4,10 @@
     8   4   C, bytes of a chunk, big-endian: a power of two from 2^12 to 2^24
     12  8   id of the key
     20  32  salt: random, different in each file
-    52  2   L, bytes of the name, big-endian, at most 4096; 0: the file was encrypted by itself
-    54  16  where L > 0: id of the folder that was encrypted, random
-    70  L   where L > 0: the path inside that folder, its parts joined by "/"
-    H-16    tag of the bytes before it; H, bytes of the header, is 70, or 86 + L where L > 0
+    52  2   L, bytes of the name, big-endian, at most 4096; 0 if the file was encrypted on its own
+    54  16  if L > 0: id of the folder that was encrypted, random
+    70  L   if L > 0: the path inside that folder, its parts joined by "/"
+    H-16    tag of the bytes before it; H, bytes of the header, is 70, or 86 + L if L > 0
     H       chunks of C bytes, each followed by 16 bytes of tag; the last has 0 to C (0: the file is empty)
 
     file key = HKDF-SHA256(key, salt, info = bytes 0 to 19)
@@ -57,8 +57,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Cipher:
-    """AES-256-GCM with the key of one file. `chunk`: plain bytes of a chunk; `header`: of the file; `place`: what the
-    file is bound to, None for a file that was encrypted by itself."""
+    """AES-256-GCM with the key of one file.
+
+    header  of the file
+    chunk   plain bytes per chunk
+    place   the path that the file is bound to, or None if it was encrypted on its own
+    """
 
     header: bytes
     chunk: int
@@ -79,34 +83,35 @@ class Cipher:
 
 
 def new_cipher(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
-    """The cipher, with its header, of a new file."""
+    """Return the cipher, with its header, of a new file."""
     assert chunk in _CHUNK_SIZES, chunk
     head = MAGIC + chunk.to_bytes(4, "big") + key.id
     salt = os.urandom(32)
-    named = b"\0\0"
+    name_field = b"\0\0"
     if place is not None:
         assert len(place.folder) == 16 and 0 < len(place.name) <= MAX_NAME_BYTES, place
-        named = len(place.name).to_bytes(2, "big") + place.folder + place.name
-    aead = _aead(key.derived(head, salt))
-    bound = head + salt + named
+        name_field = len(place.name).to_bytes(2, "big") + place.folder + place.name
+    aead = _aead(key.derive(head, salt))
+    bound = head + salt + name_field
     return Cipher(bound + aead.encrypt(_nonce(0, 2), b"", bound), chunk, aead, place)
 
 
 def read_cipher(key: Key, header: bytes, path: object) -> Cipher:
-    """The cipher of a file that begins with these bytes: `MAX_HEADER_BYTES` of them, or all if the file is shorter.
+    """Return the cipher of a file that begins with these bytes: `MAX_HEADER_BYTES` of them, or all if the file is
+    shorter.
     Raises WrongKey and Damaged, which name the `path`."""
     from cryptography.exceptions import InvalidTag
 
     if len(header) < SALTED_BYTES + TAG:
-        raise Damaged(f"{path} is damaged: it ends within the header of an encrypted file. Take it from a copy")
+        raise Damaged(f"{path} is damaged: it ends within the header of an encrypted file. Restore it from a copy")
     if header[7] not in (VERSION_1, MAGIC[7]):
         raise Damaged(
-            f"{path} is encrypted in version {header[7]} of the format, and this Octavo reads {VERSION_1} to {MAGIC[7]}"
+            f"{path} is encrypted in version {header[7]} of the format, but this Octavo reads {VERSION_1} to {MAGIC[7]}"
         )
     if header[12:20] != key.id:
         raise WrongKey(
-            f"{path} was encrypted with another key ({header[12:20].hex()}) than the one that is given "
-            f"({key.id.hex()}). Give that key"
+            f"{path} was encrypted with another key, {header[12:20].hex()}; the key in use is "
+            f"{key.id.hex()}. Use the former"
         )
     end, place = SALTED_BYTES, None
     if header[7] != VERSION_1:
@@ -116,21 +121,22 @@ def read_cipher(key: Key, header: bytes, path: object) -> Cipher:
         if length:
             place = Place(header[SALTED_BYTES + 2 : begin], header[begin:end])
     chunk = int.from_bytes(header[8:12], "big")
-    aead = _aead(key.derived(header[:20], header[20:52]))
+    aead = _aead(key.derive(header[:20], header[20:52]))
     try:
         aead.decrypt(_nonce(0, 2), header[end : end + TAG], header[:end])
     except (InvalidTag, ValueError):  # ValueError: fewer bytes than a tag
-        chunk = 0  # which is in no valid header: both faults raise the same error
+        chunk = 0  # no valid header has it: both faults raise the same error
     if chunk not in _CHUNK_SIZES:
         raise Damaged(
-            f"{path} is damaged: its header (bytes 0 to {min(end + TAG, len(header)) - 1}) was changed or cut. Take "
-            "it from a copy"
+            f"{path} is damaged: its header (bytes 0 to {min(end + TAG, len(header)) - 1}) was changed or truncated. "
+            "Restore it from a copy"
         )
     return Cipher(header[: end + TAG], chunk, aead, place)
 
 
 def header_tag(header: bytes) -> bytes:
-    """The tag of an encrypted file's header, unverified: it needs no key. `header`: the first bytes of the file."""
+    """Return the tag of an encrypted file's header, unverified: it needs no key. `header`: the first bytes of the
+    file."""
     end = SALTED_BYTES
     if header[7:8] != bytes([VERSION_1]):
         length = int.from_bytes(header[SALTED_BYTES : SALTED_BYTES + 2], "big")
@@ -139,12 +145,12 @@ def header_tag(header: bytes) -> bytes:
 
 
 def looks_encrypted(head: bytes, key: Key) -> bool:
-    """Whether the first bytes of a file without the magic bytes look like a damaged encrypted file: most of the magic
-    bytes, their beginning, or the id of the key."""
+    """Return whether the first bytes of a file without the magic bytes look like a damaged encrypted file: most of the
+    magic bytes, their beginning, or the id of the key."""
     if len(head) < len(MAGIC):
         return bool(head) and MAGIC.startswith(head[:7])
-    same = sum(one == other for one, other in zip(head, MAGIC[:7], strict=False))
-    return same >= 4 or head[12:20] == key.id
+    matching = sum(actual == magic for actual, magic in zip(head, MAGIC[:7], strict=False))
+    return matching >= 4 or head[12:20] == key.id
 
 
 def _nonce(number: int, kind: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Folders that were encrypted as a whole: every file is bound to its path inside, and a list names all files.
+"""Encrypted folders: every file is bound to its path inside, and a list names all files.
 
     files.octavo     in the root of the folder: an encrypted file that holds "octavo files 1\\0", and for each file
                      KIND " " PATH "\\0"
@@ -7,7 +7,7 @@
           *          a file of encrypted lines, to which lines may be added
 
 The id of the folder is random and is in the header of every file, the list included: files from another encryption of
-the same folder, with the same key, belong to another folder. Neither the folder's name nor its location is bound: it
+the same folder, with the same key, are rejected. Neither the folder's name nor its location is bound: it
 can be renamed and moved as a whole. A folder inside it may have a separate list (`hf/` in the directory of a run).
 """
 
@@ -29,23 +29,23 @@ from octavo.base.encryption.writer import encrypt
 LIST = "files.octavo"
 BOUND, LINES = "=", "*"
 _LIST_HEADER = b"octavo files 1\0"
-_FIX = "Take the whole folder from a copy, its files.octavo included"
-#: suffixes of files that may appear in a folder without being listed: the lock of a process that works in it
+_FIX = "Restore the whole folder from a copy, including its files.octavo"
+#: names of files that need not be listed: the lock of a process that works in the folder
 _UNLISTED = (".lock",)
 
 
 class Folder:
-    """A folder that is being written encrypted. `identity`: its id, if several ranks write it; by default random."""
+    """An encrypted folder that is being written. `identity`: its id, if several ranks write it; random by default."""
 
     def __init__(self, root: Path, identity: bytes | None = None, key: Key | None = None) -> None:
         self.root, self.identity, self._key = root, identity or os.urandom(16), key
 
     def place(self, path: Path) -> file_format.Place:
-        """The place that a file at this path is bound to. Raises VaultError for a path that is too long."""
+        """Return the place that a file at this path is bound to. Raises VaultError for a path that is too long."""
         name = os.fsencode(path.relative_to(self.root))
         if len(name) > file_format.MAX_NAME_BYTES:
             raise VaultError(
-                f"{path}: a path of {len(name)} bytes inside a folder, and {file_format.MAX_NAME_BYTES} are the most"
+                f"{path} has a path of {len(name)} bytes inside its folder; the limit is {file_format.MAX_NAME_BYTES}"
             )
         return file_format.Place(self.identity, name)
 
@@ -71,26 +71,27 @@ def write_file(path: Path, plain: bytes, folder: Folder | None) -> None:
 
 
 def find_root(path: str | os.PathLike[str]) -> Path | None:
-    """The nearest folder with a list that contains a path or is the path; None where there is none.
+    """Return the nearest folder with a list that contains a path or is the path, or None.
 
-    The path is taken as it is spelled, so that a link in place of a file is detected. Only if that is in no such folder
-    are its links resolved.
+    The path is used as spelled, so that a link in place of a file is detected. Its links are resolved only if it is in
+    no such folder.
     """
-    named = os.path.abspath(path)
-    return _find_root(named) or _find_root(os.path.realpath(named))
+    spelled = os.path.abspath(path)
+    return _find_root(spelled) or _find_root(os.path.realpath(spelled))
 
 
 def _find_root(path: str) -> Path | None:
-    place = path if os.path.isdir(path) else os.path.dirname(path)
-    while not os.path.lexists(os.path.join(place, LIST)):
-        if place == os.path.dirname(place):
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    while not os.path.lexists(os.path.join(folder, LIST)):
+        if folder == os.path.dirname(folder):
             return None
-        place = os.path.dirname(place)
-    return Path(place)
+        folder = os.path.dirname(folder)
+    return Path(folder)
 
 
 def read_list(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
-    """Path inside -> kind, for a folder with a list. Raises VaultError for a list that is damaged or another file."""
+    """Return the list of a folder as path inside -> kind. Raises VaultError for a list that is damaged or another
+    file."""
     key, stat = key or find_key(), os.stat(root / LIST)
     return _read_list(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -99,7 +100,7 @@ def read_list(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
 def _read_list(root: Path, key: Key, *_state: object) -> Mapping[bytes, str]:
     with Reader.of(root / LIST, key) as reader:
         if reader.place is None or reader.place.name != LIST.encode():
-            raise Replaced(f"{root / LIST} is not the list of a folder: another file was put in its place. {_FIX}")
+            raise Replaced(f"{root / LIST} is not the list of a folder: another file replaced it. {_FIX}")
         raw = reader.readall()
     if not raw.startswith(_LIST_HEADER):
         raise Replaced(f"{root / LIST} has a later format than this Octavo reads")
@@ -108,33 +109,33 @@ def _read_list(root: Path, key: Key, *_state: object) -> Mapping[bytes, str]:
 
 
 def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | None = None) -> None:
-    """Check that an opened file is the one that was encrypted at this path. `reader`: None for a plain file.
+    """Check that an opened file was encrypted at this path. `reader`: None for a plain file.
 
-    Raises Replaced, with the path, for a file that is bound to another path or folder, for one that was taken out of
-    its folder, and for a plain or unbound file where the list has another.
+    Raises Replaced, with the path, for a file that is bound to another path or folder, a file that was moved out of
+    its folder, and a plain or unbound file in place of a listed one.
     """
     place = None if reader is None else reader.place
     if place is None:
         _check_unbound(path, reader, key)
         return
-    name, named, shown = os.fsdecode(place.name), os.path.abspath(path), os.fspath(path)
-    real = os.path.realpath(named)
+    name, spelled, shown = os.fsdecode(place.name), os.path.abspath(path), os.fspath(path)
+    real = os.path.realpath(spelled)
     # A link in a folder with a list may replace a file there, so the path as spelled is checked first; the resolved one
     # counts only if the spelled one is in no such folder.
-    for one in (named, *([real] if real != named and _find_root(named) is None else [])):
-        root = Path(one[: -len(name) - 1] or "/") if one.endswith(f"/{name}") else None
+    for candidate in (spelled, *([real] if real != spelled and _find_root(spelled) is None else [])):
+        root = Path(candidate[: -len(name) - 1] or "/") if candidate.endswith(f"/{name}") else None
         if root is not None and (root / LIST).is_file():
             if _folder_id(root, key) == place.folder:
                 return
-            raise Replaced(f"{shown} is {name} of another encrypted folder than {root}: it was exchanged. {_FIX}")
-    if named.endswith(f"/{name}"):
+            raise Replaced(f"{shown} is {name} of an encrypted folder other than {root}: it was replaced. {_FIX}")
+    if spelled.endswith(f"/{name}"):
         raise Replaced(
-            f"{shown} is {name} of an encrypted folder, and there is no {LIST} where that begins: the file was taken "
-            f"out of its folder, or the list was removed. {_FIX}"
+            f"{shown} is {name} of an encrypted folder that has no {LIST}: the file was moved out of its folder, or "
+            f"the list was removed. {_FIX}"
         )
     raise Replaced(
-        f"{shown} was encrypted as {name} of its folder, and is named otherwise here: it was exchanged with another "
-        f"file, renamed or taken out. {_FIX}"
+        f"{shown} was encrypted as {name} of its folder, but has another name here: it was swapped with another "
+        f"file, renamed or moved out. {_FIX}"
     )
 
 
@@ -147,7 +148,7 @@ def check_plain(path: str | os.PathLike[str], error: type[Exception]) -> None:
 
 
 def _folder_id(root: Path, key: Key | None) -> bytes | None:
-    """The id of a folder, by the header of its list."""
+    """Return the id of a folder, by the header of its list."""
     key, stat = key or find_key(), os.stat(root / LIST)
     return _read_folder_id(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -173,18 +174,22 @@ def _check_unbound(path: str | os.PathLike[str], reader: Reader | None, key: Key
     kind = read_list(root, key).get(os.fsencode(name))
     if kind is None or kind == LINES or (reader is not None and kind == reader.tag.hex()):
         return
-    what = "is not encrypted" if reader is None else "is another encrypted file, one without a bound name"
-    raise Replaced(f"{os.fspath(path)} {what}, and {root / LIST} lists an encrypted one: it was exchanged. {_FIX}")
+    what = "is not encrypted" if reader is None else "is another encrypted file without a bound name"
+    raise Replaced(f"{os.fspath(path)} {what}, and {root / LIST} lists an encrypted one: it was replaced. {_FIX}")
 
 
 def has_list(folder: Path) -> bool:
-    """Whether a folder was encrypted as a whole."""
+    """Return whether a folder was encrypted as a whole."""
     return os.path.lexists(folder / LIST)
 
 
 def check_folder(folder: Path, deep: bool = True, added: bool = True, key: Key | None = None) -> None:
-    """Check that a folder, if it is in one that was encrypted, has the files on the list, and (`added`) no others;
-    `deep`: also those in its subfolders. The content of a file is checked when it is opened.
+    """Check that a folder, if it is encrypted, has the files on its list.
+
+    deep   check subfolders, too
+    added  also reject files that are not on the list
+
+    The content of a file is checked when it is opened.
 
     Raises Replaced with the first missing or added file, and VaultError for a list that cannot be read.
     """
@@ -198,13 +203,13 @@ def check_folder(folder: Path, deep: bool = True, added: bool = True, key: Key |
     if not deep:
         wanted = {name for name in wanted if b"/" not in name}
     present = set(_walk_names(os.fsencode(folder), deep)) - ({LIST.encode()} if not head else set())
-    where = f"{root / LIST}, the list of what was encrypted together"
+    list_name = f"{root / LIST}, the list of files that were encrypted together"
     if missing := sorted(wanted - present):
-        raise Replaced(f"{_describe_files(folder, missing)} missing, by {where}. {_FIX}")
+        raise Replaced(f"{_describe_files(folder, missing)} missing, although it is in {list_name}. {_FIX}")
     if added and (extra := sorted(present - wanted)):
         raise Replaced(
-            f"{_describe_files(folder, extra)} added: not in {where}. Move it out, or encrypt the folder again with it "
-            "(octavo encrypt SRC DST --old-key)"
+            f"{_describe_files(folder, extra)} added: not in {list_name}. Move it out, or encrypt the folder again "
+            "with it (octavo encrypt SRC DST --old-key)"
         )
 
 
@@ -226,8 +231,8 @@ def _walk_names(folder: bytes, deep: bool, head: bytes = b"") -> Iterator[bytes]
 def open_decrypted(
     handle: int, path: str | os.PathLike[str], buffering: int = -1, key: Key | None = None, shown: object = None
 ) -> BinaryIO:
-    """A file object that reads the plain text of the encrypted file at a path, with a buffer of one chunk unless
-    `buffering` is 0. It takes over the handle, unless this raises. `shown`: the path as messages quote it.
+    """Return a file object that reads the plain text of the encrypted file at a path, with a buffer of one chunk unless
+    `buffering` is 0. It takes over the handle, unless this raises. `shown`: the path in messages.
 
     Raises VaultError, also for a file that is not the one that was encrypted at this path (:func:`check_file`).
     """

@@ -1,4 +1,4 @@
-"""Reading of encrypted files: random access, one chunk in memory, and no byte returned before its tag is verified."""
+"""Reads encrypted files: random access, one chunk in memory; no byte is returned before its tag is verified."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _version_1_files: dict[
 
 
 def pop_version_1_files() -> list[str]:
-    """The files of version 1, which are not bound to their paths, that this process read since the last call."""
+    """Return the files of version 1, which are not bound to their paths, that this process read since the last call."""
     files = list(_version_1_files.values())
     _version_1_files.clear()
     return files
 
 
 def is_encrypted(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is encrypted, by its first bytes; False for a path that cannot be read as a file."""
+    """Return whether a file is encrypted, by its first bytes; False for a path that cannot be read as a file."""
     with contextlib.suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
@@ -37,16 +37,16 @@ def is_encrypted(path: str | os.PathLike[str]) -> bool:
 
 
 def has_magic(raw: bytes) -> bool:
-    """Whether these are the first bytes of an encrypted file of any version."""
+    """Return whether these are the first bytes of an encrypted file of any version."""
     return raw[:7] == file_format.MAGIC[:7]
 
 
 class Reader(io.RawIOBase):
     """The plain text of an encrypted file as a readable, seekable file object.
 
-    `stored`: the bytes of the encrypted file, or its handle, which this object closes. `key`: by default the key of the
-    process. A handle is read with pread, so that forked processes share no position; `fileno` raises, because its
-    caller would read the stored bytes. Raises VaultError: NoKey, WrongKey, Damaged.
+    `stored`: the bytes of the encrypted file, or its handle, which this object closes. `key` defaults to the key of the
+    process. A handle is read with pread, so that forked processes share no position; `fileno` raises, because the
+    caller would read encrypted bytes. Raises VaultError: NoKey, WrongKey, Damaged.
     """
 
     def __init__(self, stored: int | bytes, path: object, key: Key | None = None) -> None:
@@ -69,21 +69,21 @@ class Reader(io.RawIOBase):
         self._chunks, rest = divmod(body, whole)
         self._chunks += bool(rest)
         if body < file_format.TAG or 0 < rest < file_format.TAG or self._chunks > file_format.MAX_CHUNKS:
-            raise Damaged(f"{path} is damaged: it ends within a chunk, at byte {size}. Take it from a copy")
+            raise Damaged(f"{path} is damaged: it ends within a chunk, at byte {size}. Restore it from a copy")
         self.size = body - self._chunks * file_format.TAG
-        self._chunk(self._chunks - 1)  # verifies that the file was not cut or lengthened
+        self._chunk(self._chunks - 1)  # verifies that the file was not truncated or extended
 
     def release(self) -> None:
-        """Return the handle to the caller: neither `close` nor garbage collection of this object closes it any more."""
+        """Leave the handle to the caller: neither `close` nor garbage collection of this object closes it."""
         self._stored = b""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], key: Key | None = None) -> Reader:
-        """A reader of the file at a path. Raises VaultError, and OSError as open does."""
+        """Return a reader of the file at a path. Raises VaultError, and OSError as open does."""
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):  # else pread raises "Is a directory" without the path
-                raise Damaged(f"{os.fspath(path)} is no file: something else is in its place. Take it from a copy")
+                raise Damaged(f"{os.fspath(path)} is not a file. Restore it from a copy")
             return cls(handle, os.fspath(path), key)
         except BaseException:
             os.close(handle)
@@ -128,7 +128,7 @@ class Reader(io.RawIOBase):
 
     @property
     def place(self) -> file_format.Place | None:
-        """The place that the file is bound to; None for one that was encrypted by itself, or in version 1."""
+        """The path that the file is bound to, or None if it was encrypted on its own or in version 1."""
         return self._cipher.place
 
     @property
@@ -147,19 +147,19 @@ class Reader(io.RawIOBase):
         return self._cipher.header[-file_format.TAG :]
 
     def read_at(self, start: int, size: int) -> bytes:
-        """Up to `size` bytes of plain text from `start`, as os.pread reads them."""
+        """Read up to `size` bytes of plain text from `start`, like os.pread."""
         self.seek(start)
         out = bytearray(max(0, min(size, self.size - start)))
         self.readinto(out)
         return bytes(out)
 
     def stat(self) -> os.stat_result:
-        """os.fstat of the stored file, which must be a handle."""
+        """Return os.fstat of the stored file, which must be a handle."""
         assert isinstance(self._stored, int)
         return os.fstat(self._stored)
 
     def fileno(self) -> NoReturn:
-        raise io.UnsupportedOperation(f"{self._path} is encrypted, and is needed as a plain file: octavo decrypt it")
+        raise io.UnsupportedOperation(f"{self._path} is encrypted, but a plain file is required: run octavo decrypt")
 
     def close(self) -> None:
         if not self.closed and isinstance(self._stored, int):
@@ -167,13 +167,13 @@ class Reader(io.RawIOBase):
         super().close()
 
     def _bytes(self, start: int, size: int) -> bytes:
-        """Bytes of the encrypted file."""
+        """Read bytes of the encrypted file."""
         if isinstance(self._stored, bytes):
             return self._stored[start : start + size]
         return os.pread(self._stored, size, start)
 
     def _chunk(self, number: int) -> bytes:
-        """The plain text of a chunk; the last chunk that was read is cached."""
+        """Return the plain text of a chunk; the last chunk that was read is cached."""
         from cryptography.exceptions import InvalidTag
 
         if self._kept[0] != number:
@@ -183,15 +183,15 @@ class Reader(io.RawIOBase):
             try:
                 self._kept = number, self._cipher.decrypt_chunk(number, stored, last)
             except InvalidTag:
-                end = " or the file was cut or lengthened" if last else ""
+                end = ", or the file was truncated or extended" if last else ""
                 raise Damaged(
                     f"{self._path} is damaged: chunk {number} of {self._chunks} (bytes {start} to "
-                    f"{start + len(stored) - 1}) is not what was written there. It was changed, moved or comes from "
-                    f"another file{end}. Take the file from a copy"
+                    f"{start + len(stored) - 1}) differs from what was written there. It was changed, moved or comes "
+                    f"from another file{end}. Restore the file from a copy"
                 ) from None
         return self._kept[1]
 
 
 def decrypt(stored: bytes, path: object, key: Key | None = None) -> bytes:
-    """The plain text of the bytes of an encrypted file, wherever they were stored. Raises VaultError."""
+    """Return the plain text of the bytes of an encrypted file, wherever they are stored. Raises VaultError."""
     return Reader(stored, path, key).readall()

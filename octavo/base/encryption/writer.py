@@ -15,8 +15,8 @@ from octavo.base.encryption.key import Key, find_key
 
 class Writer(io.RawIOBase):
     """Encrypts written data into `out`, which stays open. `finish` writes the last chunk: without it the file cannot be
-    read, so that an interrupted file is never taken for a complete one. Positions count plain text. `place`: what the
-    file is bound to (:class:`octavo.base.encryption.Folder`)."""
+    read, so that an interrupted file is never mistaken for a complete one. Positions count plain text. `place`: the
+    path that the file is bound to (:class:`octavo.base.encryption.Folder`)."""
 
     def __init__(
         self,
@@ -41,23 +41,23 @@ class Writer(io.RawIOBase):
         return self._cipher.header[-file_format.TAG :]
 
     def fileno(self) -> int:
-        """The handle of the stored file, which DCP syncs to the disk."""
+        """Return the handle of the stored file, which DCP syncs to the disk."""
         return self.out.fileno()
 
     # collections.abc.Buffer, the type of the base class, needs Python 3.12.
     def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
         if self._done:
-            raise ValueError("the last chunk of this file is written")
+            raise ValueError("the last chunk of this file has been written")
         view = memoryview(data).cast("B")
         size, chunk = len(view), self._cipher.chunk
         self._written += size
         if len(self._rest) + size > chunk and self._rest:
             head = chunk - len(self._rest)
             self._rest += view[:head]
-            self._put(self._rest, False)
+            self._write_chunk(self._rest, False)
             self._rest, view = bytearray(), view[head:]
         while len(view) > chunk:  # not >=: a full chunk may be the last, which has another nonce
-            self._put(view[:chunk], False)
+            self._write_chunk(view[:chunk], False)
             view = view[chunk:]
         self._rest += view
         return size
@@ -65,13 +65,13 @@ class Writer(io.RawIOBase):
     def finish(self) -> None:
         """Write the remaining data as the last chunk."""
         if not self._done:
-            self._put(self._rest, True)
+            self._write_chunk(self._rest, True)
             self._done, self._rest = True, bytearray()
 
-    def _put(self, plain: file_format.Bytes, last: bool) -> None:
+    def _write_chunk(self, plain: file_format.Bytes, last: bool) -> None:
         if self._number >= file_format.MAX_CHUNKS:
             raise VaultError(
-                f"a file of more than {file_format.MAX_CHUNKS} chunks is not encrypted under one key; split it"
+                f"a file of more than {file_format.MAX_CHUNKS} chunks cannot be encrypted with one key; split it"
             )
         # The number counts up before the write: after a failed one (a full disk) its nonce must not be used again.
         number, self._number = self._number, self._number + 1
@@ -80,7 +80,8 @@ class Writer(io.RawIOBase):
 
 @contextmanager
 def open_encrypted(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Iterator[Writer]:
-    """A new encrypted file, synced to the disk when the block ends; if the block raises, the file cannot be read."""
+    """Create an encrypted file, synced to the disk when the block ends; if the block raises, the file cannot be
+    read."""
     with open(path, "wb") as out:
         writer = Writer(out, chunk)
         yield writer
@@ -92,7 +93,7 @@ def open_encrypted(path: str | os.PathLike[str], chunk: int = file_format.CHUNK)
 def encrypt(
     plain: bytes, chunk: int = file_format.CHUNK, key: Key | None = None, place: file_format.Place | None = None
 ) -> bytes:
-    """The bytes of an encrypted file with this plain text."""
+    """Return the bytes of an encrypted file with this plain text."""
     out = io.BytesIO()
     writer = Writer(out, chunk, key, place)
     writer.write(plain)

@@ -33,9 +33,9 @@ import torch
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import Folder
-from octavo.checkpoint.convert.from_dcp import is_intact, no_place, plan_converted, plan_foreign, write_shard
+from octavo.checkpoint.convert.from_dcp import is_intact, no_byte_range, plan_converted, plan_foreign, write_shard
 from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
-from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, begin, write_parts
+from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, begin_work, write_parts
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.files import fingerprint
 from octavo.models.folder.folder import INDEX, refuse_outside, require_one_folder, write_config
@@ -44,13 +44,13 @@ from octavo.models.folder.quantization import Quantization, read_quantization
 
 Log = Callable[[str], None]
 Progress = Callable[[int, int], None]
-Keys = dict[str, tuple[tuple[str, str], ...]]
+KeyMap = dict[str, tuple[tuple[str, str], ...]]
 
 CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """The outcome of a conversion.
 
     directory  the new folder
@@ -76,7 +76,7 @@ def hf_to_dcp(
     workers: int | None = None,
     log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
-) -> Converted:
+) -> ConversionResult:
     """Write a Hugging Face folder as a DCP checkpoint.
 
     lora_base    use the keys of the frozen base of a PEFT model
@@ -106,7 +106,7 @@ def lora_hf_to_dcp(
     workers: int | None = None,
     log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
-) -> Converted:
+) -> ConversionResult:
     """Write a PEFT adapter folder as a DCP checkpoint. See `hf_to_dcp`."""
     source, destination = _check_paths(source, destination)
     folder = folders.read_folder(source, adapter=True)
@@ -123,7 +123,7 @@ def dcp_to_hf(
     workers: int | None = None,
     log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
-) -> Converted:
+) -> ConversionResult:
     """Write a DCP checkpoint as a Hugging Face folder (or a PEFT adapter folder).
 
     like  the folder that the checkpoint was trained from, which provides configuration, tokenizer and the division
@@ -133,7 +133,7 @@ def dcp_to_hf(
     the message names.
     """
     source, destination = _check_paths(source, destination)
-    directory = dcp.find(source)
+    directory = dcp.find_checkpoint(source)
     manifest = read_manifest(directory)
     if manifest is not None and like is not None:
         raise CheckpointError(
@@ -143,33 +143,33 @@ def dcp_to_hf(
     shards, opens, places, folder = plan.shards, plan.opens, plan.place, plan.folder
     if to_bf16:
         quantization = read_quantization(folder.path) if (folder.path / CONFIG).is_file() else None
-        shards, opens = values.in_bf16(shards, opens, quantization, directory)
-        places = no_place
-    task = {"command": "dcp_to_hf", "source": _identity(directory), "to_bf16": to_bf16}
+        shards, opens = values.convert_to_bf16(shards, opens, quantization, directory)
+        places = no_byte_range
+    task = {"command": "dcp_to_hf", "source": _source_identity(directory), "to_bf16": to_bf16}
     task["like"] = None if like is None else str(Path(like).resolve())
-    with begin(destination, task) as work:
+    with begin_work(destination, task) as work:
         # A part is one output file; its note is the list of the CRC-32 of its tensors.
 
         def write(part: int, stop: threading.Event, advance: Advance) -> Any:
-            return write_shard(work.made / shards[part].file, shards[part], opens, places, stop, advance)
+            return write_shard(work.result_dir / shards[part].file, shards[part], opens, places, stop, advance)
 
         def whole(part: int, note: Any) -> bool:
-            return is_intact(work.made / shards[part].file, shards[part], note)
+            return is_intact(work.result_dir / shards[part].file, shards[part], note)
 
         resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
-        _copy_companions(folder, work.made, plan.sums)
+        _copy_companions(folder, work.result_dir, plan.sums)
         if to_bf16:
-            _write_bf16_config(folder, shards, work.made)
+            _write_bf16_config(folder, shards, work.result_dir)
         work.publish()
-    return _result(destination, shards, resumed)
+    return _conversion_result(destination, shards, resumed)
 
 
-def knows_its_folder(source: str | Path) -> bool:
-    """Whether Octavo converted a DCP checkpoint, so that `dcp_to_hf` needs no `like`.
+def was_converted_by_octavo(source: str | Path) -> bool:
+    """Return whether Octavo converted a DCP checkpoint, so that `dcp_to_hf` needs no `like`.
 
     Raises CheckpointError if there is no DCP checkpoint.
     """
-    return read_manifest(dcp.find(Path(source))) is not None
+    return read_manifest(dcp.find_checkpoint(Path(source))) is not None
 
 
 # To DCP --------------------------------------------------------------------------------------------------------------
@@ -185,20 +185,22 @@ def _to_dcp(
     workers: int | None,
     log: Log,
     progress: Progress,
-) -> Converted:
+) -> ConversionResult:
     """Write a folder as a DCP checkpoint. `key` maps a tensor's name in the folder to its key under `model` in DCP."""
-    shards, opens = folder.shards, values.of_folder(folder)
+    shards, opens = folder.shards, values.folder_opener(folder)
     if options["to_bf16"]:
-        shards, opens = values.in_bf16(shards, opens, quantization, folder.path)
+        shards, opens = values.convert_to_bf16(shards, opens, quantization, folder.path)
     elif quantization is not None:
-        values.scales_of(shards, quantization, folder.path)  # bytes are only copied, but codes must have their scales
-    keys: Keys = {entry.name: ((entry.name, key(entry.name)),) for shard in shards for entry in shard.entries}
+        values.match_codes_and_scales(
+            shards, quantization, folder.path
+        )  # bytes are only copied, but codes must have their scales
+    keys: KeyMap = {entry.name: ((entry.name, key(entry.name)),) for shard in shards for entry in shard.entries}
     if options.get("tie_weights"):
         keys |= _add_tied_head(keys, key, folder.path)
     if folder.left:
         log(f"not copied: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
-    with begin(destination, {"command": command, "source": _identity(folder.path), **options}) as work:
-        release = work.made / dcp.RELEASE
+    with begin_work(destination, {"command": command, "source": _source_identity(folder.path), **options}) as work:
+        release = work.result_dir / dcp.RELEASE
         release.mkdir(exist_ok=True)
 
         def write(part: int, stop: threading.Event, advance: Advance) -> Any:
@@ -206,22 +208,22 @@ def _to_dcp(
             return [one.to_json() for one in written]
 
         def whole(part: int, note: Any) -> bool:
-            return dcp.intact(release, [dcp.Written.from_json(one) for one in note])
+            return dcp.is_intact(release, [dcp.WrittenTensor.from_json(one) for one in note])
 
         resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
-        written = [[dcp.Written.from_json(one) for one in work.finished(part)] for part in range(len(shards))]
+        written = [[dcp.WrittenTensor.from_json(one) for one in work.read_note(part)] for part in range(len(shards))]
         dcp.write_metadata(release, (one for part in written for one in part))
-        (work.made / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
-        (work.made / CARRIED).mkdir(exist_ok=True)
-        _copy_companions(folder, work.made / CARRIED)
+        (work.result_dir / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
+        (work.result_dir / CARRIED).mkdir(exist_ok=True)
+        _copy_companions(folder, work.result_dir / CARRIED)
         if options["to_bf16"]:
-            _write_bf16_config(folder, shards, work.made / CARRIED)
-        write_manifest(work.made, command, options, shards, written)
+            _write_bf16_config(folder, shards, work.result_dir / CARRIED)
+        write_manifest(work.result_dir, command, options, shards, written)
         work.publish()
-    return _result(destination, shards, resumed)
+    return _conversion_result(destination, shards, resumed)
 
 
-def _add_tied_head(keys: Keys, key: Callable[[str], str], source: Path) -> Keys:
+def _add_tied_head(keys: KeyMap, key: Callable[[str], str], source: Path) -> KeyMap:
     """Return the embeddings with a second key, the one of the output projection. Raises CheckpointError if the folder
     has an output projection, or not exactly one embedding."""
     embeddings = [name for name in keys if name.endswith("embed_tokens.weight")]
@@ -251,7 +253,7 @@ def _check_paths(source: str | Path, destination: str | Path) -> tuple[Path, Pat
     return source, destination
 
 
-def _identity(folder: Path) -> dict[str, Any]:
+def _source_identity(folder: Path) -> dict[str, Any]:
     """Return what identifies a source and its state: its path, and the name, size and times of each file.
 
     ctime and inode reveal a file that was replaced with its old mtime restored (`cp -p`, `rsync -t`).
@@ -282,6 +284,6 @@ def _write_bf16_config(folder: Folder, shards: tuple[Header, ...], target: Path)
         (target / INDEX).write_text(make_index(shards), encoding="utf-8")
 
 
-def _result(destination: Path, shards: tuple[Header, ...], resumed: int) -> Converted:
+def _conversion_result(destination: Path, shards: tuple[Header, ...], resumed: int) -> ConversionResult:
     tensors = sum(len(shard.entries) for shard in shards)
-    return Converted(destination, tensors, sum(shard.size for shard in shards), len(shards), resumed)
+    return ConversionResult(destination, tensors, sum(shard.size for shard in shards), len(shards), resumed)

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from octavo.base import safe_read
-from octavo.checkpoint.convert.folder import Place, bytes_of
-from octavo.checkpoint.convert.values import Opens
+from octavo.checkpoint.convert.folder import ByteRange, tensor_bytes
+from octavo.checkpoint.convert.values import OpenTensor
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.dcp_safe import SafeReader, read_item, tensor_entry
 from octavo.models.folder.headers import DTYPE_NAMES, DTYPES, Entry, Header
@@ -47,7 +47,7 @@ VERSION = ("checkpoint_version", 3.0)  # an entry that Megatron's loaders requir
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenTensor:
     """One tensor of a `*.distcp` file.
 
     name    name in the Hugging Face folder; "" for the second name of a tied weight, which the folder does not have
@@ -72,14 +72,14 @@ class Written:
     def size(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def place(self, directory: Path) -> Place:
-        return Place(directory / self.file, self.data, self.size, self.crc)
+    def place(self, directory: Path) -> ByteRange:
+        return ByteRange(directory / self.file, self.data, self.size, self.crc)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, noted: Mapping[str, Any]) -> Written:
+    def from_json(cls, noted: Mapping[str, Any]) -> WrittenTensor:
         """Read what `to_json` wrote. Raises CheckpointError for anything else."""
         try:
             tensor = cls(**{**noted, "shape": tuple(noted["shape"]), "stored": tuple(noted["stored"])})
@@ -107,15 +107,15 @@ def write_file(
     file: Path,
     shard: Header,
     keys: Mapping[str, tuple[tuple[str, str], ...]],
-    opens: Opens,
+    opens: OpenTensor,
     stop: threading.Event,
     advance: Callable[[int], None],
-) -> list[Written]:
+) -> list[WrittenTensor]:
     """Write the tensors of a shard as one `*.distcp` file, forced to the disk. Returns what was written.
 
     keys  name of an entry -> (name, key) of each tensor to write from it (two for a tied weight)
     """
-    out: list[Written] = []
+    out: list[WrittenTensor] = []
     with open(file, "wb") as stream:
         for entry in shard.entries:
             if stop.is_set():
@@ -123,23 +123,25 @@ def write_file(
             for name, key in keys[entry.name]:
                 with opens(entry) as tensor:
                     shape = stored_shape(entry.name, entry.shape)
-                    out.append(_write(stream, file, name, key, entry, tensor.reshape(shape)))
+                    out.append(_write_tensor(stream, file, name, key, entry, tensor.reshape(shape)))
             advance(entry.size)
         stream.flush()
         os.fsync(stream.fileno())
     return out
 
 
-def _write(stream: io.BufferedWriter, file: Path, name: str, key: str, entry: Entry, tensor: Tensor) -> Written:
+def _write_tensor(
+    stream: io.BufferedWriter, file: Path, name: str, key: str, entry: Entry, tensor: Tensor
+) -> WrittenTensor:
     offset = stream.tell()
     torch.save(tensor, stream)
     stream.flush()
     length = stream.tell() - offset
-    data, crc = _record(file, tensor)
-    return Written(name, key, entry.dtype, entry.shape, tuple(tensor.shape), file.name, offset, length, data, crc)
+    data, crc = _find_record(file, tensor)
+    return WrittenTensor(name, key, entry.dtype, entry.shape, tuple(tensor.shape), file.name, offset, length, data, crc)
 
 
-def _record(file: Path, tensor: Tensor) -> tuple[int, int]:
+def _find_record(file: Path, tensor: Tensor) -> tuple[int, int]:
     """Return (first byte, CRC-32) of the tensor's bytes in the last zip stream of the file."""
     with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
         record = next(r for r in archive.infolist() if r.filename.endswith("/data/0"))
@@ -147,11 +149,11 @@ def _record(file: Path, tensor: Tensor) -> tuple[int, int]:
         name, extra = (int.from_bytes(opened.read(2), "little") for _ in range(2))
     crc = record.CRC
     if tensor.numel() and not torch.serialization.get_crc32_options():  # disabled in this process: the zip has zeros
-        crc = zlib.crc32(bytes_of(tensor))
+        crc = zlib.crc32(tensor_bytes(tensor))
     return record.header_offset + 30 + name + extra, crc
 
 
-def write_metadata(directory: Path, written: Iterable[Written]) -> None:
+def write_metadata(directory: Path, written: Iterable[WrittenTensor]) -> None:
     """Write `.metadata` as DCP's FileSystemWriter pickles it, and a file with the version for Megatron's loaders."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
@@ -178,7 +180,7 @@ def write_metadata(directory: Path, written: Iterable[Written]) -> None:
         pickle.dump(metadata, file)
 
 
-def find(source: Path) -> Path:
+def find_checkpoint(source: Path) -> Path:
     """Return the folder with `.metadata`: `source` itself, or the one that its `latest_checkpointed_iteration.txt`
     names.
 
@@ -211,7 +213,7 @@ class Reader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metadata = metadata = SafeReader(directory, pass_over_bytes=True).read_metadata()
+        self._metadata = metadata = SafeReader(directory, skip_byte_entries=True).read_metadata()
         entries = metadata.state_dict_metadata
         nested = any(key.startswith((f"{MODEL}.{MODEL}.", f"{MODEL}.base_model.")) for key in entries)
         at = self._prefix = f"{MODEL}." if nested else ""
@@ -256,8 +258,8 @@ class Reader:
         yield whole
 
 
-def intact(directory: Path, written: Iterable[Written]) -> bool:
-    """Whether a finished file, read as DCP reads it, still matches what was recorded."""
+def is_intact(directory: Path, written: Iterable[WrittenTensor]) -> bool:
+    """Return whether a finished file, read as DCP reads it, still matches what was recorded."""
     for one in written:
         info = filesystem._StorageInfo(one.file, one.offset, one.length)
         try:
@@ -265,6 +267,6 @@ def intact(directory: Path, written: Iterable[Written]) -> bool:
         except CheckpointError:
             return False
         same = tuple(tensor.shape) == one.stored and tensor.dtype is DTYPES[one.dtype]
-        if not same or zlib.crc32(bytes_of(tensor)) != one.crc:
+        if not same or zlib.crc32(tensor_bytes(tensor)) != one.crc:
             return False
     return True

@@ -30,7 +30,7 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class ByteRange:
     """The position of the bytes of one tensor in a file, with their CRC-32 (None: not known)."""
 
     file: Path
@@ -49,8 +49,8 @@ class Folder:
     carried: tuple[str, ...]
     left: tuple[str, ...]
 
-    def place(self, shard: Header, entry: Entry) -> Place:
-        return Place(self.path / shard.file, len(shard.head) + entry.begin, entry.size)
+    def place(self, shard: Header, entry: Entry) -> ByteRange:
+        return ByteRange(self.path / shard.file, len(shard.head) + entry.begin, entry.size)
 
 
 def read_folder(path: Path, adapter: bool = False) -> Folder:
@@ -67,10 +67,10 @@ def read_folder(path: Path, adapter: bool = False) -> Folder:
     files = [ADAPTER if adapter else SINGLE] if placed is None else sorted(set(placed.values()))
     for name in files:
         if name not in present:
-            raise CheckpointError(_missing(path, name, present, placed is not None))
+            raise CheckpointError(_missing_file_error(path, name, present, placed is not None))
     shards = tuple(read_shard(path / name) for name in files)
     if placed is not None:
-        _agree(path, shards, placed)
+        _check_index(path, shards, placed)
     others = [name for name in present if name not in files and not (name == INDEX and placed is None)]
     left = [name for name in others if name.endswith((".safetensors", *PICKLES))]
     left += [name for name in present if name == INDEX and placed is None]
@@ -86,7 +86,7 @@ def read_shard(file: Path) -> Header:
         raise CheckpointError(f"{file} is damaged or not a safetensors file: {error}") from error
 
 
-def _agree(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
+def _check_index(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the index and the shards name the same tensors."""
     held_by = {entry.name: shard.file for shard in shards for entry in shard.entries}
     for name, file in placed.items():
@@ -99,7 +99,7 @@ def _agree(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> N
         )
 
 
-def _missing(path: Path, name: str, present: list[str], indexed: bool) -> str:
+def _missing_file_error(path: Path, name: str, present: list[str], indexed: bool) -> str:
     if name == SINGLE and ADAPTER in present:
         return f"{path} holds an adapter, not {name}: convert it with lora_hf_to_dcp"
     if name == ADAPTER and (SINGLE in present or INDEX in present):
@@ -123,7 +123,7 @@ def from_json(noted: Mapping[str, Any]) -> Header:
 
 
 @contextmanager
-def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[Tensor]:
+def map_tensor(place: ByteRange, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[Tensor]:
     """Map the tensor at a place into memory for the duration of the block; nothing else of the file is read.
 
     Raises CheckpointError if the place has a checksum and the bytes do not match it.
@@ -143,13 +143,13 @@ def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[T
         raise CheckpointError(f"{place.file} cannot be read: {error}") from error
     flat = torch.frombuffer(view, dtype=torch.uint8, count=place.size, offset=place.offset - start)
     if place.crc is not None and zlib.crc32(memoryview(view)[place.offset - start :]) != place.crc:
-        raise CheckpointError(corrupt(place))
+        raise CheckpointError(corruption_error(place))
     # Tensors in files of other writers may not be aligned to their dtype: these are copied.
     yield (flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()).view(dtype).reshape(shape)
     del flat  # the mapping is released with its last tensor
 
 
-def pieces(place: Place) -> Iterator[memoryview]:
+def read_pieces(place: ByteRange) -> Iterator[memoryview]:
     """Yield the bytes at a place, a mebibyte at a time. Raises CheckpointError at the end for a wrong checksum."""
     buffer = bytearray(min(_PIECE, max(place.size, 1)))
     view, left, crc = memoryview(buffer), place.size, 0
@@ -168,10 +168,10 @@ def pieces(place: Place) -> Iterator[memoryview]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{place.file} is missing") from error
     if place.crc is not None and crc != place.crc:
-        raise CheckpointError(corrupt(place))
+        raise CheckpointError(corruption_error(place))
 
 
-def corrupt(place: Place) -> str:
+def corruption_error(place: ByteRange) -> str:
     """Return the message for bytes that do not match their checksum."""
     return (
         f"{place.file} is corrupt between bytes {place.offset} and {place.offset + place.size}: the checksum differs "
@@ -179,7 +179,7 @@ def corrupt(place: Place) -> str:
     )
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order."""
     flat = tensor.detach().contiguous().flatten()
     return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")

@@ -16,7 +16,7 @@ import torch
 from octavo import fp8
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.convert.folder import Folder, Place, bytes_of, mapped
+from octavo.checkpoint.convert.folder import ByteRange, Folder, map_tensor, tensor_bytes
 from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import SINGLE
@@ -37,20 +37,22 @@ class FolderPlan:
     """
 
     shards: tuple[Header, ...]
-    opens: values.Opens
-    place: Callable[[Entry], Place | None]
+    opens: values.OpenTensor
+    place: Callable[[Entry], ByteRange | None]
     folder: Folder
     sums: Mapping[str, Any] | None = None
 
 
-def no_place(entry: Entry) -> Place | None:
+def no_byte_range(entry: Entry) -> ByteRange | None:
     """Return None: the tensors are converted or assembled, so no bytes are copied unchanged."""
     return None
 
 
 def plan_converted(directory: Path, manifest: Mapping[str, Any]) -> FolderPlan:
     """Plan the way back for a conversion, by its manifest."""
-    written = {one.name: one for part in manifest["tensors"] for one in map(dcp.Written.from_json, part) if one.name}
+    written = {
+        one.name: one for part in manifest["tensors"] for one in map(dcp.WrittenTensor.from_json, part) if one.name
+    }
     shards = tuple(folders.from_json(shard) for shard in manifest["shards"])
     for shard in shards:
         for entry in shard.entries:
@@ -62,7 +64,7 @@ def plan_converted(directory: Path, manifest: Mapping[str, Any]) -> FolderPlan:
     carried = directory.parent / CARRIED
     return FolderPlan(
         shards,
-        lambda entry: mapped(written[entry.name].place(directory), DTYPES[entry.dtype], entry.shape),
+        lambda entry: map_tensor(written[entry.name].place(directory), DTYPES[entry.dtype], entry.shape),
         lambda entry: written[entry.name].place(directory),
         Folder(carried, shards, tuple(sorted(manifest["carried"])), ()),
         manifest["carried"],
@@ -80,7 +82,7 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
     adapter = (like_folder / folders.ADAPTER).is_file() and not (like_folder / SINGLE).is_file()
     folder, reader = folders.read_folder(like_folder, adapter), dcp.Reader(directory)
     wanted = {entry.name: entry for shard in folder.shards for entry in shard.entries}
-    keys = _match(wanted, set(reader.keys()), directory)
+    keys = _match_keys(wanted, set(reader.keys()), directory)
     shards = []
     for shard in folder.shards:
         tensors = []
@@ -109,10 +111,10 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
                 )
             yield tensor.reshape(entry.shape)
 
-    return FolderPlan(tuple(shards), opens, no_place, folder)
+    return FolderPlan(tuple(shards), opens, no_byte_range, folder)
 
 
-def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
+def _match_keys(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
     """Return name -> key, by the naming scheme that matches most names. Raises CheckpointError for names without a
     key."""
     ways: tuple[Callable[[str], str], ...] = (
@@ -135,8 +137,8 @@ def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, 
 def write_shard(
     file: Path,
     shard: Header,
-    opens: values.Opens,
-    place: Callable[[Entry], Place | None],
+    opens: values.OpenTensor,
+    place: Callable[[Entry], ByteRange | None],
     stop: threading.Event,
     advance: Callable[[int], None],
 ) -> list[int]:
@@ -150,12 +152,12 @@ def write_shard(
             where = place(entry)
             # Bytes with a known CRC-32 are copied without building a tensor.
             if where is not None and where.crc is not None:
-                for piece in folders.pieces(where):
+                for piece in folders.read_pieces(where):
                     folders.write_all(out.fileno(), piece)
                 sums.append(where.crc)
             else:
                 with opens(entry) as tensor:
-                    raw = bytes_of(tensor)
+                    raw = tensor_bytes(tensor)
                     folders.write_all(out.fileno(), raw)
                     sums.append(zlib.crc32(raw))
             advance(entry.size)
@@ -164,13 +166,13 @@ def write_shard(
 
 
 def is_intact(file: Path, shard: Header, sums: Any) -> bool:
-    """Whether a finished file is unchanged."""
+    """Return whether a finished file is unchanged."""
     head = shard.head
     try:
         with open(file, "rb") as opened:
             same = opened.read(len(head)) == head and file.stat().st_size == len(head) + shard.size
         for entry, crc in zip(shard.entries, sums, strict=True):
-            for _ in folders.pieces(Place(file, len(head) + entry.begin, entry.size, crc)):
+            for _ in folders.read_pieces(ByteRange(file, len(head) + entry.begin, entry.size, crc)):
                 pass
     except (OSError, CheckpointError, ValueError):
         return False

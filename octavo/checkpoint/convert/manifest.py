@@ -19,7 +19,7 @@ def write_manifest(
     command: str,
     options: Mapping[str, Any],
     shards: Iterable[Header],
-    written: list[list[dcp.Written]],
+    written: list[list[dcp.WrittenTensor]],
 ) -> None:
     document = {
         "format": FORMAT,

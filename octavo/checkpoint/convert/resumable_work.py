@@ -31,76 +31,78 @@ Advance = Callable[[int], None]
 
 
 class Work:
-    """One task under way; see `begin`."""
+    """One task under way; see `begin_work`."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.aside = target.with_name(target.name + SUFFIX)
-        self.made = self.aside / "made"
-        self._finished = self.aside / "finished"
+        self.work_dir = target.with_name(target.name + SUFFIX)
+        self.result_dir = self.work_dir / "made"
+        self._notes_dir = self.work_dir / "finished"
 
-    def finished(self, part: int) -> Any:
+    def read_note(self, part: int) -> Any:
         """Return the note of a finished part, or None. A note that cannot be read was never finished."""
         try:
-            return json.loads((self._finished / f"{part}.json").read_text(encoding="utf-8"))
+            return json.loads((self._notes_dir / f"{part}.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return None
 
-    def finish(self, part: int, note: Any) -> None:
+    def write_note(self, part: int, note: Any) -> None:
         """Keep the note of a part whose files are on the disk."""
-        atomic_write.write_text(self._finished / f"{part}.json", json.dumps(note))
+        atomic_write.write_text(self._notes_dir / f"{part}.json", json.dumps(note))
 
-    def forget(self, part: int) -> None:
+    def discard_note(self, part: int) -> None:
         """Delete the note of a damaged part, so that it is written again."""
-        (self._finished / f"{part}.json").unlink(missing_ok=True)
+        (self._notes_dir / f"{part}.json").unlink(missing_ok=True)
 
     def publish(self) -> None:
         """Rename the finished result to the target and delete the rest of the working folder."""
-        atomic_write.sync_tree(self.made)
-        self._refuse_target()
-        atomic_write.swap(self.made, self.target)
-        shutil.rmtree(self.aside)
+        atomic_write.sync_tree(self.result_dir)
+        self._check_target()
+        atomic_write.swap(self.result_dir, self.target)
+        shutil.rmtree(self.work_dir)
 
-    def _refuse_target(self) -> None:
+    def _check_target(self) -> None:
         if self.target.exists():
-            if self.aside.is_dir() and not self.made.exists():  # killed after the rename: it was finished
-                shutil.rmtree(self.aside)
+            if self.work_dir.is_dir() and not self.result_dir.exists():  # killed after the rename: it was finished
+                shutil.rmtree(self.work_dir)
             raise CheckpointError(f"{self.target} exists and is not overwritten. Name another directory, or delete it")
 
 
 @contextmanager
-def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
+def begin_work(target: Path, task: dict[str, Any]) -> Iterator[Work]:
     """Begin a task, or continue it. `task`: JSON that identifies the task by its source and options.
 
     Raises CheckpointError if the target exists, if another process works on it, if another task was begun for it, and
     if the disk is full while the block runs. Finished parts are kept.
     """
     work = Work(target)
-    work._refuse_target()
+    work._check_target()
     try:
-        work.aside.mkdir(parents=True, exist_ok=True)
-        with open(work.aside / "lock", "w") as lock:
+        work.work_dir.mkdir(parents=True, exist_ok=True)
+        with open(work.work_dir / "lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise CheckpointError(f"another process is working in {work.aside}; wait until it has ended") from None
-            _same_task(work, task)
-            work.made.mkdir(exist_ok=True)
-            work._finished.mkdir(exist_ok=True)
+                raise CheckpointError(
+                    f"another process is working in {work.work_dir}; wait until it has ended"
+                ) from None
+            _check_same_task(work, task)
+            work.result_dir.mkdir(exist_ok=True)
+            work._notes_dir.mkdir(exist_ok=True)
             yield work
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        if reason := atomic_write.why_no_space(work.aside, error):
+        if reason := atomic_write.why_no_space(work.work_dir, error):
             raise CheckpointError(
-                f"{target} could not be written: {reason}. What is finished is kept in {work.aside}: free some space "
-                "and run the same command again, or delete that directory"
+                f"{target} could not be written: {reason}. What is finished is kept in {work.work_dir}: free some "
+                "space and run the same command again, or delete that directory"
             ) from error
         raise
 
 
-def _same_task(work: Work, task: dict[str, Any]) -> None:
-    file = work.aside / "task.json"
+def _check_same_task(work: Work, task: dict[str, Any]) -> None:
+    file = work.work_dir / "task.json"
     known = json.loads(json.dumps(task))
     try:
         begun = json.loads(file.read_text(encoding="utf-8"))
@@ -110,7 +112,7 @@ def _same_task(work: Work, task: dict[str, Any]) -> None:
     if begun != known:
         keys = [key for key in known if not isinstance(begun, dict) or begun.get(key) != known[key]]
         raise CheckpointError(
-            f"{work.aside} holds an unfinished conversion that differs in {', '.join(keys) or 'options'}. "
+            f"{work.work_dir} holds an unfinished conversion that differs in {', '.join(keys) or 'options'}. "
             "Finish it with the same command and source, or delete that directory"
         )
 
@@ -142,11 +144,11 @@ def write_parts(
 
     due = []
     for part, size in enumerate(sizes):
-        note = work.finished(part)
+        note = work.read_note(part)
         if note is not None and whole(part, note):
             advance(size)
         else:
-            work.forget(part)
+            work.discard_note(part)
             due.append(part)
     if resumed := len(sizes) - len(due):
         log(f"continues: {resumed} of {len(sizes)} files are finished and intact")
@@ -154,7 +156,7 @@ def write_parts(
     def make(part: int) -> None:
         note = write(part, stop, advance)
         if not stop.is_set():
-            work.finish(part, note)
+            work.write_note(part, note)
 
     due.sort(key=lambda part: -sizes[part])  # longest first, so that no single long part is left at the end
     with ThreadPoolExecutor(min(workers or WORKERS, max(1, len(due)))) as pool:

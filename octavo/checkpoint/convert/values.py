@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.checkpoint.convert.folder import Folder, mapped
+from octavo.checkpoint.convert.folder import Folder, map_tensor
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.headers import DTYPES, Entry, Header, compose
 from octavo.models.folder.quantization import Quantization
 from octavo.models.weights.fp8_codes import check_codes, check_ones, decode_scales, pair_scales, scale_grid
 from octavo.models.weights.shards import StoredTensor
 
-Opens = Callable[[Entry], AbstractContextManager[Tensor]]
+OpenTensor = Callable[[Entry], AbstractContextManager[Tensor]]
 
 
-def of_folder(folder: Folder) -> Opens:
+def folder_opener(folder: Folder) -> OpenTensor:
     """Return a function that opens the tensors of a folder's shards, mapped into memory."""
     places = {entry.name: folder.place(shard, entry) for shard in folder.shards for entry in shard.entries}
 
     def opens(entry: Entry) -> AbstractContextManager[Tensor]:
-        return mapped(places[entry.name], DTYPES[entry.dtype], entry.shape)
+        return map_tensor(places[entry.name], DTYPES[entry.dtype], entry.shape)
 
     return opens
 
 
-def in_bf16(
-    shards: Iterable[Header], opens: Opens, quantization: Quantization | None, where: Path
-) -> tuple[tuple[Header, ...], Opens]:
+def convert_to_bf16(
+    shards: Iterable[Header], opens: OpenTensor, quantization: Quantization | None, where: Path
+) -> tuple[tuple[Header, ...], OpenTensor]:
     """Return the shards with every floating-point tensor in BF16; FP8 weights are dequantized, and scales left out.
 
     Raises CheckpointError and ModelError for codes whose scales are missing, damaged or do not fit, naming tensor and
@@ -40,7 +40,7 @@ def in_bf16(
     """
     shards = tuple(shards)
     entries = {entry.name: entry for shard in shards for entry in shard.entries}
-    scales = scales_of(shards, quantization, where)
+    scales = match_codes_and_scales(shards, quantization, where)
     gone = {scale.name for _, scale in scales.values()}
     gone |= {f"{name.removesuffix('.weight')}.input_scale" for name in scales}
 
@@ -65,12 +65,12 @@ def in_bf16(
                 # Scales of 1 everywhere suggest that the codes were cast without scales.
                 if bool((values == 1).all()):
                     check_ones(tensor, scale, codes)
-                yield _decoded(tensor, values, quantization)
+                yield _dequantize(tensor, values, quantization)
 
     return tuple(shard for shard in headers if shard.entries), opens_bf16
 
 
-def scales_of(
+def match_codes_and_scales(
     shards: Iterable[Header], quantization: Quantization | None, where: Path
 ) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Return (codes, scales) by the codes' name. Only headers are read.
@@ -96,7 +96,7 @@ def scales_of(
     return scaled
 
 
-def _decoded(codes: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
+def _dequantize(codes: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
     """Dequantize codes [N, K] or [E, N, K] with their scales, to BF16."""
     matrices = codes.reshape(-1, *codes.shape[-2:])
     scales = scales.reshape(-1, *quantization.grid(*codes.shape[-2:]))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.base import encryption
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.files import Planned, names_of, nbytes
+from octavo.checkpoint.export.files import PlannedTensor, nbytes, shard_names
 from octavo.models.folder.folder import INDEX
 from octavo.models.folder.headers import DTYPE_NAMES, Header, compose, make_index
 
@@ -30,11 +30,11 @@ class EncryptedShards:
     """
 
     def __init__(
-        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
+        self, directory: Path, tensors: Iterable[PlannedTensor], largest: int, owners: Mapping[str, int], rank: int,
         folder: encryption.Folder,
     ) -> None:  # fmt: skip
         self._directory, self._rank, self._folder = directory, rank, folder
-        self._shards: list[list[Planned]] = []
+        self._shards: list[list[PlannedTensor]] = []
         self._owner: list[int] = []
         begun: dict[tuple[int, int], tuple[int, int]] = {}  # (rank, element size) -> (its open file, bytes left in it)
         for planned in tensors:
@@ -46,7 +46,7 @@ class EncryptedShards:
                 self._owner.append(key[0])
             self._shards[number].append(planned)
             begun[key] = number, max(left - size, 0)
-        self._names = names_of(len(self._shards))
+        self._names = shard_names(len(self._shards))
         self._place = {name: n for n, shard in enumerate(self._shards) for name, _, _ in shard}
         self._headers = [self._header(n) for n in range(len(self._shards))]
         self._next = [0] * len(self._shards)

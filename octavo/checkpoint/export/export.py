@@ -39,7 +39,7 @@ from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
-from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
+from octavo.checkpoint.export.values import TrainedWeight, Value, dequantize_codes, regrid, select_matrix
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.fp8.weights import FROZEN
@@ -50,17 +50,17 @@ from octavo.models.processors import stop_tokens
 from octavo.models.processors.companions import write_companions
 from octavo.models.processors.stop_tokens import EndToken
 
-LARGEST = 5 * 10**9  # bytes of a file, the default of transformers
-_TINY = 2.0**-100  # below this amax a block has the scale 1 (docs/numerics.md)
+MAX_FILE_BYTES = 5 * 10**9  # bytes of a file, the default of transformers
+_MIN_AMAX = 2.0**-100  # below this amax a block has the scale 1 (docs/numerics.md)
 
 Progress = Callable[[int, int, str], None]  # bytes done, total bytes, name of the tensor written last
 #: called with (parameter, expert or None, rows or None, value): for FP8 the codes [N, K] of these rows of the parameter
 #: (of that expert), as they are written; else the whole parameter, as it is stored, in the dtype that is written
-Written = Callable[[str, int | None, tuple[int, int] | None, Tensor | fp8.Quantized], None]
+OnWrite = Callable[[str, int | None, tuple[int, int] | None, Tensor | fp8.Quantized], None]
 
 
 @dataclass
-class Kind:
+class TensorStats:
     """Statistics of the tensors whose names differ only in numbers.
 
     count, bytes   number and bytes of the tensors, including scales
@@ -85,7 +85,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The outcome of an export.
 
     kinds    name with numbers replaced by "*" -> statistics of these tensors
@@ -99,7 +99,7 @@ class Exported:
     family: str
     files: tuple[str, ...]
     bytes: int
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, TensorStats]
     skipped: Mapping[str, int]
     opened: Mapping[str, int] = field(default_factory=dict)
     end: EndToken | None = None
@@ -129,7 +129,7 @@ class Exported:
     def sentences(self) -> list[str]:
         """Return the outcome as sentences for the user."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
-        tensors, files = self.total("count"), _count(len(self.files), "file")
+        tensors, files = self.total("count"), _plural(len(self.files), "file")
         lines = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
         words = {
             "kept": "exactly the codes that the model computes with",
@@ -139,12 +139,12 @@ class Exported:
         }
         for what, meaning in words.items():
             if count := self.total(what):
-                lines.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
-        lines += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
+                lines.append(f"{_plural(count, 'FP8 weight')}: {meaning}{self._error(what)}")
+        lines += [f"{_plural(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
         for component, count in self.opened.items():
             includable = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if includable else ""
-            lines.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
+            lines.append(f"{_plural(count, 'weight')} of the {component} with codes, written in BF16{include}")
         if self.end is not None:
             lines.append(
                 f"generation_config.json names {self.end} as an end token too: the chat template ends answers with it"
@@ -156,7 +156,7 @@ class Exported:
         return f" (relative error up to {max(worst):.2%})" if worst and what != "kept" else ""
 
 
-def _count(number: int, what: str) -> str:
+def _plural(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -167,19 +167,19 @@ def export(
     format: str,
     *,
     include: Iterable[str] = (),
-    largest: int = LARGEST,
+    largest: int = MAX_FILE_BYTES,
     device: torch.device | str | None = None,
     protect: Iterable[str | Path] = (),
     log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
-    written: Written = lambda name, slot, rows, value: None,
-) -> Exported:
+    written: OnWrite = lambda name, slot, rows, value: None,
+) -> ExportResult:
     """Write a model folder.
 
     Args:
         values: (name, value) of every parameter and persistent buffer of the stock model, once, in any order; tied
             ones once or twice. A value is a tensor in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for
-            experts), or :class:`Trained`. They are consumed one at a time.
+            experts), or :class:`TrainedWeight`. They are consumed one at a time.
         source: the model folder that provides configuration, tokenizer and processor; one that is stored in three
             folders is exported as one, because servers read that form.
         directory: a new or empty directory, or an earlier export, which is replaced if it holds nothing else.
@@ -190,7 +190,7 @@ def export(
         protect: folders that the values come from, which must not be replaced.
         log: called with messages about the result.
         progress: called with bytes done, total bytes, and the tensor written last.
-        written: called with each value before it is written (:data:`Written`); an exception ends the export, which
+        written: called with each value before it is written (:data:`OnWrite`); an exception ends the export, which
             then leaves no files.
 
     Raises CheckpointError for a directory that must not be replaced, values of another model, a NaN or an infinity
@@ -205,17 +205,17 @@ def export(
     ):
         check_template(models.load_tokenizer(source), source)
     stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
-    plan = layouts.layout(source, format, include)
+    plan = layouts.plan_layout(source, format, include)
     with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
         _check_free_space(folder, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
-            writer.take(name, value)
+            writer.add(name, value)
         writer.finish()
         shards.finish()
         quantization = None if plan.quantization is None else to_config(plan.quantization)
         end = write_companions(source, folder, torch.bfloat16, quantization)
-        done = Exported(
+        done = ExportResult(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
             dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,
         )  # fmt: skip
@@ -249,14 +249,14 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
             f"{target} is not empty ({names}) and is not an earlier export: it has no {MARKER}. Name a new directory, "
             "or delete this one; nothing is overwritten"
         )
-    if foreign := _foreign(target):
+    if foreign := _changed_entries(target):
         raise CheckpointError(
             f"{target} is an earlier export, which would be replaced, but {', '.join(foreign[:3])} in it is not as "
             "that export wrote it. Move it away, or name another directory; nothing is deleted"
         )
 
 
-def _foreign(target: Path) -> list[str]:
+def _changed_entries(target: Path) -> list[str]:
     """Return the entries of an earlier export's folder that are not as that export wrote them: other names, and files
     that were edited. Weights, and files of an export without checksums, are compared only by name."""
     note = read_note(target)
@@ -290,12 +290,12 @@ class _Writer:
         shards: Shards,
         device: torch.device | None,
         progress: Progress,
-        written: Written,
+        written: OnWrite,
     ) -> None:
         self.plan, self.source, self.shards, self.device = plan, source, shards, device
         self.progress, self.written = progress, written
         self.spec = None if plan.kind is None else FROZEN[plan.kind]
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorStats] = {}
         self.opened: Counter[str] = Counter()
         self.done = 0
         self._seen: set[str] = set()
@@ -303,7 +303,7 @@ class _Writer:
         self._waiting: dict[str, list[tuple[Matrix, Tensor | None, Any]]] = {}
         self._together: dict[str, Tensor] = {}  # parameters that wait for others that they are converted with
 
-    def take(self, name: str, value: Value) -> None:
+    def add(self, name: str, value: Value) -> None:
         if name in self.plan.names.tied:
             return
         if name not in self.plan.together or name in self._seen:
@@ -315,7 +315,7 @@ class _Writer:
             self._write_plain(name, value)
             return
         for m in self.plan.matrices[name]:
-            values, codes = part(value, m.slot, m.rows, name in self.plan.stored)
+            values, codes = select_matrix(value, m.slot, m.rows, name in self.plan.stored)
             if self.plan.kind != "tensor":
                 self._write_fp8(m, values, codes, None)
                 continue
@@ -334,7 +334,7 @@ class _Writer:
     def _check(self, name: str, value: Value) -> None:
         """Raise CheckpointError for a value of another shape than the parameter's, and for NaN or infinity."""
         shape = tuple(self.plan.names.weights[name].shape)
-        values = value.values if isinstance(value, Trained) else value
+        values = value.values if isinstance(value, TrainedWeight) else value
         if isinstance(values, Tensor):
             actual, wanted = tuple(values.shape), shape
             bad = values.is_meta or (values.is_floating_point() and not bool(torch.isfinite(values).all()))
@@ -374,13 +374,13 @@ class _Writer:
 
     def _high_precision(self, name: str, value: Value) -> Tensor:
         """Return the values of a parameter as it is stored; codes are dequantized."""
-        if isinstance(value, Trained):
+        if isinstance(value, TrainedWeight):
             return value.values
         if isinstance(value, Tensor):
             return value
         if value.data.dim() == 2:
-            return decoded(value)
-        each = [decoded(fp8.Quantized(d, s, value.spec)) for d, s in zip(value.data, value.scale, strict=True)]
+            return dequantize_codes(value)
+        each = [dequantize_codes(fp8.Quantized(d, s, value.spec)) for d, s in zip(value.data, value.scale, strict=True)]
         values = torch.stack([e.bfloat16() for e in each])
         return values.mT if name in self.plan.stored else values
 
@@ -395,8 +395,8 @@ class _Writer:
             if reused is not None:
                 scale_of.append(None if _is_zero(reused) else reused.scale.reshape(()).float())
                 continue
-            amax = (values if values is not None else decoded(codes)).abs().max().float()
-            scale_of.append(None if float(amax) < _TINY else scale_from_amax(amax, self.spec))
+            amax = (values if values is not None else dequantize_codes(codes)).abs().max().float()
+            scale_of.append(None if float(amax) < _MIN_AMAX else scale_from_amax(amax, self.spec))
         scales = [scale.cpu() for scale in scale_of if scale is not None]
         shared = torch.stack(scales).max() if scales else torch.tensor(1.0)
         for m, values, codes in together:
@@ -410,7 +410,7 @@ class _Writer:
             reused = None  # its codes belong to another scale
         if self.device is not None:
             values = None if values is None else values.to(self.device)
-        reference = values if values is not None else decoded(codes) if reused is None else None
+        reference = values if values is not None else dequantize_codes(codes) if reused is None else None
         if reused is not None:
             q, how = (reused if scale is None else reused._replace(scale=scale.reshape(1, 1))), "kept"
         else:
@@ -427,13 +427,13 @@ class _Writer:
         kind.count, kind.fp8 = kind.count + 2, True
         setattr(kind, how, getattr(kind, how) + 1)
         if reference is not None:
-            relative, largest = _error(q, reference)
+            relative, largest = _cast_error(q, reference)
             kind.relative, kind.largest = max(kind.relative or 0.0, relative), max(kind.largest or 0.0, largest)
 
-    def _write(self, name: str, tensor: Tensor, like: str) -> Kind:
+    def _write(self, name: str, tensor: Tensor, like: str) -> TensorStats:
         self.shards.write(name, tensor)
         size = nbytes(tensor.dtype, tuple(tensor.shape))
-        kind = self.kinds.setdefault(template(like), Kind())
+        kind = self.kinds.setdefault(template(like), TensorStats())
         kind.bytes += size
         self.done += size
         self.progress(self.done, self.shards.total, name)
@@ -444,14 +444,14 @@ def _is_zero(q: fp8.Quantized) -> bool:
     return not bool((q.data.view(torch.uint8) & 0x7F).any())
 
 
-def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
+def _cast_error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
     """Return (|written - value| / |value| in norms, largest error / largest value); both are 0 for a zero tensor."""
     values = values.float()
-    error = decoded(q).to(values.device) - values
+    error = dequantize_codes(q).to(values.device) - values
     norm, amax = float(torch.linalg.vector_norm(values)), float(values.abs().max())
     if not amax:
         return 0.0, 0.0
     return float(torch.linalg.vector_norm(error)) / norm, float(error.abs().max()) / amax
 
 
-__all__ = ["FORMATS", "LARGEST", "MARKER", "Exported", "Kind", "check_target", "export"]
+__all__ = ["FORMATS", "MAX_FILE_BYTES", "MARKER", "ExportResult", "TensorStats", "check_target", "export"]

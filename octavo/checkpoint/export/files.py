@@ -22,12 +22,12 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import INDEX, SINGLE
 from octavo.models.folder.headers import DTYPE_NAMES, Header, compose, make_index
 
-Planned = tuple[str, torch.dtype, tuple[int, ...]]
+PlannedTensor = tuple[str, torch.dtype, tuple[int, ...]]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes of "5GB", "500MB" or "2GiB"; GB and MB are decimal, as in transformers. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
@@ -39,7 +39,7 @@ def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def names_of(count: int) -> list[str]:
+def shard_names(count: int) -> list[str]:
     """Return the names of `count` weight files, in order."""
     if count == 1:
         return [SINGLE]
@@ -47,7 +47,7 @@ def names_of(count: int) -> list[str]:
 
 
 @dataclass
-class _Place:
+class _Location:
     file: int
     offset: int
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Shards:
     """The weight files of a model folder that is being written. Use `with`, which closes the files after errors too."""
 
     def __init__(
-        self, directory: Path, tensors: Iterable[Planned], largest: int, mine: Iterable[str] | None = None
+        self, directory: Path, tensors: Iterable[PlannedTensor], largest: int, mine: Iterable[str] | None = None
     ) -> None:
         """Divide `tensors` into files of at most `largest` bytes (a larger tensor gets a file of its own).
 
@@ -68,9 +68,9 @@ class Shards:
         self._directory = directory
         self._files: list[BinaryIO] = []
         self._headers: list[Header] = []
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Location] = {}
         self._mine = None if mine is None else set(mine)
-        self.shards: list[list[Planned]] = []
+        self.shards: list[list[PlannedTensor]] = []
         left = 0
         for planned in tensors:
             size = nbytes(planned[1], planned[2])
@@ -84,7 +84,7 @@ class Shards:
     @property
     def names(self) -> list[str]:
         """The names of the files, in order."""
-        return names_of(len(self.shards))
+        return shard_names(len(self.shards))
 
     def __enter__(self) -> Shards:
         self.open()
@@ -98,7 +98,7 @@ class Shards:
             header = compose(name, [(tensor, DTYPE_NAMES[dtype], shape) for tensor, dtype, shape in ordered])
             self._headers.append(header)
             for entry, (tensor, dtype, shape) in zip(header.entries, ordered, strict=True):
-                self._places[tensor] = _Place(index, len(header.head) + entry.begin, dtype, shape)
+                self._places[tensor] = _Location(index, len(header.head) + entry.begin, dtype, shape)
             file = open(self._directory / name, "wb" if create else "r+b")  # noqa: SIM115, closed by close()
             self._files.append(file)
             if create:

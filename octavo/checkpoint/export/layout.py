@@ -102,7 +102,7 @@ class Layout:
                     yield name, dtype, shape
 
 
-def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
+def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
     """Return the tensors of an export of the model in the folder `source`. Weights are not read.
 
     Raises CheckpointError for an unknown format or component, or one that the model lacks; ModelError for the folder.
@@ -141,7 +141,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
         plain,
         {name: together.get(name, (name,)) for name in names.weights},
         names,
-        frozenset(row.name for row in rows if row.kind == "experts" and names.transposed(row.name)),
+        frozenset(row.name for row in rows if row.kind == "experts" and names.is_transposed(row.name)),
         {row.module: stays[row.name] for row in rows if row.name in stays},
         aliases,
         {row.module: row.component for row in rows},

@@ -56,7 +56,7 @@ class Matrices(StockModel):
         """Return the names under which loaders look for a module in a skip list: transformers uses the name in memory,
         vLLM the name on disk through its own mapping, others omit the `model.` before parts other than the language
         model."""
-        names = {module, self.renamed(module)}
+        names = {module, self.disk_name(module)}
         parts = {name.removeprefix("model.") for name in names}
         names |= {name for name in parts if not name.startswith(("layers.", "language_model."))}
         return tuple(sorted(names))
@@ -66,7 +66,7 @@ class Matrices(StockModel):
         module = self.modules.get(row)
         if module is None:  # experts: a parameter, whose gate and up are in it
             return (row.rpartition(".")[0],)
-        return (fused_group(self.renamed(row)) or self.renamed(row),)
+        return (fused_group(self.disk_name(row)) or self.disk_name(row),)
 
     def matrices(self, row: Row) -> tuple[str | None, tuple[Matrix, ...]]:
         """Return (why a row cannot be written in FP8 or None, its weights on disk)."""
@@ -86,21 +86,21 @@ class Matrices(StockModel):
         leaves = EXPERTS.get(row.name.rpartition(".")[2], EXPERTS["down_proj"])
         halves, disk = len(leaves), self.disk[row.name]
         if len(disk) != halves * count:
-            disk = tuple(f"{self.renamed(row.module)}.{e}.{leaf}.weight" for leaf in leaves for e in range(count))
+            disk = tuple(f"{self.disk_name(row.module)}.{e}.{leaf}.weight" for leaf in leaves for e in range(count))
         else:
-            disk = self._ordered(row, disk, halves)
+            disk = self._order_names(row, disk, halves)
         size = n // halves
         for i, name in enumerate(disk):
             half, e = divmod(i, count)
             rows = (half * size, (half + 1) * size)
             yield Matrix(name, row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}")
 
-    def _ordered(self, row: Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
+    def _order_names(self, row: Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
         """Return the names of (half, expert) in that order, found by converting a tensor of numbers."""
         count = row.experts or 0
         numbers = torch.arange(halves * count).view(halves, count).T  # [E, halves]
         probe = numbers.repeat_interleave(row.shape[0] // halves, dim=1).unsqueeze(-1)  # [E, N, 1]
-        probe = probe.mT.contiguous() if self.transposed(row.name) else probe
+        probe = probe.mT.contiguous() if self.is_transposed(row.name) else probe
         on_disk = self.revert({row.name: probe})
         order = {int(t.reshape(-1)[0]): name for name, t in on_disk.items()}
         if sorted(order) != list(range(halves * count)):
@@ -126,17 +126,19 @@ class Matrices(StockModel):
 
     def to_disk(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters as they are written in high precision: `revert`, with published experts transposed."""
-        on_disk = self.revert({name: t for name, t in state.items() if name not in self.turned})
+        on_disk = self.revert({name: t for name, t in state.items() if name not in self.written_transposed})
         for name in state:
-            if name in self.turned:  # transposed here: transformers decides by shape, and would transpose it back
+            if (
+                name in self.written_transposed
+            ):  # transposed here: transformers decides by shape, and would transpose it back
                 ((disk, t),) = self.revert({name: state[name]}).items()
                 on_disk[disk] = t.mT
         return on_disk
 
     @cached_property
-    def turned(self) -> frozenset[str]:
+    def written_transposed(self) -> frozenset[str]:
         """The parameters of experts that are written transposed."""
-        return frozenset(name for name in self.weights if self._turned(name))
+        return frozenset(name for name in self.weights if self._is_written_transposed(name))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a parameter in high precision is written."""
@@ -145,8 +147,9 @@ class Matrices(StockModel):
         strict = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
         return torch.float32 if any(re.search(part, name) for part in strict) else torch.bfloat16
 
-    def _turned(self, name: str) -> bool:
-        """Whether experts in one tensor are published as [E, K, N] while this transformers stores them as [E, N, K].
+    def _is_written_transposed(self, name: str) -> bool:
+        """Return whether experts in one tensor are published as [E, K, N] while this transformers stores them as [E, N,
+        K].
 
         transformers saves them as it stores them, and reads both forms by their shape. vLLM and SGLang read only the
         published form, so that is written, unless the matrix is square and transformers could not tell the forms apart.

@@ -2,7 +2,7 @@
 
 An FP8 layer multiplies by the codes of its forward's cast, and an export in the same blocks holds these codes. An
 export in other blocks is cast from the parameter itself, not from its codes, whose error would add up. So a trained
-weight is passed as both (:class:`Trained`); a frozen one has only its codes.
+weight is passed as both (:class:`TrainedWeight`); a frozen one has only its codes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.fp8.planning import required_casts
 from octavo.fp8.weights import CachesWeights, codes_of_frozen, is_frozen, is_whole, master_of
 
 
-class Trained(NamedTuple):
+class TrainedWeight(NamedTuple):
     """A weight that trains in FP8.
 
     values  as the parameter is stored
@@ -31,10 +31,10 @@ class Trained(NamedTuple):
     codes: fp8.Quantized
 
 
-Value = Tensor | fp8.Quantized | Trained
+Value = Tensor | fp8.Quantized | TrainedWeight
 
 
-def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
+def iter_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
     """Yield (name, value) of a model's parameters and persistent buffers, tied ones once, each cast when it is yielded.
 
     The whole model must be in one process. Raises CheckpointError for a shard, and for adapters, which are not part of
@@ -61,42 +61,42 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
         if is_frozen(value):
             yield name, codes_of_frozen(value)
         elif name in layers:
-            yield name, _trained(*layers[name], master_of(value).detach())
+            yield name, _trained_weight(*layers[name], master_of(value).detach())
         else:
             yield name, value.detach()
 
 
-def _trained(module: Any, name: str, values: Tensor) -> Value:
+def _trained_weight(module: Any, name: str, values: Tensor) -> Value:
     sites = module.__dict__.get("_sites")
     site = sites[name] if sites is not None else module._site
     if site.recipe.fwd is None:  # its forward runs in high precision
         return values
     with torch.no_grad():
         need = required_casts(module, name, site)[0]
-        return Trained(values, need.cast(values))
+        return TrainedWeight(values, need.cast(values))
 
 
-def part(value: Value, slot: int | None, rows: tuple[int, int], turned: bool) -> tuple[Tensor | None, Any]:
+def select_matrix(value: Value, slot: int | None, rows: tuple[int, int], transposed: bool) -> tuple[Tensor | None, Any]:
     """Return (values, codes) of one matrix of a parameter; None for the one that `value` does not have.
 
     slot    index of the expert; None for a linear layer
     rows    (first, last + 1)
-    turned  whether the values are stored as [.., K, N]
+    transposed  whether the values are stored as [.., K, N]
     """
-    values = value.values if isinstance(value, Trained) else value if isinstance(value, Tensor) else None
-    codes = value.codes if isinstance(value, Trained) else value if isinstance(value, fp8.Quantized) else None
+    values = value.values if isinstance(value, TrainedWeight) else value if isinstance(value, Tensor) else None
+    codes = value.codes if isinstance(value, TrainedWeight) else value if isinstance(value, fp8.Quantized) else None
     if values is not None:
         values = values if slot is None else values[slot]
-        values = (values.mT if turned else values)[rows[0] : rows[1]]
+        values = (values.mT if transposed else values)[rows[0] : rows[1]]
     if codes is not None:
         data, scale = codes.data, codes.scale
         if slot is not None:
             data, scale = data[slot], scale[slot]
-        codes = _rows(fp8.Quantized(data, scale, codes.spec), rows)
+        codes = _select_rows(fp8.Quantized(data, scale, codes.spec), rows)
     return values, codes
 
 
-def _rows(q: fp8.Quantized, rows: tuple[int, int]) -> fp8.Quantized:
+def _select_rows(q: fp8.Quantized, rows: tuple[int, int]) -> fp8.Quantized:
     """Return some rows of codes, each row with its own scales: blocks become one row high and keep their width."""
     n, (height, width) = q.data.shape[0], q.spec.block
     scale = scale_fp32(q)
@@ -110,7 +110,7 @@ def _rows(q: fp8.Quantized, rows: tuple[int, int]) -> fp8.Quantized:
     return fp8.Quantized(q.data[rows[0] : rows[1]], scale, fp8.CastSpec(q.spec.format, (1, width), "fp32"))
 
 
-def decoded(q: fp8.Quantized) -> Tensor:
+def dequantize_codes(q: fp8.Quantized) -> Tensor:
     """Dequantize codes [N, K], to fp32."""
     return fp8.dequantize(fp8.Quantized(q.data.contiguous(), q.scale.contiguous(), q.spec))
 

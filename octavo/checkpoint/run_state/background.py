@@ -1,4 +1,4 @@
-"""Asynchronous saves (`run.save: async`): run states written in a thread while training continues.
+"""Asynchronous saves (`run.save: async`): a thread writes run states while training continues.
 
     background = Background(world, device)         # a collective: creates a process group for the saving threads
     background.begin(directory, take_snapshot(...))  # returns once the state is copied; the weights may change
@@ -8,8 +8,8 @@
 
 At most one save runs at a time. The thread does what `writing.write` does, from copies: it writes everything to a
 temporary directory, forces it to the disk, computes checksums and renames once. A process that is killed meanwhile
-leaves what a killed synchronous save leaves, and the previous checkpoint. Collectives of the thread use a process group
-that nothing else uses: in the group of the training steps they could be matched with a collective of a step on another
+leaves the same files as a killed synchronous save, and the previous checkpoint. Collectives of the thread use a
+separate process group: in the group of the training steps they could be matched with a collective of a step on another
 rank.
 """
 
@@ -37,7 +37,7 @@ class World(Ranks, Protocol):
     def with_separate_group(self) -> World: ...
 
 
-class Background:
+class BackgroundSaver:
     """Runs one save at a time in a thread. Every method except `close` is a collective.
 
     encrypt   write encrypted files
@@ -51,22 +51,22 @@ class Background:
         self._error: Exception | None = None
 
     @property
-    def under_way(self) -> bool:
-        """Whether a save has begun whose outcome `poll` has not returned yet."""
+    def has_pending_save(self) -> bool:
+        """True if `poll` has not returned the outcome of the current save yet."""
         return self._thread is not None
 
     def begin(self, directory: Path, snapshot: Snapshot) -> None:
-        """Copy a snapshot and start to write it. Call `poll(wait=True)` first if a save is under way."""
-        assert self._thread is None, "a save is under way, and poll has not returned its outcome"
+        """Copy a snapshot and start to write it. Call `poll(wait=True)` first if a save is pending."""
+        assert self._thread is None, "a save is pending: poll has not returned its outcome"
         copied = self._staging.copy(snapshot)
         self._path = self._error = None
         self._thread = threading.Thread(target=self._write, args=(directory, copied), name="save", daemon=True)
         self._thread.start()
 
     def poll(self, wait: bool = False) -> Path | None:
-        """Return the path of the checkpoint that was being written once it is complete; None: not yet, or no save.
+        """Return the path of the checkpoint once it is complete, or None if it is not yet or no save is pending.
 
-        Raises what `write` raises, on every rank in the same step.
+        Raises as `write` does, on every rank in the same step.
         """
         if self._thread is None:
             return None
@@ -86,13 +86,13 @@ class Background:
             )
         return self._path
 
-    def close(self, patience: float = 0.0) -> None:
-        """End of the run, with or without an error: wait up to `patience` seconds for a save that is under way.
+    def close(self, wait_s: float = 0.0) -> None:
+        """Wait up to `wait_s` seconds for a pending save at the end of the run, also after an error.
 
-        A save that takes longer ends with the process, and the next run removes what it left.
+        A save that takes longer ends with the process, and the next run removes its leftovers.
         """
         if self._thread is not None:
-            self._thread.join(patience)
+            self._thread.join(wait_s)
         if self._thread is None or not self._thread.is_alive():
             self._staging.close()
 

@@ -1,4 +1,4 @@
-"""Errors of saves and loads on several ranks: an error on one rank is raised on all of them, as one sentence."""
+"""Errors of saves and loads on several ranks: an error on one rank is raised on all of them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def dcp_errors(verb: str, path: Path) -> Iterator[None]:
 
     DCP itself raises it on all ranks.
     """
-    # Set for the rest of the process. Filters are global: if a save in a thread restored the former ones on exit, it
-    # could undo what another thread has set meanwhile.
+    # Set for the rest of the process. Filters are global: a save in a thread that restored the previous ones on
+    # exit could undo those that another thread has set meanwhile.
     warnings.filterwarnings("ignore", message=".*process group is not.*|.*in a single process.*")
     try:
         yield
@@ -70,13 +70,13 @@ def _error_text(verb: str, path: Path, error: BaseException) -> str:
         return str(error)
     if verb != "read" and (reason := why_no_space(path, error)):
         return (
-            f"could not {verb} the checkpoint {path}: {reason}. Checkpoints already there are untouched; free some "
-            "space (run.keep says how many checkpoints stay), then continue with run.resume=auto"
+            f"could not {verb} the checkpoint {path}: {reason}. Existing checkpoints are untouched; free some "
+            "space (run.keep limits the number of checkpoints), then continue with run.resume=auto"
         )
     if isinstance(error, OSError):
         return (
             f"could not {verb} the checkpoint {path}: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. Checkpoints already there are untouched; free space "
-            "or mend the permissions, then resume"
+            f"{f' ({error.filename})' if error.filename else ''}. Existing checkpoints are untouched; free space or "
+            "fix the permissions, then resume"
         )
     return f"could not {verb} the checkpoint {path}: {type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint (DCP) without arbitrary code execution by pickle.
+"""Reads torch.distributed.checkpoint (DCP) directories without unpickling arbitrary objects.
 
-DCP unpickles in two places, and each runs any code that the file names:
+DCP unpickles in two places, each of which runs any code that the file names:
 
 1. `.metadata`, with a bare `pickle.load`. `SafeReader` reads it with an unpickler that admits, by name, only the dozen
    classes that DCP writes there; then it checks the resulting object, including the file names in it.
@@ -40,7 +40,7 @@ from torch.futures import Future
 from octavo.base import accelerator, safe_read
 from octavo.base.encryption.writer import open_encrypted
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.checkpoint.run_state.expert_rows import ShardedRows
 
 
 def _layout(name: str) -> torch.layout:
@@ -50,14 +50,14 @@ def _layout(name: str) -> torch.layout:
 
 
 def _path(*parts: str) -> str:
-    """Stands in for pathlib classes: DCP records the path that it first wrote to, which is not used."""
+    """Replace pathlib classes: DCP records the path that it first wrote to, which is not used."""
     return "/".join(str(part) for part in parts)
 
 
 _RECORDS = (
     Metadata,
     TensorStorageMetadata,
-    BytesStorageMetadata,  # admitted so that the refusal below can name the entry
+    BytesStorageMetadata,  # allowed, so that the error below can name the entry
     ChunkStorageMetadata,
     TensorProperties,
     MetadataIndex,
@@ -83,7 +83,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED_GLOBALS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is none of the classes that DCP writes")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP does not write")
         return _ALLOWED_GLOBALS[module, name]
 
 
@@ -136,23 +136,23 @@ class SafeReader(FileSystemReader):
     tensors, for a tensor stream that is not one tensor of the announced shape and dtype, and for a path outside the
     directory.
 
-    pass_over_bytes   skip entries that are not tensors, unread, instead of refusing them: other programs write such
-                      entries with their weights (a version, arguments)
+    skip_byte_entries   skip entries that are not tensors, unread, instead of raising: other programs write such entries
+                      with their weights (a version, arguments)
     """
 
-    def __init__(self, path: str | os.PathLike[str], pass_over_bytes: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], skip_byte_entries: bool = False) -> None:
         super().__init__(path)
-        self.pass_over_bytes = pass_over_bytes
+        self.skip_byte_entries = skip_byte_entries
         self._read: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the contents of `.metadata`, read once: DCP then loads by the same object that the caller checked."""
         if self._read is None:
-            self._read = self._unpickled()
+            self._read = self._unpickle()
         self._read.storage_meta = StorageMeta(load_id=self.load_id)
         return self._read
 
-    def _unpickled(self) -> Metadata:
+    def _unpickle(self) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             metadata = _MetadataUnpickler(io.BytesIO(safe_read.read_bytes(path, CheckpointError))).load()
@@ -162,7 +162,7 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(f"{path} was refused: {error}. Use a checkpoint that you trust") from error
         except Exception as error:  # a damaged pickle fails in a dozen ways (EOFError, IndexError, TypeError, ...)
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-        if self.pass_over_bytes:
+        if self.skip_byte_entries:
             _drop_byte_entries(metadata)
         _check_metadata(metadata, path)
         metadata.planner_data = None  # paths chosen by the file, by which DCP would place the loaded values
@@ -190,7 +190,7 @@ class SafeReader(FileSystemReader):
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner for a flat dict of tensors and `Rows`. A byte entry or another dtype is an error."""
+    """DCP's load planner for a flat dict of tensors and `ShardedRows`. A byte entry or another dtype is an error."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -198,14 +198,14 @@ class TensorLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # DCP's own method would replace `Rows` by None, and allocate meta tensors, of which there are none here.
+        # DCP's own method would replace `ShardedRows` by None, and allocate meta tensors, of which there are none here.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         value = self.state_dict[index.fqn]
-        return value.shard(index) if isinstance(value, Rows) else super().lookup_tensor(index)
+        return value.shard(index) if isinstance(value, ShardedRows) else super().lookup_tensor(index)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -223,8 +223,8 @@ class TensorLoadPlanner(DefaultLoadPlanner):
                 )
         if missing := sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata)):
             raise CheckpointError(
-                f"the checkpoint lacks {len(missing)} tensors that this run has, first {missing[0]}: it was written "
-                "by another model, or with other parameters frozen"
+                f"the checkpoint has no values for {len(missing)} tensors of this run, first {missing[0]}: it was "
+                "written by another model, or with other parameters frozen"
             )
         return super().create_local_plan()
 
@@ -241,7 +241,7 @@ def _check_metadata(metadata: Any, path: Path) -> None:
         raise CheckpointError(f"{path} was refused: it holds a {type(metadata).__name__}, not DCP metadata")
     entries, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise CheckpointError(f"{path} was refused: it lacks the tables of entries and of files")
+        raise CheckpointError(f"{path} was refused: it has no tables of entries and files")
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(_byte_entry_error(path, name))
@@ -251,16 +251,16 @@ def _check_metadata(metadata: Any, path: Path) -> None:
             sizes += [_field(chunk, key) for chunk in chunks for key in ("offsets", "sizes")]
         whole = isinstance(chunks, list) and all(isinstance(size, torch.Size) for size in sizes)
         if not whole or not isinstance(name, str) or not isinstance(_field(properties, "dtype"), torch.dtype):
-            raise CheckpointError(f"{path} was refused: its entry {name} does not say what tensor it is")
+            raise CheckpointError(f"{path} was refused: its entry {name} does not describe a tensor")
     for index, info in places.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
             raise CheckpointError(f"{path} was refused: its table of files holds a {type(info).__name__}")
         name, file = _field(index, "fqn"), _field(info, "relative_path")
         # A path with a folder in it could name any file of this machine.
         if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".distcp"):
-            raise CheckpointError(f"{path} was refused: {name} is placed in {file!r}, outside the checkpoint")
+            raise CheckpointError(f"{path} was refused: {name} is stored in {file!r}, outside the checkpoint")
         if transforms := _field(info, "transform_descriptors"):
-            raise CheckpointError(f"{path} was refused: {name} asks for the transforms {transforms}")
+            raise CheckpointError(f"{path} was refused: {name} requires the transforms {transforms}")
         offset, length = _field(info, "offset"), _field(info, "length")
         if not (isinstance(offset, int) and isinstance(length, int) and offset >= 0 <= length):
             raise CheckpointError(f"{path} was refused: {name} is at {offset!r}, {length!r} bytes long")
@@ -280,7 +280,7 @@ def _drop_byte_entries(metadata: Any) -> None:
 
 
 def _field(record: Any, name: str) -> Any:
-    """Return an attribute of a record, or None where it has none."""
+    """Return an attribute of a record, or None."""
     return getattr(record, name, None)
 
 
@@ -316,7 +316,7 @@ def _byte_entry_error(path: Path | None, name: str) -> str:
     return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes no such entries"
 
 
-def _describe_tensor(tensor: torch.Tensor | Rows) -> str:
+def _describe_tensor(tensor: torch.Tensor | ShardedRows) -> str:
     return _describe_type(tensor.dtype, tensor.shape)
 
 

@@ -23,28 +23,28 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a tensor that this rank holds, and how many of them it writes.
+class ShardedRows:
+    """The rows of a tensor on this rank, and how many of them it writes.
 
-    here         [n, ...], a plain tensor: rows start to start + n of the full tensor. Saves read it, loads fill it
+    local         [n, ...], a plain tensor: rows start to start + n of the full tensor. Saves read it, loads fill it
     start        index of the first row in the full tensor
     total        number of rows of the full tensor
-    writes       how many rows this rank writes: its last ones. The rows before are written by the previous rank
+    writes       number of rows that this rank writes, its last ones; the previous rank writes the others
     """
 
-    here: torch.Tensor
+    local: torch.Tensor
     start: int
     total: int
     writes: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.here.dtype
+        return self.local.dtype
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the full tensor."""
-        return torch.Size((self.total, *self.here.shape[1:]))
+        return torch.Size((self.total, *self.local.shape[1:]))
 
     def size(self) -> torch.Size:
         return self.shape
@@ -52,53 +52,53 @@ class Rows:
     def shard(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of an item that this object put into a plan (`SavePlanner.lookup_object`)."""
         first = self.start if index.offset is None else index.offset[0]
-        return self.here[first - self.start :]
+        return self.local[first - self.start :]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         if not self.writes:
             return []
-        chunk = self._chunk(len(self.here) - self.writes)
+        chunk = self._chunk(len(self.local) - self.writes)
         data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(0)] if len(self.here) else []
+        return [self._chunk(0)] if len(self.local) else []
 
     def _chunk(self, skipped: int) -> ChunkStorageMetadata:
-        inner = self.here.shape[1:]
+        inner = self.local.shape[1:]
         offsets = torch.Size((self.start + skipped, *(0 for _ in inner)))
-        return ChunkStorageMetadata(offsets, torch.Size((len(self.here) - skipped, *inner)))
+        return ChunkStorageMetadata(offsets, torch.Size((len(self.local) - skipped, *inner)))
 
 
 @dataclass(frozen=True)
 class CopiedShard:
     """A copy of this rank's shard of a DTensor, which DCP writes as it would write the DTensor.
 
-    here   the copy, in host memory
+    local   the copy, in host memory
     items  the items that DCP writes for the DTensor from this rank
     """
 
-    here: torch.Tensor
+    local: torch.Tensor
     items: tuple[WriteItem, ...]
 
     @classmethod
-    def of(cls, name: str, original: DTensor, here: torch.Tensor) -> CopiedShard:
+    def of(cls, name: str, original: DTensor, local: torch.Tensor) -> CopiedShard:
         in_mesh = original.device_mesh.get_coordinate() is not None  # a mesh may leave ranks out
-        return cls(here, tuple(original.__create_write_items__(name, original)) if in_mesh else ())
+        return cls(local, tuple(original.__create_write_items__(name, original)) if in_mesh else ())
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
-        return self.here
+        return self.local
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         return list(self.items)
 
 
 class TensorSavePlanner(DefaultSavePlanner):
-    """DCP's save planner for a flat dict of tensors, `Rows` and `CopiedShard`."""
+    """DCP's save planner for a flat dict of tensors, `ShardedRows` and `CopiedShard`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.shard(index) if isinstance(value, Rows | CopiedShard) else super().lookup_object(index)
+        return value.shard(index) if isinstance(value, ShardedRows | CopiedShard) else super().lookup_object(index)

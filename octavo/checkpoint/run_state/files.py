@@ -7,10 +7,10 @@
 
 The tensors inside are handled by `state.py` and `writing.py`.
 
-Users put other things into this folder: copies (`step_003`, `step_4 (copy)`), links to another disk, files. Only a
-directory counts as a checkpoint, not a link; its name must be spelled as Octavo spells it, and its state.json must have
-the same step. If state.json is damaged, the name decides. Everything else is never touched: no deletion follows a link,
-and an entry in the way of a save is renamed (:func:`publish`).
+Users put other entries into this folder: copies (`step_003`, `step_4 (copy)`), links to another disk, files. A
+checkpoint is a directory, not a link, whose name is spelled as Octavo spells it and whose state.json has the same step.
+If state.json is damaged, the name decides. Other entries are never touched: no deletion follows a link, and an entry in
+the way of a save is renamed (:func:`publish`).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def foreign_entries(directory: str | os.PathLike[str]) -> list[str]:
-    """Return the entries that are named like checkpoints and are not checkpoints of this run, each with the reason:
+    """Return the entries with names like checkpoints that are not checkpoints of this run, each with the reason:
     another spelling, a link, a file, or a copy of the checkpoint of another step."""
-    directory, named = Path(directory), []
+    directory, foreign = Path(directory), []
     for entry in sorted(directory.iterdir()) if directory.is_dir() else ():
         if entry.name.startswith("step_") and (why := _why_foreign(entry)):
-            named.append(f"{entry.name} ({why})")
-    return named
+            foreign.append(f"{entry.name} ({why})")
+    return foreign
 
 
 def _why_foreign(entry: Path) -> str:
@@ -70,7 +70,7 @@ def _why_foreign(entry: Path) -> str:
         return "not a folder"
     name = _STEP_NAME.fullmatch(entry.name)
     if name is None:
-        return "not a name that a run gives"
+        return "not a name that Octavo writes"
     if not (entry / STATE).is_file():
         return f"without {STATE}"
     try:
@@ -81,14 +81,14 @@ def _why_foreign(entry: Path) -> str:
 
 
 def why_misplaced(path: Path, document: Mapping[str, Any]) -> str | None:
-    """Return in a sentence why a checkpoint does not belong to the step in its name; None if it does.
+    """Return why a checkpoint does not belong to the step in its name, as a sentence, or None if it does.
 
     document   its state.json
     """
     name = _STEP_NAME.fullmatch(path.name)
     if path.is_symlink() or name is None or document["step"] == int(name[1]):
         return None
-    return f"{path} holds step {document['step']}: it was copied or renamed"
+    return f"{path} contains step {document['step']}: it was copied or renamed"
 
 
 def restore_previous(directory: Path) -> None:
@@ -99,7 +99,7 @@ def restore_previous(directory: Path) -> None:
 
 
 def remove_leftovers(directory: str | os.PathLike[str]) -> None:
-    """Remove what killed saves and deletions left.
+    """Remove the leftovers of killed saves and deletions.
 
     Called on the one rank that writes, when its run begins and before each save. Not for readers (`latest`), which
     cannot distinguish leftovers from a save that is under way. Does nothing if the directory does not exist.
@@ -114,7 +114,7 @@ def remove_leftovers(directory: str | os.PathLike[str]) -> None:
 def _remove(path: Path) -> None:
     """Remove a folder, a file, or a link without following it.
 
-    Errors are ignored, and the next sweep tries again. Only a save of the same step needs the name, and then it fails
+    Errors are ignored, and the next call tries again. Only a save of the same step needs the name, and then it fails
     with its own error.
     """
     if path.is_symlink() or not path.is_dir():
@@ -135,7 +135,7 @@ def publish(directory: Path, step: int) -> Path:
     An existing entry of that name that is not the checkpoint of this step (a file, a link, a copy of another
     checkpoint) is renamed to `step_N.other` and kept.
     """
-    new, final, former = (
+    new, final, previous = (
         temporary_path(directory, step, "tmp"),
         step_path(directory, step),
         temporary_path(directory, step, "old"),
@@ -143,14 +143,14 @@ def publish(directory: Path, step: int) -> Path:
     atomic_write.sync(new)
     if os.path.lexists(final) and _why_foreign(final):
         os.rename(final, _free_path(final.with_name(final.name + MOVED_SUFFIX)))
-    atomic_write.swap(new, final, former)
-    if former.exists():
-        _remove(former)
+    atomic_write.swap(new, final, previous)
+    if previous.exists():
+        _remove(previous)
     return final
 
 
 def _free_path(path: Path) -> Path:
-    """Return the path, or the path with the first number appended that makes it unused."""
+    """Return an unused path: `path`, or `path` with the first free number appended."""
     number = 1
     while os.path.lexists(free := path if number == 1 else path.with_name(f"{path.name}-{number}")):
         number += 1
@@ -159,16 +159,16 @@ def _free_path(path: Path) -> Path:
 
 def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[str]:
     """Delete all checkpoints except `newest` and the `keep` - 1 before it. Returns a sentence for each one that could
-    not be deleted; that does not end a run.
+    not be deleted, which does not end the run.
 
-    Later checkpoints are deleted too: the run abandoned them when it went back to an earlier one, and `latest` would
-    return to them. Entries that the run did not write are neither counted nor touched.
+    Later checkpoints are deleted, too: the run abandoned them when it resumed from an earlier one, and `latest` would
+    return them. Entries that the run did not write are neither counted nor touched.
     """
     directory = Path(directory)
     written = [step for step in steps(directory) if not _why_foreign(step_path(directory, step))]
-    stays = [step for step in written if step <= newest][-max(keep, 1) :]
+    kept = [step for step in written if step <= newest][-max(keep, 1) :]
     problems = []
-    for step in (step for step in written if step not in stays):
+    for step in (step for step in written if step not in kept):
         path, gone = step_path(directory, step), temporary_path(directory, step, "gone")
         try:
             # Renamed first: an interrupted deletion must not leave half a checkpoint under the name of a complete one.
@@ -209,7 +209,7 @@ def read_checksummed_json(file: Path, format: str, fix: str) -> dict[str, Any]:
     if claimed != _checksum(document):
         raise CheckpointError(f"{file} was changed after it was written; {fix}")
     if document.get("format") != format:
-        raise CheckpointError(f"{file} is of format {document.get('format')!r}, this version reads {format!r}")
+        raise CheckpointError(f"{file} has format {document.get('format')!r}, but this version reads {format!r}")
     return document
 
 
@@ -226,11 +226,11 @@ def read_state(path: Path) -> dict[str, Any]:
     file = path / STATE
     if not path.is_dir():
         present = ", ".join(f"step_{step}" for step in steps(path.parent)) or "none"
-        raise CheckpointError(f"there is no checkpoint {path}; {path.parent} holds {present}")
+        raise CheckpointError(f"there is no checkpoint {path}; {path.parent} contains {present}")
     state = read_checksummed_json(file, FORMAT, "use an earlier checkpoint")
     for key, (fits, wanted) in _SCHEMA.items():
         if key not in state:
-            raise CheckpointError(f"{file} lacks {key!r}; Octavo did not write it")
+            raise CheckpointError(f"{file} has no key {key!r}; Octavo did not write it")
         if not fits(state[key]):
             raise CheckpointError(
                 f"{file}: {key!r} is {str(state[key])[:80]!r}, not {wanted}; Octavo did not write it. "
@@ -254,7 +254,7 @@ def _is_fingerprint(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"size", "crc32"} and all(map(_is_count, value.values()))
 
 
-# The keys of state.json next to its format -> their check and its description. The checksum proves that the file was
+# The keys of state.json except its format -> their check and its description. The checksum proves that the file was
 # not damaged, not that its values make sense.
 _SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_is_count, "a number from 0"),
@@ -272,12 +272,12 @@ _SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def file_problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
-    """Return in a sentence what is wrong with a file of a checkpoint; None if its size and CRC-32 are as `wanted`."""
+    """Return what is wrong with a file of a checkpoint, as a sentence, or None if size and CRC-32 are as `wanted`."""
     file = path / name
     if name != os.path.basename(name):
         return f"{path / STATE} lists {name!r}, outside the checkpoint"
     if file.is_file() and encryption.is_encrypted(file) != encryption.is_encrypted(path / STATE):
-        return f"of {file} and its {STATE} one is encrypted, and the other is not: it was exchanged"
+        return f"{file} and {STATE} must both be encrypted or both be plain; {file} was replaced"
     try:
         size = file.stat().st_size
         if encryption.is_encrypted(file):

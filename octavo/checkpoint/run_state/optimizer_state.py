@@ -1,8 +1,8 @@
 """The optimizer's part of a run state: tensors by parameter name, and hyper-parameters by group as JSON.
 
 torch's optimizers keep tensors of the parameter's shape, as DTensors if the parameter is one. `fp8.AdamW` also keeps
-values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `Rows`. `load_state_dict`
-is not used, because it would need a second copy of the state in memory.
+values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `ShardedRows`.
+`load_state_dict` is not used, because it would need a second copy of the state in memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state.dcp_safe import tensor_entry
-from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.checkpoint.run_state.expert_rows import ShardedRows
 from octavo.fp8 import optim
 from octavo.fp8.optim import AdamW
 from octavo.fp8.weights import reshard, span
 
-# These choose the implementation of the step, not its result: they depend on the machine and are not saved.
+# They choose the implementation of the step, not its result; they depend on the machine and are not saved.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 #: states that are part of a weight: the fp32 value of a BF16 weight, or its lower half
@@ -46,15 +46,17 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def to_dcp(parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """Return a value of a parameter's state as DCP takes it: `Rows` for a shard that is not a DTensor."""
+    """Return a value of a parameter's state as DCP takes it: `ShardedRows` for a shard that is not a DTensor."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or key not in optim.PER_GROUP:
         return value
-    mine = span(parameter)
-    first, last = optim.local_groups(mine)
-    return Rows(value, first, optim.num_groups(mine.total), writes=last - max(first, optim.num_groups(mine.start)))
+    shard = span(parameter)
+    first, last = optim.local_groups(shard)
+    return ShardedRows(
+        value, first, optim.num_groups(shard.total), writes=last - max(first, optim.num_groups(shard.start))
+    )
 
 
 def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
@@ -96,14 +98,14 @@ def allocate_slots(
     for name, keys in saved.items():
         parameter = parameters[name]
         if isinstance(optimizer, AdamW):
-            mine = optimizer.init_state(parameter, group_of[parameter])
-            if set(keys) != set(mine):
+            new_state = optimizer.init_state(parameter, group_of[parameter])
+            if set(keys) != set(new_state):
                 raise CheckpointError(
-                    f"{path} holds {', '.join(sorted(keys))} of {name}, where this run's optimizer keeps "
-                    f"{', '.join(sorted(mine))}: it was written by another optimizer. Continue with that one, or "
+                    f"{path} contains {', '.join(sorted(keys))} of {name}, but this run's optimizer has "
+                    f"{', '.join(sorted(new_state))}: it was written by another optimizer. Continue with that one, or "
                     "start a new run from its weights"
                 )
-            empty.update({(name, key): value for key, value in mine.items()})
+            empty.update({(name, key): value for key, value in new_state.items()})
             continue
         for key in keys:
             entry = tensor_entry(metadata, f"optimizer.{name}.{key}")
@@ -156,18 +158,18 @@ def _check_groups(
 ) -> None:
     """Raise CheckpointError unless the checkpoint's groups have the same parameters and kinds of state, and numbers as
     settings."""
-    mine = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
+    current = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["parameters"]) for group in document["groups"]]
-    if mine != saved:
-        odd = sorted(set().union(*mine) ^ set().union(*saved))
-        what = f"{odd[0]} is trained in only one of them" if odd else "the groups are divided differently"
+    if current != saved:
+        differing = sorted(set().union(*current) ^ set().union(*saved))
+        what = f"{differing[0]} is trained in only one of them" if differing else "the groups are divided differently"
         raise CheckpointError(
-            f"{path} was written with other parameters in the optimizer: {what}. Resume with the freezing and weight "
-            "decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
+            f"{path} was written with different parameters in the optimizer: {what}. Resume with the freezing and "
+            "weight decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
         )
-    for group, former in zip(optimizer.param_groups, document["groups"], strict=True):
-        check_settings(group, former["settings"], path)
-        for key, value in former["settings"].items():
+    for group, saved_group in zip(optimizer.param_groups, document["groups"], strict=True):
+        check_settings(group, saved_group["settings"], path)
+        for key, value in saved_group["settings"].items():
             present = group.get(key)
             if isinstance(present, tuple):
                 fits = isinstance(value, list) and len(value) == len(present) and all(map(_is_number, value))
@@ -180,18 +182,18 @@ def _check_groups(
                 )
 
 
-def check_settings(group: Mapping[str, Any], former: Mapping[str, Any], path: Path) -> None:
+def check_settings(group: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError unless a group keeps its states and master weights in the saved form (torch's AdamW: fp32).
 
     Resuming converts nothing: the result would not be the run that was interrupted, and encoding fp32 states loses
     precision for good. `fp8.AdamW.load_state_dict` and `fp8.AdamW.copy_state` convert explicitly.
     """
     for key in ("states", "master"):
-        was, wanted = former.get(key, "fp32"), group.get(key, "fp32")
-        if was != wanted:
+        saved_form, form = saved.get(key, "fp32"), group.get(key, "fp32")
+        if saved_form != form:
             raise CheckpointError(
-                f"{path} was written with optimizer.{key}: {was}, and this run asks for optimizer.{key}: {wanted}. "
-                f"Continue with optimizer.{key}={was}, or start a new run from its weights"
+                f"{path} was written with optimizer.{key}: {saved_form}, but this run has optimizer.{key}: {form}. "
+                f"Continue with optimizer.{key}={saved_form}, or start a new run from its weights"
             )
 
 

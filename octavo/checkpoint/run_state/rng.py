@@ -39,24 +39,24 @@ def restore(extra: Mapping[str, torch.Tensor], rank: int = 0) -> bool:
     """Set this process's generators from the states that `collect(rank)` returned.
 
     Returns False, and changes nothing, if the checkpoint has no states of this rank because fewer ranks wrote it; the
-    caller then seeds the generators. Raises CheckpointError for a state that its generator refuses.
+    caller then seeds the generators. Raises CheckpointError for a state that its generator rejects.
     """
     device = accelerator.default_device()
     names = ("python", "numpy", "torch", device.type)
-    mine = {name: extra[key] for name in names if (key := f"rng.{rank}.{name}") in extra}
-    if not {"python", "numpy", "torch"} <= set(mine):
+    states = {name: extra[key] for name in names if (key := f"rng.{rank}.{name}") in extra}
+    if not {"python", "numpy", "torch"} <= set(states):
         return False
     try:
-        version, keys, gauss = _from_bytes(mine["python"])
+        version, keys, gauss = _from_bytes(states["python"])
         random.setstate((version, tuple(keys), gauss))
-        kind, keys, position, has_gauss, gauss = _from_bytes(mine["numpy"])
+        kind, keys, position, has_gauss, gauss = _from_bytes(states["numpy"])
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
-        torch.set_rng_state(mine["torch"])
-        if device.type in mine:
-            accelerator.set_rng_state(mine[device.type], device)
+        torch.set_rng_state(states["torch"])
+        if device.type in states:
+            accelerator.set_rng_state(states[device.type], device)
     except (ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"the checkpoint's random states of rank {rank} do not fit the generators here ({error}); "
+            f"the checkpoint's random states of rank {rank} do not fit this process's generators ({error}); "
             "they were written by another version, or damaged"
         ) from error
     return True

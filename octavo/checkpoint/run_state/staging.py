@@ -1,4 +1,4 @@
-"""Copies a snapshot of a run into host memory, so that training can continue while it is written.
+"""Copies a snapshot of a run to host memory, so that training can continue while it is written.
 
 The stager of DCP's `async_save` is not used: it copies whole storages, refuses weights of FP8 codes, and keeps separate
 shared memory for each tensor. Here a single buffer in host memory, as large as the bytes that this rank writes, takes
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.run_state.expert_rows import CopiedShard, Rows
+from octavo.checkpoint.run_state.expert_rows import CopiedShard, ShardedRows
 from octavo.checkpoint.run_state.writing import Snapshot
 from octavo.fp8.weights import plain
 
@@ -36,22 +36,22 @@ class Staging:
         self._pinned = False
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """Return the same snapshot with copied tensors, which stay unchanged until the next call."""
+        """Return the snapshot with copied tensors, which stay unchanged until the next call."""
         # Extra tensors are copied separately: they are small, and change in size from save to save.
-        local = {
+        shards = {
             name: _local_tensor(value) for name, value in snapshot.tensors.items() if not name.startswith("extra.")
         }
-        self._reserve(sum(_padded_size(tensor) for tensor in local.values()))
+        self._reserve(sum(_padded_size(tensor) for tensor in shards.values()))
         copies: dict[str, Any] = {}
-        at = 0
+        offset = 0
         for name, value in snapshot.tensors.items():
-            if name not in local:
+            if name not in shards:
                 copied = value.detach().to("cpu", copy=True)
             else:
-                here = local[name]
-                copied = self._buffer[at : at + here.nbytes].view(here.dtype).view(here.shape)
-                copied.copy_(here, non_blocking=True)
-                at += _padded_size(here)
+                local = shards[name]
+                copied = self._buffer[offset : offset + local.nbytes].view(local.dtype).view(local.shape)
+                copied.copy_(local, non_blocking=True)
+                offset += _padded_size(local)
             copies[name] = _wrap_copy(name, value, copied)
         if accelerator.has_own_memory(self._device):  # the copies above are asynchronous
             accelerator.current_stream(self._device).synchronize()
@@ -87,7 +87,7 @@ def _allocation_error(size: int) -> str:
 
 def _local_tensor(value: Any) -> torch.Tensor:
     """Return the plain tensor with this rank's shard."""
-    return value.here if isinstance(value, Rows) else plain(value)
+    return value.local if isinstance(value, ShardedRows) else plain(value)
 
 
 def _padded_size(tensor: torch.Tensor) -> int:
@@ -95,6 +95,6 @@ def _padded_size(tensor: torch.Tensor) -> int:
 
 
 def _wrap_copy(name: str, value: Any, copied: torch.Tensor) -> Any:
-    if isinstance(value, Rows):
-        return replace(value, here=copied)
+    if isinstance(value, ShardedRows):
+        return replace(value, local=copied)
     return CopiedShard.of(name, value, copied) if isinstance(value, DTensor) else copied

@@ -34,8 +34,8 @@ WITHOUT_STATES = "holds only weights (run.save_states: false)"
 
 
 @dataclass(frozen=True)
-class Restored:
-    """The parts of a checkpoint that `load` returns; it loads model and optimizer in place.
+class RestoredState:
+    """The parts of a checkpoint that `load` returns; model and optimizer are loaded in place.
 
     step      the step after which the state was saved
     counters  the JSON that was saved
@@ -52,7 +52,7 @@ class Restored:
 def latest(directory: str | os.PathLike[str], world: Ranks, log: Callable[[str], None] | None = None) -> Path | None:
     """Return the newest good checkpoint, with every file compared with its checksum; None if there is no checkpoint.
 
-    Checkpoints that are damaged, or hold NaN or infinity, are skipped, with a call of `log` (on rank 0). A collective:
+    Checkpoints that are damaged, or hold NaN or infinity, are skipped, with a line to `log` (on rank 0). A collective:
     rank 0 searches, and all ranks get its result. Raises CheckpointError if there are checkpoints but none is good:
     silently starting over would be wrong.
     """
@@ -81,8 +81,8 @@ def _find_newest(directory: Path, log: Callable[[str], None] | None) -> dict[str
         path = files.step_path(directory, step)
         try:
             document = files.read_state(path)
-            problems_of = (files.file_problem(path, name, entry) for name, entry in document["files"].items())
-            bad = files.why_misplaced(path, document) or next((fault for fault in problems_of if fault), None)
+            file_problems = (files.file_problem(path, name, entry) for name, entry in document["files"].items())
+            bad = files.why_misplaced(path, document) or next((problem for problem in file_problems if problem), None)
             bad = bad or describe_nonfinite(path, document)
         except CheckpointError as error:
             bad = str(error)
@@ -95,7 +95,7 @@ def _find_newest(directory: Path, log: Callable[[str], None] | None) -> dict[str
 
 
 def describe_nonfinite(path: Path, document: Mapping[str, Any]) -> str | None:
-    """Name in a sentence the first tensor of a checkpoint that holds NaN or infinity; None if none does.
+    """Return a sentence with the first tensor of a checkpoint that contains NaN or infinity, or None.
 
     Values are read, one tensor at a time, unless state.json (`document`) says that they are finite.
     """
@@ -106,18 +106,18 @@ def describe_nonfinite(path: Path, document: Mapping[str, Any]) -> str | None:
 def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (entry, tensor) of a checkpoint one by one, weights first, without the caller's extra tensors."""
     places = SafeReader(path).read_metadata().storage_data
-    ours = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))
-    for index in (index for index in ours if not index.fqn.startswith("extra.")):
+    ordered = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))
+    for index in (index for index in ordered if not index.fqn.startswith("extra.")):
         yield index.fqn, read_item(path / places[index].relative_path, places[index], index.fqn)
 
 
 def load(
     path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks,
-    spare: Callable[[str], bool] = lambda name: False,
-) -> Restored:  # fmt: skip
+    may_be_missing: Callable[[str], bool] = lambda name: False,
+) -> RestoredState:  # fmt: skip
     """Load the checkpoint directory `path` into `model` and `optimizer`, in place. A collective.
 
-    The model must have the parameters that were saved, except those for whose name `spare` returns True; for a
+    The model must have the parameters that were saved, except those for whose name `may_be_missing` returns True; for a
     checkpoint of trained parameters it must train exactly these. The optimizer must have the same parameter groups. The
     number of ranks may differ. `optimizer=None` loads only the model. The caller restores the scheduler, the data
     position and the random generators from the returned counters and extra tensors. Every file is compared with its
@@ -135,7 +135,7 @@ def load(
         metadata = reader.read_metadata()
         trained_only = document.get("holds") == TRAINED
         state = tensors(model, None, trained_only)
-        check_names(state, metadata, path, trained_only, model, spare)
+        check_names(state, metadata, path, trained_only, model, may_be_missing)
         loaded: states.Slots = {}
         if optimizer is not None:
             loaded, slots = states.allocate_slots(model, optimizer, metadata, document, path)
@@ -154,7 +154,7 @@ def load(
         refuse_nonfinite(state, path, fix)
     if optimizer is not None:
         states.load_slots(model, optimizer, loaded, document)
-    return Restored(
+    return RestoredState(
         step=document["step"],
         counters=document["counters"],
         extra={name.removeprefix("extra."): tensor for name, tensor in extra.items()},

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import optimizer_state as states
-from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.checkpoint.run_state.expert_rows import ShardedRows
 from octavo.fp8.weights import is_frozen
 
 
@@ -40,8 +40,8 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_o
 
 def local_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (entry, this rank's shard) of the tensors of model and optimizer. Extra tensors may hold any value."""
-    ours = ((name, value) for name, value in state.items() if not name.startswith("extra."))
-    return ((name, value.here if isinstance(value, Rows) else value) for name, value in ours)
+    saved = ((name, value) for name, value in state.items() if not name.startswith("extra."))
+    return ((name, value.local if isinstance(value, ShardedRows) else value) for name, value in saved)
 
 
 def entry_label(entry: str) -> str:
@@ -65,7 +65,7 @@ def refuse_nonfinite(state: Mapping[str, Any], path: Path, fix: str) -> None:
 def refuse_non_tensors(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a value that is not a tensor."""
     for name, value in state.items():
-        if not isinstance(value, (torch.Tensor, Rows)):
+        if not isinstance(value, (torch.Tensor, ShardedRows)):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}; checkpoints hold tensors, because DCP would pickle anything "
                 "else. Make it a tensor, or a counter"
@@ -74,30 +74,31 @@ def refuse_non_tensors(state: Mapping[str, Any]) -> None:
 
 def check_names(
     state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module,
-    passed: Callable[[str], bool],
+    may_be_missing: Callable[[str], bool],
 ) -> None:  # fmt: skip
     """Raise CheckpointError for a checkpoint of another model, with tensors that this one does not have.
 
-    `TensorLoadPlanner` refuses the opposite case, missing tensors. `passed`: names that may be missing here.
+    `TensorLoadPlanner` refuses the opposite case, missing tensors. `may_be_missing`: whether a name may be missing
+    here.
     """
     saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
-    spare = sorted(n for n in saved if n not in state and not passed(n.removeprefix("model.")))
-    if trained_only and spare:
+    unknown = sorted(n for n in saved if n not in state and not may_be_missing(n.removeprefix("model.")))
+    if trained_only and unknown:
         raise CheckpointError(
             f"{path} holds only trained parameters ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "
-            f"run saves its adapters, and this model does not train {spare[0].removeprefix('model.')}. Continue it "
+            f"run saves its adapters, and this model does not train {unknown[0].removeprefix('model.')}. Continue it "
             "with the `lora` section that it was trained with; adapter/ in its run directory is for all other uses"
         )
     frozen = {f"model.{n}" for n, p in model.named_parameters() if not p.requires_grad}
-    lacking = sorted(n for n in state if n not in saved and n not in frozen)
-    if frozen and lacking and not any(n in saved for n in state if n not in frozen):
+    missing = sorted(n for n in state if n not in saved and n not in frozen)
+    if frozen and missing and not any(n in saved for n in state if n not in frozen):
         raise CheckpointError(
             f"{path} holds a whole model, and not one of the parameters that this model trains (first "
-            f"{lacking[0].removeprefix('model.')}): it belongs to a run without these adapters. Start a LoRA run from "
+            f"{missing[0].removeprefix('model.')}): it belongs to a run without these adapters. Start a LoRA run from "
             "its weights (hf/ in its run directory as model.path), or continue it without `lora`"
         )
-    if spare:
+    if unknown:
         raise CheckpointError(
-            f"{path} holds {len(spare)} tensors that this model lacks, first {spare[0].removeprefix('model.')}: "
-            "it was written by another model"
+            f"{path} holds {len(unknown)} tensors that this model does not have, first "
+            f"{unknown[0].removeprefix('model.')}: it was written by another model"
         )

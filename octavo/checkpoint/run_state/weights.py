@@ -1,8 +1,8 @@
 """Load only the weights of a run state, for example to start a new training from them.
 
-The new run may store weights differently than the run that saved them: with `optimizer.master` a BF16 weight has its
-lower half, or its fp32 value, in the optimizer. The full value is reconstructed and stored in the form of the new run;
-converting between fp32 and the two halves is exact.
+The new run may store weights in another form than the run that saved them: with `optimizer.master` a BF16 weight has
+its lower half, or its fp32 value, in the optimizer. The full value is reconstructed and stored in the form of the new
+run; converting between fp32 and the two halves is exact.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 def load_weights(
     path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks,
-    spare: Callable[[str], bool] = lambda name: False,
+    may_be_missing: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:  # fmt: skip
     """Load the weights of the checkpoint directory `path` into `model`, and the optimizer's master weights with them.
     Moments stay as they are. Returns the contents of state.json. A collective.
 
-    Parameters for whose name `spare` returns True may be missing on either side. Raises as `load` does.
+    Parameters for whose name `may_be_missing` returns True may be missing on either side. Raises as `load` does.
     """
     path = Path(path)
     document = read_verified(path, world)
@@ -47,11 +47,11 @@ def load_weights(
         entries = metadata.state_dict_metadata
         trained_only = document.get("holds") == TRAINED
         state = tensors(model, None, trained_only)
-        state = {n: t for n, t in state.items() if n in entries or not spare(n.removeprefix("model."))}
-        check_names(state, metadata, path, trained_only, model, spare)
+        state = {n: t for n, t in state.items() if n in entries or not may_be_missing(n.removeprefix("model."))}
+        check_names(state, metadata, path, trained_only, model, may_be_missing)
         parameters = {f"model.{name}": p for name, p in model.named_parameters()}
         groups = {} if optimizer is None else {p: g for g in optimizer.param_groups for p in g["params"]}
-        held = {} if optimizer is None else optimizer.state
+        states_of = {} if optimizer is None else optimizer.state
         # Weights that this run stores in another form than the checkpoint -> the saved tensors that make up their
         # value. All other weights are read in place.
         converted: dict[str, dict[str, torch.Tensor]] = {}
@@ -60,7 +60,7 @@ def load_weights(
                 continue
             dtype = tensor_entry(metadata, name).properties.dtype
             masters = [key for key in states.WEIGHT_STATES if _entry_name(name, key) in entries]
-            differs = bool(masters) or dtype != parameter.dtype or bool(held.get(parameter))
+            differs = bool(masters) or dtype != parameter.dtype or bool(states_of.get(parameter))
             if differs and dtype in FLOATS and parameter.dtype in FLOATS:
                 converted[name] = {
                     key: _empty_like(parameter, tensor_entry(metadata, _entry_name(name, key)).properties.dtype)
@@ -71,7 +71,7 @@ def load_weights(
     with dcp_errors("read", path):
         dcp.load(state, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=world.size == 1)
     with fail_together("read", path, world):
-        refuse_nonfinite(state, path, "Begin from an earlier checkpoint")
+        refuse_nonfinite(state, path, "Start from an earlier checkpoint")
         for name, parts in converted.items():
             set_weight(optimizer, groups.get(parameters[name]), parameters[name], _fp32_value(parts))
     fp8.invalidate(model)  # the weights were written in place, so cached FP8 codes are stale

@@ -1,4 +1,4 @@
-"""Write run states: everything a run needs to continue bit for bit, on disk completely or not at all.
+"""Writes run states atomically: everything a run needs to continue bit for bit.
 
 A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and everything else as
 JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. A
@@ -45,7 +45,7 @@ TRAINED = "trained"  # value of "holds" in state.json where only trained paramet
 class Snapshot:
     """The state of a run after a step.
 
-    tensors   entry name -> tensor, DTensor or `Rows`. Live tensors, which the next step changes
+    tensors   entry name -> tensor, DTensor or `ShardedRows`. Live tensors, which the next step changes
     document  state.json without its list of files
     """
 
@@ -102,7 +102,7 @@ def take_snapshot(
     """Return the state after `step` steps, as live tensors. A collective.
 
     trained_only  save only the parameters that require a gradient (adapters); the caller loads the others from
-                  elsewhere. Frozen FP8 weights are never saved: their codes come from another folder
+                  another source. Frozen FP8 weights are never saved: their codes come from another folder
     weights_only  save no optimizer state except the parts that belong to a weight. state.json records it, and `load`
                   then refuses to fill an optimizer. `load_weights` reads both kinds
     extra         further tensors. A name that several ranks pass must have equal values on them (one copy is written);
@@ -121,8 +121,8 @@ def take_snapshot(
     with fail_together("write", Path(f"step_{step}"), world):
         if bad := fp8.find_nonfinite(local_tensors(state)):
             raise CheckpointError(
-                f"after step {step} {entry_label(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
-                "can go on from that, and no checkpoint is written. Earlier checkpoints are untouched"
+                f"after step {step} {entry_label(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): "
+                "training cannot continue from that, so no checkpoint is written. Earlier checkpoints are untouched"
             )
     document = {
         "format": files.FORMAT,
@@ -156,7 +156,7 @@ def write(
     """
     directory, step = Path(directory), snapshot.step
     if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep} was requested; a run that saves keeps at least 1 checkpoint (run.keep)")
+        raise CheckpointError(f"keep={keep} is too small: a run that saves keeps at least 1 checkpoint (run.keep)")
     tmp = files.temporary_path(directory, step, "tmp")
     if encrypt:
         _check_same_key(world)
@@ -170,15 +170,15 @@ def write(
             single = world.size == 1
             state, writer = dict(snapshot.tensors), SafeWriter(tmp, encrypt)
             dcp.save(state, storage_writer=writer, planner=TensorSavePlanner(), process_group=group, no_dist=single)
-        mine: dict[str, dict[str, int]] = {}
+        fingerprints: dict[str, dict[str, int]] = {}
         with fail_together("read back", tmp, world):
             names = [f"__{world.rank}_*.distcp", *([".metadata"] if world.rank == 0 else [])]
-            mine = {file.name: files.fingerprint(file) for name in names for file in sorted(tmp.glob(name))}
-        listed = {name: entry for part in world.gather_objects(mine) for name, entry in part.items()}
+            fingerprints = {file.name: files.fingerprint(file) for name in names for file in sorted(tmp.glob(name))}
+        all_fingerprints = {name: entry for part in world.gather_objects(fingerprints) for name, entry in part.items()}
         with fail_together("finish", tmp, world):
             if world.rank == 0:
                 # state.json comes last: without it a directory is not a checkpoint.
-                files.write_state(tmp, {**snapshot.document, "files": listed}, encrypt)
+                files.write_state(tmp, {**snapshot.document, "files": all_fingerprints}, encrypt)
                 files.publish(directory, step)
                 if keep is not None:
                     files.prune(directory, step, keep)
@@ -196,4 +196,4 @@ def _check_same_key(world: Ranks) -> None:
     with fail_together("write", Path("checkpoints"), world):
         key = encryption.find_key().id.hex()
     if len(keys := sorted({*world.gather_objects(key)})) > 1:
-        raise CheckpointError(f"the ranks have different keys ({', '.join(keys)}). Give all of them the same key")
+        raise CheckpointError(f"the ranks have different keys ({', '.join(keys)}). Use the same key on all ranks")

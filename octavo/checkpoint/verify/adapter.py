@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
-from octavo.checkpoint.verify.headers import Headers, Held, read_folder
+from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
 from octavo.models import ModelError, empty
 from octavo.models.folder.folder import read_json
 from octavo.models.structure.skeleton import stock_config
@@ -27,7 +27,7 @@ _VECTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_magnitude_vector(\
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder is an adapter: it has adapter_config.json and no config.json of a model."""
+    """Return whether a folder is an adapter: it has adapter_config.json and no config.json of a model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
@@ -38,14 +38,14 @@ def check_adapter(folder: Path, base: Path | None, findings: Findings) -> tuple[
     """
     headers = read_folder(folder, findings, STEM)
     config: dict[str, Any] | None = None
-    with findings.failing("adapter_config.json"):
+    with findings.collect_errors("adapter_config.json"):
         config = read_json(folder / "adapter_config.json")
     if config is None:
         return headers, {}
     _check_config(config, findings)
     if any(finding.file == "adapter_config.json" and finding.status == FAIL for finding in findings):
         config |= {"target_modules": None, "rank_pattern": None}  # unusable: do not judge layers by them
-    parts = _parts(headers, findings)
+    parts = _adapter_pairs(headers, findings)
     for layer, pair in parts.items():
         _check_pair(layer, pair, config, findings)
         if not _is_targeted(layer, config):
@@ -83,8 +83,8 @@ def _check_config(config: Mapping[str, Any], findings: Findings) -> None:
         findings.warn("adapter-base", file)
 
 
-def _parts(headers: Headers, findings: Findings) -> dict[str, dict[str, Held]]:
-    parts: dict[str, dict[str, Held]] = {}
+def _adapter_pairs(headers: Headers, findings: Findings) -> dict[str, dict[str, FileTensor]]:
+    parts: dict[str, dict[str, FileTensor]] = {}
     for name, held in headers.tensors.items():
         if match := _PART.match(name):
             parts.setdefault(match["layer"], {})[match["part"]] = held
@@ -95,7 +95,7 @@ def _parts(headers: Headers, findings: Findings) -> dict[str, dict[str, Held]]:
     return parts
 
 
-def _check_pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], findings: Findings) -> None:
+def _check_pair(layer: str, pair: Mapping[str, FileTensor], config: Mapping[str, Any], findings: Findings) -> None:
     a, b = pair.get("lora_A"), pair.get("lora_B")
     if a is None or b is None:
         half = a or b
@@ -105,14 +105,14 @@ def _check_pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any],
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         findings.fail("adapter-shape", a, b=b, other=list(b.shape))
         return
-    rank = _rank(layer, config)
+    rank = _layer_rank(layer, config)
     if rank and a.shape[0] % rank:
         findings.fail("adapter-rank", a, rank=rank)
 
 
 def _is_targeted(layer: str, config: Mapping[str, Any]) -> bool:
-    """Whether target_modules select a layer, by PEFT's rule: a regular expression for the whole name, or a list of
-    names and suffixes of names. For target_parameters and all-linear, PEFT needs the model, so True is returned."""
+    """Return whether target_modules select a layer, by PEFT's rule: a regular expression for the whole name, or a list
+    of names and suffixes of names. For target_parameters and all-linear, PEFT needs the model, so True is returned."""
     targets = config.get("target_modules")
     if not targets or config.get("target_parameters") or targets == "all-linear":
         return True
@@ -121,7 +121,7 @@ def _is_targeted(layer: str, config: Mapping[str, Any]) -> bool:
     return any(layer == name or layer.endswith(f".{name}") for name in targets)
 
 
-def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
+def _layer_rank(layer: str, config: Mapping[str, Any]) -> int | None:
     for key, value in (config.get("rank_pattern") or {}).items():
         if type(value) is int and value > 0 and re.match(rf"(.*\.)?({key})$", layer):
             return value
@@ -129,7 +129,7 @@ def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
     return rank if type(rank) is int and rank > 0 else None
 
 
-def _check_base(parts: Mapping[str, Mapping[str, Held]], base: Path, findings: Findings) -> None:
+def _check_base(parts: Mapping[str, Mapping[str, FileTensor]], base: Path, findings: Findings) -> None:
     try:
         stock = StockModel(empty(stock_config(base)))
     except ModelError as error:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.models.folder.quantization import is_cache_scale
 
 _DTYPES = ("F32", "BF16", "F16")
@@ -54,7 +54,7 @@ def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, 
     return f"{len(scales)} scales of an FP8 KV cache ({leaves})"
 
 
-def _check_layers(scales: Mapping[str, Held], headers: Headers, findings: Findings) -> None:
+def _check_layers(scales: Mapping[str, FileTensor], headers: Headers, findings: Findings) -> None:
     """Report layers without scales if others of the same decoder have them, and scales of missing layers."""
     layers = dict.fromkeys(match[1] for name in headers.tensors if (match := _KEYS_OF.match(name)))
     having = {match[0]: name for name in scales if (match := _LAYER.match(name))}
@@ -70,7 +70,7 @@ def _check_layers(scales: Mapping[str, Held], headers: Headers, findings: Findin
         findings.warn("cache-scales/layers", scales[next(iter(scales))], layer=bare[0], count=len(bare))
 
 
-def _check_halves(scales: Mapping[str, Held], findings: Findings) -> None:
+def _check_halves(scales: Mapping[str, FileTensor], findings: Findings) -> None:
     """Report scales of keys without scales of values, and vice versa."""
     for key, value in (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")):
         for leaf, other in ((key, value), (value, key)):
@@ -82,7 +82,7 @@ def _check_halves(scales: Mapping[str, Held], findings: Findings) -> None:
                     return
 
 
-def _why_bad(held: Held) -> tuple[str, str] | None:
+def _why_bad(held: FileTensor) -> tuple[str, str] | None:
     """Return (kind of finding, description) of a scale that is not finite and positive; None if it is."""
     values = held.read().float()
     if not values.numel():

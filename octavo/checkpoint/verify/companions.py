@@ -28,7 +28,7 @@ from octavo.models.processors.vocabulary import check_vocabulary
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_READ = ("config.json", "adapter_config.json", MARKER, encryption.LIST)
+_READ_ELSEWHERE = ("config.json", "adapter_config.json", MARKER, encryption.LIST)
 _QUESTION = "What is in the picture?"
 
 
@@ -52,9 +52,9 @@ def check_files(folder: Path, findings: Findings) -> tuple[str, ...]:
             continue
         if (target := safe_read.link_target_outside(path, folder)) is not None:
             findings.warn("link/outside", name, target=target)
-        if kind not in (None, "a folder") or (kind is not None and name in _READ):
+        if kind not in (None, "a folder") or (kind is not None and name in _READ_ELSEWHERE):
             findings.fail("special", name, what=kind)
-        elif name not in (*companion_names, *_READ) and ".safetensors" not in name:
+        elif name not in (*companion_names, *_READ_ELSEWHERE) and ".safetensors" not in name:
             unread.append(name + "/" * (kind is not None))
         elif kind is None and encryption.is_encrypted(path):
             encrypted.append(name)
@@ -67,7 +67,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
     """Check the files that a server needs with the weights: tokenizer, chat template and, for models of images or
     audio, the processor. `raw`: config.json."""
     before = len(findings.items)
-    read_all(folder, findings)
+    check_companion_files(folder, findings)
     damaged = len(findings.items) > before
     tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not tokenizer:
@@ -81,20 +81,20 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
         return
     kind = "" if stock is None else stock.model.config.model_type
     part = "image" if trains_on(kind, "images") else "audio" if trains_on(kind, "sound") else None
-    with findings.failing("tokenizer.json", "companion"):
+    with findings.collect_errors("tokenizer.json", "companion"):
         loaded: Any = models.load_processor(folder) if part and processor else models.load_tokenizer(folder)
         _check_ids(loaded, stock, folder, findings)
         if not loaded.chat_template:
             findings.warn("companions/template", folder=folder)
         else:
-            _write_question(loaded, folder, part, findings)
-            _check_end(loaded, folder, findings)
+            _check_template(loaded, folder, part, findings)
+            _check_end_token(loaded, folder, findings)
 
 
-def read_all(folder: Path, findings: Findings) -> None:
+def check_companion_files(folder: Path, findings: Findings) -> None:
     """Read every companion of a folder and report those that are not what their name says."""
     for file in companions(folder):
-        with findings.failing(file.name, "companion"):
+        with findings.collect_errors(file.name, "companion"):
             read_companion(file)
 
 
@@ -123,12 +123,12 @@ def _check_ids(loaded: Any, stock: StockModel | None, folder: Path, findings: Fi
         findings.warn("letters", "tokenizer.json", count=len(letters), first=", ".join(letters[:12]))
 
 
-def _check_end(loaded: Any, folder: Path, findings: Findings) -> None:
+def _check_end_token(loaded: Any, folder: Path, findings: Findings) -> None:
     """Warn if generation does not stop at the token that ends answers in the chat template.
 
     vLLM and SGLang also stop at the end token of the tokenizer, transformers only at tokens in generation_config.json.
     """
-    with findings.failing("generation_config.json"):
+    with findings.collect_errors("generation_config.json"):
         end = stop_tokens.missing_end_token(folder, loaded)
         if end is None:
             return
@@ -144,7 +144,7 @@ def _check_end(loaded: Any, folder: Path, findings: Findings) -> None:
         )
 
 
-def _write_question(loaded: Any, folder: Path, part: str | None, findings: Findings) -> None:
+def _check_template(loaded: Any, folder: Path, part: str | None, findings: Findings) -> None:
     """Render a question with the chat template, as text or as a list of parts with an image or audio (`part`) first.
 
     It is enough if one of the two forms works, because templates differ in the form that they accept.
@@ -168,12 +168,12 @@ def _write_question(loaded: Any, folder: Path, part: str | None, findings: Findi
     findings.fail("template", "chat template", problem=problem)
 
 
-def check_sums(folder: Path, quick: bool, findings: Findings) -> None:
+def check_checksums(folder: Path, quick: bool, findings: Findings) -> None:
     """Compare files with the SHA-256 that an export recorded for them; `quick` skips shards."""
     if not (folder / MARKER).is_file():
         return
     sums: dict[str, str] = {}
-    with findings.failing(MARKER, "export-note"):
+    with findings.collect_errors(MARKER, "export-note"):
         note = read_note(folder)
         sums = note["sha256"]
         if is_changed(note):

@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.stock_model import StockModel
-from octavo.checkpoint.verify.findings import Compared, Findings
-from octavo.checkpoint.verify.headers import PIECE, Held
+from octavo.checkpoint.verify.findings import Findings, TensorComparison
+from octavo.checkpoint.verify.headers import PIECE, FileTensor
 from octavo.checkpoint.verify.scales import Pair
-from octavo.checkpoint.verify.values import Progress, experts, scales_fp32
+from octavo.checkpoint.verify.values import Progress, scales_fp32, split_experts
 from octavo.fp8.arithmetic import decode
 
 NORMAL, SUBNORMAL, BF16 = 2.0**-4, 2.0**-10, 2.0**-8
 _HIGH = {"BF16": BF16, "F16": 2.0**-11}
-_FINE = 2.0**-20
+_F32_BOUND = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,27 @@ class Source:
     """One matrix of a folder: its bytes, its scales, and its part of a stack.
 
     block   (rows, columns) that share a scale, -1 for the whole side
-    turned  whether it is stored as [K, N] (experts of some families)
+    transposed  whether it is stored as [K, N] (experts of some families)
     part    its rows of the stored matrix; None: all
     """
 
-    held: Held
+    held: FileTensor
     scale: Tensor | None = None
     block: tuple[int, int] = (-1, -1)
-    turned: bool = False
+    transposed: bool = False
     part: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.held.matrix
-        if self.turned:
+        if self.transposed:
             rows, columns = columns, rows
         return (self.part[1] - self.part[0], columns) if self.part else (rows, columns)
 
     def window(self, first: int, last: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows first to last in fp32, and the scale of each element (None without scales)."""
         base = self.part[0] if self.part else 0
-        if self.turned:
+        if self.transposed:
             whole = self.held.window(0, self.held.matrix[0])
             return whole.float().T[base + first : base + last].contiguous(), None
         raw = self.held.window(base + first, base + last)
@@ -81,7 +81,7 @@ class Source:
         return scale[rows][:, cols]
 
 
-def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: StockModel) -> dict[str, Source]:
+def collect_sources(known: Mapping[str, FileTensor], pairs: Iterable[Pair], stock: StockModel) -> dict[str, Source]:
     """Return every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
     out: dict[str, Source] = {}
     paired = {pair.weight.name: pair for pair in pairs}
@@ -91,7 +91,7 @@ def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: StockModel)
         singles = stock.stacked.get(name)
         pair = paired.get(held.name)
         if singles and pair is None and len(held.shape) == 3:
-            out.update(_unstacked(name, held, singles, stock))
+            out.update(_unstack_experts(name, held, singles, stock))
         elif len(held.shape) < 3 or pair is None:
             scale = None if pair is None else scales_fp32(pair.scale)
             if pair is not None and scale is not None:
@@ -102,19 +102,21 @@ def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: StockModel)
     return out
 
 
-def _unstacked(name: str, held: Held, singles: tuple[str, ...], stock: StockModel) -> Iterator[tuple[str, Source]]:
+def _unstack_experts(
+    name: str, held: FileTensor, singles: tuple[str, ...], stock: StockModel
+) -> Iterator[tuple[str, Source]]:
     wanted = tuple(stock.state[stock.to_module(name)].shape)
-    turned = held.shape != wanted
+    transposed = held.shape != wanted
     each = len(singles) // wanted[0]
     rows = wanted[1] // each
-    for i, matrix in enumerate(experts(held)):
+    for i, matrix in enumerate(split_experts(held)):
         for j in range(each):
-            yield singles[i * each + j], Source(matrix, turned=turned, part=(j * rows, (j + 1) * rows))
+            yield singles[i * each + j], Source(matrix, transposed=transposed, part=(j * rows, (j + 1) * rows))
 
 
 def compare(
     here: Mapping[str, Source], reference: Mapping[str, Source], findings: Findings, progress: Progress | None = None
-) -> list[Compared]:
+) -> list[TensorComparison]:
     """Compare the tensors that both have, worst first; adds findings for names, shapes and errors."""
     for name in here.keys() - reference.keys():
         findings.fail("against-names/extra", here[name].held.file, name)
@@ -135,8 +137,8 @@ def compare(
 
 
 def compare_unplaced(
-    here: Mapping[str, Held], reference: Mapping[str, Held], stock: StockModel, findings: Findings
-) -> list[Compared]:
+    here: Mapping[str, FileTensor], reference: Mapping[str, FileTensor], stock: StockModel, findings: Findings
+) -> list[TensorComparison]:
     """Compare, by their names on disk, tensors that the model has no place for (layers for multi-token prediction,
     heads, adapters), and report those that only one folder has.
 
@@ -150,24 +152,24 @@ def compare_unplaced(
     for case, names in (("missing", lost), ("extra", [name for name in here if name not in reference])):
         dropped = [name for name in names if stock.is_ignored(name)]
         if dropped:
-            listed = ", ".join(dropped[:_LISTED]) + (", ..." if len(dropped) > _LISTED else "")
+            listed = ", ".join(dropped[:_MAX_LISTED]) + (", ..." if len(dropped) > _MAX_LISTED else "")
             findings.warn(f"against-dropped/{case}", tensor=dropped[0], names=listed, count=len(dropped))
     out = []
     for name in (name for name in here if name in reference):
         a, b = here[name], reference[name]
         if a.shape != b.shape:
             findings.fail("against-shape", a.file, name, shape=list(a.shape), other=list(b.shape))
-        elif {a.dtype, b.dtype} <= _VALUES:
+        elif {a.dtype, b.dtype} <= _VALUE_DTYPES:
             out.append(_compare_one(name, Source(a), Source(b), findings))
     return out
 
 
-_LISTED = 4  # names in one sentence
-_VALUES = {"F64", "F32", "F16", "BF16"}
+_MAX_LISTED = 4  # names in one sentence
+_VALUE_DTYPES = {"F64", "F32", "F16", "BF16"}
 _ORDER = {"bad": 0, "suspicious": 1, "ok": 2}
 
 
-def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> Compared:
+def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> TensorComparison:
     codes = ""
     # Codes are compared only in the same blocks: in other blocks they differ by design.
     if a.scale is not None and b.scale is not None and a.block == b.block:
@@ -176,7 +178,7 @@ def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> Compare
             for (_, x), (_, y) in zip(a.held.rows(), b.held.rows(), strict=True)
         )
         codes = "identical" if same else "differ"
-    error, ratio, bound = _error(a, b, a.scale)
+    error, ratio, bound = _measure_error(a, b, a.scale)
     status = "ok" if ratio <= 1 else "suspicious" if ratio <= 2 else "bad"
     cause = _find_cause(a, b) if status == "bad" and a.scale is not None else ""
     sqnr = math.inf if error == 0 else -math.inf if error is None else -20 * math.log10(error)
@@ -194,10 +196,10 @@ def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> Compare
             findings.fail("against-values", file, name, much=much, bound=bound, worst=worst)
     elif status == "suspicious":
         findings.warn("error/suspicious", file, name, ratio=ratio, bound=bound)
-    return Compared(name, file, error, sqnr, bound, status, codes, cause)
+    return TensorComparison(name, file, error, sqnr, bound, status, codes, cause)
 
 
-def _error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, float, float]:
+def _measure_error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, float, float]:
     """Return (relative error, largest ratio of a row's error to its bound, relative bound), with `scale` instead of the
     scales of `a`. The error is None if it is not a number, or the reference is zero and `a` is not."""
     rows, columns = a.shape
@@ -205,8 +207,8 @@ def _error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, fl
     noise = power = allowed = 0.0
     worst = 0.0
     relative = _relative_bound(a, b)
-    for first in range(0, rows, rows if a.turned or b.turned else step):
-        last = rows if a.turned or b.turned else min(first + step, rows)
+    for first in range(0, rows, rows if a.transposed or b.transposed else step):
+        last = rows if a.transposed or b.transposed else min(first + step, rows)
         x, s = a.window(first, last, scale)
         y, t = b.window(first, last, b.scale)
         difference = (x.double() - y.double()).square().sum(1)
@@ -234,7 +236,7 @@ def _relative_bound(a: Source, b: Source) -> float:
         return 2 * (NORMAL + BF16)
     if a.scale is not None:
         return NORMAL + BF16
-    high = max(_HIGH.get(a.held.dtype, _FINE), _HIGH.get(b.held.dtype, _FINE))
+    high = max(_HIGH.get(a.held.dtype, _F32_BOUND), _HIGH.get(b.held.dtype, _F32_BOUND))
     return max(high, BF16) if codes else high
 
 
@@ -249,6 +251,6 @@ def _find_cause(a: Source, b: Source) -> str:
     if a.scale.shape[0] == a.scale.shape[1] and a.scale.shape[0] > 1:
         tries.insert(0, ("its grid of scales is transposed", a.scale.T.contiguous()))
     for words, scale in tries:
-        if _error(a, b, scale)[1] <= 1:
+        if _measure_error(a, b, scale)[1] <= 1:
             return words
     return ""

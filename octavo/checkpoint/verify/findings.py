@@ -1,4 +1,5 @@
-"""The results of a verification: findings, verdicts of loaders, errors against a reference, and `Verified` with all.
+"""The results of a verification: findings, verdicts of loaders, errors against a reference, and `VerifyResult` with
+all.
 
 A finding is one sentence that names the file and the tensor and ends with the fix. ``fail`` means that something is
 wrong; ``warn`` that the folder loads, with a consequence that the user should know.
@@ -53,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TensorComparison:
     """The comparison of a tensor with the reference.
 
     error   |value - reference| / |reference| over the whole tensor; None if only the reference is all zero
@@ -75,7 +76,7 @@ class Compared:
 
 
 class Located(Protocol):
-    """A tensor in a file (`headers.Held`)."""
+    """A tensor in a file (`headers.FileTensor`)."""
 
     @property
     def file(self) -> str: ...
@@ -115,7 +116,7 @@ class Findings:
         self.items.append(Finding(status, kind.partition("/")[0], file, tensor, printable(text)))
 
     @contextmanager
-    def failing(self, file: str, kind: str = "config") -> Iterator[None]:
+    def collect_errors(self, file: str, kind: str = "config") -> Iterator[None]:
         """Turn an error of a reader in the block into a failure about the file."""
         try:
             yield
@@ -131,7 +132,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """The outcome of `verify`.
 
     form      form of the weights, e.g. "plain BF16", "PEFT adapter, rank 8"
@@ -151,13 +152,13 @@ class Verified:
     scanned: bool
     findings: tuple[Finding, ...]
     verdicts: tuple[Verdict, ...]
-    compared: tuple[Compared, ...] = ()
+    compared: tuple[TensorComparison, ...] = ()
     against: Path | None = None
     unread: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether there are no failures; warnings are allowed."""
+        """True if there are no failures; warnings are allowed."""
         return not self.failures
 
     @property

@@ -28,7 +28,7 @@ PIECE = 1 << 25
 
 
 @dataclass(frozen=True)
-class Held:
+class FileTensor:
     """A tensor in a file.
 
     name   name on disk
@@ -98,8 +98,8 @@ class Headers:
     """All tensors of a folder's weight files by name; `doubles` lists tensors that a second file holds as well."""
 
     folder: Path
-    tensors: dict[str, Held] = field(default_factory=dict)
-    doubles: list[tuple[Held, Held]] = field(default_factory=list)
+    tensors: dict[str, FileTensor] = field(default_factory=dict)
+    doubles: list[tuple[FileTensor, FileTensor]] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
     @property
@@ -115,7 +115,7 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
     headers = Headers(folder)
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     placed: dict[str, str] | None = None
-    with findings.failing(index.name, "index"):
+    with findings.collect_errors(index.name, "index"):
         placed = weight_map(index) if os.path.lexists(index) else None
     _check_pickles(folder, findings, any(folder.glob("*.safetensors")))
     if os.path.lexists(single):
@@ -183,7 +183,7 @@ def _read_file(headers: Headers, path: Path, findings: Findings) -> None:
         return
     start = len(header.head)
     for entry in header.entries:
-        held = Held(entry.name, path, entry.dtype, entry.shape, start + entry.begin, entry.size)
+        held = FileTensor(entry.name, path, entry.dtype, entry.shape, start + entry.begin, entry.size)
         if held.name in headers.tensors:
             headers.doubles.append((headers.tensors[held.name], held))
         else:

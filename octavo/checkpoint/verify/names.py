@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.models.custom.mpt import MPTConfig, ignored_by_stock
 from octavo.models.custom.register import is_custom
 from octavo.models.folder.quantization import is_cache_scale
@@ -34,9 +34,9 @@ def scale_of(name: str) -> str | None:
     return f"{name.removesuffix('.input_scale')}.weight" if name.endswith(".input_scale") else None
 
 
-def check_names(headers: Headers, stock: StockModel, findings: Findings) -> dict[str, Held]:
+def check_names(headers: Headers, stock: StockModel, findings: Findings) -> dict[str, FileTensor]:
     """Return the tensors by the stock model's names on disk, without scales, and report differences."""
-    known: dict[str, Held] = {}
+    known: dict[str, FileTensor] = {}
     present = headers.tensors
     for name, held in present.items():
         if scale_of(name) is not None and name not in stock.shapes:
@@ -65,20 +65,20 @@ def check_names(headers: Headers, stock: StockModel, findings: Findings) -> dict
     return known
 
 
-def _check_stacked_twice(known: Mapping[str, Held], stock: StockModel, findings: Findings) -> None:
+def _check_stacked_twice(known: Mapping[str, FileTensor], stock: StockModel, findings: Findings) -> None:
     for name, singles in stock.stacked.items():
         double = [single for single in singles if single in known]
         if name in known and double:
             findings.fail("duplicate/stacked", known[name].file, name, other=known[double[0]], single=double[0])
 
 
-def _check_shape(name: str, held: Held, stock: StockModel, findings: Findings) -> None:
+def _check_shape(name: str, held: FileTensor, stock: StockModel, findings: Findings) -> None:
     if name in stock.tied_on_disk:
         wanted = stock.shapes[stock.tied_on_disk[name]]
     else:
         wanted = stock.shapes.get(name) or (stock.linears[name].shape if name in stock.linears else ())
-    turned = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
-    if held.shape != tuple(wanted) and not turned:
+    transposed = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
+    if held.shape != tuple(wanted) and not transposed:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
         findings.fail("shape", held, wanted=list(wanted), hint=hint)
 
@@ -122,7 +122,9 @@ def _config_dtype(raw: Mapping[str, Any], headers: Headers, findings: Findings) 
         findings.warn("config-dtype/other", "config.json", dtype=dtype, most=most)
 
 
-def check_ties(headers: Headers, known: Mapping[str, Held], stock: StockModel, quick: bool, findings: Findings) -> None:
+def check_ties(
+    headers: Headers, known: Mapping[str, FileTensor], stock: StockModel, quick: bool, findings: Findings
+) -> None:
     """Report tied weights that are on disk twice: a warning if they have the same bytes, else a failure."""
     for second, first in stock.tied_on_disk.items():
         two, one = known.get(second), known.get(first)

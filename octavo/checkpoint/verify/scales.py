@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from octavo.base.model_families import trains_on
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.checkpoint.verify.names import scale_of
 from octavo.models import describe
 from octavo.models.folder.quantization import Quantization
@@ -25,8 +25,8 @@ _SCALE_DTYPES = ("F32", "BF16")
 class Pair:
     """FP8 codes and their scales. block: (rows, columns) that share a scale, -1 for the whole side."""
 
-    weight: Held
-    scale: Held
+    weight: FileTensor
+    scale: FileTensor
     block: tuple[int, int]
 
     @property
@@ -52,7 +52,7 @@ def pair_weights_and_scales(headers: Headers, q: Quantization | None, findings: 
     return pairs
 
 
-def _scales_of(held: Held, headers: Headers, q: Quantization | None, findings: Findings) -> Held | None:
+def _scales_of(held: FileTensor, headers: Headers, q: Quantization | None, findings: Findings) -> FileTensor | None:
     by_suffix = {suffix: headers.tensors.get(held.name + suffix) for suffix in _OTHER}
     if q is None:
         return by_suffix["_scale_inv"] or by_suffix["_scale"]
@@ -71,7 +71,9 @@ def _scales_of(held: Held, headers: Headers, q: Quantization | None, findings: F
     return scale
 
 
-def _find_block(held: Held, scale: Held, q: Quantization | None, findings: Findings) -> tuple[int, int] | None:
+def _find_block(
+    held: FileTensor, scale: FileTensor, q: Quantization | None, findings: Findings
+) -> tuple[int, int] | None:
     """Return the block of the config if the scales fit it, else one that fits the scales; None if none does."""
     _check_scale_dtype(scale, q, findings)
     if len(held.shape) < 2:
@@ -117,7 +119,7 @@ def _guess_block(n: int, k: int, shape: Sequence[int]) -> tuple[int, int] | None
     return (-1, -1) if tuple(shape) == (1, 1) else None
 
 
-def _check_scale_dtype(scale: Held, q: Quantization | None, findings: Findings) -> None:
+def _check_scale_dtype(scale: FileTensor, q: Quantization | None, findings: Findings) -> None:
     powers = q is not None and q.scale_format == "ue8m0"
     if scale.dtype in _SCALE_DTYPES or (scale.dtype == "F8_E8M0" and powers):
         return
@@ -143,7 +145,7 @@ def _check_dangling(headers: Headers, q: Quantization | None, findings: Findings
             findings.fail(f"scale-dangling{case}", held, weight=weight, scaled=scaled)
 
 
-def check_fp8_places(known: Mapping[str, Held], stock: StockModel, findings: Findings) -> None:
+def check_fp8_places(known: Mapping[str, FileTensor], stock: StockModel, findings: Findings) -> None:
     """Report FP8 where no loader dequantizes (embeddings, norms, routers), and in lm_head, which servers do not
     quantize."""
     for name, held in known.items():
@@ -163,7 +165,7 @@ def check_fp8_places(known: Mapping[str, Held], stock: StockModel, findings: Fin
         findings.fail(kind, held, single=next(iter(stock.stacked.get(name, ())), ""))
 
 
-def check_audio_fp8(known: Mapping[str, Held], stock: StockModel, findings: Findings) -> None:
+def check_audio_fp8(known: Mapping[str, FileTensor], stock: StockModel, findings: Findings) -> None:
     """Warn about FP8 in audio components, which servers run with transformers' modules in high precision; each once."""
     if not trains_on(stock.model.config.model_type, "sound"):
         return
@@ -175,7 +177,9 @@ def check_audio_fp8(known: Mapping[str, Held], stock: StockModel, findings: Find
             findings.warn("of-sound", held, component=component)
 
 
-def check_blocks(known: Mapping[str, Held], stock: StockModel, q: Quantization | None, findings: Findings) -> None:
+def check_blocks(
+    known: Mapping[str, FileTensor], stock: StockModel, q: Quantization | None, findings: Findings
+) -> None:
     """Report shapes that servers' block kernels refuse, and fused matrices whose parts are not all FP8 or all not."""
     for group in stock.fused_groups:
         _check_one_kind(group, known, findings)
@@ -196,7 +200,7 @@ def check_blocks(known: Mapping[str, Held], stock: StockModel, q: Quantization |
             findings.warn("block-ragged", held, n=n, r=r, rows=n // -(-n // r))
 
 
-def _check_one_kind(group: tuple[Linear, ...], known: Mapping[str, Held], findings: Findings) -> None:
+def _check_one_kind(group: tuple[Linear, ...], known: Mapping[str, FileTensor], findings: Findings) -> None:
     held = [known.get(f"{layer.disk}.weight") for layer in group]
     weights = [h for h in held if h is not None]
     codes = [h for h in weights if h.fp8]

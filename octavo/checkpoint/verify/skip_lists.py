@@ -2,9 +2,9 @@
 
 `modules_to_not_convert` (method fp8) and `ignore` (compressed-tensors) are read in different ways, which are in
 `octavo.models.folder.quantization`; SGLang's is below. A name may be the module's in the model or the one on disk,
-since loaders map one to the other. Sources: transformers 5.23 `should_convert_module`; vLLM `is_layer_skipped` (exact
-names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request 23467 (whole parts between
-dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
+since loaders map one to the other. Sources: transformers 5.23 `should_convert_module`; vLLM `is_layer_skipped`
+(exact names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request 23467 (whole
+parts between dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import LOADERS, Findings
-from octavo.checkpoint.verify.headers import Held
+from octavo.checkpoint.verify.headers import FileTensor
 from octavo.models.folder.quantization import (
     Quantization,
     matches_exactly,
@@ -25,28 +25,37 @@ from octavo.models.folder.quantization import (
 _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
 
-def forms(layer: Linear) -> tuple[str, ...]:
+def layer_names(layer: Linear) -> tuple[str, ...]:
     """Return the names that a server may use for a layer: in the model, on disk, and for towers without `model.`."""
     both = dict.fromkeys((layer.disk if layer.expert else layer.module, layer.disk))
     bare = [name.removeprefix("model.") for name in both]
     return (*both, *(name for name in bare if name.startswith(_TOWERS) and name not in both))
 
 
-def skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ...]) -> bool:
-    """Whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for transformers."""
+def is_skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ...]) -> bool:
+    """Return whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for
+    transformers."""
     if q.method == "compressed-tensors":
-        names = forms(layer) if loader != "transformers" else (layer.disk if layer.expert else layer.module, layer.disk)
+        names = (
+            layer_names(layer)
+            if loader != "transformers"
+            else (layer.disk if layer.expert else layer.module, layer.disk)
+        )
         chosen = any(matches_target(name, q.targets, layer.types) for name in names)
         return not chosen or any(matches_target(name, q.skipped, layer.types) for name in names)
     if loader == "transformers":
         return matches_pattern(layer.module, moved)
-    names = (*forms(layer), layer.disk.rpartition(".experts.")[0] + ".experts") if layer.expert else forms(layer)
+    names = (
+        (*layer_names(layer), layer.disk.rpartition(".experts.")[0] + ".experts")
+        if layer.expert
+        else layer_names(layer)
+    )
     rule = matches_exactly if loader == "vLLM" else matches_parts
     return any(rule(name, q.skipped) for name in names)
 
 
 def check_skips(
-    known: Mapping[str, Held], stock: StockModel, q: Quantization, listed: bool, findings: Findings
+    known: Mapping[str, FileTensor], stock: StockModel, q: Quantization, listed: bool, findings: Findings
 ) -> None:
     """Check each layer by each loader's rule, and report entries of the list that match nothing.
 
@@ -63,7 +72,7 @@ def check_skips(
             continue  # missing, which `check_names` reports; only the head can be tied
         if layer.disk == head and q.method == "fp8" and not listed:
             continue  # transformers keeps the head by itself where no list is given; servers always do
-        wrong = [loader for loader in LOADERS if skipped_by(loader, layer, q, moved) == codes]
+        wrong = [loader for loader in LOADERS if is_skipped_by(loader, layer, q, moved) == codes]
         if layer.disk == head and not codes:  # servers never quantize it, listed or not
             wrong = [loader for loader in wrong if loader == "transformers"]
         if not wrong or layer.disk in done:
@@ -72,13 +81,13 @@ def check_skips(
         file = held.file if held is not None else "config.json"
         about = {"who": _join_names(wrong), "s": "s" * (len(wrong) == 1), "key": key}
         if codes:
-            findings.fail("skip-covers-fp8", file, name, **about, culprit=_culprit(layer, q))
+            findings.fail("skip-covers-fp8", file, name, **about, culprit=_matching_entry(layer, q))
         else:
             findings.fail("skip-missing", file, name, **about, dtype=held.dtype if held else "tied", layer=layer)
     _check_entries(stock, q, key, findings)
 
 
-def _layers(known: Mapping[str, Held], stock: StockModel) -> Iterable[tuple[str, Linear]]:
+def _layers(known: Mapping[str, FileTensor], stock: StockModel) -> Iterable[tuple[str, Linear]]:
     """Yield the layers of the model: experts one by one if they are stored so, else the stack as one layer."""
     single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
     for name, layer in stock.linears.items():
@@ -93,11 +102,11 @@ def _layers(known: Mapping[str, Held], stock: StockModel) -> Iterable[tuple[str,
             yield name, Linear(experts, module, (0, 0), (type(stock.model.get_submodule(module)).__name__,))
 
 
-def _culprit(layer: Linear, q: Quantization) -> str:
+def _matching_entry(layer: Linear, q: Quantization) -> str:
     """Return the first entry of the skip list that matches a layer, in brackets; "" if none does."""
     for entry in q.skipped:
         rules = (matches_exactly, matches_parts, matches_pattern) if q.method == "fp8" else (matches_target,)
-        if any(rule(name, (entry,)) for rule in rules for name in forms(layer)):
+        if any(rule(name, (entry,)) for rule in rules for name in layer_names(layer)):
             return f" ({entry!r})"
     return ""
 

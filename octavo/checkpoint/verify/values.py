@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.scales import Pair
 from octavo.fp8.arithmetic import E4M3, NAN_CODE, decode
@@ -42,7 +42,7 @@ _MANY = 16  # distinct magnitudes below which a weight may lie on the grid by co
 
 
 @dataclass(frozen=True)
-class _Scanned:
+class _ScaleStats:
     """Medians over the non-zero blocks of an FP8 weight.
 
     code     largest code; peak: the same times the scale
@@ -59,7 +59,7 @@ class _Scanned:
 
 
 def scan(
-    known: Mapping[str, Held],
+    known: Mapping[str, FileTensor],
     pairs: Sequence[Pair],
     stock: StockModel | None,
     findings: Findings,
@@ -69,7 +69,7 @@ def scan(
     total = sum(held.size for held in known.values())
     done = 0
     by_name = {pair.weight.name: pair for pair in pairs}
-    scanned: list[_Scanned] = []
+    scanned: list[_ScaleStats] = []
     for name, held in known.items():
         if progress is not None:
             progress(done, total, held.name)
@@ -86,7 +86,7 @@ def scan(
         _check_shared_scales(by_name, known, stock, findings)
 
 
-def scales_fp32(scale: Held) -> Tensor:
+def scales_fp32(scale: FileTensor) -> Tensor:
     """Read the scales of a weight in fp32; uint8 scales are E8M0 exponents."""
     raw = scale.read()
     return (raw.view(torch.float8_e8m0fnu) if raw.dtype is torch.uint8 else raw).float()
@@ -107,18 +107,20 @@ def scan_inputs(headers: Headers, findings: Findings) -> None:
             )
 
 
-def experts(held: Held) -> list[Held]:
+def split_experts(held: FileTensor) -> list[FileTensor]:
     """Return the matrices of a weight: itself, or each expert of a stack."""
     if len(held.shape) < 3:
         return [held]
     count, size = held.shape[0], held.size // max(1, held.shape[0])
-    return [Held(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size) for i in range(count)]
+    return [
+        FileTensor(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size) for i in range(count)
+    ]
 
 
-def _scan_codes(held: Held, pair: Pair | None, findings: Findings) -> _Scanned | None:
+def _scan_codes(held: FileTensor, pair: Pair | None, findings: Findings) -> _ScaleStats | None:
     peaks, nans = [], 0
     block = (1, -1) if pair is None else pair.block
-    for matrix in experts(held):
+    for matrix in split_experts(held):
         step = block[0] if block[0] > 0 else 1
         rows = []
         for _, piece in matrix.rows(step):
@@ -149,7 +151,7 @@ def _scan_codes(held: Held, pair: Pair | None, findings: Findings) -> _Scanned |
     value = decode(codes[alive].view(E4M3.dtype))
     s = scale[alive]
     code, peak, inverse, root = (float(x.median()) for x in (value, value * s, value / s, value * s.sqrt()))
-    return _Scanned(pair, code, peak, inverse, root, bool((s == 1).all()))
+    return _ScaleStats(pair, code, peak, inverse, root, bool((s == 1).all()))
 
 
 def _amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
@@ -182,7 +184,7 @@ def _check_scale_values(pair: Pair, scale: Tensor, codes: Tensor, findings: Find
     return wrong
 
 
-def _scan_values(held: Held, linear: bool, findings: Findings) -> None:
+def _scan_values(held: FileTensor, linear: bool, findings: Findings) -> None:
     bad, peak, on_grid, distinct = 0, 0.0, linear and held.dtype != "F64", 0
     for _, piece in held.rows():
         finite = piece.isfinite()
@@ -208,7 +210,7 @@ def _scan_values(held: Held, linear: bool, findings: Findings) -> None:
         findings.warn("cast-through-fp8", held, peak=peak)
 
 
-def _judge_peaks(scanned: Sequence[_Scanned], findings: Findings) -> None:
+def _judge_peaks(scanned: Sequence[_ScaleStats], findings: Findings) -> None:
     peaks = sorted(s.peak for s in scanned)
     for seen in scanned:
         weight, scale = seen.pair.weight, seen.pair.scale
@@ -229,7 +231,7 @@ def _judge_peaks(scanned: Sequence[_Scanned], findings: Findings) -> None:
 
 
 def _check_shared_scales(
-    pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: StockModel, findings: Findings
+    pairs: Mapping[str, Pair], known: Mapping[str, FileTensor], stock: StockModel, findings: Findings
 ) -> None:
     """Warn about per-tensor scales that layers of a fused GEMM do not share: servers quantize them again."""
     for group in stock.fused_groups:
@@ -244,6 +246,6 @@ def _check_shared_scales(
             findings.warn("scale-unshared", mine[0].scale, names=names)
 
 
-def weights_by_name(headers: Mapping[str, Held]) -> dict[str, Held]:
+def weights_by_name(headers: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Return all weights by their own names, for a scan without a model."""
     return {name: held for name, held in headers.items() if scale_of(name) is None}

@@ -31,10 +31,10 @@ from octavo.checkpoint.verify.adapter import (
     is_adapter,
 )
 from octavo.checkpoint.verify.cache_scales import check_cache
-from octavo.checkpoint.verify.companions import check_companions, check_files, check_sums, read_all
-from octavo.checkpoint.verify.compare_source import compare, compare_unplaced, sources
-from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
-from octavo.checkpoint.verify.headers import Headers, Held, read_folder
+from octavo.checkpoint.verify.companions import check_checksums, check_companion_files, check_companions, check_files
+from octavo.checkpoint.verify.compare_source import collect_sources, compare, compare_unplaced
+from octavo.checkpoint.verify.findings import FAIL, Findings, TensorComparison, VerifyResult
+from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import (
@@ -54,7 +54,7 @@ from octavo.models.structure.skeleton import stock_config
 
 def verify(
     directory: str | Path, against: str | Path | None = None, quick: bool = False, progress: Progress | None = None
-) -> Verified:
+) -> VerifyResult:
     """Check a Hugging Face folder, plain or FP8, or a PEFT adapter folder.
 
     Args:
@@ -73,7 +73,7 @@ def verify(
         if place is not None:
             require_one_folder(place, "octavo verify")
     if is_adapter(folder):
-        return _adapter(folder, other, quick, progress)
+        return _verify_adapter(folder, other, quick, progress)
     if quick and other is not None:
         raise CheckpointError("quick reads no values, and a comparison with a reference needs them; leave one out.")
     findings = Findings()
@@ -89,27 +89,27 @@ def verify(
         known = weights_by_name(inspected.headers.tensors) if inspected.stock is None else inspected.known
         scan(known, inspected.pairs, inspected.stock, findings, progress)
         scan_inputs(inspected.headers, findings)
-    compared = [] if other is None else _compare(inspected, other, findings, progress)
+    compared = [] if other is None else _compare_with_reference(inspected, other, findings, progress)
     if inspected.stock is not None:
         check_ties(inspected.headers, inspected.known, inspected.stock, quick, findings)
-    check_sums(folder, quick, findings)
+    check_checksums(folder, quick, findings)
     unread = check_files(folder, findings)
     headers, ordered = inspected.headers, findings.ordered()
-    return Verified(
-        folder, _form(inspected), len(headers.tensors), headers.size, inspected.fp8, not quick, ordered,
+    return VerifyResult(
+        folder, _describe_form(inspected), len(headers.tensors), headers.size, inspected.fp8, not quick, ordered,
         verdicts(ordered, inspected.q), tuple(compared), other, unread,
     )  # fmt: skip
 
 
 @dataclass
-class _Inspected:
+class _Inspection:
     """The contents of the headers and config.json of one folder."""
 
     raw: Mapping[str, Any]
     headers: Headers
     q: Quantization | None = None
     stock: StockModel | None = None
-    known: dict[str, Held] = field(default_factory=dict)
+    known: dict[str, FileTensor] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     cache: str = ""
 
@@ -118,19 +118,19 @@ class _Inspected:
         return sum(held.fp8 and scale_of(name) is None for name, held in self.headers.tensors.items())
 
 
-def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, quick: bool = True) -> _Inspected:
+def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, quick: bool = True) -> _Inspection:
     """Run all checks that need no values. Only the scales of a KV cache are read, unless `quick`.
 
     stock   the model, if it is already known
     """
     raw: Mapping[str, Any] = {}
-    with findings.failing("config.json"):
+    with findings.collect_errors("config.json"):
         raw = read_json(folder / "config.json")
         if not raw:
             findings.fail("config/empty", "config.json")
-    with findings.failing("generation_config.json"):
+    with findings.collect_errors("generation_config.json"):
         check_generation_config(folder)
-    inspected = _Inspected(raw, read_folder(folder, findings))
+    inspected = _Inspection(raw, read_folder(folder, findings))
     headers = inspected.headers
     block = quantization_block(raw)
     unread = False
@@ -138,7 +138,7 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
         try:
             inspected.q = parse(block, "config.json")
         except ModelError as error:
-            inspected.q = _autofp8(block, headers, findings)
+            inspected.q = _parse_autofp8(block, headers, findings)
             unread = inspected.q is None
             bare = (
                 isinstance(block, Mapping) and block.get("quant_method") == "fp8" and not block.get("weight_block_size")
@@ -146,7 +146,7 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
             if unread:
                 findings.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
-        with findings.failing("config.json"):
+        with findings.collect_errors("config.json"):
             stock = StockModel(empty(stock_config(folder)))
     inspected.stock = stock
     if raw:
@@ -154,29 +154,29 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
     if stock is not None:
         check_fields(stock.model, findings)
     inspected.cache = check_cache(headers, block if isinstance(block, Mapping) else None, quick, findings)
-    whole = not any(f.kind in _CUT for f in findings)
+    whole = not any(f.kind in _FILE_FINDINGS for f in findings)
     seen = Findings()
     inspected.pairs = pair_weights_and_scales(headers, None if unread else inspected.q, seen)
     if stock is not None and headers.tensors:
         inspected.known = check_names(headers, stock, seen)
     # The contents of a damaged file are not reported as missing as well.
-    findings.items += [f for f in seen if whole or f.kind not in _LOST]
+    findings.items += [f for f in seen if whole or f.kind not in _FOLLOW_UP_FINDINGS]
     if stock is not None and headers.tensors:
         check_fp8_places(inspected.known, stock, findings)
         check_audio_fp8(inspected.known, stock, findings)
         if inspected.q is not None and inspected.fp8:
-            check_skips(inspected.known, stock, inspected.q, _listed(block), findings)
+            check_skips(inspected.known, stock, inspected.q, _has_skip_list(block), findings)
         check_blocks(inspected.known, stock, inspected.q, findings)
-        _separate_experts(inspected, findings)
+        _warn_separate_experts(inspected, findings)
     return inspected
 
 
-def _autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> Quantization | None:
+def _parse_autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> Quantization | None:
     """Return the quantization of AutoFP8's layout, which Octavo can judge but not load; None for other layouts."""
     codes = [name for name, held in headers.tensors.items() if held.fp8]
     if not any(f"{name}_scale" in headers.tensors for name in codes):
         return None  # transformers writes the same block over scales of another name
-    with findings.failing("config.json", "quantization"):
+    with findings.collect_errors("config.json", "quantization"):
         quantization = parse_autofp8(block, "config.json")
         if quantization is not None:
             findings.warn("autofp8", "config.json", q=quantization)
@@ -184,16 +184,16 @@ def _autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> 
     return None
 
 
-def _listed(block: Mapping[str, Any] | None) -> bool:
+def _has_skip_list(block: Mapping[str, Any] | None) -> bool:
     return any((block or {}).get(key) is not None for key in ("modules_to_not_convert", "ignored_layers", "ignore"))
 
 
 #: findings about files after which missing tensors are not reported
-_CUT = ("truncated", "header", "missing-shard", "pickle", "only-pickles", "no-weights", "index")
-_LOST = ("missing", "scale-missing", "scale-dangling", "scale-name")
+_FILE_FINDINGS = ("truncated", "header", "missing-shard", "pickle", "only-pickles", "no-weights", "index")
+_FOLLOW_UP_FINDINGS = ("missing", "scale-missing", "scale-dangling", "scale-name")
 
 
-def _separate_experts(inspected: _Inspected, findings: Findings) -> None:
+def _warn_separate_experts(inspected: _Inspection, findings: Findings) -> None:
     """Warn about experts stored one by one if transformers reads this family's experts only stacked."""
     assert inspected.stock is not None
     for name, singles in inspected.stock.stacked.items():
@@ -203,33 +203,39 @@ def _separate_experts(inspected: _Inspected, findings: Findings) -> None:
             return
 
 
-def _compare(inspected: _Inspected, other: Path, findings: Findings, progress: Progress | None) -> list[Compared]:
+def _compare_with_reference(
+    inspected: _Inspection, other: Path, findings: Findings, progress: Progress | None
+) -> list[TensorComparison]:
     if inspected.stock is None:
         raise CheckpointError(
             f"{inspected.headers.folder} cannot be compared: its config.json describes no model; leave out --against."
         )
     aside = Findings()
     reference = _inspect(other, aside, inspected.stock)
-    broken = [f for f in aside if f.status == FAIL and f.kind in (*_CUT, "config", "quantization", "quantization-lost")]
+    broken = [
+        f
+        for f in aside
+        if f.status == FAIL and f.kind in (*_FILE_FINDINGS, "config", "quantization", "quantization-lost")
+    ]
     if broken:
         raise CheckpointError(f"the reference {other} cannot be used: {broken[0].text}")
     compared_sources, reference_sources = (
-        sources(one.known, one.pairs, inspected.stock) for one in (inspected, reference)
+        collect_sources(one.known, one.pairs, inspected.stock) for one in (inspected, reference)
     )
     compared = compare(compared_sources, reference_sources, findings, progress)
-    extra = compare_unplaced(_unplaced(inspected), _unplaced(reference), inspected.stock, findings)
+    extra = compare_unplaced(_unplaced_tensors(inspected), _unplaced_tensors(reference), inspected.stock, findings)
     _check_untied(inspected, reference, findings)
     return [*compared, *extra]
 
 
-def _unplaced(inspected: _Inspected) -> dict[str, Held]:
+def _unplaced_tensors(inspected: _Inspection) -> dict[str, FileTensor]:
     """Return the tensors that the model has no place for, without scales."""
     placed = {held.name for held in inspected.known.values()}
     tensors = inspected.headers.tensors.items()
     return {name: held for name, held in tensors if name not in placed and scale_of(name) is None}
 
 
-def _check_untied(inspected: _Inspected, reference: _Inspected, findings: Findings) -> None:
+def _check_untied(inspected: _Inspection, reference: _Inspection, findings: Findings) -> None:
     """Report tensors of the reference that this folder leaves out because they are tied, but that differ there."""
     assert inspected.stock is not None
     aside = Findings()
@@ -240,11 +246,11 @@ def _check_untied(inspected: _Inspected, reference: _Inspected, findings: Findin
             findings.fail("against-names/untied", tensor=finding.tensor, reference=tensor)
 
 
-def _form(inspected: _Inspected) -> str:
-    return _weights_form(inspected) + (f", {inspected.cache}" if inspected.cache else "")
+def _describe_form(inspected: _Inspection) -> str:
+    return _describe_weights(inspected) + (f", {inspected.cache}" if inspected.cache else "")
 
 
-def _weights_form(inspected: _Inspected) -> str:
+def _describe_weights(inspected: _Inspection) -> str:
     if inspected.q is not None:
         return f"FP8, {inspected.q}"
     if inspected.fp8:
@@ -255,16 +261,16 @@ def _weights_form(inspected: _Inspected) -> str:
     return f"plain {sizes.most_common(1)[0][0]}" if sizes else "no weights"
 
 
-def _adapter(folder: Path, base: Path | None, quick: bool, progress: Progress | None) -> Verified:
+def _verify_adapter(folder: Path, base: Path | None, quick: bool, progress: Progress | None) -> VerifyResult:
     findings = Findings()
     headers, config = check_adapter(folder, base, findings)
-    read_all(folder, findings)
+    check_companion_files(folder, findings)
     if not quick:
         scan(headers.tensors, [], None, findings, progress)
         zero = {name: all(not bool(piece.any()) for _, piece in held.rows()) for name, held in headers.tensors.items()}
         check_factors(headers, zero, findings)
     unread = check_files(folder, findings)
-    return Verified(
+    return VerifyResult(
         folder, describe_adapter(config), len(headers.tensors), headers.size, 0, not quick, findings.ordered(),
         adapter_verdicts(findings, config), (), base, unread,
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""What must hold between keys of several sections."""
+"""Rules on combinations of keys of several sections."""

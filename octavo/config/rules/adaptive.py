@@ -13,7 +13,7 @@ ADAPT = "fp8.adapt"
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings on `fp8.adapt` and on the spans of `fp8.rules`."""
+    """Yield the findings on `fp8.adapt` and on the spans of `fp8.rules`."""
     fp8 = config.fp8
     yield from _spans(config)
     timed = [f"fp8.rules.{n}" for n, rule in enumerate(fp8.rules) if rule.first is not None or rule.last is not None]

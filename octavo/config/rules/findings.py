@@ -19,7 +19,7 @@ class Finding:
 
 
 def finding(key: str, reason: str, fix: str, *needs: str) -> Finding:
-    """A finding by keys as the user writes them, such as ``fp8.rules.0.match``."""
+    """Make a finding from keys as the user writes them, such as ``fp8.rules.0.match``."""
     return Finding(_path(key), reason, fix, tuple(_path(need) for need in needs))
 
 
@@ -28,7 +28,7 @@ def _path(key: str) -> Path:
 
 
 def glob_problem(pattern: str) -> str | None:
-    """Why ``pattern`` is not a glob over dotted module names; None if it is."""
+    """Return why ``pattern`` is not a glob over dotted module names, or None if it is."""
     if re.search(r"\s", pattern) or not pattern:
         return "module names have no spaces" if pattern else "it is empty"
     if "/" in pattern or "\\" in pattern:

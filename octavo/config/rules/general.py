@@ -23,7 +23,7 @@ FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 _NOT_ON_HUB = "has no effect on a local path"
 _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
-#: keys of `data`, and of a data set, that control how rows become numbers; sealed rows are numbers already
+#: keys of `data`, and of a data set, that control the encoding of rows; sealed rows are encoded already
 _ENCODING_KEYS = (
     *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),
     *("system", "template_args", "mask_empty_think", "mask_reasoning", "split_turns"),
@@ -32,8 +32,8 @@ _DATA_FILE_KEYS = ("revision", "split", "subset", "images", "stream", "fetch_gb"
 
 
 def check(config: Sections) -> list[Finding]:
-    """The findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys is
-    set."""
+    """Return the findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys
+    is set."""
     of_sections = (_model, _attention, _fp8, _data, _phase, _sealed, _train, _memory, _parallel, _run,
                    _corruption_checks)  # fmt: skip
     phase, frozen_codes = config.train.phase, config.model.load_in_fp8.kinds
@@ -123,7 +123,7 @@ def _fp8(config: Sections) -> Iterator[Finding]:
 
 
 def _plan(fp8: Fp8Section) -> Iterator[Finding]:
-    """A plan file decides everything; other settings would be ignored silently."""
+    """Yield findings on settings that a plan file overrides: ignoring them silently would mislead the user."""
     if fp8.plan is None:
         return
     ignored = "has no effect with fp8.plan, which decides for every layer"
@@ -291,7 +291,7 @@ def _memory(config: Sections) -> Iterator[Finding]:
         yield finding("train.offload_activations", reason, fix, "train.recompute")
     yield from _weight_codes(fp8)
 
-    # A component can set activations itself, so all of them are asked, not only the whole model.
+    # A component can set activations itself, so all components are checked, not only the whole model.
     fp8_kept = ["fp8.activations"] if fp8.activations == "fp8" else []
     parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
     fp8_kept += [f"fp8.{name}.activations" for name, part in parts if part and part.activations == "fp8"]
@@ -406,7 +406,7 @@ def _run(config: Sections) -> Iterator[Finding]:
 
 
 def _starting_point(config: Sections) -> Iterator[Finding]:
-    """A run has only one starting point."""
+    """Yield findings on starting points that exclude each other."""
     run, adapter = config.run, config.lora is not None and config.lora.adapter is not None
     conflicts = (
         ("run.resume", run.resume not in ("never", "auto"), "which continues a run with its full state"),

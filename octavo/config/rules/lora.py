@@ -13,7 +13,7 @@ from octavo.config.yaml.problems import describe_value, nearest
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings on `lora` and on `model.load_in_fp8`."""
+    """Yield the findings on `lora` and on `model.load_in_fp8`."""
     yield from _loaded(config)
     if config.lora is not None:
         yield from _targets(config)

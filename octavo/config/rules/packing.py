@@ -21,7 +21,7 @@ _KERNELS = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings of a configuration with `data.packing`."""
+    """Yield the findings of a configuration with `data.packing`."""
     data, train, kernel = config.data, config.train, config.model.attention.foundation
     if train.phase in BEYOND_SFT:
         fix = "remove it; rl.slots and train.micro_batch set how many rows are computed at once"

@@ -26,7 +26,7 @@ _OPTION_KINDS = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """The findings on phases rl and preference, and on their sections."""
+    """Yield the findings on phases rl and preference, and on their sections."""
     phase = config.train.phase
     if phase == "rl" and config.rl is None:
         yield finding("rl", "train.phase is rl, and there are no rewards", "add e.g. `rl: {rewards: [exact_match]}`")
@@ -113,7 +113,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.invariant and rl.stale:
         reason = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
         yield finding("rl.stale", reason, "use `stale: 0`, or remove invariant", "rl.invariant")
-    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
+    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].couples_rows:
         reason = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
         yield finding("fp8.recipe", reason, f"use {join_words(PER_TOKEN, 'or')}, or remove invariant", "rl.invariant")
     if rl.reference == "disk":
@@ -123,7 +123,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
 
 
 def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
-    """Whether the kind of reference fits the training."""
+    """Yield findings on a kind of reference that does not fit the training."""
     if kind == "base" and not lora:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding(where, "base is the model without its adapters, and there are no adapters", fix, "lora")

@@ -1,1 +1,1 @@
-"""The sections of the configuration as typed objects, one file a section."""
+"""The sections of the configuration as typed objects, one file per section."""

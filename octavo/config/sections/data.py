@@ -44,8 +44,7 @@ class Dataset(Section):
         default=None,
         gt=0,
         le=10**6,
-        description="For a data set at a URL: the most GB (10^9 bytes) of its files in data.cache at a time. Absent: "
-        "50.",
+        description="For a data set at a URL: limit of its files in data.cache, in GB (10^9 bytes). Absent: 50.",
     )
     weight: float = Field(
         default=1.0, ge=1e-6, le=1e6, description="Weight of this data set in the mixture, relative to the others."
@@ -61,13 +60,13 @@ class Dataset(Section):
     )
     columns: dict[Text, Text] | None = Field(
         default=None,
-        description="Names of the rows' keys, Octavo's: theirs, as in {prompt: question, answer: solution}.",
+        description="Renamed keys of rows (Octavo's key: key in the file), e.g. {prompt: question, answer: solution}.",
     )
     format: Literal["auto", "llava", "sharegpt", "messages", "alpaca", "prompt", "text"] = Field(
         default="auto",
         description="Layout of the rows; auto detects it from the first rows. prompt: rows with prompt and, except in "
         "phase rl, answer or completion. text: plain text of phase pretrain (`text`, with `images` in their places; or "
-        "lists `texts` and `images`). Preferences are recognised by their keys.",
+        "lists `texts` and `images`). Preferences are detected by their keys.",
     )
 
 
@@ -101,7 +100,7 @@ class DataSection(Section):
         ge=1,
         le=10**6,
         description="Rows of the mixture that are packed together, all of one epoch; a larger window wastes fewer "
-        "positions, and counts more rows ahead.",
+        "positions, but counts more rows in advance.",
     )
     train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not only on the assistant's.")
     max_pixels: int | None = Field(
@@ -120,8 +119,8 @@ class DataSection(Section):
         default=None,
         ge=0,
         le=256,
-        description="Processes that prepare samples; 0 = in the training process. Absent: with a GPU up to 4, as cores "
-        "allow; none on a CPU, whose cores train. Any number gives the same samples.",
+        description="Processes that prepare samples; 0: in the training process. Absent: with a GPU up to 4, as cores "
+        "allow; 0 on a CPU, whose cores train. The samples do not depend on it.",
     )
     cache: FilePath | None = Field(
         default=None,

@@ -33,7 +33,8 @@ class Component(Section):
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
     param: bool | None = Field(default=None, description="Whether weights are FP8 between steps.")
     activations: Literal["bf16", "fp8"] | None = Field(
-        default=None, description="What blocks of this component keep for backward besides the inputs of linear layers."
+        default=None,
+        description="What blocks of this component keep for backward in addition to the inputs of linear layers.",
     )
     fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
@@ -65,13 +66,13 @@ class Rule(Section):
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
     wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
     first: int | None = Field(
-        default=None, ge=1, le=10**9, description="The rule holds only in the first this many steps, as in a warm-up."
+        default=None, ge=1, le=10**9, description="The rule applies only to the first N steps, as in a warm-up."
     )
     last: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="The rule holds only in this last share of train.steps: 0.1 with recipe off ends the run in high "
+        description="The rule applies only to this last share of train.steps: 0.1 with recipe off ends the run in high "
         "precision.",
     )
 
@@ -93,19 +94,19 @@ class Fp8Section(Section):
     param: bool = Field(
         default=False,
         description="Keep the weights of FP8 layers in FP8 between steps, with high-precision master weights; FSDP2 "
-        "gathers the FP8 codes and scales, a byte a parameter.",
+        "gathers the FP8 codes and scales, one byte per parameter.",
     )
     activations: Literal["bf16", "fp8"] = Field(
         default="bf16",
-        description="What blocks keep for backward besides the inputs of their FP8 layers: bf16, unchanged; or fp8 for "
-        "inputs of norms, gate and up, and inputs of activations, with products computed again in backward.",
+        description="What blocks keep for backward in addition to the inputs of their FP8 layers: bf16, unchanged; or "
+        "fp8 for inputs of norms, gate and up, and inputs of activations, with products recomputed in backward.",
     )
     weight_codes: Literal["keep", "recast", "both"] = Field(
         default="keep",
-        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter; "
-        f"2 for {_TWICE}), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of codes that "
-        "forward and dgrad share (2 bytes, and backward does not transpose weights; in one process also for a frozen "
-        "FP8 base, from the first backward on).",
+        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte per parameter; "
+        f"2 for {_TWICE}), recast them at each use (0 bytes, one more cast per GEMM), or keep both layouts of codes "
+        "that forward and dgrad share (2 bytes, and backward does not transpose weights; in one process also for a "
+        "frozen FP8 base, from the first backward on).",
     )
     backend: Text = Field(
         default="auto",
@@ -125,7 +126,7 @@ class Fp8Section(Section):
     lm_head: Head | None = Field(
         default=None,
         description="FP8 for the head's GEMMs (logits and both gradients); off unless its recipe is set here. With "
-        "train.logits: chunked it runs chunk by chunk; the codes of its weight take 1 more byte a parameter.",
+        "train.logits: chunked it runs chunk by chunk; the codes of its weight take 1 more byte per parameter.",
     )
     rules: Annotated[tuple[Rule, ...], FROM_LIST] = Field(
         default=(), description="Exceptions by module name; the last that matches wins."
@@ -153,13 +154,13 @@ class Fp8Section(Section):
     )
 
     def recipe_of(self, name: str) -> str:
-        """The recipe of a component, else the recipe of the whole model."""
+        """Return the recipe of a component, else the recipe of the whole model."""
         part: Component | None = getattr(self, name)
         return (part and part.recipe) or self.recipe
 
     @property
     def in_use(self) -> bool:
-        """Whether any layer between the embedding and the head may run in FP8."""
+        """True if any layer between the embedding and the head may run in FP8."""
         ruled = any(rule.recipe not in (None, "off") for rule in self.rules)
         return ruled or any(self.recipe_of(name) != "off" for name in COMPONENTS)
 

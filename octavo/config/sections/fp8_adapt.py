@@ -31,14 +31,16 @@ class AdaptSection(Section):
         description="Recipes to try, in this order, between the plan's recipe and high precision; [] for none. Absent: "
         f"the recipes with smaller blocks, which come after it in {', '.join(COARSE_TO_FINE)}.",
     )
-    sqnr_e4m3: float = Field(default=25.0, ge=0, le=60, description="Least SQNR of operands in E4M3, in dB.")
-    sqnr_e5m2: float = Field(default=20.0, ge=0, le=60, description="Least SQNR of operands in E5M2, in dB.")
+    sqnr_e4m3: float = Field(default=25.0, ge=0, le=60, description="Minimum SQNR of operands in E4M3, in dB.")
+    sqnr_e5m2: float = Field(default=20.0, ge=0, le=60, description="Minimum SQNR of operands in E5M2, in dB.")
     underflow: float = Field(
-        default=0.01, gt=0, le=1, description="Largest share of values that become zero in operands of fwd and dgrad."
+        default=0.01, gt=0, le=1, description="Maximum share of values that become zero in operands of fwd and dgrad."
     )
-    underflow_wgrad: float = Field(default=0.2, gt=0, le=1, description="The same for operands of wgrad.")
+    underflow_wgrad: float = Field(
+        default=0.2, gt=0, le=1, description="Maximum share of values that become zero in operands of wgrad."
+    )
     cosine: float = Field(
-        default=0.95, gt=0, lt=1, description="Least cosine between a weight gradient and the one in high precision."
+        default=0.95, gt=0, lt=1, description="Minimum cosine between a weight gradient and the one in high precision."
     )
     back: float = Field(
         default=0.5,
@@ -52,14 +54,14 @@ class AdaptSection(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Largest share of a step's linear FLOPs that moves may put in high precision; the GEMMs with the "
+        description="Maximum share of a step's linear FLOPs that moves may put in high precision; the GEMMs with the "
         "largest errors come first.",
     )
     time: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Largest share of the linear layers' time that moves into high precision may cost, by the times of "
+        description="Maximum share of the linear layers' time that moves into high precision may cost, by the times of "
         "a measured plan (recipe: auto on a GPU). Absent: no limit.",
     )
 

@@ -28,7 +28,8 @@ class LoadInFp8Section(Section):
 
 
 def for_foundation(value: Any) -> Any:
-    """A single word (or `true`) as the setting of the language model; towers stay in high precision unless named."""
+    """Return a single word (or `true`) as the setting of the language model; towers stay in high precision unless
+    named."""
     word = frozen_word(value)
     return {"foundation": word} if word is None or word in FROZEN else value
 
@@ -64,7 +65,7 @@ class AttentionSection(Section):
 
 
 def _expand_word(value: Any) -> Any:
-    """A single word as the setting of every component that has the kernel."""
+    """Return a single word as the setting of every component that has the kernel."""
     if value == "flex":
         return {"foundation": value}
     known = isinstance(value, str) and value in get_args(Kernel)
@@ -92,7 +93,7 @@ class ModelSection(Section):
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint",
         description="Initial weights: those of the folder; or random ones, drawn with run.seed by the family's "
-        "initialisation, for which config.json, tokenizer and processor are enough.",
+        "initialization, for which config.json, tokenizer and processor are enough.",
     )
     init_std: float | None = Field(
         default=None,

@@ -13,17 +13,18 @@ from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, NAME_OF_KIND, NAM
 
 
 def one_of(*words: str) -> Any:
-    """The type of a setting that is one of these words."""
+    """Return the type of a setting that is one of these words."""
     return Literal[words]
 
 
 def canonical_name(value: Any) -> Any:
-    """The recipe's name for a kind of frozen weights: ``block`` becomes ``blockwise``. Other values are unchanged."""
+    """Return the recipe's name for a kind of frozen weights: ``block`` becomes ``blockwise``. Other values are
+    unchanged."""
     return NAME_OF_KIND.get(value, value) if isinstance(value, str) else value
 
 
 def frozen_word(value: Any) -> Any:
-    """The kind of frozen weights by name: `true` is the default, one scale a row, and `false` is None."""
+    """Return the kind of frozen weights by name: `true` is the default, one scale per row, and `false` is None."""
     return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else canonical_name(value)
 
 
@@ -58,12 +59,12 @@ Frozen = Annotated[FrozenName | None, BeforeValidator(frozen_word, json_schema_i
 
 
 def is_unsupported(recipe: str | None, form: str | None) -> bool:
-    """Whether both a recipe and a format are set, and the recipe does not have the format."""
+    """Return True if both a recipe and a format are set, and the recipe does not have the format."""
     return recipe is not None and recipe in SPECS and form is not None and form not in SPECS[recipe].formats
 
 
 def is_delayed(recipe: str | None) -> bool:
-    """Whether a recipe is set whose scales come from amax histories."""
+    """Return True if a recipe is set whose scales come from amax histories."""
     return recipe is not None and recipe in SPECS and SPECS[recipe].delayed
 
 

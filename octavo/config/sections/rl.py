@@ -47,7 +47,7 @@ class RewardSection(Section):
         default=None,
         ge=0,
         le=1e9,
-        description="For number: the largest relative difference of numbers that count as equal. Absent: 1e-6.",
+        description="For number: the maximum relative difference of numbers that count as equal. Absent: 1e-6.",
     )
     arguments: dict[str, Any] | None = Field(
         default=None, description="For a Python function: further keyword arguments of each call."
@@ -72,12 +72,12 @@ class RlSection(Section):
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "ppo"] = Field(
         default="grpo",
-        description="The objective with its default clipping, advantages and normalisation (docs/rl.md lists the "
+        description="The objective with its default clipping, advantages and normalization (docs/rl.md lists the "
         "papers); absent keys below have the algorithm's defaults.",
     )
     prompts: int = Field(default=16, ge=1, le=2**20, description="Prompts in one step, over all processes.")
     group: int = Field(default=8, ge=1, le=2**16, description="Completions of each prompt.")
-    max_new_tokens: int = Field(default=256, ge=1, le=2**20, description="Most tokens of a completion.")
+    max_new_tokens: int = Field(default=256, ge=1, le=2**20, description="Maximum number of tokens per completion.")
     temperature: float = Field(default=1.0, ge=1e-6, le=100, description="Temperature of sampling.")
     top_p: float = Field(
         default=1.0,
@@ -106,7 +106,9 @@ class RlSection(Section):
     reward_timeout: float = Field(
         default=60.0, gt=0, le=86400, description="Seconds that a Python reward may take for the completions of a step."
     )
-    epochs: int = Field(default=1, ge=1, le=1000, description="Times that a step's completions are used.")
+    epochs: int = Field(
+        default=1, ge=1, le=1000, description="Number of times that the completions of a step are used."
+    )
     mini_batches: int = Field(
         default=1,
         ge=1,
@@ -193,10 +195,10 @@ class RlSection(Section):
         default="token", description="Weights of tokens, of completions, or of completions by the geometric mean."
     )
     correction_low: float | None = Field(
-        default=None, ge=0, le=1, description="The least weight. Absent: the default in docs/rl.md."
+        default=None, ge=0, le=1, description="The minimum weight. Absent: the default in docs/rl.md."
     )
     correction_high: float | None = Field(
-        default=None, ge=1, le=1e6, description="The largest weight. Absent: a default (2 for truncate by token)."
+        default=None, ge=1, le=1e6, description="The maximum weight. Absent: a default (2 for truncate by token)."
     )
     max_gap: float | None = Field(
         default=None,
@@ -231,8 +233,8 @@ class RlSection(Section):
     reference: Reference = Field(
         default="auto",
         description="The model of the KL: base, the model without its adapters (with lora); copy, a frozen copy of the "
-        "initial weights (without lora), FP8 layers as codes, a byte a parameter; auto, the one of these that applies. "
-        "disk is for preferences.",
+        "initial weights (without lora), FP8 layers as codes, one byte per parameter; auto, the one of these that "
+        "applies. disk is for preferences.",
     )
     eval_prompts: int = Field(
         default=64,
@@ -247,7 +249,7 @@ class RlSection(Section):
 
 
 class PreferenceSection(Section):
-    """Learning from pairs of a chosen and a rejected answer, or from answers labelled good or bad (kto)."""
+    """Learning from pairs of a chosen and a rejected answer, or from answers labeled good or bad (kto)."""
 
     loss: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "orpo", "simpo", "kto"] = Field(
         default="sigmoid",
@@ -265,7 +267,7 @@ class PreferenceSection(Section):
         default=None,
         ge=0,
         lt=0.5,
-        description="Share of pairs that are assumed to be labelled the wrong way round. Absent: 0, for robust 0.1.",
+        description="Share of pairs that are assumed to be labeled the wrong way round. Absent: 0, for robust 0.1.",
     )
     sft: float | None = Field(
         default=None, ge=0, le=1e6, description="Factor of the chosen answers' cross-entropy, added to the loss."

@@ -21,7 +21,7 @@ class RunSection(Section):
         description="Run directory, relative to the working directory. An existing one is continued (run.resume) or "
         "refused, never overwritten.",
     )
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialisation.")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of data order and initialization.")
     resume: FilePath = Field(
         default="never",
         description="never, auto (the newest complete checkpoint of run.dir, or a new run), or the path of a "
@@ -77,8 +77,8 @@ class RunSection(Section):
         default=0,
         ge=0,
         le=10**9,
-        description="Steps between checks for silent corruption: 1/32 of the FP8 GEMMs, each time other ones, is "
-        "computed again: casts bit for bit by the reference, products by the same kernel and, in part, by the "
+        description="Steps between checks for silent corruption: 1/32 of the FP8 GEMMs, a different subset each time, "
+        "are recomputed: casts bit for bit by the reference, products by the same kernel and, in part, by the "
         "reference on the CPU. A difference stops the run and names rank and device; losses do not change; 0 = none.",
     )
     gain_steps: int = Field(

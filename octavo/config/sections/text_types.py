@@ -1,4 +1,4 @@
-"""Types of text in a configuration: text of whole characters, and paths that a file can have."""
+"""Types of text in a configuration: text without lone surrogates, and valid file paths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file can have this name, or None. The limits are Linux's: 255 bytes a name, 4,095 a path."""
+    """Return why no file can have this name, or None. The limits are Linux's: 255 bytes per name, 4,095 per path."""
     if "\0" in text:
-        return "holds a NUL character, which no file name can have"
+        return "contains a NUL character, which a file name cannot have"
     encoded = text.encode("utf-8", "surrogatepass")
     names = encoded.split(b"/")
     longest = max(map(len, names))
@@ -26,12 +26,12 @@ def path_problem(text: str) -> str | None:
 
 
 def is_url(text: str) -> bool:
-    """Whether a path is a URL, such as s3://bucket/folder."""
+    """Return True if a path is a URL, such as s3://bucket/folder."""
     return _URL.match(text) is not None
 
 
 def is_reward_path(word: str) -> bool:
-    """Whether the name of a reward is a function of a Python file or a folder, not a built-in reward."""
+    """Return True if the name of a reward is a function of a Python file or a folder, not a built-in reward."""
     return ".py:" in word or "/" in word or word.startswith((".", "~"))
 
 
@@ -39,7 +39,7 @@ def _check_characters(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise PydanticCustomError("half_character", "holds half a character") from None
+        raise PydanticCustomError("half_character", "contains a lone surrogate") from None
     return value
 
 

@@ -14,7 +14,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class RecomputeSection(Section):
-    """What the blocks of each component compute again in backward instead of keeping it."""
+    """What the blocks of each component recompute in backward instead of keeping."""
 
     image_encoder: Recompute = Field(default="none", description="Blocks of the vision tower.")
     audio_encoder: Recompute = Field(default="none", description="Blocks of the audio encoder.")
@@ -22,7 +22,7 @@ class RecomputeSection(Section):
 
 
 def _expand_word(value: Any) -> Any:
-    """A single word as the setting of every component."""
+    """Return a single word as the setting of every component."""
     known = isinstance(value, str) and value in get_args(Recompute)
     return dict.fromkeys(RecomputeSection.model_fields, value) if known else value
 
@@ -70,7 +70,7 @@ class TrainSection(Section):
         "together (weights decide how often each data set's rows come); with data.packing the packs are counted first. "
         "The run writes the resulting steps into its config.yaml.",
     )
-    seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens of a sample.")
+    seq_length: int = Field(default=2048, ge=1, le=2**22, description="Maximum number of tokens per sample.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")
     global_batch: int = Field(
         default=8,
@@ -96,13 +96,13 @@ class TrainSection(Section):
         description="Factor of the routers' load-balancing loss of a mixture of experts; 0: off. Absent: the factor "
         "in the checkpoint's config.json.",
     )
-    clip: float = Field(default=1.0, ge=0, le=1e9, description="Largest gradient norm; 0 = no clipping.")
+    clip: float = Field(default=1.0, ge=0, le=1e9, description="Maximum gradient norm; 0 disables clipping.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
         description="Compute dtype of all that is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is "
         "BF16 "
-        "on any device, or fp32 with fp32. fp16: 11 bits of significand instead of BF16's 8, but a range so small that "
-        "losses are scaled (loss_scale); weights and their gradients stay fp32.",
+        "on any device, or fp32 with fp32. fp16: 11 bits of significand instead of BF16's 8, but such a small range "
+        "that losses are scaled (loss_scale); weights and their gradients stay fp32.",
     )
     loss_scale: Literal["dynamic"] | Annotated[int, Field(ge=1, le=2**40)] | None = Field(
         default=None,
@@ -125,7 +125,7 @@ class TrainSection(Section):
     )
     recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
         default_factory=RecomputeSection,
-        description="Activation checkpointing, what blocks compute again in backward instead of keeping it: none; "
+        description="Activation checkpointing, what blocks recompute in backward instead of keeping it: none; "
         "selective (what is cheap to compute); full (everything: blocks keep only their inputs). One word, or one each "
         "for image_encoder, audio_encoder and foundation.",
     )
@@ -159,8 +159,8 @@ class TrainSection(Section):
     gc: Gc = Field(
         default=None,
         description="When Python's garbage collector runs: thresholds of its three generations (700,10,1000); freeze: "
-        "objects that exist after the first steps are never examined again; a number: every this many steps, on all "
-        "ranks at once, and never in between. Absent: Python's default.",
+        "objects that exist after the first steps are never examined again; a number N: every N steps, on all "
+        "ranks at once, and never otherwise. Absent: Python's default.",
     )
     compile: bool = Field(
         default=False,
@@ -198,8 +198,8 @@ class OptimizerSection(Section):
     )
     states: Literal["fp32", "bf16", "fp8", "coat"] = Field(
         default="fp32",
-        description="How the two moments are stored: fp32 (8 bytes a parameter), bf16 (4), fp8 (2.06), coat (2.19, as "
-        "published by COAT).",
+        description="How the two moments are stored: fp32 (8 bytes per parameter), bf16 (4), fp8 (2.06), coat (2.19, "
+        "as published by COAT).",
     )
     master: Literal["fp32", "bf16+16", "bf16+sr"] = Field(
         default="fp32",

@@ -9,11 +9,11 @@ from pydantic import Field
 from octavo.config.sections.names import Section
 
 MAX_FPS = 1000
-FPS_RANGE = f"frames a second, a number above 0, at most {MAX_FPS}"
+FPS_RANGE = f"frames per second, a number above 0 and at most {MAX_FPS}"
 
 
 def parse_fps(value: Any) -> float | None:
-    """A rate in frames a second, from a number or its text; None for any other value."""
+    """Parse a rate in frames per second from a number or its text; return None for any other value."""
     try:
         rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
     except (ValueError, OverflowError):
@@ -29,9 +29,11 @@ class VideoSection(Section):
         default=None, gt=0, le=MAX_FPS, description="Frames sampled per second, evenly over the whole video."
     )
     min_frames: int | None = Field(
-        default=None, ge=1, le=2**16, description="Fewest frames of a short video, if it has as many."
+        default=None, ge=1, le=2**16, description="Minimum number of frames of a short video, if it has as many."
     )
-    max_frames: int | None = Field(default=None, ge=1, le=2**16, description="Most frames of a long video.")
+    max_frames: int | None = Field(
+        default=None, ge=1, le=2**16, description="Maximum number of frames of a long video."
+    )
     min_pixels: int | None = Field(
         default=None,
         ge=1,

@@ -1,4 +1,4 @@
-"""YAML 1.2 text -> plain values, with the line of every key.
+"""Reads YAML 1.2 text as plain values, with the line of every key.
 
 ruamel.yaml parses the structure; scalars are read here by the YAML 1.2 core schema, so that ``3e-4`` is a number,
 ``off`` and ``no`` are words, and a ``%YAML 1.1`` header cannot change that. Only mappings, lists and scalars are built:
@@ -51,7 +51,7 @@ class Document:
 
 
 def scalar(text: str) -> Any:
-    """A plain (unquoted) YAML 1.2 scalar: null, bool, int, float or the text itself."""
+    """Parse a plain (unquoted) YAML 1.2 scalar: null, bool, int, float or the text itself."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -89,7 +89,7 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
         instead = fix or "write at least `model`, `data` and `train`, or `extends: other.yaml`"
         return _mark_broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
-        reason = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
+        reason = f"the top level of the file is {'a list' if isinstance(value, list) else 'a single value'}"
         instead = fix or "write a mapping: `model:`, `data:`, `train:` at the left margin"
         return _mark_broken(document, source, node.start_mark.line + 1, reason, instead)
     document.value = value
@@ -97,7 +97,8 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
 
 
 def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
-    """The value of an override, and its problems. Quotes, ``[`` and ``{`` begin YAML; anything else is a plain scalar.
+    """Return the value of an override, and its problems. Quotes, ``[`` and ``{`` begin YAML; anything else is a plain
+    scalar.
 
     So ``fp8.rules.0.match=**.layers.0.**`` and ``data.system=Answer: briefly`` need no second layer of quotes.
     """
@@ -238,7 +239,7 @@ def _mark_broken(document: Document, source: str, line: int | None, reason: str,
 
 
 def _describe_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
-    """(line, what was found, the fix) for an error of the YAML parser."""
+    """Return (line, reason, fix) for an error of the YAML parser."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else None
     problem = str(error.problem or error.context or "cannot be read as YAML")
@@ -249,7 +250,7 @@ def _describe_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int | Non
     if "undefined alias" in problem:
         return line, f"{problem} (an unquoted * begins an alias)", 'put a glob in quotes: "**.layers.0.**"'
     if "another document" in problem:
-        return line, "a second document begins (---)", "keep one document a file"
+        return line, "a second document begins (---)", "keep one document per file"
     if "mapping values are not allowed" in problem:
         return (
             line,

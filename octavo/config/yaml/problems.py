@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from octavo.base.safe_read import printable
 
-#: the most problems that are printed; the others are counted
+#: limit of printed problems; the others are only counted
 MAX_SHOWN = 20
 
 
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar valid name, or None if none is similar. Case and ``-`` versus ``_`` do not matter."""
+    """Return the most similar valid name, or None if none is similar. Case and ``-`` versus ``_`` do not matter."""
     if len(name) > 100:  # not a typing error, and the comparison takes quadratic time
         return None
     by_form = {v.lower().replace("-", "_"): v for v in valid}
@@ -70,7 +70,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def describe_value(value: object) -> str:
-    """A value for a message: short, text in quotes, with its YAML kind for null, booleans and collections."""
+    """Describe a value for a message: short, text in quotes, with its YAML kind for null, booleans and collections."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

@@ -55,12 +55,12 @@ class Meta:
 
     @property
     def has_video(self) -> bool:
-        """Whether a video has separate tensors here; frames that are passed as images count as images."""
+        """True if a video has separate tensors here; frames that are passed as images count as images."""
         return any(per == "video" for per in self.inputs.values())
 
     @property
     def sees(self) -> bool:
-        """Whether the vision tower has any input."""
+        """True if the vision tower has any input."""
         return self.has_image or self.has_video
 
     @property
@@ -97,7 +97,7 @@ class Boundaries:
 
 
 def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
-    """A batch of B rows, T = the longest row.
+    """Collate samples to a batch of B rows of length T, that of the longest.
 
     `input_ids`, `attention_mask`, `labels` [B, T] int64; if any row has an image also `pixel_values` (joined on the
     first dimension), `image_grid_thw`, `mm_token_type_ids` and further tensors that the processor returns; `meta`.
@@ -119,7 +119,7 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
 
 
 def make_micro_batches(rows: NumberedRows, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
-    """The rows of a step as batches of up to `size`; a row that is left out makes its batch smaller."""
+    """Collate the rows of a step to batches of up to `size` rows; a row that is left out makes its batch smaller."""
     pieces = (rows[first : first + size] for first in range(0, len(rows), size))
     return [collate([sample for _, sample in piece if sample is not None], pad_id) for piece in pieces]
 
@@ -127,8 +127,9 @@ def make_micro_batches(rows: NumberedRows, size: int, pad_id: int, collate: Call
 def collate_pack(
     samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
-    """A batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not beyond `capacity`; a
-    pack that several `ranks` share is padded to a multiple of 128 for each, whatever its capacity.
+    """Collate samples to a batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not
+    beyond
+    `capacity`; a pack that several `ranks` share is padded to a multiple of 128 for each, whatever its capacity.
 
     As `collate` with shapes [1, T], and with `boundaries` in place of the mask. Padding and the first token of each
     sample have no label, because no token of the same sample precedes it. Without samples the row is only padding.

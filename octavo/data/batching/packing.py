@@ -16,7 +16,8 @@ mainly in attention; the exact figure matters little."""
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """The indices of the samples in each pack, in rising order: every sample once, no pack over `capacity` tokens.
+    """Return the indices of the samples in each pack, in ascending order: every sample once, no pack over `capacity`
+    tokens.
 
     Longest first, ties by index; each goes into the fullest pack that it fits into, on a tie into the oldest. So the
     result depends on the arguments only. Raises ValueError for a length that is not from 1 to `capacity`.
@@ -39,13 +40,14 @@ def pack(lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
 
 
 def pack_cost(lengths: Sequence[int]) -> int:
-    """The relative cost of training a pack with these lengths: sum(l^2) for attention, all else linear in tokens."""
+    """Return the relative cost of training a pack with these lengths: sum(l^2) for attention, all else linear in
+    tokens."""
     return sum(length * length for length in lengths) + LINEAR_COST * sum(lengths)
 
 
 def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """The packs of a step by rank: the most expensive first, each to the rank with the lowest cost so far, on a tie to
-    the first. No rank has more packs than ceil(packs / ranks)."""
+    """Return the packs of a step by rank: the most expensive first, each to the rank with the lowest cost so far, on a
+    tie to the first. No rank has more packs than ceil(packs / ranks)."""
     loads = [0] * ranks
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     max_packs = -(-len(costs) // ranks)
@@ -58,5 +60,5 @@ def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 
 def padding_share(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
-    """The share of padding, 0 to 1, if each pack were padded to its capacity."""
+    """Return the share of padding, 0 to 1, if each pack were padded to its capacity."""
     return 1 - sum(lengths) / (len(packs) * capacity) if packs else 0.0

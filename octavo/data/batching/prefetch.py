@@ -17,8 +17,8 @@ from octavo.data.storage.fetched import FetchedRows
 
 
 def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
-    """A prefetcher of the files of a mixture; None if no data set of it is remote. Raises `DataError` as `Prefetcher`
-    does."""
+    """Make a prefetcher for the files of a mixture, or return None if no data set is remote. Raises `DataError` as
+    `Prefetcher` does."""
     sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched_rows(source)) is not None}
     return Prefetcher(mixture, sets) if sets else None
 

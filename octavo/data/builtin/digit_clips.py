@@ -70,7 +70,7 @@ def write(
     if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
         raise DataError(f"{wrong[0]}: it must be at least 1")
     if digits > MAX_DIGITS or hold > RATE * 60:
-        raise DataError(f"digits={digits}, hold={hold}: {MAX_DIGITS} digits of {RATE * 60} frames are the most")
+        raise DataError(f"digits={digits}, hold={hold}: {MAX_DIGITS} digits of {RATE * 60} frames are the limit")
     if seed < 0:
         raise DataError(f"seed={seed}: it must not be negative")
     directory = Path(directory)
@@ -109,7 +109,7 @@ def _write(directory: Path, settings: dict[str, int], console: Console | None) -
 
 
 def _row(identity: str, video: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, object]:
-    """A LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
+    """Return a LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
     turns = [
         {"from": "human", "value": f"<video>{QUESTION}"},
         {"from": "gpt", "value": " ".join(map(str, digits))},

@@ -117,7 +117,7 @@ def check_existing(directory: Path, settings: dict[str, int], folder: str, endin
     if existing != settings:
         differ = [key for key in settings if existing.get(key) != settings[key]]
         changed = "; ".join(f"{key}: {existing.get(key)} there, {settings[key]} asked" for key in differ)
-        raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
+        raise DataError(f"{directory} contains a digits set with different settings ({changed}); {fix}")
     for part in ("train", "test"):
         files = len(list((directory / folder / part).glob(f"*.{ending}")))
         expected = [kind for kind in kinds if part == "train" or kind != "_prompts"]
@@ -127,7 +127,7 @@ def check_existing(directory: Path, settings: dict[str, int], folder: str, endin
 
 
 def load_handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """(all samples [1797, 8, 8] uint8, their digits [1797] int64, train and test -> indices of samples). Raises
+    """Return (all samples [1797, 8, 8] uint8, their digits [1797] int64, train and test -> indices of samples). Raises
     DataError if the file, which is part of Octavo, is missing or damaged."""
     levels, labels = samples()
     greys = np.rint(levels * (255 / WHITE)).astype(np.uint8)
@@ -136,7 +136,7 @@ def load_handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
 
 
 def samples() -> tuple[np.ndarray, np.ndarray]:
-    """(levels [1797, 8, 8] uint8, 0 to 16; labels [1797] uint8), in scikit-learn's order. Raises DataError."""
+    """Return (levels [1797, 8, 8] uint8, 0 to 16; labels [1797] uint8), in scikit-learn's order. Raises DataError."""
     try:
         with np.load(HANDWRITING, allow_pickle=False) as file:
             return file["levels"], file["labels"]
@@ -179,7 +179,7 @@ def _grid(digits: np.ndarray) -> np.ndarray:
 
 
 def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
-    """A LLaVA row; ``samples``: the sample number of each answer, by which trials group dependent answers."""
+    """Return a LLaVA row; ``samples``: the sample number of each answer, by which trials group dependent answers."""
     turns: list[dict[str, str]] = []
     for place, digit in zip(PLACES, digits, strict=True):
         question = place if turns else "<image>" + place
@@ -188,12 +188,12 @@ def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> 
 
 
 def _caption(row: dict[str, Any]) -> str:
-    """The answers of a row as one caption."""
+    """Return the answers of a row as one caption."""
     return " ".join(turn["value"] for turn in row["conversations"] if turn["from"] == "gpt")
 
 
 def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A prompt row for each question of a row."""
+    """Return a prompt row for each question of a row."""
     turns = [
         {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
         for turn in row["conversations"]
@@ -214,5 +214,5 @@ def _text_row(identity: str, grey: np.ndarray, digit: int) -> dict[str, object]:
 
 
 def rows_as_json(rows: Sequence[Mapping[str, object]]) -> str:
-    """A JSON list with one row a line."""
+    """Format rows as a JSON list with one row per line."""
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

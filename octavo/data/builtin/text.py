@@ -76,7 +76,7 @@ def write(directory: str | Path) -> TextSet:
 
 
 def _check_existing(directory: Path, settings: dict[str, object]) -> dict[str, int]:
-    """The number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
+    """Return the number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
     fix = "choose another directory, or remove this one"
     try:
         existing = read_json(directory / "settings.json")
@@ -87,7 +87,7 @@ def _check_existing(directory: Path, settings: dict[str, object]) -> dict[str, i
         for key, value in settings.items()
         if existing.get(key) != value
     ]:
-        raise DataError(f"{directory} holds another text set ({'; '.join(changed)}); {fix}")
+        raise DataError(f"{directory} contains a different text set ({'; '.join(changed)}); {fix}")
     for part in PARTS:
         file = directory / f"{part}.jsonl"
         lines = file.read_bytes().count(b"\n") if file.is_file() else 0

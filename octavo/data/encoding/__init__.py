@@ -1,1 +1,1 @@
-"""Conversations become tokens and pixels, by the model's own processor and template."""
+"""Encodes conversations as tokens and pixels, with the model's own processor and chat template."""

@@ -1,6 +1,6 @@
-"""Untrusted sound files, decoded to samples at the rate of a model.
+"""Decodes untrusted audio files to samples at the rate of a model.
 
-soundfile reads WAV and FLAC. A file with another rate than the model is resampled by soxr with quality "HQ", as
+soundfile reads WAV and FLAC. A file whose rate differs from the model's is resampled by soxr with quality "HQ", as
 transformers' `load_audio` and librosa do: to ceil(samples x new rate / old rate) samples, with all frequencies that the
 lower of the two rates can represent. Both packages come with the extra `audio`.
 """
@@ -23,15 +23,14 @@ from octavo.data.errors import DataError, Mismatch
 from octavo.data.rows.audio_refs import InlineSound, SoundFile
 
 FORMATS = ("WAV", "WAVEX", "FLAC")
-RATES = (4_000, 384_000)  # accepted samples a second of a file; another rate means a broken or malicious header
-UNKNOWN = 0x7FFF0000  # data sizes in a WAV header from which on the writer, into a pipe, did not know the size
+RATES = (4_000, 384_000)  # accepted samples per second; a rate outside this range means a broken or malicious header
+UNKNOWN = 0x7FFF0000  # a data size in a WAV header of at least this means an unknown size: it was written into a pipe
 _BLOCK = 1 << 16  # samples decoded at a time, of all channels
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a model: `rate` in samples a second, and the lengths of the shortest and longest sound in samples at
-    that rate."""
+    """Limits of a model: `rate` in samples per second, and the shortest and longest sound in samples at that rate."""
 
     rate: int
     shortest: int
@@ -39,13 +38,13 @@ class Limits:
 
 
 def load(path: SoundFile, limits: Limits) -> np.ndarray:
-    """The samples [T] float32 of a file at the model's rate, averaged over channels.
+    """Return the samples [T] float32 of a file at the model's rate, averaged over channels.
 
-    Length and rate are read from the header and checked before a sample is decoded. Raises `Mismatch` for a file that
-    is broken, not WAV or FLAC, at a rate outside `RATES`, too short, too long, or contains NaN or infinities;
+    Length and rate are read from the header and checked before a sample is decoded. Raises `Mismatch` if the file is
+    broken, not WAV or FLAC, too short or too long, has a rate outside `RATES`, or contains NaN or infinities;
     `DataError` if a required package is not installed.
     """
-    with _optional_package("rows hold sound, which soundfile reads"):
+    with _optional_package("soundfile, which reads the audio files of rows,"):
         import soundfile
     # The broad except: libsndfile and the operating system raise errors of many classes for a broken file.
     try:
@@ -59,22 +58,23 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
     except Exception as cause:
         raise Mismatch(f"sound {path} cannot be decoded ({type(cause).__name__}: {cause})") from cause
     if len(samples) != expected:
-        raise Mismatch(f"sound {path} is truncated: {len(samples)} of {expected} samples are there")
+        raise Mismatch(f"sound {path} is truncated: it has {len(samples)} of {expected} samples")
     if not np.isfinite(samples).all():
-        raise Mismatch(f"sound {path} holds samples that are no numbers (NaN or infinite)")
+        raise Mismatch(f"sound {path} has samples that are not finite (NaN or infinity)")
     return samples if rate == limits.rate else _resample(path, samples, rate, limits.rate)
 
 
 def _source(path: SoundFile) -> Path | BytesIO:
-    """What soundfile opens: a path, or bytes. Raises DataError for an encrypted file that is damaged or has no key."""
+    """Return the argument for soundfile: a path, or an in-memory file for bytes. Raises DataError for an encrypted file
+    that is damaged or whose key is missing."""
     if isinstance(path, InlineSound):
         return BytesIO(path.data)
     return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
 
 
 def _resample(path: Path | InlineSound, samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
-    """Resample from `rate` to the rate `new_rate`; the result has exactly `_resampled_length` samples, float32."""
-    with _optional_package(f"sound {path} has {rate} samples a second, the model takes {new_rate}, and soxr resamples"):
+    """Resample to `new_rate`. The result has exactly `_resampled_length` samples, float32."""
+    with _optional_package(f"soxr, which resamples sound {path} from {rate} to {new_rate} samples per second,"):
         import soxr
     resampled = soxr.resample(samples, rate, new_rate, quality="HQ")
     length = _resampled_length(len(samples), rate, new_rate)
@@ -82,7 +82,7 @@ def _resample(path: Path | InlineSound, samples: np.ndarray, rate: int, new_rate
 
 
 def _resampled_length(samples: int, rate: int, new_rate: int) -> int:
-    """The number of samples after resampling from `rate` to the rate `new_rate`."""
+    """Return the number of samples after resampling from `rate` to `new_rate`."""
     return math.ceil(samples * new_rate / rate)
 
 
@@ -90,21 +90,22 @@ def _check(path: Path | InlineSound, file: Any, limits: Limits) -> None:
     if file.format not in FORMATS:
         raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
     if file.format != "FLAC" and (missing := _missing_bytes(path)):
-        raise Mismatch(f"sound {path} is truncated: {missing} bytes fewer are there than its header says")
+        raise Mismatch(f"sound {path} is truncated: it has {missing} bytes fewer than its header says")
     if file.frames == (1 << 63) - 1:
         raise Mismatch(f"sound {path} has no length in its header, as if written into a pipe; write it again")
     if not RATES[0] <= file.samplerate <= RATES[1]:
-        raise Mismatch(f"sound {path} has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read; "
-                       "its header is broken, or it is no sound; write it again")  # fmt: skip
+        raise Mismatch(f"sound {path} has {file.samplerate} samples per second, outside the range of {RATES[0]} to "
+                       f"{RATES[1]}: its header is broken, or it is not an audio file; write it again")  # fmt: skip
     length = _resampled_length(file.frames, file.samplerate, limits.rate)
     if not limits.shortest <= length <= limits.longest:
         what = "empty" if not file.frames else "too short" if length < limits.shortest else "too long"
-        raise Mismatch(f"sound {path} is {what}: {file.frames / file.samplerate:.2f} s, and the model takes "
+        raise Mismatch(f"sound {path} is {what}: {file.frames / file.samplerate:.2f} s; the model takes "
                        f"{limits.shortest / limits.rate:.2f} to {limits.longest / limits.rate:g} s")  # fmt: skip
 
 
 def _missing_bytes(path: SoundFile) -> int:
-    """The number of bytes that a WAV lacks, by its header: libsndfile reads a truncated file without an error."""
+    """Return the number of missing bytes of a WAV file by its header: libsndfile reads a truncated file without
+    error."""
     with BytesIO(path.data) if isinstance(path, InlineSound) else open_file(path, DataError) as file:
         order: Literal["big", "little"] = "big" if file.read(12)[:4] == b"RIFX" else "little"
         while len(chunk := file.read(8)) == 8:
@@ -116,9 +117,9 @@ def _missing_bytes(path: SoundFile) -> int:
 
 
 @contextmanager
-def _optional_package(why: str) -> Iterator[None]:
-    """Raise `DataError` for a package that cannot be imported in the block."""
+def _optional_package(subject: str) -> Iterator[None]:
+    """Raise `DataError` if a package cannot be imported in the block. `subject` begins the message."""
     try:
         yield
     except (ImportError, OSError) as cause:  # OSError: the package is installed without its native library
-        raise DataError(f"{why}, and it cannot be imported ({cause}); pip install 'octavo[audio]'") from cause
+        raise DataError(f"{subject} cannot be imported ({cause}); pip install 'octavo[audio]'") from cause

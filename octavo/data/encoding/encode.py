@@ -1,4 +1,4 @@
-"""Encoding of conversations to tokens, labels and pixels with the model's processor and chat template."""
+"""Encodes conversations as tokens, labels and pixels, with the model's processor and chat template."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from octavo.data.rows.video_refs import VIDEO, VideoRef
 COUNTED_CHARS = 1 << 16  # up to this many characters a text that is too long is tokenized, to report its exact length
 NOTHING_LEFT = "nothing to learn is left after the cut"
 REASONING_FIX = (
-    ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
+    ", because the chat template omits the reasoning of %s; set data.split_turns: true, or end the row with those "
+    "answers"
 )
 IMAGE_MARKS = (
     ("<|vision_start|>", "<|vision_end|>"),  # Qwen
@@ -59,8 +60,11 @@ _IMAGE_TOKENS = ("image_token_id", "start_image_token_id", "end_image_token_id",
 
 
 class TokenizerInput(NamedTuple):
-    """A row as text in which each image is one token and videos are expanded; `special`: whether the tokenizer adds
-    special tokens; `ended`: whether the end token follows."""
+    """A row as text in which each image is one token and videos are expanded.
+
+    special  the tokenizer adds special tokens
+    ended    the end token follows
+    """
 
     text: str
     images: tuple[ImageFile, ...]
@@ -73,13 +77,15 @@ class Encoder:
 
     A processor without `.image_processor` and `.sound_limits` is text-only. Loss is computed on assistant turns with
     their end-of-turn token, except empty thinking blocks (`mask_empty_think`) and, with `mask_reasoning`, all
-    reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is left
-    out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image or a video; one that does not fit
-    is removed with its pixels) or refused (`"error"`, raises `DataError`); text far beyond the limit is never rendered
-    (:func:`clip_conversation`). `system` is prepended to conversations without a system turn. Images over
-    `max_image_megapixels` are refused before they are decoded; the processor limits the size that the model sees.
-    `file_limits`: of video files.
-    `reserve` tokens of `seq_length` are kept free for tokens that are generated after a row.
+    reasoning; with `train_on_prompt` on every token except image placeholders.
+
+    A row longer than `seq_length` is dropped (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an
+    image or a video; one that does not fit is removed with its pixels) or rejected (`"error"`, raises `DataError`).
+    Text far beyond the limit is never rendered (:func:`clip_conversation`). `reserve` tokens of `seq_length` are kept
+    free for tokens that are generated after a row.
+
+    `system` is prepended to conversations without a system turn. Images over `max_image_megapixels` are rejected before
+    they are decoded; the processor limits the size that the model sees. `file_limits` are the limits of video files.
     """
 
     on_long_options = "drop or cut"  # the alternatives to on_long: error, for its message
@@ -103,19 +109,19 @@ class Encoder:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.seq_length, self.on_long = seq_length - reserve, on_long
         self.limit_text = f"seq_length is {seq_length}" + (
-            f", {reserve} of it are kept for the answer" if reserve else ""
+            f", {reserve} of it are reserved for the answer" if reserve else ""
         )
-        fewer = ", keep fewer (rl.max_new_tokens; for octavo eval --max-new-tokens)" if reserve else ""
+        fewer = " or reserve fewer tokens (rl.max_new_tokens; octavo eval: --max-new-tokens)" if reserve else ""
         self.length_fix = f"raise train.seq_length{fewer}"
         if self.seq_length < 1:
-            raise DataError(f"{self.limit_text}: nothing is left for a prompt; {self.length_fix}")
+            raise DataError(f"{self.limit_text}, so no token is left for a prompt; {self.length_fix}")
         self.train_on_prompt, self.system = train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
         self.calls = ProcessorCalls(processor, max_image_megapixels, file_limits)
         self.multimodal = self.calls.multimodal
         self._check_template()
         if not getattr(self.tokenizer, "is_fast", False):
-            raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
+            raise DataError(f"{type(self.tokenizer).__name__} returns no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
         self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
         self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last entry: all larger ids
@@ -135,39 +141,39 @@ class Encoder:
         self.marks = self._placeholder_marks() if self.multimodal else frozenset()
 
     def _check_template(self) -> None:
-        """Raises `DataError` if there is no chat template."""
+        """Check that there is a chat template. Raises `DataError`."""
         if all(getattr(part, "chat_template", None) is None for part in (self.processor, self.tokenizer)):
-            raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
+            raise DataError("the model's processor has no chat template, so conversations cannot be formatted; "
                             "add chat_template.jinja to the model folder")  # fmt: skip
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Tokens that models take for an image placeholder: no answer may contain them."""
+        """The ids of tokens that a model reads as an image placeholder. No answer may contain them."""
         marks = self.tokenizer.convert_tokens_to_ids(sorted(self.marks))
         return tuple(sorted({*self.image_ids, *(mark for mark in marks if mark is not None)}))
 
     @property
     def pad_id(self) -> int:
-        """The token that pads short rows; it is masked, so any token will do."""
+        """The token that pads short rows. It is masked, so any token works."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in ids if token is not None), 0)
 
     def encode(self, row: Any) -> Any:
-        """Encode one row, as `encoding` returns it. Raises `BadSample` (or its subclass `LongSample`), with
-        on_long="error" `DataError` for a row that is too long."""
+        """Encode one row; the result is what `encoding` returns. Raises `BadSample` or its subclass `LongSample`, or
+        `DataError` for a row that is too long with on_long="error"."""
         [encoded] = self.encode_all([row])
         if isinstance(encoded, DataError):
             raise encoded
         return encoded
 
     def encode_all(self, rows: Sequence[Any]) -> list[Any]:
-        """Encode several rows with one call of the processor; a row that `encode` refuses is returned as its error."""
+        """Encode several rows with one processor call. The result of a row that `encode` would reject is the error."""
         return run_together([self.encoding(row) for row in rows], self.calls)
 
     def encoding(self, conversation: Any, context: int | None = 0) -> Encoding[Any]:
         """Generator that encodes one conversation as a `Sample`. The first `context` answers (or
-        `conversation.context_answers`, if that is more) belong to the prompt and have no labels. None: the whole
-        conversation is a prompt, and the generation prompt is appended. Raises as `encode`."""
+        `conversation.context_answers`, if that is more) belong to the prompt and have no labels. If `context` is None,
+        the whole conversation is a prompt, and the generation prompt is appended. Raises the errors of `encode`."""
         try:
             sample = yield from self._encode(conversation, context)
         except (TemplateProblem, MediaProblem, Mismatch) as cause:
@@ -180,8 +186,8 @@ class Encoder:
     def _encode(self, conversation: Conversation, context: int | None) -> Encoding[Sample]:
         conversation, control, turns, render, text, videos = self._render_row(conversation, context)
         files = (conversation.images, conversation.sounds, videos)
-        # Without media one call gives the tokens and their offsets; with media the length of the text is checked first,
-        # so that images of a row that is left out are never opened.
+        # Without media, one call returns the tokens and their offsets. With media, the length of the text is checked
+        # first, so that the images of a row that is left out are never opened.
         outputs = None if any(files) else (yield ProcessorRequest(text))
         reach = self._reachable_characters(conversation, text, outputs)
         before = max(context or 0, conversation.context_answers)
@@ -193,7 +199,8 @@ class Encoder:
         image_mask = self._image_mask(ids)
         if videos and outputs.get("text_replacement_offsets") is None:
             raise Mismatch(
-                "this version of transformers does not return the places of videos in a text; install a newer one"
+                "this version of transformers does not return the positions of videos in a text; install a newer "
+                "version"
             )
         shift = Expansion.of_outputs(outputs, text, self.calls.image_token, image_mask)
         for start, end in media_spans(outputs):
@@ -207,23 +214,23 @@ class Encoder:
         labels[image_mask] = IGNORE
         sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, videos)
         if context is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
-            raise Mismatch("its answers hold no token to learn from" + (REASONING_FIX % lost if lost else ""))
+            raise Mismatch("has no token to learn in its answers" + (REASONING_FIX % lost if lost else ""))
         return sample
 
     def _learned_spans(
         self, text: str, turns: Sequence[Message], render: Render, reach: int | None, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
-        """(character spans of the learned parts of answers in a rendered text, number of answers that are not learned
-        (`Sample.lost`)). `wanted`: for each of the last answers, whether it is to be learned; earlier ones are
-        context."""
+        """Return the character spans of the learned parts of answers in a rendered text, and the number of answers that
+        cannot be learned (`Sample.lost`). `wanted` has a flag for each of the last answers: whether to learn it.
+        Earlier answers are context."""
         self.thinking.check(text, turns)
         context = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
         spans = self.answers.spans(text, turns, render, reach, context)
         return self.thinking.learned_spans(text, spans, turns, wanted)
 
     def tokenizer_input(self, row: Any) -> TokenizerInput:
-        """The text of a row that becomes tokens, before an image is opened. Raises as `encode`, and the errors of the
-        template, an image or the processor."""
+        """Return the text of a row that is tokenized, without opening an image. Raises the errors of `encode`, and
+        those of the template, an image or the processor."""
         conversation, *_, text, videos = self._render_row(row, 0)
         left = iter(videos)
         if videos:
@@ -236,16 +243,18 @@ class Encoder:
     def _render_row(
         self, conversation: Conversation, context: int | None
     ) -> tuple[Conversation, tuple[str, ...], list[Message], Render, str, tuple[video.FrameSelection, ...]]:
-        """(the conversation, clipped to what may fit; the control tokens that it spells; its messages; the function
-        that renders messages; the rendered text; its videos)."""
+        """Return the conversation, clipped to what may fit; the control tokens in its text; its messages; the function
+        that renders messages; the rendered text; and its videos."""
         if conversation.images and not self.calls.takes_images:
             what = "takes no images" if self.multimodal else "is text-only"
-            raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
+            raise Mismatch(f"has an image, but the model {what}; use a vision-language model or other data")
         if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
             if self.calls.sound_limits is None:
-                raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
+                raise Mismatch(
+                    "has a sound, but the model takes no audio; use an audio model (qwen2_audio) or other data"
+                )
             if not conversation.sounds:
-                raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
+                raise Mismatch("has a sound, which is not supported in this phase; use train.phase: sft")
         videos = self._inspect_videos(conversation)
         conversation = self._clip(self.thinking.normalize_reasoning(conversation), videos)
         control = self._control_tokens(conversation)
@@ -253,7 +262,7 @@ class Encoder:
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = render_messages(turns, render, context is None)
         if len(text) > max(self.seq_length * self.max_token_chars, COUNTED_CHARS) and self.on_long != "cut":
-            # Too long for any tokenization, and counting the tokens would take seconds or more.
+            # Any tokenization of the text is too long, and counting the tokens would take seconds or more.
             long = (
                 f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit_text}"
             )
@@ -264,11 +273,11 @@ class Encoder:
         return conversation, control, turns, render, text, videos[: len(conversation.videos)]
 
     def _inspect_videos(self, conversation: Conversation) -> tuple[video.FrameSelection, ...]:
-        """The videos of a row with the frames to take. Raises `Mismatch` if the model takes no videos."""
+        """Select the frames of a row's videos. Raises `Mismatch` if the model takes no videos."""
         if not conversation.videos:
             return ()
         if self.calls.videos is None:
-            raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
+            raise Mismatch("has a video, and videos are not supported for this model; use Qwen3-VL, Qwen2.5-VL or "
                            "InternVL, or other data")  # fmt: skip
         selections: list[video.FrameSelection] = []
         for file in conversation.videos:
@@ -286,7 +295,7 @@ class Encoder:
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
         control: tuple[str, ...], lost: int = 0, videos: Sequence[video.FrameSelection] = (),
     ) -> Sample:  # fmt: skip
-        """The sample of a row, from the outputs of the processor."""
+        """Make the sample of a row from the outputs of the processor."""
         ids = as_array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
         frames = sum(len(film.indices) for film in videos) if getattr(self.processor, "frames_are_images", False) else 0
@@ -321,21 +330,21 @@ class Encoder:
         )
 
     def _placeholder_marks(self) -> frozenset[str]:
-        """Texts that models take for a media placeholder: no other text may contain them."""
+        """Return the texts that a model reads as a media placeholder. No other text may contain them."""
         ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
         named = (getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token"))
         return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
 
     def _control_tokens(self, conversation: Conversation) -> tuple[str, ...]:
-        """The control tokens that texts of the conversation spell, and that the tokenizer produces from them. Raises
-        `Mismatch` for a text that spells a media placeholder."""
+        """Return the control tokens in the texts of a conversation, which the tokenizer would produce from them. Raises
+        `Mismatch` for a text that contains a media placeholder."""
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
         texts += [turn.reasoning for turn in conversation.turns if turn.reasoning]
         calls = [turn.calls for turn in conversation.turns if turn.calls]
         texts += [json.dumps(entry, ensure_ascii=False) for entry in (*calls, conversation.tools) if entry]
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
-                raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
+                raise Mismatch(f"its text contains the model's placeholder {mark!r}; remove it")
         if self.calls.sound_limits is not None and any(SOUND in text for text in texts):
             raise Mismatch(MISSING_FILE_TEXT)
         if self.calls.takes_images and any(VIDEO.placeholder in text for text in texts):
@@ -343,7 +352,7 @@ class Encoder:
         return tuple(dict.fromkeys(token for text in texts for token in self.control.findall(text)))
 
     def _clip(self, conversation: C, videos: Sequence[video.FrameSelection] = ()) -> C:
-        """Refuse a conversation that cannot fit, or with on_long="cut" drop the part far beyond the cut."""
+        """Reject a conversation that cannot fit, or with on_long="cut" remove the part far beyond the cut."""
         conversation = clip_reasoning(conversation, self.seq_length * self.max_token_chars)
         video_tokens = [selection.tokens for selection in videos]
         clipped = clip_conversation(
@@ -364,7 +373,8 @@ class Encoder:
         return clipped
 
     def image_tokens(self, path: ImageFile, alone: bool = True) -> int:
-        """The number of tokens of an image, from the size in its header; some families cut a single image otherwise."""
+        """Return the number of tokens of an image by the size in its header. `alone` is True for the only image of a
+        row, which some families split into tiles."""
         width, height = size(path, self.max_image_megapixels)
         count = getattr(self.processor, "image_tokens", None)
         try:
@@ -377,9 +387,9 @@ class Encoder:
     def _reachable_characters(
         self, conversation: Conversation, text: str, outputs: dict[str, Any] | None
     ) -> int | None:
-        """The number of characters of a rendered text that are within seq_length; None: all of them.
+        """Return the number of characters of a rendered text that are within seq_length, or None if all are.
 
-        Images are counted as one token each, before they are opened. Raises as `_refuse_long` does.
+        Images are counted as one token each, before they are opened. Raises the errors of `_refuse_long`.
         """
         if outputs is None and len(text) <= self.seq_length:
             return None  # short; with images its length is checked after the processor's call
@@ -404,7 +414,7 @@ class Encoder:
         raise LongSample(file, row.row, where, row.id)
 
     def _check_ids(self, sample: Sample) -> None:
-        """Raises `BadSample` for a token without a row in the model's embedding, except media placeholders."""
+        """Check that every token except media placeholders has a row in the model's embedding. Raises `BadSample`."""
         rows, ids = getattr(self.processor, "embedding_rows", None), sample.input_ids
         if rows is None or not len(ids) or ids.max() < rows:
             return
@@ -413,8 +423,8 @@ class Encoder:
             text = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
             raise BadSample(
                 sample.file, sample.row,
-                f"holds the token {beyond[0]} ({text!r:.80}), and the model's embedding has {rows} rows; take the "
-                "tokenizer that belongs to the model", sample.id,
+                f"has the token {beyond[0]} ({text!r:.80}), but the model's embedding has {rows} rows; use the "
+                "tokenizer of the model", sample.id,
             )  # fmt: skip
 
     def _shorten(self, sample: Sample) -> Sample:
@@ -435,32 +445,33 @@ class Encoder:
         return short
 
     def _image_mask(self, ids: np.ndarray) -> np.ndarray:
-        """Which tokens are image tokens [T] bool; the lookup table is ten times faster than np.isin."""
+        """Return a mask [T] bool of image tokens. The lookup table is ten times faster than np.isin."""
         return self._is_image[np.minimum(ids, len(self._is_image) - 1)]
 
 
 def _image_ids(processor: Any) -> frozenset[int]:
-    """Every token that a placeholder can expand to, including marks around it that are part of the expansion."""
+    """Return every token that a placeholder can expand to, including the marks around it that are part of the
+    expansion."""
     ids = set(getattr(processor, "image_token_ids", None) or [])
     ids |= {getattr(processor, name, None) for name in _IMAGE_TOKENS}
     return frozenset(int(i) for i in ids if i is not None)
 
 
-# Rows that cannot fit are detected before they are rendered. Rendering and tokenizing a row of 20 MB takes a minute and
-# gigabytes, and rendering grows with the square of the turns. But a turn takes at least one token, an image as many as
-# its size implies, and a token covers at most as many characters as the longest one of the vocabulary: these lower
-# bounds suffice to find most rows that are too long.
+# Rows that cannot fit are detected before they are rendered: rendering and tokenizing a row of 20 MB takes a minute and
+# gigabytes of memory, and rendering time grows with the square of the number of turns. A turn takes at least one token,
+# an image as many as its size implies, and a token covers at most as many characters as the longest token of the
+# vocabulary. These lower bounds suffice to find most rows that are too long.
 
 
 def clip_conversation(
     conversation: C, tokens: int, max_token_chars: int, image_tokens: Callable[[ImageFile, bool], int],
     video_tokens: Sequence[int] = (),
 ) -> C:  # fmt: skip
-    """The conversation unchanged if it may fit into `tokens`; else its beginning, still too long to fit.
+    """Return the conversation unchanged if it may fit into `tokens`, else its beginning, which is still too long.
 
-    `max_token_chars`: characters of the longest token. `image_tokens(path, False)` is called for rows with several
-    images, in order, until there is no space left; a single image is limited by the processor. `video_tokens`: of each
-    video.
+    `max_token_chars` is the number of characters of the longest token. `image_tokens(path, False)` is called for rows
+    with several images, in order, until there is no space left; a single image is limited by the processor.
+    `video_tokens` are the tokens of each video.
     """
     chars_left, turns, num_images, num_videos = tokens * max_token_chars, [], 0, 0
     has_several_images = len(conversation.images) > 1
@@ -497,8 +508,8 @@ def clip_conversation(
 
 
 def clip_reasoning(conversation: C, max_chars: int) -> C:
-    """The conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any case.
-    The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
+    """Return the conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any
+    case. The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
     if all(len(turn.reasoning or "") <= max_chars for turn in conversation.turns):
         return conversation
 

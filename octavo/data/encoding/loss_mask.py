@@ -1,17 +1,18 @@
 """Locates the assistant's answers in a rendered conversation, as character spans, for the loss mask.
 
-A chat template is a program, and its output does not mark what is prompt and what is answer. So the conversation is
-rendered in growing prefixes: the messages before an answer with the generation prompt end where the answer begins
-(exactly the input of a model that generates it), and the messages up to the answer end where it ends. Both must be
-prefixes of the whole rendering; for other templates a `TemplateProblem` is raised.
+A chat template is a program, and its output does not mark prompts and answers. So the conversation is rendered in
+growing
+prefixes: the messages before an answer, with the generation prompt, end where the answer begins (exactly the input of a
+model that generates it), and the messages up to the answer end where the answer ends. Both must be prefixes of the
+whole rendering; for other templates a `TemplateProblem` is raised.
 
-Prefixes take two renderings for each answer, and fail if a template writes an earlier turn differently from the last:
-Qwen3.5 opens a prompt with "<think>", writes the last answer after a thinking block, and earlier ones without. So a
-conversation is also rendered with a mark in place of each text, each reasoning, and the name of the tool if an answer
-is only a call. The text between the marks, the glue, comes from the template. If glue and texts of a row reproduce its
-rendering character by character, its answers are at the positions of the marks; if not, the row is refused. Splitting
-it at its questions (`splitting.py`) needs none of this, but repeats the earlier turns for each question.
-The glue is cached for each sequence of roles, so that most rows are rendered once.
+Prefixes take two renderings per answer, and fail if a template writes an earlier turn differently from the last one:
+Qwen3.5 opens a prompt with "<think>" and writes a thinking block before the last answer, but not before earlier ones.
+So a conversation is also rendered with a mark in place of each text, each reasoning, and the name of the tool if an
+answer is only a call. The text between the marks, the glue, comes from the template. If glue and texts of a row
+reproduce its rendering character by character, its answers are at the positions of the marks; otherwise the row is
+rejected. Splitting a row at its questions (`splitting.py`) needs none of this, but repeats the earlier turns for each
+question. The glue is cached for each sequence of roles, so that most rows are rendered once.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from octavo.data.rows.video_refs import VideoRef
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-#: the names of a turn's reasoning in templates; it is passed under both
+#: the names under which templates read the reasoning of a turn; it is passed under both
 REASONING_FIELDS = ("reasoning_content", "thinking")
 Spans = list[tuple[int, int]]
-MAX_SHAPES = 1024  # cached sequences of roles
+MAX_SHAPES = 1024  # limit of cached sequences of roles
 _KEYS = {"role", "content", *REASONING_FIELDS}
 
 
@@ -39,7 +40,8 @@ class TemplateProblem(ValueError):
 
 
 def messages(conversation: Conversation, *, parts: bool, system: str | None = None) -> list[Message]:
-    """The conversation as input of a chat template: content as a list of parts (multimodal processors) or as text.
+    """Convert a conversation to the input of a chat template: contents are lists of parts (multimodal processors) or
+    text.
 
     `system` is prepended if the conversation has no system turn.
     """
@@ -76,13 +78,13 @@ def _message(turn: Turn, parts: bool) -> Message:
 
 
 def message_texts(message: Message) -> list[str]:
-    """The texts of a message, without its images."""
+    """Return the texts of a message, without its images."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def message_text(message: Message) -> str:
-    """All text of a message as one string, without its images."""
+    """Return all text of a message as one string, without its images."""
     return "".join(message_texts(message))
 
 
@@ -95,8 +97,8 @@ def check_system(whole: str, messages: Sequence[Message], render: Render, prompt
         others = [*messages[:number], *messages[number + 1 :]]
         if _render(render, others, prompt) == whole:  # else the template wrote its words in another form
             raise TemplateProblem(
-                f"the chat template has no place for message {number + 1}, of the system, and would leave it out; put "
-                "its words into the first turn of the system, or into the question"
+                f"the chat template would drop message {number + 1}, a system message; put its text into the first "
+                "system turn, or into the question"
             )
 
 
@@ -104,14 +106,14 @@ def check_tools(conversation: Conversation, whole: str, without: str) -> None:
     """Check that a conversation rendered as `whole`, and `without` its tools, contains its tools and calls: a template
     may silently leave out both. Raises `TemplateProblem`."""
     if conversation.tools and whole == without:
-        raise TemplateProblem("the chat template has no place for tools, and the row offers some")
+        raise TemplateProblem("the chat template does not support tools, but the row has some")
     for name in (call["function"]["name"] for turn in conversation.turns for call in turn.calls):
         if name not in whole:
-            raise TemplateProblem(f"the chat template has no place for calls of tools, and an assistant calls {name!r}")
+            raise TemplateProblem(f"the chat template does not support tool calls, but an assistant calls {name!r}")
 
 
 def render_messages(messages: Sequence[Message], render: Render, prompt: bool = False) -> str:
-    """The rendered conversation, as a `prompt` with the generation prompt; `render(messages, add_generation_prompt)`
+    """Render a conversation, with the generation prompt if `prompt` is true. `render(messages, add_generation_prompt)`
     returns text. Raises `TemplateProblem`."""
     return _render(render, messages, prompt)
 
@@ -124,11 +126,11 @@ def answer_spans(
     reach: int | None = None,
     context: int = 0,
 ) -> list[tuple[int, int]]:
-    """The answers in a conversation that was rendered as `whole`.
+    """Locate the answers in a conversation that was rendered as `whole`.
 
-    `ends` are the tokenizer's special tokens. Returns, for each assistant turn, (start, end) in characters: the answer
+    `ends` are the tokenizer's special tokens. Returns (start, end) in characters for each assistant turn: the answer
     with its end-of-turn token and without the line break that a template appends. Answers that begin after the first
-    `reach` characters are not located, because each costs two renderings, nor are the first `context` answers, which
+    `reach` characters are not located, because each takes two renderings, nor are the first `context` answers, which
     belong to a prompt. Raises `TemplateProblem`.
     """
     spans: list[tuple[int, int]] = []
@@ -151,10 +153,10 @@ def answer_spans(
 
 
 def _find_answer_end(whole: str, up_to_answer: str, start: int, message: Message) -> int | None:
-    """The end in `whole` of the answer that begins at `start`; None if it cannot be located.
+    """Return the end in `whole` of the answer that begins at `start`, or None if it cannot be located.
 
     Some templates (Qwen3's) write an empty thinking block only before the last answer, so that an earlier answer
-    rendered as the last one differs from its final form. Then its words and what follows them must still be the same.
+    rendered as the last one differs from its final form. Then its text and the text after it must still be equal.
     """
     if whole.startswith(up_to_answer):
         return len(up_to_answer)
@@ -175,8 +177,8 @@ def _find_answer_end(whole: str, up_to_answer: str, start: int, message: Message
 
 
 def trim_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
-    """The end of an answer without white space after the end-of-turn token. Without such a token the white space is the
-    only end signal and is kept."""
+    """Return the end of an answer, without white space after the end-of-turn token. If there is no such token, the
+    white space is the only end signal and is kept."""
     bare = text[start:end].rstrip()
     return start + len(bare) if any(bare.endswith(token) for token in ends) else end
 
@@ -190,7 +192,7 @@ def _render(render: Render, messages: Sequence[Message], prompt: bool) -> str:
             raise TemplateProblem(str(cause)) from cause
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateProblem(
-            f"the chat template refuses the roles {roles} ({type(cause).__name__}: {cause})"
+            f"the chat template rejects the roles {roles} ({type(cause).__name__}: {cause})"
         ) from cause
 
 
@@ -216,7 +218,7 @@ class Answers:
     def spans(
         self, whole: str, messages: Sequence[Message], render: Render, reach: int | None = None, context: int = 0
     ) -> Spans:
-        """The result of `answer_spans`, also where prefixes are not enough; raises `TemplateProblem` as it does."""
+        """Return the result of `answer_spans`, also for templates for which prefixes fail. Raises `TemplateProblem`."""
         shape, texts = self._shape(messages, render), _text_pieces(messages)
         spans = None if shape is None else shape.spans(whole, texts)
         if spans is None:
@@ -229,7 +231,8 @@ class Answers:
         return [(start, end) for start, end in spans[context:] if reach is None or start < reach]
 
     def _shape(self, messages: Sequence[Message], render: Render) -> _Shape | None:
-        """The shape for messages with these roles, computed when they occur a second time; None before."""
+        """Return the shape for messages with these roles, which is computed when they occur a second time, else
+        None."""
         if any(not message.keys() <= _KEYS for message in messages):
             return None
         kinds = tuple(map(_shape_key, messages))
@@ -244,7 +247,7 @@ class Answers:
 
 
 class _Piece(NamedTuple):
-    """A text of a message that a mark can replace; a `is_optional` one, reasoning, may be missing in a rendering."""
+    """A text of a message that a mark can replace. An optional piece (reasoning) may be missing in a rendering."""
 
     text: str
     is_optional: bool = False
@@ -253,14 +256,14 @@ class _Piece(NamedTuple):
 @dataclass(frozen=True)
 class _Shape:
     """The text that a template writes around the texts of messages: `glue` before each text that is `written`, and
-    after the last. The edges of answers are (index of the glue, characters into it)."""
+    after the last one. The edges of answers are (index of the glue, characters into it)."""
 
     glue: tuple[str, ...] = ()
     written: tuple[bool, ...] = ()
     answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
 
     def spans(self, whole: str, texts: Sequence[_Piece]) -> Spans | None:
-        """The answers in a rendering of `texts`; None if the shape does not reproduce it."""
+        """Return the answers in a rendering of `texts`, or None if the shape does not reproduce the rendering."""
         if len(texts) != len(self.written) or not self.glue or not whole.startswith(self.glue[0]):
             return None
         starts, at = [0], len(self.glue[0])  # of each glue
@@ -277,13 +280,13 @@ class _Shape:
 
 
 def _written_forms(text: str) -> Iterator[str]:
-    """The forms in which templates write a text: unchanged, or stripped."""
+    """Yield the forms in which templates write a text: unchanged, or stripped."""
     return iter(dict.fromkeys((text, text.lstrip("\n"), text.rstrip(), text.strip("\n"), text.strip())))
 
 
 def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
-    """The shape of messages. It is empty and matches no rendering if the template changes texts, or if some answer has
-    no end-of-turn token; if no answer has one, it is empty only if `ended`."""
+    """Compute the shape of messages. It is empty, and matches no rendering, if the template changes texts or if some
+    answer has no end-of-turn token; if no answer has one, it is empty only if `ended`."""
     marks = (f"text{number:06}" for number in itertools.count())
     marked = [_with_marks(message, marks) for message in messages]
     pieces = _text_pieces(marked)
@@ -296,7 +299,7 @@ def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str
     texts = [piece.text for piece, written in zip(pieces, in_whole, strict=True) if written]
     places = [whole.find(text) for text in texts]
     lost = any(not piece.is_optional for piece, written in zip(pieces, in_whole, strict=True) if not written)
-    # Without an end-of-turn token the end of an answer depends on the last words of a row, not on the shape.
+    # Without an end-of-turn token, the end of an answer depends on the last words of a row, not on the shape.
     closed = [whole[start:end].endswith(tuple(ends)) for start, end in answers]
     if not all(closed) and (ended or any(closed)):
         return _Shape()
@@ -316,7 +319,8 @@ def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str
 
 
 def _find_answers(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
-    """The answers in messages whose texts are marks: by prefixes, else by the marks. Raises `TemplateProblem`."""
+    """Locate the answers in messages whose texts are marks: by prefixes, else by the marks. Raises
+    `TemplateProblem`."""
     try:
         return answer_spans(whole, messages, render, ends)
     except TemplateProblem:
@@ -324,8 +328,8 @@ def _find_answers(whole: str, messages: Sequence[Message], render: Render, ends:
 
 
 def _find_by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
-    """The answers by their marks: each begins after the generation prompt, or after the part of it that the template
-    writes there, and ends as it does as the last message. Raises `TemplateProblem`."""
+    """Locate the answers by their marks. An answer begins after the generation prompt, or after the part of it that the
+    template writes there, and ends as it does when it is the last message. Raises `TemplateProblem`."""
     spans: Spans = []
     at = 0
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -346,13 +350,14 @@ def _find_by_marks(whole: str, messages: Sequence[Message], render: Render, ends
 
 
 def _generation_prompt(messages: Sequence[Message], render: Render) -> str:
-    """The text that the generation prompt adds after messages."""
+    """Return the text that the generation prompt adds after messages."""
     before, prompt = (render_messages(messages, render, generate) for generate in (False, True))
     return prompt[len(before) :] if prompt.startswith(before) else ""
 
 
 def _end_of_opening(opening: str, text: str) -> int:
-    """The end, in `text`, of the longest prefix of `opening` that it contains; len(text) if it contains none."""
+    """Return the end in `text` of the longest prefix of `opening` that it contains, or len(text) if it contains
+    none."""
     for length in range(len(opening), 0, -1):
         place = text.rfind(opening[:length])
         if place >= 0:
@@ -361,7 +366,7 @@ def _end_of_opening(opening: str, text: str) -> int:
 
 
 def _text_pieces(messages: Sequence[Message]) -> list[_Piece]:
-    """The texts that marks can replace, in the order in which templates write them, without blank ones."""
+    """Return the nonblank texts that marks can replace, in the order in which templates write them."""
     pieces: list[_Piece] = []
     for message in messages:
         content = message["content"]
@@ -376,7 +381,7 @@ def _text_pieces(messages: Sequence[Message]) -> list[_Piece]:
 
 
 def _with_marks(message: Message, marks: Iterator[str]) -> Message:
-    """A message with its texts replaced by the next marks, in the order of `_text_pieces`."""
+    """Return a message with its texts replaced by the next marks, in the order of `_text_pieces`."""
     marked = dict(message)
     if (message.get(REASONING_FIELDS[0]) or "").strip():
         marked |= dict.fromkeys(REASONING_FIELDS, next(marks))
@@ -394,7 +399,7 @@ def _with_marks(message: Message, marks: Iterator[str]) -> Message:
 
 
 def _shape_key(message: Message) -> Hashable:
-    """Everything in a message, except its texts, that may change what the template writes around them."""
+    """Return everything in a message, except its texts, that may change what the template writes around them."""
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
     texts = tuple(text is None or (text if not text.strip() else False) for text in parts)

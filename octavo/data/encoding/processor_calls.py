@@ -1,8 +1,8 @@
-"""Calls of the processor, and the use of its outputs: which tensors belong to a row, and which tokens to its text.
+"""Calls the processor for several rows at a time, and splits its outputs: tensors by row, and tokens by text position.
 
-A call of a stock processor costs hundreds of microseconds, however small its input is. So the encoding of a row is a
-generator that yields what it wants processed and is sent the outputs; :func:`run_together` runs many of them and
-processes their requests in one call.
+A call of a stock processor takes hundreds of microseconds even for a small input. So the encoding of a row is a
+generator that yields a request and is sent the outputs; :func:`run_together` runs many generators and processes their
+requests in one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.data.rows.image_refs import ImageFile, load
 
 Outputs = dict[str, Any]
 T = TypeVar("T")
-OPEN_PIXELS = 1 << 25  # pixels of images that are held decoded at a time: 100 MB
+OPEN_PIXELS = 1 << 25  # pixels of decoded images in memory at a time: 100 MB
 KNOWN_OUTPUTS = {
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
     "pixel_values", "image_grid_thw", "num_patches", "text_replacement_offsets",
@@ -48,8 +48,9 @@ Encoding = Generator[ProcessorRequest, Outputs, T]
 def run_together(
     rows: Sequence[Encoding[T]], answer: Callable[[Sequence[ProcessorRequest]], Sequence[Outputs | Exception]]
 ) -> list[T | DataError]:
-    """The return value of each row, or the `DataError` that it raises; other errors propagate. The requests of all rows
-    are passed to `answer` at once; an exception among its results is raised in the generator of that row."""
+    """Run generators of rows and return the value of each, or the `DataError` that it raises; other errors propagate.
+    The requests of all rows are passed to `answer` at once; an exception among its results is raised in that row's
+    generator."""
     results: list[Any] = [None] * len(rows)
     waiting: list[tuple[int, ProcessorRequest]] = []
 
@@ -74,9 +75,11 @@ def run_together(
 
 
 class ProcessorCalls:
-    """Calls a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time. Without
-    `.image_processor` it takes no images, without `.sound_limits` no sounds, without `.videos` no videos.
-    `file_limits`: of video files."""
+    """Calls a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time.
+
+    A processor without `.image_processor` takes no images, without `.sound_limits` no sounds, without `.videos` no
+    videos. `file_limits` are the limits of video files.
+    """
 
     def __init__(
         self, processor: Any, max_image_megapixels: float, file_limits: video_files.FileLimits | None = None
@@ -89,17 +92,17 @@ class ProcessorCalls:
         limits = getattr(processor, "sound_limits", None)
         self.sound_limits = None if limits is None else Limits(*limits)
         self.multimodal = self.takes_images or self.sound_limits is not None
-        self.image_token: str | None = None  # or the token of a sound: no family that trains takes both
+        self.image_token: str | None = None  # or the token of a sound: no supported family takes both
         if self.multimodal:
             self.image_token = processor.image_token if self.takes_images else processor.audio_token
 
     def tokens(self, texts: list[str]) -> Outputs:
-        """The tokenizer's output for texts that contain all their special tokens."""
+        """Tokenize texts that contain all their special tokens."""
         return dict(self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True))
 
     def __call__(self, requests: Sequence[ProcessorRequest]) -> list[Outputs | Exception]:
-        """The outputs for each request, or the error of the processor or of a media file. Rows of one kind share a
-        call, as far as `OPEN_PIXELS` allows; images are opened here, so that they stay decoded only during a call."""
+        """Return the outputs for each request, or the error of the processor or of a media file. Rows of one kind share
+        a call, up to `OPEN_PIXELS`; images are opened here, so that they stay decoded only during a call."""
         results: list[Outputs | Exception] = [Mismatch("")] * len(requests)
         groups: dict[tuple[bool, bool], list[_Row]] = {}
         for number, (text, paths, sounds, videos) in enumerate(requests):
@@ -121,26 +124,26 @@ class ProcessorCalls:
         return results
 
     def _check(self, text: str, images: int, sounds: int = 0, videos: int = 0) -> None:
-        """Check that each image, sound or video of a row has a placeholder: in a call for several rows the sums could
-        agree while an image went to another row. Raises `Mismatch`."""
+        """Check that each image, sound or video of a row has a placeholder: in a call for several rows, the sums could
+        agree although an image is assigned to the wrong row. Raises `Mismatch`."""
         if videos and (written := text.count(self.processor.video_token)) != videos:
             raise Mismatch(
-                f"the chat template writes {written} places ({self.processor.video_token}) for its {videos} video(s); "
-                "take the template of a version that knows videos"
+                f"the chat template writes {written} placeholders ({self.processor.video_token}) for {videos} "
+                "video(s); use a version of the template that supports videos"
             )
         places = text.count(self.image_token) if self.image_token is not None else 0
         if places != images + sounds:
             media = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
-            raise Mismatch(f"the chat template writes {places} places for its {media}")
+            raise Mismatch(f"the chat template writes {places} placeholders for {media}")
 
     def starts_with_bos(self, text: str) -> bool:
-        """Whether the template wrote the BOS token, so that the tokenizer must not add another."""
+        """Return True if the template wrote the BOS token, so that the tokenizer must not add another."""
         bos = self.tokenizer.bos_token
         return bos is not None and text.startswith(bos)
 
     def _process_group(self, rows: Sequence[_Row], results: list[Outputs | Exception]) -> None:
-        """Put the outputs of one call for these rows into `results`; if the call fails, call it for each row, so that
-        only the row at fault gets the error."""
+        """Process rows in one call and store their outputs in `results`. If the call fails, process them one by one, so
+        that only the bad row gets the error."""
         if not rows:
             return
         try:
@@ -160,8 +163,8 @@ class ProcessorCalls:
         if unknown := sorted(set(outputs) - KNOWN_OUTPUTS - set(names)):
             for row in rows:
                 results[row.number] = DataError(
-                    f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass on to "
-                    "the model; this family is not available in this version"
+                    f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass to the "
+                    "model; this version of transformers is not supported for this family"
                 )
             return
         place = getattr(self.processor, "image_token_id", None)
@@ -177,12 +180,12 @@ class ProcessorCalls:
             results[row.number] = self._trim(row_outputs)
 
     def image_count(self, row: _Row) -> int:
-        """The number of images of a row, including frames of videos if the model takes them as images."""
+        """Return the number of images of a row, including frames of videos if the model takes them as images."""
         frames = getattr(self.processor, "frames_are_images", False)
         return len(row.images) + (sum(len(shot.indices) for shot in row.videos) if frames else 0)
 
     def _trim(self, outputs: Outputs) -> Outputs:
-        """The outputs of a row without the padding of its images to the size of other rows' images."""
+        """Remove the padding of a row's images to the size of the images of other rows."""
         trim = getattr(self.processor, "trimmed", None)
         if trim is None or "pixel_values" not in outputs:
             return outputs
@@ -209,8 +212,8 @@ class ProcessorCalls:
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Run tokenizers without their own threads in the block, unless `TOKENIZERS_PARALLELISM` is set: starting threads
-    takes longer than tokenizing a few rows, and makes every later fork print a warning."""
+    """Disable the threads of tokenizers in the block, unless `TOKENIZERS_PARALLELISM` is set: starting threads takes
+    longer than tokenizing a few rows, and makes every later fork print a warning."""
     if "TOKENIZERS_PARALLELISM" in os.environ:
         yield
         return
@@ -237,7 +240,7 @@ class _Row(NamedTuple):
 def _add_sound_inputs(
     rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]
 ) -> None:
-    """Add to each row the tensors of its `sounds[k]` sounds. Raises `DataError` as `split_outputs`."""
+    """Add to row k the tensors of its `sounds[k]` sounds. Raises `DataError` as `split_outputs` does."""
     present = {name for name, per in names.items() if per == "sound" and outputs.get(name) is not None}
     check_lengths(outputs, dict.fromkeys(present, "sound"), {"sound": sum(sounds)})
     ends = np.cumsum([0, *sounds])
@@ -248,8 +251,8 @@ def _add_sound_inputs(
 def add_video_inputs(
     rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int], names: Mapping[str, str]
 ) -> None:
-    """Add to each row the tensors of its `videos[k]` videos: one row of a tensor that counts videos, and as many rows
-    of a tensor of patches as their grids have. Raises `DataError` as `split_outputs`."""
+    """Add to row k the tensors of its `videos[k]` videos: one entry per video of a per-video tensor, and the patches of
+    their grids from a tensor of patches. Raises `DataError` as `split_outputs` does."""
     if (grid := outputs.get("video_grid_thw")) is None:
         return
     grid, ends = np.asarray(grid), np.cumsum([0, *videos])
@@ -265,18 +268,18 @@ def add_video_inputs(
 
 
 def processor_error(cause: BaseException) -> Mismatch:
-    return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
+    return Mismatch(f"the processor rejects it: {type(cause).__name__}: {cause}")
 
 
 def split_outputs(
     outputs: Outputs, images: Sequence[int], place: int | None, names: Mapping[str, str] | None = None
 ) -> list[Outputs]:
-    """The outputs of a processor for several rows, split by row; row k has `images[k]` images. `names`: the further
-    tensors, as `octavo.data.encoding.sample.extra_inputs` returns them.
+    """Split the outputs of a processor for several rows by row; row k has `images[k]` images. `names` are the
+    additional tensors, as `octavo.data.encoding.sample.extra_inputs` returns them.
 
-    An image has one row of `pixel_values` if their numbers are equal, else as many rows as its grid has patches;
-    without a grid, every row of pixels has the same number of tokens `place`. Raises `DataError` for a tensor of the
-    wrong length.
+    An image has one row of `pixel_values` if there are as many rows as images, else as many rows as its grid has
+    patches; without a grid, every row of pixels has the same number of `place` tokens. Raises `DataError` for a tensor
+    of the wrong length.
     """
     names = names or {}
     count = len(outputs["input_ids"])
@@ -318,9 +321,9 @@ def split_outputs(
 class Expansion:
     """Maps characters of the rendered text to tokens of the processed text, in which placeholders are expanded.
 
-    Token offsets (`starts`, `stops`) count in the expanded text. `growth`: (end in the rendered text of a placeholder
-    or a run of them, number of characters it grew by); the text between them is unchanged, so each growth shifts
-    everything after it.
+    Token offsets (`starts`, `stops`) are positions in the expanded text. `growth` has an entry for each placeholder or
+    run of placeholders: its end in the rendered text, and the number of characters it grew by. The text between them is
+    unchanged, so each growth shifts all text after it.
     """
 
     def __init__(self, growth: list[tuple[int, int]], starts: np.ndarray, stops: np.ndarray) -> None:
@@ -328,8 +331,8 @@ class Expansion:
 
     @classmethod
     def of_outputs(cls, outputs: Outputs, text: str, token: str | None, mask: np.ndarray) -> Expansion:
-        """From the outputs for a rendered text: by its replacement offsets, else by runs of the placeholder `token` and
-        of the tokens that these expanded to (`mask`). Raises `Mismatch`."""
+        """Make an expansion from the outputs for a rendered text: from its replacement offsets, else by matching runs
+        of the placeholder `token` with runs of the tokens that they expanded to (`mask`). Raises `Mismatch`."""
         starts, stops = token_offsets(outputs)
         if (replacements := outputs.get("text_replacement_offsets")) is None:
             return cls.of_runs(text, token, starts, stops, true_runs(mask))
@@ -339,11 +342,11 @@ class Expansion:
     def of_runs(
         cls, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, grown: list[tuple[int, int]]
     ) -> Expansion:
-        """For placeholders that expand to image tokens only: runs of these (`grown`: first token and end) and runs of
-        placeholders in the rendered text are in the same order. Raises `Mismatch`."""
+        """Make an expansion for placeholders that expand to image tokens only: runs of image tokens (`grown`: first
+        token and end) and runs of placeholders in the rendered text are in the same order. Raises `Mismatch`."""
         before = [m.span() for m in re.finditer(f"(?:{re.escape(token)})+", text)] if token else []
         if len(before) != len(grown):
-            raise Mismatch(f"the processor made {len(grown)} groups of image tokens of {len(before)} placeholders")
+            raise Mismatch(f"the processor returned {len(grown)} runs of image tokens for {len(before)} placeholders")
         growth = [
             (end, int(stops[stop - 1] - starts[start]) - (end - begin))
             for (begin, end), (start, stop) in zip(before, grown, strict=True)
@@ -351,7 +354,7 @@ class Expansion:
         return cls(growth, starts, stops)
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """(first token, end) of the tokens that cover the characters start to end of the rendered text."""
+        """Return (first token, end) of the tokens that cover the characters [start, end) of the rendered text."""
         first, last = self._shift(start), self._shift(end)
         return covering_tokens(self.starts, self.stops, first, last)
 
@@ -360,7 +363,7 @@ class Expansion:
 
 
 def covering_tokens(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
-    """(first token, end) of the tokens that cover the characters first to last; (0, 0) for none."""
+    """Return (first token, end) of the tokens that cover the characters [first, last), or (0, 0) if there are none."""
     inside = np.flatnonzero((starts < last) & (stops > first) & (stops > starts))
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
 
@@ -381,7 +384,7 @@ class Replacement(NamedTuple):
 
 
 def read_replacements(entries: Sequence[Mapping[str, Any]]) -> list[Replacement]:
-    """`text_replacement_offsets` of one row."""
+    """Parse `text_replacement_offsets` of one row."""
     return [
         Replacement(tuple(entry["span"]), tuple(entry["new_span"]), str(entry.get("type", "image")))
         for entry in entries
@@ -389,7 +392,7 @@ def read_replacements(entries: Sequence[Mapping[str, Any]]) -> list[Replacement]
 
 
 def true_runs(mask: np.ndarray, boundaries: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each run of True in `mask`; a new run begins at each position in `boundaries`."""
+    """Return (start, stop) of each run of True in `mask`; a new run begins at each position in `boundaries`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     if boundaries is None or not len(boundaries):
@@ -402,13 +405,14 @@ def true_runs(mask: np.ndarray, boundaries: np.ndarray | None = None) -> list[tu
 
 
 def token_offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, ends) of the tokens, in characters of the processed text."""
+    """Return the starts and the ends of the tokens, in characters of the processed text."""
     starts, stops = as_array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
     return starts, stops
 
 
 def media_spans(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
-    """(first token, end) of each image or video (of one `kind`; None: both); () if the processor reports no offsets."""
+    """Return (first token, end) of each image or video of a `kind`, or of both kinds if None; () if the processor
+    reports no offsets."""
     if not (replacements := outputs.get("text_replacement_offsets")):
         return ()
     starts, stops = token_offsets(outputs)

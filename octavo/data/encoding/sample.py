@@ -3,16 +3,16 @@
 A model may take further tensors than `pixel_values` and `image_grid_thw`. The attribute `inputs` of a family's
 processor names those that it returns, and what the first dimension of each counts:
 
-    token    tokens of the row: kinds of tokens; padded as tokens are, with 0
+    token    tokens of the row: token types; padded with 0
     image    images: their sizes
     pixels   rows of `pixel_values`: masks of tiles
-    sound    sounds: their features, and where padding begins
+    sound    sounds: their features, and the start of padding
     video    videos: their sizes in patches
     patch    patches of videos
-    row      conversations with images: how many images each has
+    row      conversations with images: the number of images of each
 
-All except tensors of tokens are joined on the first dimension, in the order of the samples. Their other dimensions may
-differ, for example for images of several sizes, and are padded with zeros to the largest.
+All except per-token tensors are concatenated on the first dimension, in the order of the samples. Their other
+dimensions may differ, for example for images of several sizes, and are padded with zeros to the largest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTED = ("token", "image", "pixels", "sound", "video", "patch", "row")
 
 
 class Input(NamedTuple):
-    """A further tensor of one row: `per` is what its first dimension counts, one of `COUNTED`."""
+    """An additional tensor of one row. `per` names what its first dimension counts, one of `COUNTED`."""
 
     per: str
     values: np.ndarray
@@ -84,33 +84,34 @@ class Sample:
 
     @property
     def cut(self) -> bool:
-        """Whether tokens were cut off to fit `seq_length`."""
+        """True if tokens were cut off to fit `seq_length`."""
         return self.length > len(self.input_ids)
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """(action, reason) of each line for `skipped.jsonl` about a row that is used."""
+        """The (action, reason) of each line for `skipped.jsonl` about a row that is used."""
         cut = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
         return [*cut, *control_notes(self.control), *(reasoning_notes(self.lost) if self.lost else [])]
 
 
 def control_notes(control: Sequence[str]) -> list[tuple[str, str]]:
-    """(action, reason) for a row whose text spells control tokens; [] if it spells none."""
+    """Return the (action, reason) notes for a row whose text contains control tokens; [] if there are none."""
     tokens = ", ".join(map(repr, control))
     return (
-        [(CONTROL_TOKENS, f"its text spells {tokens}, which the tokenizer takes for a control token")]
+        [(CONTROL_TOKENS, f"its text contains {tokens}, which the tokenizer reads as a control token")]
         if control
         else []
     )
 
 
 def extra_inputs(processor: Any) -> Mapping[str, str]:
-    """Name -> what it counts, of the tensors that a processor returns besides the common ones."""
+    """Return name -> what its first dimension counts, for the tensors that a processor returns in addition to the
+    common ones."""
     return getattr(processor, "inputs", {})
 
 
 def inputs_of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Input]:
-    """The further tensors in the outputs of a processor for one row: float32 for floats, else int64."""
+    """Return the additional tensors in the outputs of a processor for one row: float32 for floats, else int64."""
     arrays = {name: np.asarray(outputs[name]) for name in names if outputs.get(name) is not None}
     return {
         name: Input(names[name], np.ascontiguousarray(x, np.float32 if x.dtype.kind == "f" else np.int64))
@@ -119,27 +120,28 @@ def inputs_of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[
 
 
 def inputs_of_processor(processor: Any, batch: Mapping[str, Any]) -> dict[str, Input]:
-    """The further tensors in a batch of one row, whose tensors of tokens have the shape [1, T]."""
+    """Return the additional tensors in a batch of one row, whose per-token tensors have the shape [1, T]."""
     names = extra_inputs(processor)
     row = {name: batch[name][0] if names[name] == "token" else batch[name] for name in names if name in batch}
     return inputs_of_row(row, names)
 
 
 def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: Mapping[str, int]) -> None:
-    """Check that tensors have the length that they should count. Raises DataError, which names the first wrong one."""
+    """Check that the first dimension of tensors has the expected length. Raises DataError for the first wrong
+    tensor."""
     for name, per in names.items():
         if (values := outputs.get(name)) is not None and per in counts and len(values) != counts[per]:
             raise DataError(
-                f"the processor gives {name} of {len(values)} for {counts[per]} ({per}), so that rows would take each "
-                "other's; this version of transformers is not the one that the family was taught with"
+                f"the processor returns {name} of length {len(values)} for {counts[per]} ({per}), so rows would get "
+                "each other's values; this family was not tested with this version of transformers"
             )
 
 
 def cut_inputs(
     inputs: Inputs, tokens: int, images: int, pixels: int, videos: int = 0, patches: int = 0
 ) -> dict[str, Input]:
-    """The tensors of a row that is cut to these numbers of tokens, images, rows of `pixel_values` (`pixels`), videos
-    and rows of `pixel_values_videos` (`patches`)."""
+    """Return the tensors of a row that is cut to these numbers of tokens, images, rows of `pixel_values` (`pixels`),
+    videos and rows of `pixel_values_videos` (`patches`)."""
     ends = {"token": tokens, "image": images, "pixels": pixels, "video": videos, "patch": patches, "row": 1}
     remaining = {"video": videos, "patch": videos, "token": 1}
     remaining_inputs = {name: tensor for name, tensor in inputs.items() if remaining.get(tensor.per, images)}
@@ -147,7 +149,7 @@ def cut_inputs(
 
 
 def with_answer_tokens(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
-    """The tensors of a row if its first `start` tokens are followed by `tokens` tokens of text."""
+    """Return the tensors of a row whose first `start` tokens are followed by `tokens` tokens of text."""
     return {
         name: Input(per, np.pad(values[:start], (0, tokens))) if per == "token" else Input(per, values)
         for name, (per, values) in inputs.items()
@@ -155,7 +157,7 @@ def with_answer_tokens(inputs: Inputs, start: int, tokens: int) -> dict[str, Inp
 
 
 def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """Arrays concatenated on the first dimension; the other dimensions are padded with zeros to the largest."""
+    """Concatenate arrays on the first dimension; the other dimensions are padded with zeros to the largest."""
     listed = list(arrays)
     if len({array.shape[1:] for array in listed}) == 1:
         return np.concatenate(listed)
@@ -168,6 +170,6 @@ def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def concatenate_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
-    """The tensors of several rows, concatenated by name, except tensors of tokens."""
+    """Concatenate the tensors of several rows by name, except per-token tensors."""
     names = dict.fromkeys(name for row in inputs for name, tensor in row.items() if tensor.per != "token")
     return {name: concatenate(row[name].values for row in inputs if name in row) for name in names}

@@ -35,7 +35,7 @@ _PROBE_QUESTION, _PROBE_REASONING, _PROBE_ANSWER = "octavo asks", "octavo thinks
 
 
 class Thinking:
-    """How one chat template writes reasoning.
+    """The form in which one chat template writes reasoning.
 
     render          renders messages with the template (`octavo.data.encoding.loss_mask.Render`)
     parts           whether contents are lists of parts
@@ -49,7 +49,7 @@ class Thinking:
 
     @cached_property
     def takes_reasoning(self) -> bool:
-        """Whether the template takes the reasoning of a turn as a separate field."""
+        """True if the template reads the reasoning of a turn from a separate field."""
         answer = {**self._message("assistant", _PROBE_ANSWER), **dict.fromkeys(REASONING_FIELDS, _PROBE_REASONING)}
         try:
             return _PROBE_REASONING in render_messages([self._message("user", _PROBE_QUESTION), answer], self.render)
@@ -58,7 +58,7 @@ class Thinking:
 
     @cached_property
     def closes_prompts(self) -> bool:
-        """Whether its prompts end with a closed thinking block: then the model writes no reasoning after them."""
+        """True if prompts end with a closed thinking block, after which a model writes no reasoning."""
         question = [self._message("user", _PROBE_QUESTION)]
         try:
             opening = render_messages(question, self.render, True).removeprefix(render_messages(question, self.render))
@@ -70,8 +70,8 @@ class Thinking:
         return {"role": role, "content": [{"type": "text", "text": text}] if self.parts else text}
 
     def normalize_reasoning(self, conversation: Conversation) -> Conversation:
-        """The conversation with its reasoning in the form that the template reads. Raises `TemplateProblem` if the
-        template has no place for it, and for turns whose reasoning cannot be separated from their words."""
+        """Return the conversation with its reasoning in the form that the template reads. Raises `TemplateProblem` if
+        the template does not support reasoning, and for turns whose reasoning cannot be separated from their text."""
         if not any(turn.role == "assistant" and _has_reasoning(turn) for turn in conversation.turns):
             return conversation
         turns = tuple(split_reasoning(turn, number) for number, turn in enumerate(conversation.turns, 1))
@@ -82,8 +82,8 @@ class Thinking:
         for number, turn in enumerate(conversation.turns, 1):
             if turn.reasoning is not None:
                 raise TemplateProblem(
-                    f"the chat template has no place for reasoning, and turn {number} has some in a field of its own; "
-                    "take the template of a model that thinks, write it into the content between <think> and "
+                    f"the chat template does not support reasoning, but turn {number} has it in a separate field; use "
+                    "the template of a reasoning model, write the reasoning into the content between <think> and "
                     "</think>, or remove it"
                 )
         return conversation
@@ -100,9 +100,9 @@ class Thinking:
     def learned_spans(
         self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
-        """(learned span of each answer, empty if its reasoning was left out; number of such answers), for a
-        conversation rendered as `whole`. `spans` are its last answers; those that are not `wanted` are context. Raises
-        `TemplateProblem`."""
+        """Return the learned span of each answer, which is empty if its reasoning was left out, and the number of such
+        answers, for a conversation rendered as `whole`. `spans` are its last answers; those that are not `wanted` are
+        context. Raises `TemplateProblem`."""
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         question = _last_question(messages)
         learned, lost = [], 0
@@ -122,8 +122,9 @@ class Thinking:
         return learned, lost
 
     def _written_reasoning(self, written: str, message: Message, number: int, earlier: bool) -> str | None:
-        """The reasoning of an answer that is in its rendering `written`, "" if it has none; None: it was left out.
-        Raises `TemplateProblem` if words are missing, or reasoning of an answer that is not an `earlier` one."""
+        """Return the reasoning of an answer that is in its rendering `written`, "" if the answer has none, or None if
+        it was left out. Raises `TemplateProblem` if words are missing, or reasoning of an answer that is not an
+        `earlier` one."""
         reasoning, texts = message.get(REASONING_FIELDS[0]), message_texts(message)
         if reasoning is None and any(
             map(_ANY_TAG.search, texts)
@@ -132,15 +133,15 @@ class Thinking:
             reasoning, texts = turn.reasoning, [part.text for part in turn.parts if isinstance(part, Text)]
         for piece in (piece.strip() for text in texts for piece in _ANY_TAG.split(text)):
             if piece not in written:
-                raise TemplateProblem(f"the chat template takes away words of message {number + 1}: {piece[:60]!r}")
+                raise TemplateProblem(f"the chat template drops words of message {number + 1}: {piece[:60]!r}")
         words = texts[0].strip() if texts else ""
         before = written[: written.rfind(words)] if words in written else written
         if not reasoning or reasoning.strip() in before:
             return reasoning or ""
         if not earlier:
             raise TemplateProblem(
-                f"the chat template takes away the reasoning of message {number + 1}, which no question follows: "
-                f"{reasoning[:60]!r}; mend the template, or remove the reasoning"
+                f"the chat template drops the reasoning of message {number + 1}, although no question follows: "
+                f"{reasoning[:60]!r}; fix the template, or remove the reasoning"
             )
         return None
 
@@ -149,18 +150,19 @@ class Thinking:
         if self.mask_reasoning and not masked:
             marks = " or ".join(opens for opens, _ in TAGS)
             raise TemplateProblem(
-                f"data.mask_reasoning is true, and the chat template writes the reasoning of message {number + 1} "
+                f"data.mask_reasoning is true, but the chat template writes the reasoning of message {number + 1} "
                 f"without the mark {marks}, so its end is unknown"
             )
         if self.closes_prompts and not self.mask_reasoning:
             raise TemplateProblem(
-                f"message {number + 1} has reasoning, and prompts end with a closed block of thinking, after which a "
+                f"message {number + 1} has reasoning, but prompts end with a closed thinking block, after which a "
                 "model writes none; set enable_thinking: true in data.template_args, or data.mask_reasoning: true, or "
                 "remove the reasoning"
             )
 
     def _find_loss_start(self, whole: str, start: int, end: int, reasoning: str) -> int:
-        """Where the loss of the answer at `start` begins; `reasoning`: its written reasoning."""
+        """Return the position at which the loss of the answer at `start` begins. `reasoning` is its rendered
+        reasoning."""
         answer = whole[start:end]
         for opens, closes in TAGS:
             first = len(answer) - len(answer.lstrip())
@@ -180,9 +182,9 @@ class Thinking:
 
 
 def split_reasoning(turn: Turn, number: int = 0) -> Turn:
-    """An assistant's turn, the `number`-th, with its reasoning split from its words, as templates that look for it in
-    the text split them. A text that mentions the marks but does not begin with reasoning has none (""). Reasoning that
-    a row has both in a field and in its text is kept once. Raises `TemplateProblem` if the two differ."""
+    """Split the reasoning of an assistant turn, the `number`-th, from its text, as templates do that look for it in the
+    text. A text that mentions the marks but does not begin with reasoning has none (""). Reasoning that a row has both
+    in a field and in its text is kept once. Raises `TemplateProblem` if the two differ."""
     if turn.role != "assistant":
         return turn
     opened, reasoning, words = _split_block(turn)
@@ -192,8 +194,8 @@ def split_reasoning(turn: Turn, number: int = 0) -> Turn:
     if in_field is not None and reasoning is not None and reasoning.strip() not in ("", in_field.strip()):
         if opened:
             raise TemplateProblem(
-                f"turn {number} has reasoning in a field of its own and other reasoning at the beginning of its words; "
-                "keep one of them"
+                f"turn {number} has reasoning in a separate field and different reasoning at the beginning of its "
+                "text; keep one of them"
             )
         reasoning = None  # the words only mention the closing mark
     if reasoning is not None:
@@ -202,8 +204,8 @@ def split_reasoning(turn: Turn, number: int = 0) -> Turn:
 
 
 def _split_block(turn: Turn) -> tuple[bool, str | None, str]:
-    """(whether the words of a turn begin with an opening mark, the reasoning that they begin with or None, the words
-    after it)."""
+    """Return whether the text of a turn begins with an opening mark, the reasoning that it begins with or None, and the
+    text after it."""
     text = turn.parts[0].text if turn.parts and isinstance(turn.parts[0], Text) else ""
     for opens, closes in TAGS:
         reasoning, closed, words = text.partition(closes)
@@ -214,7 +216,7 @@ def _split_block(turn: Turn) -> tuple[bool, str | None, str]:
 
 
 def _strip_marks(reasoning: str) -> str:
-    """Reasoning without marks around it, which some rows include."""
+    """Remove the marks around reasoning, which some rows include."""
     for opens, closes in TAGS:
         inner = reasoning.strip().removeprefix(opens).removesuffix(closes)
         if inner != reasoning.strip():
@@ -232,7 +234,7 @@ def _check_words(turn: Turn, number: int, separate_field: bool) -> None:
     opened = next((opens for opens, _ in TAGS if turn.text.lstrip().startswith(opens)), None)
     if separate_field and opened:
         raise TemplateProblem(
-            f"turn {number} has words that begin with {opened}: reasoning that does not end, or a second block of it; "
+            f"turn {number} has text that begins with {opened}: reasoning without an end, or a second thinking block; "
             "write it as one block, or remove the row"
         )
 

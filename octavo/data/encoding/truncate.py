@@ -1,6 +1,6 @@
-"""Truncation of a sample to a length: never inside an image or a video; one that does not fit is removed with its
-pixels and the mark before it. A part of a video would only cost time: text before it does not attend to it, and no text
-is left after it."""
+"""Truncates a sample to a length, but never inside an image or a video: one that does not fit is removed with its
+pixels and the mark before it. Part of a video would only cost time, because text before it does not attend to it and no
+text is left after it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from octavo.data.errors import Mismatch
 
 
 def why_not_one_image(images: int) -> str:
-    """Why a row of several images is not cut to one, in a family that treats single images differently."""
+    """Return the reason why a row of several images is not cut to one image."""
     return (
-        f"one of its {images} images would be left, and this family makes tiles of the only image of a row and of no "
-        "other"
+        f"one of its {images} images would be left, and this family splits an image into tiles only if the row has no "
+        "other image"
     )
 
 
 class Run(NamedTuple):
-    """The tokens of an image or a video, and its number of rows in `pixel_values`, or in `pixel_values_videos`;
-    `images`: how many images it counts as, several for a video whose frames are passed as images."""
+    """The tokens [start, stop) of an image or a video, and its number of rows in `pixel_values` or
+    `pixel_values_videos`. `images` is the number of images that it counts as: several for a video whose frames are
+    passed as images."""
 
     start: int
     stop: int
@@ -35,8 +36,8 @@ class Run(NamedTuple):
 
 
 def media_runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
-    """The images and videos of a sample, in order. `image_mask` [T]: tokens of images; `place`: the token of an image
-    feature; `opening`: a token that begins the expansion of each image."""
+    """Return the images and videos of a sample, in order. `image_mask` [T] marks tokens of images, `place` is the token
+    of an image feature, `opening` is the token at the start of each image's expansion, if there is one."""
     grids = sample.extra.get("video_grid_thw")
     patch_counts = () if grids is None else grids.values.prod(axis=1).tolist()
     video_runs = [Run(*span, patches, True) for span, patches in zip(sample.films, patch_counts, strict=True)]
@@ -44,7 +45,7 @@ def media_runs(sample: Sample, image_mask: np.ndarray, place: int | None, openin
 
 
 def cut_position(runs: Sequence[Run], end: int) -> str:
-    """What a cut at `end` falls into, as the beginning of a sentence; "" if that is text."""
+    """Describe the image or video that a cut at `end` falls into, as the beginning of a sentence; "" for text."""
     hit = next((run for run in runs if run.start < end < run.stop), None)
     what = "a video" if hit and (hit.video or hit.images > 1) else "an image"
     return f"the cut falls into {what}, which is removed whole, and " if hit else ""
@@ -54,11 +55,11 @@ def _image_runs(sample: Sample, image_mask: np.ndarray, place: int | None, openi
     if sample.pixel_values is None:
         return []
     ids, pixels, grid = sample.input_ids, len(sample.pixel_values), sample.image_grid_thw
-    # Adjacent images form one run of image tokens. If each image begins with a mark, the marks separate them ...
+    # Adjacent images form one run of image tokens. If each image begins with a mark, the marks separate them.
     spans = list(sample.places) or true_runs(image_mask, np.flatnonzero(image_mask & (ids == opening)))
     if grid is not None:
         rows = grid.prod(axis=1)
-        if len(spans) != len(rows):  # ... otherwise tokens are divided in proportion to patches.
+        if len(spans) != len(rows):  # no marks: divide the tokens in proportion to patches
             edges = np.cumsum([0, *(rows * int(image_mask.sum()) // rows.sum())])
             positions = np.flatnonzero(image_mask)
             spans = [(int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
@@ -69,15 +70,15 @@ def _image_runs(sample: Sample, image_mask: np.ndarray, place: int | None, openi
         rows = tokens * pixels // tokens.sum()
     images_per_run = (
         np.ones_like(rows) if sample.images == len(spans) else rows
-    )  # else videos whose frames are passed as images
+    )  # otherwise videos, whose frames are passed as images
     runs = zip(spans, rows.tolist(), images_per_run.tolist(), strict=True)
     return [Run(start, stop, count, images=images) for (start, stop), count, images in runs]
 
 
 def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) -> Sample:
-    """The first `end` tokens of a sample, or fewer. `opening`: the mark before an image, which is removed with it.
-
-    Raises Mismatch if one of several images would be left in a family that cuts the only image of a row into tiles.
+    """Return the first `end` tokens of a sample, or fewer. `opening` is the mark before an image, which is removed with
+    the image. Raises Mismatch if one of several images would be left in a family that splits the only image of a row
+    into tiles.
     """
     remaining, pixels, videos, patches = 0, 0, 0, 0
     spans = 0

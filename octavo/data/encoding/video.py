@@ -108,7 +108,7 @@ def select_frames(file: VideoFile, sampler: FrameSampler, limits: FileLimits = F
     with _open_video(file, limits) as (container, stream):
         when, keys = _read_time_stamps(file, container, stream)
         if stream.time_base is None:
-            raise Mismatch(f"video {file} has no unit of time in its header; write it again")
+            raise Mismatch(f"video {file} has no time base in its header; write it again")
         tick = float(stream.time_base)
         fps = _frame_rate(file, stream, when, tick)
         claimed = float(stream.duration or 0) * tick or (container.duration or 0) / 1e6
@@ -116,7 +116,7 @@ def select_frames(file: VideoFile, sampler: FrameSampler, limits: FileLimits = F
             claimed -= max(0.0, when[0] * tick)
         length = (when[-1] - when[0]) * tick + 1 / fps
         if claimed > limits.seconds or length > limits.seconds:
-            raise Mismatch(f"video {file} is {max(claimed, length):.0f} s long, and {limits.seconds:g} are the most "
+            raise Mismatch(f"video {file} is {max(claimed, length):.0f} s long, over the limit of {limits.seconds:g} s "
                            "(data.video.max_seconds)")  # fmt: skip
         if length < claimed * (1 - _MISSING_SHARE) - 2 / fps or len(when) < stream.frames * (1 - _MISSING_SHARE) - 2:
             raise Mismatch(f"video {file} is truncated: {len(when)} frames of {length:.2f} s are there, and its header "
@@ -130,7 +130,7 @@ def _select(
     file: VideoFile, sampler: FrameSampler, limits: FileLimits, total: int, fps: float, height: int, width: int
 ) -> FrameSelection:
     if total / fps > limits.seconds:
-        raise Mismatch(f"video {file} is {total / fps:.0f} s long, and {limits.seconds:g} are the most "
+        raise Mismatch(f"video {file} is {total / fps:.0f} s long, over the limit of {limits.seconds:g} s "
                        "(data.video.max_seconds)")  # fmt: skip
     try:
         indices = sampler.indices(total, fps)
@@ -202,23 +202,24 @@ def _decode_frames(selection: FrameSelection, container: InputContainer, stream:
 
 
 def _frames_from(container: InputContainer, stream: VideoStream, stamp: int) -> Iterator[VideoFrame]:
-    """Frames from the key frame at a time stamp on."""
+    """Decode frames, starting from the key frame at a time stamp."""
     container.seek(stamp, stream=stream, backward=True)
     return container.decode(stream)
 
 
 def _frame_at(frames: Iterator[VideoFrame], stamp: int) -> VideoFrame | None:
-    """The next frame with this time stamp; None if there is none."""
+    """Return the next frame with this time stamp, or None if there is none."""
     frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= stamp), None)
     return frame if frame is not None and frame.pts == stamp else None
 
 
 def _upright_pixels(frame: VideoFrame | None, file: VideoFile) -> np.ndarray:
-    """The pixels [H, W, 3] of a frame after its display matrix: phones store how they were held, and mirroring."""
+    """Return the pixels [H, W, 3] of a frame after its display matrix: phones store how they were held, and
+    mirroring."""
     if frame is None:
-        raise Mismatch(f"video {file} holds no frame that can be decoded")
+        raise Mismatch(f"video {file} has no frame that can be decoded")
     if getattr(frame, "is_corrupt", False):
-        raise Mismatch(f"video {file} is broken: a frame of it is damaged")
+        raise Mismatch(f"video {file} is broken: one of its frames is damaged")
     try:
         return _rotate(frame.to_ndarray(format="rgb24"), _display_matrix(frame))
     except ValueError as cause:
@@ -226,7 +227,7 @@ def _upright_pixels(frame: VideoFrame | None, file: VideoFile) -> np.ndarray:
 
 
 def _check_shape(pixels: np.ndarray, selection: FrameSelection, name: str) -> np.ndarray:
-    """The pixels of a frame, if it is as large as the first; resizing another size would stretch it. Raises
+    """Return the pixels of a frame if it is as large as the first; resizing another size would stretch it. Raises
     `Mismatch`."""
     height, width = pixels.shape[:2]
     if (height, width) != selection.shape:
@@ -253,30 +254,33 @@ def _read_time_stamps(file: VideoFile, container: InputContainer, stream: VideoS
         if not packet.size or packet.is_discard:
             continue
         if packet.pts is None:
-            raise Mismatch(f"video {file} does not say when its frames are shown; write it again, as mp4 or webm")
+            raise Mismatch(f"video {file} has frames without time stamps; write it again, as mp4 or webm")
         when.append(packet.pts)
         if packet.is_keyframe:
             keys.append(packet.pts)
         if len(when) > MAX_FRAMES:
             raise Mismatch(f"video {file} has over {MAX_FRAMES} frames; cut it")
     if not when or not keys:
-        raise Mismatch(f"video {file} holds no frame")
+        raise Mismatch(f"video {file} has no frame")
     stamps = np.unique(np.array(when, np.int64))
     if len(stamps) < len(when):
-        raise Mismatch(f"video {file} shows two frames at one time; write it again")
+        raise Mismatch(f"video {file} has two frames with one time stamp; write it again")
     return stamps, np.sort(np.array(keys, np.int64))
 
 
 def _frame_rate(file: VideoFile, stream: VideoStream, when: np.ndarray, tick: float) -> float:
-    """Frames a second: the rate in the header if the time stamps agree with it, else the rate by time stamps."""
+    """Return the frames per second: the rate in the header if the time stamps agree with it, else the rate by time
+    stamps."""
     stated = float(stream.average_rate or 0)
     measured = (len(when) - 1) / ((when[-1] - when[0]) * tick) if len(when) > 1 else stated
     since = (when - when[0]) * tick
     if stated > 0 and (np.abs(since - np.arange(len(when)) / stated) <= _TIME_TOLERANCE / stated).all():
         measured = stated
     if not RATES[0] <= measured <= RATES[1]:
-        raise Mismatch(f"video {file} has {measured:g} frames a second, and {RATES[0]:g} to {RATES[1]:g} are read; its "
-                       "header is broken; write it again")  # fmt: skip
+        raise Mismatch(
+            f"video {file} has {measured:g} frames per second, outside the range of {RATES[0]:g} to {RATES[1]:g}: its "
+            "header is broken; write it again"
+        )
     return measured
 
 
@@ -288,35 +292,33 @@ def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputCont
         import av
     except ImportError as cause:
         raise DataError(
-            f"rows hold videos, which PyAV reads, and it cannot be imported ({cause}); pip install 'octavo[video]'"
+            f"PyAV, which decodes the videos of rows, cannot be imported ({cause}); pip install 'octavo[video]'"
         ) from cause
     assert not isinstance(file, FrameFolder)
     if isinstance(file, Path) and not file.is_file():  # reading a pipe would block
-        raise Mismatch(f"video {file} is no file")
+        raise Mismatch(f"video {file} is not a file")
     try:
         with BytesIO(file.data) if isinstance(file, InlineVideo) else _open_bytes(file) as raw:
             size = raw.seek(0, 2)
             if size > limits.megabytes * 1e6:
-                raise Mismatch(f"video {file} has {size / 1e6:.0f} MB, and {limits.megabytes:g} are the most "
+                raise Mismatch(f"video {file} has {size / 1e6:.0f} MB, over the limit of {limits.megabytes:g} "
                                "(data.video.max_megabytes)")  # fmt: skip
             raw.seek(0)
             head = raw.read(12)
             kind = next((kind for at, mark, kind in _CONTAINERS if head[at : at + len(mark)] == mark), None)
             if kind is None:
-                raise Mismatch(
-                    f"video {file} is {'empty' if not size else 'none of mp4, mov, webm and mkv'}; convert it"
-                )
+                raise Mismatch(f"video {file} is {'empty' if not size else 'not mp4, mov, webm or mkv'}; convert it")
             raw.seek(0)
             with av.open(raw, mode="r", format=kind, metadata_errors="ignore") as container:
                 cover = av.stream.Disposition.attached_pic
                 streams = [candidate for candidate in container.streams.video if not candidate.disposition & cover]
                 if not streams:
-                    content = "only sound" if container.streams.audio else "no stream of video"
-                    raise Mismatch(f"video {file} holds {content}")
+                    content = "only audio" if container.streams.audio else "no video stream"
+                    raise Mismatch(f"video {file} has {content}")
                 stream = streams[0]
                 context = stream.codec_context
                 if context is None:
-                    raise Mismatch(f"video {file} is coded in a way that PyAV does not decode; convert it")
+                    raise Mismatch(f"video {file} has a codec that PyAV does not decode; convert it")
                 if context.width * context.height > limits.megapixels * 1e6:
                     raise _size_error(file, context.width, context.height, limits.megapixels)
                 context.options = {"max_pixels": str(int(limits.megapixels * 1e6))}
@@ -331,7 +333,7 @@ def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputCont
 
 
 def _open_bytes(file: Path) -> BinaryIO:
-    """An open file, decrypted chunk by chunk if it is encrypted. Raises DataError if its key is missing."""
+    """Open a file; an encrypted one is decrypted chunk by chunk. Raises DataError if its key is missing."""
     if is_encrypted(file):
         return open_file(file, DataError)
     check_plain(file, DataError)
@@ -340,11 +342,11 @@ def _open_bytes(file: Path) -> BinaryIO:
 
 def _size_error(file: VideoFile, width: int, height: int, most: float) -> Mismatch:
     return Mismatch(f"video {file} has frames of {width} x {height} pixels, over the limit of {most:g} megapixels; if "
-                    "it is meant, raise data.max_image_megapixels")  # fmt: skip
+                    "it is intended, raise data.max_image_megapixels")  # fmt: skip
 
 
 def _list_frames(file: FrameFolder, limits: FileLimits) -> list[Path]:
-    """The images of a folder, ordered by the numbers in their names. Raises `Mismatch`."""
+    """Return the images of a folder, ordered by the numbers in their names. Raises `Mismatch`."""
     try:
         names = [path for path in file.path.iterdir() if path.suffix.lower() in IMAGES and not path.is_dir()]
         outside_links = [path for path in names if path.is_symlink() and path.resolve().parent != file.path.resolve()]
@@ -353,18 +355,19 @@ def _list_frames(file: FrameFolder, limits: FileLimits) -> list[Path]:
         raise Mismatch(f"video {file} cannot be read ({cause})") from cause
     if outside_links:
         raise Mismatch(
-            f"video {file} is a folder whose {outside_links[0].name} is a link out of it; copy the file there"
+            f"video {file} is a folder whose {outside_links[0].name} is a link to a file outside it; copy the file "
+            "there"
         )
     if missing:
-        raise Mismatch(f"video {file} is a folder whose {missing[0].name} is no file; restore or remove it")
+        raise Mismatch(f"video {file} is a folder whose {missing[0].name} is not a file; restore or remove it")
     if not names:
         raise Mismatch(f"video {file} is a folder without a frame ({', '.join(IMAGES)})")
     if len(names) > MAX_FRAMES:
         raise Mismatch(f"video {file} has over {MAX_FRAMES} frames; cut it")
     by_stem = {path.stem: path for path in names}
     if duplicate := next((path for path in names if by_stem[path.stem] != path), None):
-        raise Mismatch(f"video {file} has {duplicate.name} and {by_stem[duplicate.stem].name}, two frames of one name; remove "
-                       "one")  # fmt: skip
+        other = by_stem[duplicate.stem].name
+        raise Mismatch(f"video {file} has two frames with one name, {duplicate.name} and {other}; remove one")
     return sorted(names, key=lambda path: [(part.isdecimal(), int(part) if part.isdecimal() else 0, part)
                                            for part in DIGITS.split(path.name)])  # fmt: skip
 
@@ -384,7 +387,7 @@ def _load_frame(path: Path, megapixels: float) -> np.ndarray:
 
 
 def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
-    """[[a, b], [c, d]] of a frame, scaled to at most 1; None if it has none, or only zeros."""
+    """Return [[a, b], [c, d]] of a frame, scaled to at most 1, or None if the frame has no matrix or only zeros."""
     for data in cast("Iterable[SideData]", frame.side_data):  # PyAV's stub has a dict of str here
         if data.type.name == "DISPLAYMATRIX":
             values = np.frombuffer(bytes(data), np.int32).astype(np.float64)[[0, 1, 3, 4]].reshape(2, 2)
@@ -403,7 +406,9 @@ def _rotate(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
     is_permutation = all((np.abs(signs).sum(axis) == 1).all() for axis in (0, 1))
     if np.abs(matrix - signs).max() > _MATRIX_TOLERANCE or not is_permutation:
         rows = "; ".join(" ".join(f"{value:g}" for value in row) for row in matrix.round(3))
-        raise ValueError(f"is to be shown by the matrix ({rows}), which is no quarter turn; write it again upright")
+        raise ValueError(
+            f"has the display matrix ({rows}), which is not a multiple of a quarter turn; write it again upright"
+        )
     if across[0]:
         right, below = across[0], down[1]
     else:

@@ -44,7 +44,7 @@ class Rows(Protocol):
     def __getitem__(self, row: int) -> Any: ...
 
     def keys(self) -> set[str]:
-        """All keys that any row has."""
+        """Return all keys that any row has."""
         ...
 
 
@@ -96,11 +96,11 @@ class MappedTable:
             raise self._damaged(cause) from cause
 
     def _notes_in(self, file: Path) -> Path:
-        """The folder of the cache with the notes which files are valid."""
+        """Return the folder of the cache with the notes on valid files."""
         return file.parent
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.error_line(cause)}); delete it")
+        return DataError(f"{self.kept} is not a valid Arrow file ({columnar.error_line(cause)}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
         """One row, as a batch of length 1. Raises `DataError`."""
@@ -119,7 +119,7 @@ class MappedTable:
 
     @property
     def gone(self) -> bool:
-        """Whether the file that rows are read from was deleted: another process evicted it."""
+        """True if the file that rows are read from was deleted: another process evicted it."""
         return not self._on_disk().exists()
 
     def _on_disk(self) -> Path:
@@ -140,7 +140,7 @@ class TextRows(MappedTable):
     schema = TEXTS
 
     def line(self, row: int) -> int:
-        """The line number (from 1) of a row, in a file of lines."""
+        """Return the line number (from 1) of a row, in a file of lines."""
         return int(self._table.column("line")[row].as_py())
 
     def __getitem__(self, row: int) -> Any:
@@ -152,7 +152,8 @@ class TextRows(MappedTable):
         return parse_row(self.path, row, *values)
 
     def keys(self) -> set[str]:
-        """All keys of the rows that can be read: a pass over all rows, whose result is stored next to a cached file."""
+        """Return all keys of the rows that can be read: a pass over all rows, whose result is stored next to a cached
+        file."""
         stored = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
         if stored is not None and (names := _names_in(stored)) is not None:
             return names
@@ -164,7 +165,7 @@ class TextRows(MappedTable):
 
 
 def _names_in(file: Path) -> set[str] | None:
-    """The texts of a JSON list in a file; None if the file is missing or damaged."""
+    """Return the texts of a JSON list in a file, or None if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         names = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -173,7 +174,7 @@ def _names_in(file: Path) -> set[str] | None:
 
 
 def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
-    """The value of a row from the fields of a :class:`Text`; `where` the text is, if not in a line. Raises
+    """Return the value of a row from the fields of a :class:`Text`; `where` the text is, if not in a line. Raises
     `BadSample`."""
     where = f"line {line}" if line else where
     if problem is not None:
@@ -186,11 +187,11 @@ def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | 
             "`iconv -f ENCODING -t UTF-8`"
         ) from cause  # fmt: skip
     except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend or remove the row.") from cause
+        raise BadSample(path, row, f"{cause} Fix or remove the row.") from cause
 
 
 def collect_keys(rows: Rows) -> set[str]:
-    """All keys of the rows that can be read, by a pass over all rows."""
+    """Return all keys of the rows that can be read, by a pass over all rows."""
     keys: set[str] = set()
     for number in range(len(rows)):
         with contextlib.suppress(BadSample):  # reported when the row is used
@@ -220,9 +221,9 @@ class ColumnRows(MappedTable):
 
 
 def decode_row(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
-    """The row of a table of one row, as `json_values`. A time that Python cannot hold (in the year 10,000, or with an
-    unknown time zone) becomes the text that Arrow prints for it. Raises `BadSample`, which names the column, for other
-    values that cannot be read, such as text that is not UTF-8, or JSON columns whose text is not JSON."""
+    """Return the row of a table of one row, as `json_values`. A time that Python cannot hold (in the year 10,000, or
+    with an unknown time zone) becomes the text that Arrow prints for it. Raises `BadSample`, which names the column,
+    for other values that cannot be read, such as text that is not UTF-8, or JSON columns whose text is not JSON."""
     try:
         values = json_values(table.to_pylist()[0])
     except UNREADABLE:  # convert column by column, to find the one at fault
@@ -237,7 +238,7 @@ def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_c
     try:
         return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.octavo_name(name))
     except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
+        raise BadSample(path, row, f"{cause} Fix the value, or remove the row or the column.") from cause
 
 
 def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedArray) -> Any:
@@ -248,14 +249,14 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
             without_zone = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
             return column.cast(without_zone).cast(pa.string())[0].as_py()
         raise BadSample(
-            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); mend the "
-            "value, or leave out the row or the column"
+            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); fix the "
+            "value, or remove the row or the column"
         ) from cause  # fmt: skip
 
 
 def json_values(value: Any) -> Any:
-    """A value from Arrow as JSON would have it: null entries of objects are left out, times and decimals are text.
-    Bytes stay bytes, because media files are stored so."""
+    """Return a value from Arrow as JSON would have it: null entries of objects are left out, times and decimals are
+    text. Bytes stay bytes, because media files are stored so."""
     if isinstance(value, dict):
         return {str(key): json_values(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

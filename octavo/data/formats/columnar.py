@@ -26,7 +26,7 @@ COMPRESSED = 1 << 30
 
 
 def error_line(cause: BaseException) -> str:
-    """The first line of an error of the Arrow library, printable, at most 160 characters."""
+    """Return the first line of an error of the Arrow library, printable, at most 160 characters."""
     return printable(first_line(cause))[:160]
 
 
@@ -67,7 +67,7 @@ def check_batch(batch: pa.RecordBatch | pa.Table) -> None:
 
 
 def _as_bytes(array: pa.Array) -> pa.Array:
-    """The same array with texts as bytes, whose content validation does not check. No value is read."""
+    """Reinterpret texts of an array as bytes, whose content validation does not check. No value is read."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _as_bytes(array.storage)
@@ -101,12 +101,12 @@ def check_compressed(file: pa.NativeFile) -> None:
             if total > COMPRESSED:
                 raise ValueError(
                     f"its compressed buffers take {total} bytes or more decoded, of {stored} in the file, and "
-                    f"{COMPRESSED} are the most; save it without compression, or as parquet"
+                    f"the limit is {COMPRESSED}; save it without compression, or as parquet"
                 )
 
 
 def _next_message(file: pa.NativeFile) -> pa.Message | None:
-    """The next message; None after the last, where the file format has a footer."""
+    """Read the next message; return None after the last one, where the file format has a footer."""
     at = file.tell()
     head = file.read(8)
     if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff" or head[4:] == b"\0\0\0\0":
@@ -116,7 +116,7 @@ def _next_message(file: pa.NativeFile) -> pa.Message | None:
 
 
 def _decompressed_sizes(message: pa.Message) -> Iterator[int]:
-    """The decompressed size of each compressed buffer of a message, from its FlatBuffers metadata."""
+    """Yield the decompressed size of each compressed buffer of a message, from its FlatBuffers metadata."""
     if message.type not in ("record batch", "dictionary"):
         return
     flat, body = message.metadata.to_pybytes(), message.body
@@ -137,7 +137,8 @@ def _decompressed_sizes(message: pa.Message) -> Iterator[int]:
 
 
 def _table_at(flat: bytes, at: int) -> Callable[[int], int | None]:
-    """A lookup for a FlatBuffers table: field number -> offset of its value; None for a field that is not set."""
+    """Return a lookup for a FlatBuffers table: field number -> offset of its value; None for a field that is not
+    set."""
     vtable = at - struct.unpack_from("<i", flat, at)[0]
     size = struct.unpack_from("<H", flat, vtable)[0]
 
@@ -157,7 +158,7 @@ def _follow_offset(flat: bytes, at: int) -> int:
 
 
 def may_share_bytes(kind: pa.DataType) -> bool:
-    """Whether values of a type may share bytes, so that they may be larger than their buffers once decoded."""
+    """Return True if values of a type may share bytes, so that they may be larger than their buffers once decoded."""
     if isinstance(kind, pa.BaseExtensionType):
         return may_share_bytes(kind.storage_type)
     if str(kind).startswith(("dictionary", "run_end_encoded", "dense_union", "sparse_union")) or "view" in str(kind):
@@ -166,8 +167,8 @@ def may_share_bytes(kind: pa.DataType) -> bool:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type with the same values, each stored separately: dictionaries and views are replaced by their value types.
-    (Parquet returns no other types that share bytes.)"""
+    """Return the type with the same values, each stored separately: dictionaries and views are replaced by their value
+    types. (Parquet returns no other types that share bytes.)"""
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if str(kind) in ("string_view", "binary_view"):
@@ -190,7 +191,7 @@ def plain_field(field: pa.Field) -> pa.Field:
 
 
 def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarray:
-    """[rows] int64: decoded bytes of each row; with `texts` only bytes of text."""
+    """Return [rows] int64: decoded bytes of each row; with `texts` only bytes of text."""
     total = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
@@ -210,14 +211,15 @@ def find_large_rows(batch: pa.RecordBatch | pa.Table, sizes: np.ndarray | None =
 
 
 def describe_large_row(size: int, texts: int) -> str:
-    """The reason for a row of `size` bytes, `texts` of them text, that is too large."""
+    """Return the reason for a row of `size` bytes, `texts` of them text, that is too large."""
     if texts > TEXT_BYTES:
-        return f"has {texts} bytes of text, and {TEXT_BYTES} are the most; split or remove it"
-    return f"takes {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+        return f"has {texts} bytes of text, over the limit of {TEXT_BYTES}; split or remove it"
+    return f"takes {size} bytes, over the limit of {ROW_BYTES}; split or remove it"
 
 
 def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
-    """[len(array)] int64: decoded bytes of each value; with `texts` only bytes of text. The array must be valid."""
+    """Return [len(array)] int64: decoded bytes of each value; with `texts` only bytes of text. The array must be
+    valid."""
     # Sizes follow from offsets and indices; no value is decoded, since that is what may exhaust the memory.
     kind, count = array.type, len(array)
     if isinstance(kind, pa.BaseExtensionType):
@@ -253,7 +255,7 @@ def _lengths(array: pa.Array) -> np.ndarray:
 
 
 def _list_bytes(array: pa.Array, texts: bool) -> np.ndarray:
-    """The bytes of a list: its entries, and 8 bytes for each, because many empty entries take memory too."""
+    """Return the bytes of a list: its entries, and 8 bytes for each, because many empty entries take memory too."""
     kind, count = array.type, len(array)
     if pa.types.is_fixed_size_list(kind):
         starts = (array.offset + np.arange(count, dtype=np.int64)) * kind.list_size

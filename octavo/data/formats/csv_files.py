@@ -21,7 +21,8 @@ _CELL = 1 << 30  # characters of a cell; the default limit of the csv module, 12
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """The rows of a CSV file (.tsv: with tabs) as texts of JSON objects, with the names in its first line as keys.
+    """Yield the rows of a CSV file (.tsv: with tabs) as texts of JSON objects, with the names in its first line as
+    keys.
 
     Raises DataError if that line repeats a name or leaves one out, and for a quote that is never closed."""
     with (
@@ -34,7 +35,7 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 
 def _find_places(path: Path) -> Iterator[Place]:
-    """The places of the same rows in the file; the first is the line of names."""
+    """Yield the positions of the rows in the file; the first is the line of names."""
     at = row_start = 0
 
     def lines(file: BinaryIO) -> Iterator[str]:
@@ -51,7 +52,7 @@ def _find_places(path: Path) -> Iterator[Place]:
 
 
 def stream(path: Path) -> Lines:
-    """The rows of a CSV file, read without conversion. Raises DataError as `read_texts` does."""
+    """Open the rows of a CSV file without conversion. Raises DataError as `read_texts` does."""
     places = _find_places(path)
     first = next(places)
     with open_file(path, DataError) as file:
@@ -64,7 +65,7 @@ def _row_at(path: Path, names: list[str], raw: bytes, line: int) -> Text:
 
 
 def _parse_cells(path: Path, raw: bytes) -> list[str]:
-    """The cells of one row."""
+    """Parse the cells of one row."""
     with _allow_long_cells():
         return next(
             csv.reader(io.StringIO(raw.decode("utf-8", "surrogateescape"), newline=""), delimiter=_delimiter(path))
@@ -91,7 +92,7 @@ def _delimiter(path: Path) -> str:
 
 
 def _read_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[str], int]]:
-    """(names, cells, number of the last line) of each row of a CSV file; the first row is the names."""
+    """Yield (names, cells, number of the last line) of each row of a CSV file; the first row is the names."""
     reader = csv.reader(lines, delimiter=_delimiter(path), strict=True)
     try:
         with _allow_long_cells():
@@ -102,4 +103,4 @@ def _read_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], l
             for cells in reader:
                 yield names, cells, reader.line_num
     except csv.Error as cause:
-        raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); mend it there") from cause
+        raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); fix it there") from cause

@@ -49,7 +49,8 @@ def _is_turns(value: object, text: str) -> bool:
 
 
 def _is_answers(value: object, text: str) -> bool:
-    """Whether it is a list of answers; a list with spaces between its entries was a text: `datasets` writes none."""
+    """Return True for a list of answers. A list with spaces between its entries was a text: `datasets` writes
+    none."""
     is_answer_list = (
         isinstance(value, list) and bool(value) and all(type(entry) in (str, int, float) for entry in value)
     )
@@ -108,7 +109,8 @@ def _places_in(schema: pa.Schema) -> dict[str, ChunkSampler]:
 
 
 def _read_features(schema: pa.Schema) -> dict[str, Any]:
-    """The features that `datasets` stored; {} if they are missing or damaged, because the types imply the same."""
+    """Return the features that `datasets` stored; {} if they are missing or damaged, because the types imply the
+    same."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -143,7 +145,7 @@ def _type_places(kind: pa.DataType, feature: object) -> ChunkSampler:
 
 
 def parse_values(value: Any, places: ChunkSampler, where: str, key: str) -> Any:
-    """A value with its JSON texts parsed; `key`: its key in the row. Raises `Unreadable`."""
+    """Parse the JSON texts in a value; `key` is its key in the row. Raises `Unreadable`."""
     if places is True:
         return _value(value, where, key) if isinstance(value, str) else value
     if isinstance(places, list) and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rows of JSON files as texts: a list, or one object a line.
+"""Rows of JSON files as texts: a list, or one object per line.
 
 Any fault within a row affects only that row; a file is refused only if the structure of its list is broken.
 """
@@ -26,7 +26,7 @@ _SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds the end of a value; 
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """The rows of a JSON or JSONL file as texts. Raises `DataError` if its structure is broken."""
+    """Return the rows of a JSON or JSONL file as texts. Raises `DataError` if its structure is broken."""
     if not _is_jsonl(path):
         return _read_list(path)
     return (
@@ -38,11 +38,12 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 
 def stream(path: Path) -> Lines:
-    """The rows of a JSONL file, read without conversion. Raises `DataError` for a JSON list, which has no lines."""
+    """Open the rows of a JSONL file without conversion. Raises `DataError` for a JSON list, which has no
+    lines."""
     if not _is_jsonl(path):
         raise DataError(
             f"{path}: `stream` needs rows that can be read one by one, and this is one JSON list. Save it as JSONL (an "
-            "object a line), CSV or parquet, or leave `stream` out"
+            "object a line), CSV or parquet, or remove `stream`"
         )
     places = (
         Place(number, start, end, None if end - start <= ROW_BYTES else _describe_long_line(end - start))
@@ -53,11 +54,11 @@ def stream(path: Path) -> Lines:
 
 
 def _describe_long_line(size: int) -> str:
-    return f"has {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+    return f"has {size} bytes, over the limit of {ROW_BYTES}; split or remove it"
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
-    """(line number from 1, first byte, end byte, its first ROW_BYTES bytes) of each line."""
+    """Yield (line number from 1, first byte, end byte, its first ROW_BYTES bytes) of each line."""
     number, start = 1, 0
     with open_file(path, DataError) as file:
         while head := file.readline(ROW_BYTES):
@@ -70,7 +71,8 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a file is JSONL: by its suffix; else if the first of several nonblank lines is a complete JSON object."""
+    """Return True if a file is JSONL: by its suffix; else if the first of several nonblank lines is a complete JSON
+    object."""
     lines = (line.decode("utf-8-sig", "ignore").strip() for *_, line in _numbered_lines(path))
     first, *others = list(islice(filter(None, lines), 2)) or [""]
     if path.suffix.lower() in suffixes.JSON_LINES:
@@ -91,11 +93,11 @@ def _read_list(path: Path) -> Iterator[Text]:
     except json.JSONDecodeError as cause:
         raise DataError(
             f"{path} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
-            f"mend it there, or if it is one JSON object a line, name it .jsonl"
+            f"fix it there, or if it is one JSON object per line, name it .jsonl"
         ) from cause
     except _NotAList as cause:
         raise DataError(
-            f"{path}: the top level is {cause}; it must be a list of rows (or one object a line, as .jsonl)"
+            f"{path}: the top level is {cause}; it must be a list of rows (or one object per line, as .jsonl)"
         ) from cause
 
 
@@ -144,8 +146,8 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def _find_element_end(text: str, at: int) -> int:
-    """The end of the list element that begins at `at`, found by counting brackets. Raises JSONDecodeError if it does
-    not end."""
+    """Return the end of the list element that begins at `at`, found by counting brackets. Raises JSONDecodeError if it
+    does not end."""
     begin, depth = at, 0
     while match := _MARK.search(text, at):
         at, mark = match.end(), match.group()

@@ -31,8 +31,8 @@ MAX_RATIO = 1000
 
 
 def unreadable_error(path: Path | str, cause: Exception) -> DataError:
-    """The error for a parquet file that the library cannot read, for any of its errors."""
-    return DataError(f"{path} is no parquet file that can be read ({error_line(cause)}); copy or download it again")
+    """Return the error for a parquet file that the library cannot read, for any of its errors."""
+    return DataError(f"{path} is not a readable parquet file ({error_line(cause)}); copy or download it again")
 
 
 class Parquet(NamedTuple):
@@ -97,7 +97,8 @@ def _read_footer(source: Any) -> list[Group]:
 
 
 def read_batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBatch]:
-    """The rows of a row group, as many at a time as fit into `PAGE_BYTES` by their mean size. Raises DataError."""
+    """Yield the rows of a row group, as many at a time as fit into `PAGE_BYTES` by their mean size. Raises
+    DataError."""
     group = file.groups[number]
     each = max(1, max(1, group.size) // max(1, group.rows) + _fixed_bytes(file))
     rows = 1 if _shares_prefixes(group) else min(BATCH_ROWS, max(1, PAGE_BYTES // each))
@@ -110,7 +111,8 @@ def read_batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBa
 
 
 def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
-    """A whole row group. Raises DataError if it cannot be read, or if texts with shared prefixes decode to more than
+    """Read a whole row group. Raises DataError if it cannot be read, or if texts with shared prefixes decode to more
+    than
     `MAX_DECODED_BYTES` bytes."""
     group = file.groups[number]
     if not _shares_prefixes(group):
@@ -162,7 +164,7 @@ def write_rows(path: Path, target: Sink, progress: Callable[[float], None] = lam
 
 
 def _split_batch(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """A batch of dictionaries converted to batches of plain values, each of at most `BATCH_BYTES` or one row."""
+    """Convert a batch of dictionaries to batches of plain values, each of at most `BATCH_BYTES` or one row."""
     # The size of each row is known before it is decoded, so no piece exceeds the bound in memory.
     sizes = row_bytes(batch)
     problems, start, until = find_large_rows(batch, sizes), 0, np.cumsum(np.minimum(sizes, BATCH_BYTES))
@@ -197,7 +199,8 @@ def _dictionary_columns(groups: list[Group], columns: list[Any]) -> list[str]:
 
 
 def _shares_prefixes(group: Group) -> bool:
-    """Whether a column stores texts as suffixes of the previous text: each may be as long as all texts together."""
+    """Return True if a column stores texts as suffixes of the previous text: each may be as long as all texts
+    together."""
     return any({*PREFIXES} & {*chunk.encodings} for chunk in group.chunks)
 
 
@@ -223,7 +226,7 @@ def _check_sizes(path: Path, groups: list[Group], columns: list[Any]) -> None:
 
 
 def count_rows(path: Path | str, file: BinaryIO) -> int:
-    """The number of rows by the footer of an open parquet file. Raises DataError."""
+    """Return the number of rows by the footer of an open parquet file. Raises DataError."""
     try:
         return sum(group.rows for group in read_row_groups(file))
     except ValueError as cause:

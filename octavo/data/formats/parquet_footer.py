@@ -36,12 +36,12 @@ class Group(NamedTuple):
 
 
 def read_row_groups(file: BinaryIO) -> list[Group]:
-    """The row groups of a parquet file. Raises ValueError for an invalid footer."""
+    """Return the row groups of a parquet file. Raises ValueError for an invalid footer."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     tail = file.read(8)
     if tail[4:] != b"PAR1":
-        raise ValueError("it does not end as a parquet file does (PAR1): it is cut off, or another kind of file")
+        raise ValueError("it does not end as a parquet file does (PAR1): it is truncated, or not a parquet file")
     length = int.from_bytes(tail[:4], "little")
     if length > min(MAX_FOOTER_BYTES, size - 8):
         raise ValueError(f"its footer claims {length} bytes, of {size} of the file")

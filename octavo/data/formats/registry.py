@@ -44,7 +44,7 @@ def text_format(
     stream: Callable[[Path], Rows],
     cells: bool = False,
 ) -> Format:
-    """The format of files whose rows `texts` yields as JSON texts."""
+    """Return the format of files whose rows `texts` yields as JSON texts."""
     return Format(suffixes, partial(_write_texts, texts), TextRows, stream, cells=cells)
 
 
@@ -68,14 +68,14 @@ FORMATS: tuple[Format, ...] = (
 
 
 def format_of(name: Path | str) -> Format:
-    """The format of a file by its suffix; JSON for an unknown one, whose first characters decide between a list and
-    lines."""
+    """Return the format of a file by its suffix; JSON for an unknown one, whose first characters decide between a list
+    and lines."""
     lower = str(name).lower()
     return next((entry for entry in FORMATS if lower.endswith(entry.suffixes)), _JSON)
 
 
 def row_suffixes(indexed_only: bool | None = None) -> tuple[str, ...]:
-    """The suffixes of row files; `indexed_only`: only of formats with this value (None: of all)."""
+    """Return the suffixes of row files, of all formats or only of those with this value of `indexed_only`."""
     return tuple(
         end for entry in FORMATS if indexed_only is None or entry.indexed_only == indexed_only for end in entry.suffixes
     )

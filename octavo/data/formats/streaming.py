@@ -54,7 +54,7 @@ class ByteReader:
         return (stat.st_size, stat.st_mtime_ns) if self._used else stat_key(stat)[:3]
 
     def open(self) -> int:
-        """The file descriptor, which stays valid if the file is renamed or removed."""
+        """Return the file descriptor, which stays valid if the file is renamed or removed."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             if has_magic(os.pread(self._file, 8, 0)):
@@ -96,11 +96,11 @@ class Lines:
         return len(self._starts)
 
     def line(self, row: int) -> int:
-        """The line number (from 1) at which a row begins."""
+        """Return the line number (from 1) at which a row begins."""
         return self._lines[row]
 
     def keys(self) -> set[str]:
-        """All keys of the rows; reads the whole file again."""
+        """Return all keys of the rows; reads the whole file again."""
         return collect_keys(self)
 
     def __getitem__(self, row: int) -> Any:
@@ -128,7 +128,7 @@ class _GroupCache:
         return len(self._kept)
 
     def get(self, key: tuple[int, int], read: Callable[[], _Group]) -> _Group:
-        """The row group with this key; `read` is called if it is not cached."""
+        """Return the row group with this key; `read` is called if it is not cached."""
         if (group := self._kept.get(key)) is None:
             group = self._kept[key] = read()
             self._bytes += group.table.nbytes

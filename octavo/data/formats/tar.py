@@ -57,7 +57,7 @@ class TarRows(MappedTable):
         self._pieces.open()
 
     def keys(self) -> set[str]:
-        """All keys of the rows; reads all rows."""
+        """Return all keys of the rows; reads all rows."""
         return collect_keys(self)
 
     def __getitem__(self, row: int) -> Any:
@@ -68,7 +68,7 @@ class TarRows(MappedTable):
         return self._build_row(row, entry["key"], members)
 
     def _build_row(self, row: int, key: str, members: Sequence[Member]) -> dict[str, Any]:
-        """The row of a key from its files. Raises `BadSample`."""
+        """Return the row of a key from its files. Raises `BadSample`."""
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
         sounds: dict[str, dict[str, Any]] = {}
@@ -88,14 +88,16 @@ class TarRows(MappedTable):
         raw_json = fields.pop("json", {})
         raw_json = {"messages": raw_json} if isinstance(raw_json, list) else raw_json
         if not isinstance(raw_json, dict):
-            raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
+            raise BadSample(self.path, row, f"its {key}.json is neither an object nor a list of turns", key)
         # Keys of the json take precedence over files with the same name.
         texts = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
         raw = _with_files({"id": key} | texts | raw_json, key, images, IMAGE.keys)
         if raw_json:
             raw = _with_files(_with_files(raw, key, sounds, SOUND.keys), key, videos, VIDEO.keys)
         elif videos:
-            raise BadSample(self.path, row, f"holds {next(iter(videos))} and no json; say what is asked of it", key)
+            raise BadSample(
+                self.path, row, f"holds {next(iter(videos))} and no json; add a json with the question", key
+            )
         return raw
 
     def _text(self, row: int, name: str, data: bytes, ending: str) -> str | int:
@@ -116,8 +118,8 @@ class TarRows(MappedTable):
 def _with_files(
     raw: dict[str, Any], key: str, files: dict[str, dict[str, Any]], keys: tuple[str, str]
 ) -> dict[str, Any]:
-    """A row with its images (sounds, videos) in place of their names; if it names none, under the first of `keys` for
-    one file, under the second for several."""
+    """Return a row with its images (sounds, videos) in place of their names; if it names none, under the first of
+    `keys` for one file, under the second for several."""
     kind_by_name = {
         name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")
     }
@@ -159,7 +161,7 @@ def write_index(path: Path, sink: Sink, progress: Callable[[float], None] = lamb
 
 
 def _index_rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], str | None]]:
-    """The index entry of each row, in the order of the first files of the rows."""
+    """Yield the index entry of each row, in the order of the first files of the rows."""
     rows: dict[str, list[Member]] = {}
     problems: dict[str, str] = {}
     for name, start, size, problem in read_entries(path):

@@ -35,7 +35,7 @@ class _Header(NamedTuple):
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
-    """The files of a tar in order, up to the place where it is broken. Raises `DataError` if it is not a tar."""
+    """Yield the files of a tar in order, up to the place where it is broken. Raises `DataError` if it is not a tar."""
     at, last = 0, "its beginning"
     with open_file(path, DataError) as file, open_file(path, DataError) as read, _open_tar(path, read) as archive:
         total = size_of(file)
@@ -64,7 +64,7 @@ def _find_end_problem(file: BinaryIO, at: int) -> str | None:
     file.seek(at)
     first = file.read(tarfile.BLOCKSIZE)
     if any(first):
-        return "what follows is no file's header"
+        return "the next block is not a file header"
     if len(first) < tarfile.BLOCKSIZE:
         return "the empty blocks that end a tar are missing: it was not copied whole"
     if any(any(piece) for piece in iter(lambda: file.read(1 << 20), b"")):
@@ -73,7 +73,7 @@ def _find_end_problem(file: BinaryIO, at: int) -> str | None:
 
 
 def _next_header(archive: tarfile.TarFile) -> _Header | None:
-    """The next header; None at the end, and at a header that `tarfile` cannot read."""
+    """Read the next header; return None at the end, and at a header that `tarfile` cannot read."""
     info = archive.next()
     archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers in memory
     if info is None:
@@ -86,10 +86,10 @@ def _next_header(archive: tarfile.TarFile) -> _Header | None:
 def _find_problem(path: Path, header: _Header, total: int) -> str | None:
     name, size, left = header.name, header.size, max(0, total - header.start)
     if not header.plain:
-        return f"its {name} is a link or no plain file; put the file itself into the tar"
+        return f"its {name} is a link or not a regular file; add the file itself to the tar"
     if size > left:
         return f"its {name} has {size} bytes, and {path.name} ends after {left} of them: it was not copied whole"
-    return f"its {name} has {size} bytes, and {MAX_FILE_BYTES} are the most" if size > MAX_FILE_BYTES else None
+    return f"its {name} has {size} bytes, over the limit of {MAX_FILE_BYTES}" if size > MAX_FILE_BYTES else None
 
 
 def _describe_damage(path: Path, last: str, at: int, total: int, why: str) -> str:
@@ -100,9 +100,11 @@ def _open_tar(path: Path, file: BinaryIO) -> tarfile.TarFile:
     head = file.read(8)
     file.seek(0)
     if compression := next((name for mark, name in _COMPRESSIONS.items() if head.startswith(mark)), None):
-        raise DataError(f"{path} is compressed ({compression}), and rows of a tar are read by position; unpack it once, "
-                        "because images are already compressed")  # fmt: skip
+        raise DataError(
+            f"{path} is compressed ({compression}), but rows of a tar are read by position; decompress it (images are "
+            "compressed already)"
+        )
     try:
         return tarfile.open(fileobj=file, mode="r:")
     except Exception as cause:
-        raise DataError(f"{path} is no tar file that can be read ({cause})") from cause
+        raise DataError(f"{path} is not a readable tar file ({cause})") from cause

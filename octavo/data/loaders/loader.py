@@ -1,4 +1,4 @@
-"""The stream of batches of a rank: the same rows for any number of workers, exact after a resume."""
+"""The stream of batches of a rank. The rows do not depend on the number of workers, and a resume continues exactly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.splitting import SplitRows
 
 CACHE_BYTES = 512 << 20
-ROWS_PER_CALL = 8  # rows encoded in one call of the processor: cheaper for each row, but all wait for the slowest
-PREFETCH_ROWS = 8  # rows that a worker prepares in advance, at least two calls
+ROWS_PER_CALL = 8  # rows encoded in one processor call: cheaper per row, but all wait for the slowest one
+PREFETCH_ROWS = 8  # rows that a worker prepares in advance, but at least two calls
 POLL_SECONDS = 5.0  # seconds between checks of the workers, torch's default without a timeout
 TIMEOUT_SHARE = (
     0.75  # share of the timeout for a row: the worker is reported before other ranks time out waiting for this one
@@ -53,7 +53,7 @@ class EncodedRow(Protocol):
 
 
 class RowEncoder(Protocol):
-    """The interface of encoders, which turn rows of a source into samples."""
+    """The interface of an encoder, which turns rows of a source into samples."""
 
     @property
     def pad_id(self) -> int: ...
@@ -62,9 +62,9 @@ class RowEncoder(Protocol):
 
 
 class EncodedRows(Dataset):
-    """Encoded rows by (source, row), several at a time; a bad row is returned as its error instead of raising it.
+    """Encodes rows by (source, row), several at a time. A bad row is returned as its error, not raised.
 
-    A cache of `cache_bytes` holds the most recently used rows: if all fit, later epochs decode no image.
+    A cache of `cache_bytes` holds the most recently used rows: if all fit, later epochs decode no images.
     """
 
     def __init__(self, sources: tuple[Any, ...], encoder: RowEncoder, cache_bytes: int = CACHE_BYTES) -> None:
@@ -101,8 +101,8 @@ class EncodedRows(Dataset):
 
 
 def _without_causes(bad: DataError) -> DataError:
-    """An error without causes and traceback, whose fields and frames would keep the row and its pixels in memory; the
-    message has their text."""
+    """Return an error without its causes and traceback, whose frames would keep the row and its pixels in memory. The
+    message contains the text of the causes."""
     bad.__cause__ = bad.__context__ = None
     return bad.with_traceback(None)
 
@@ -113,7 +113,7 @@ def _size(encoded: EncodedRow | DataError) -> int:
 
 
 class BadRowPolicy:
-    """Decides whether a bad row is an error, or is left out and listed. Shared by `Loader` and `EvalSet`."""
+    """Handles bad rows as configured: raises the error, or skips and lists the row. Used by `Loader` and `EvalSet`."""
 
     def __init__(self, sources: tuple[Any, ...], on_bad: str, report_path: str | Path | None) -> None:
         if on_bad not in ("error", "skip"):
@@ -122,8 +122,8 @@ class BadRowPolicy:
         self._bad: list[set[int]] = [set() for _ in sources]
 
     def admit(self, place: tuple[int, int], encoded: EncodedRow | DataError) -> Any:
-        """The encoded row, or None for a row that is left out. Raises the row's error, and `DataError` if a data set
-        has no good row at all."""
+        """Return the encoded row, or None for a row that is left out. Raises the row's error, and `DataError` if every
+        row of a data set is bad."""
         if not isinstance(encoded, DataError):
             for action, reason in encoded.notes:
                 row_info = {"file": encoded.file, "row": encoded.row, "id": encoded.id}
@@ -136,26 +136,26 @@ class BadRowPolicy:
         self._bad[source].add(row)
         if len(self._bad[source]) == len(self.sources[source]):
             raise DataError(
-                f"{encoded.file}: every one of its {len(self.sources[source])} rows was left out; "
+                f"{encoded.file}: all {len(self.sources[source])} rows were left out; "
                 f"the last one (row {encoded.row}) because it {encoded.reason}"
             )
         return None
 
     def _list(self, place: tuple[int, int], record: Mapping[str, Any]) -> None:
-        """Add a row to the report; if rows are split, with the number of the question, from 1."""
+        """Add a row to the report. A split row gets the number of its question, from 1."""
         source, row = place
         rows = self.sources[source]
         self.report.add({**record, "question": rows.place(row)[1] + 1} if isinstance(rows, SplitRows) else record)
 
 
 class StepStream:
-    """An endless stream of the micro-batches of a rank by step: the common base of streams of rows and of packs.
+    """An endless stream of a rank's micro-batches by step: the base class of `Loader` and `PackLoader`.
 
-    `workers=0` encodes rows in this process and caches up to `cache_bytes` of them; more workers are processes that
-    read ahead. The batches are the same; a worker that delivers no row within `timeout` seconds is reported.
-    `report_path` is the file that lists the rows left out; `report.counts` counts them. `rows` counts the rows of the
-    mixture in the steps that were yielded, not those that workers have prepared; `place` is the position of the next
-    pack in a stream of packs.
+    With `workers=0` rows are encoded in this process, which caches up to `cache_bytes` of them; otherwise `workers`
+    processes encode rows in advance. The batches are the same. If a worker delivers no row within `timeout` seconds,
+    `WorkerDied` is raised. `report_path` is the file that lists the rows left out; `report.counts` counts them. `rows`
+    is the number of rows of the mixture in the steps yielded so far, without those that workers have prepared. `place`
+    is the position of the next pack in a stream of packs.
     """
 
     place = (0, 0, 0)
@@ -175,11 +175,11 @@ class StepStream:
 
     @property
     def report(self) -> SkipReport:
-        """Counts and list of the rows left out so far."""
+        """The report of the rows left out so far."""
         return self._policy.report
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """The endless stream; a second `iter` continues where the first stopped."""
+        """Return the endless stream. A second `iter` continues where the first one stopped."""
         if self._steps is None:
             self._steps = self._stream()
         return self._steps
@@ -207,9 +207,9 @@ class Loader(StepStream):
     that all ranks run the same number of forwards. To resume, pass the stored `rows` as `start_row`. For the other
     arguments see `StepStream`.
 
-    `gather(rows, micro_batch, pad_id)` receives (number in the stream, sample or None) for each row of the step; with
-    `needs_previous` and several ranks also `before=`, the nearest sample before them in the step, which is cyclic
-    (None: the other ranks have none).
+    `gather(rows, micro_batch, pad_id)` receives (number in the stream, sample or None) for each row of the step. With
+    `needs_previous` and several ranks it also receives `before=`, the nearest sample before them in the step, which is
+    cyclic, or None if the other ranks have no sample.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Loader(StepStream):
         )  # number of candidates for `before`
 
     def at(self, number: int) -> Any:
-        """The encoded row with this number in the stream. Raises its error."""
+        """Return the encoded row with this number in the stream. Raises the row's error."""
         [encoded] = self._encoded[[self.mixture.row(number)]]
         if isinstance(encoded, DataError):
             raise encoded
@@ -277,14 +277,15 @@ class Loader(StepStream):
             processed.close()
 
     def _nearest(self, numbers: Sequence[int]) -> Any:
-        """The first of these rows of the step that is not left out; rarely needed, and so read in this process."""
+        """Return the first of these rows of the step that is not left out, or None. It is rarely needed, so it is
+        encoded in this process."""
         places = (self.mixture.row(self.rows + n) for n in numbers)
         return next(filter(None, (self._policy.admit(place, *self._encoded[[place]]) for place in places)), None)
 
 
 class _RowPlaces:
-    """The endless sequence of (source, row) that a rank consumes: the rows `numbers` of each step, for steps of
-    `stride` rows from the row `start` on."""
+    """The endless sequence of (source, row) that a rank consumes: the rows `numbers` of each step, where steps have
+    `stride` rows and begin at the row `start`."""
 
     def __init__(self, mixture: Mixture, start: int, numbers: Sequence[int], stride: int) -> None:
         self.mixture, self.start, self.numbers, self.stride = mixture, start, numbers, stride
@@ -296,7 +297,7 @@ class _RowPlaces:
 
 
 class _RowChunks:
-    """Places in chunks that are encoded together, each of up to `ROWS_PER_CALL` rows of one step of `step` rows. Also
+    """Places in chunks that are encoded together: up to `ROWS_PER_CALL` rows of one step, which has `step` rows. Also
     the sampler of the worker processes."""
 
     def __init__(self, places: Iterable[Place], step: int) -> None:
@@ -317,7 +318,7 @@ class _PlacedRows(Dataset):
 
 
 class ChunkSampler(Protocol):
-    """The sampler of worker processes: places in chunks that are processed together, each of up to `step`."""
+    """The sampler of worker processes: chunks of up to `step` places that are processed together."""
 
     @property
     def step(self) -> int: ...
@@ -328,7 +329,7 @@ class ChunkSampler(Protocol):
 def run_workers(
     processed: Any, chunks: ChunkSampler, workers: int, timeout: float = math.inf, ahead: int | None = None
 ) -> Generator[list[tuple[Place, Any]], None, None]:
-    """(place, result of `processed` for it) in order, computed by worker processes, each up to `ahead` chunks in
+    """Yield (place, result of `processed` for it) in order, computed by worker processes, each up to `ahead` chunks in
     advance (None: about :data:`PREFETCH_ROWS` rows). Raises WorkerDied, with the worker and the fix, if a worker dies
     or delivers no rows within `timeout` seconds."""
     handler = signal.getsignal(signal.SIGCHLD)
@@ -388,11 +389,11 @@ def _init_worker(worker: int) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process when its parent has ended for any reason.
+    """Exit this process when its parent has ended for any reason.
 
     Torch's worker detects this too, but then waits forever to deliver its last rows, because no process reads the pipe
-    after a `kill -9`; so this exits at once. The parent is polled once a second, because a killed process sends no
-    signal, and Linux's parent-death signal comes when the *thread* that created the worker ends.
+    after a `kill -9`; so this exits at once. The parent is polled once per second: a killed process sends no signal,
+    and Linux's parent-death signal is sent when the *thread* that created the worker ends.
     """
     while os.getppid() == parent:
         time.sleep(1)
@@ -405,13 +406,14 @@ def _worker_error(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
         return cause
     workers = ", ".join(f"worker {n} (pid {process.pid}, {_describe_exit(process.exitcode)})" for n, process in dead)
     return WorkerDied(
-        f"data {workers} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
-        f"data.max_pixels. To see the error itself, set data.workers=0, which reads in the training process"
+        f"data {workers} died. Signal 9 usually means that the machine ran out of memory: lower data.workers or "
+        "data.max_pixels. To see the error itself, set data.workers=0, which reads rows in the training process"
     )
 
 
 def _hang_error(processed: Any, chunks: ChunkSampler, number: int, processes: list[Any], timeout: float) -> WorkerDied:
-    """The error if chunk `number` is not delivered; kills its worker, which follows from the round-robin order."""
+    """Kill the worker of chunk `number`, which has not been delivered, and return the error. Chunks are assigned to
+    workers round-robin."""
     worker = number % len(processes)
     rows: dict[int, list[int]] = {}
     for source, row in next(itertools.islice(iter(chunks), number, None)):
@@ -419,9 +421,9 @@ def _hang_error(processed: Any, chunks: ChunkSampler, number: int, processes: li
     row_names = ", ".join(f"{', '.join(map(str, listed))} of {processed.sources[n].name}" for n, listed in rows.items())
     processes[worker].kill()
     return WorkerDied(
-        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {row_names} "
-        f"in {TIMEOUT_SHARE * timeout:g} s (run.timeout: {timeout:g} s). Check these rows "
-        "and their images (does their file system answer?), or raise run.timeout"
+        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not return row {row_names} within "
+        f"{TIMEOUT_SHARE * timeout:g} s (run.timeout: {timeout:g} s). Check these rows and their images (does their "
+        "file system respond?), or raise run.timeout"
     )
 
 

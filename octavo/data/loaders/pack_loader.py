@@ -1,9 +1,10 @@
-"""The stream of packs of a rank: the same packs for any number of ranks and workers, exact after a resume.
+"""The stream of packs of a rank. The packs do not depend on the number of ranks and workers, and a resume continues
+exactly.
 
-The rows of a mixture are taken window by window (the last window of an epoch is shorter), counted
-(:mod:`octavo.data.loaders.token_counts`) and packed (:mod:`octavo.data.batching.packing`), and the packs of a window
-come in an order that depends on the seed. So the content of the n-th pack depends only on data, settings and seed; the
-position of a run is two numbers, window and pack; and the number of packs in an epoch follows from token counts
+The rows of a mixture are taken window by window (the last window of an epoch is shorter). Their tokens are counted
+(:mod:`octavo.data.loaders.token_counts`), they are packed (:mod:`octavo.data.batching.packing`), and the packs of a
+window are shuffled by the seed. So the content of the n-th pack depends only on data, settings and seed; the position
+of a run is two numbers, window and pack; and the number of packs in an epoch follows from token counts
 (`PackLoader.count`).
 """
 
@@ -27,7 +28,7 @@ from octavo.data.order import Mixture, permutation
 
 
 class Pack(NamedTuple):
-    """The numbers of rows in the stream of a mixture, and the tokens planned for each; 0 for one that is known to be
+    """The rows of a pack, as numbers in the stream of the mixture, and the tokens planned for each; 0 for a row that is
     left out."""
 
     rows: tuple[int, ...]
@@ -38,15 +39,15 @@ _EMPTY = Pack((), ())
 
 
 class PackLoader(StepStream):
-    """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
+    """Yields for each step the packs of this rank, each as a micro-batch (`collate_pack`).
 
-    Step t takes `global_batch` packs of the stream, from `place` on. They are distributed to the `world` ranks by cost;
-    a rank with one pack less than others gets an empty one, so that all ranks run the same number of forwards. A row
-    that is bad or too long is missing in its pack; it changes no other pack.
+    Step t takes `global_batch` packs of the stream, from `place` on. They are distributed over the `world` ranks by
+    cost; a rank with one pack less than others gets an empty pack, so that all ranks run the same number of forwards. A
+    row that is bad or too long is missing from its pack; other packs do not change.
 
     `place` is the position of the first pack after the yielded steps: (window, pack in it, checksum of the window's
-    packs). To resume, pass the stored `place`. `counts`: the token counts of each data set. `context_ranks`: the number
-    of ranks that share the tokens of a pack. For the other arguments see `StepStream`.
+    packs). To resume, pass the stored `place`. `counts` are the token counts of each data set, `context_ranks` is the
+    number of ranks that share the tokens of a pack. For the other arguments see `StepStream`.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class PackLoader(StepStream):
         return self._lengths.rows(window).start + sum(len(pack.rows) for pack in finished)
 
     def count(self, epochs: float) -> int:
-        """The number of packs in these rounds of the mixture, from its beginning; a last, partial window counts in
-        proportion to its rows. All workers count tokens, because no training runs meanwhile."""
+        """Return the number of packs in the first `epochs` rounds of the mixture; a last, partial window counts in
+        proportion to its rows. All workers count tokens, because training has not started."""
         self._lengths.workers = self.workers
         rows, packs, window = epochs * self.mixture.round, 0, 0
         while (window_rows := self._lengths.rows(window)).start < rows:
@@ -91,19 +92,21 @@ class PackLoader(StepStream):
         return packs
 
     def close(self) -> None:
-        """Stop the workers, and the process that counts tokens."""
+        """Stop the workers and the process that counts tokens."""
         super().close()
         self._lengths.close()
 
     def _make_packs(self, window: int) -> tuple[Pack, ...]:
-        """The packs of a window in training order."""
+        """Return the packs of a window in training order."""
         lengths = self._lengths.lengths(window)
         usable = [row for row, length in enumerate(lengths) if length]
         left_out = [row for row, length in enumerate(lengths) if not length]
         numbers = packing.pack([lengths[row] for row in usable], self.encoder.seq_length)
         packs = [[usable[n] for n in members] for members in numbers]
         packs = packs or [[]]
-        for number, row in enumerate(left_out):  # each is in some pack, whose rank reports why it is left out
+        for number, row in enumerate(
+            left_out
+        ):  # each joins a pack, so that the rank of the pack reports why the row is left out
             packs[number % len(packs)].append(row)
         first = self._lengths.rows(window).start
         planned = [
@@ -112,8 +115,8 @@ class PackLoader(StepStream):
         return tuple(planned[n] for n in permutation(len(planned), self.mixture.seed, 4, window))
 
     def steps(self, place: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
-        """(this rank's packs, the place after the step, a checksum of the packs of all ranks) of each step, from a
-        place on."""
+        """Yield for each step from a place on: this rank's packs, the place after the step, and a checksum of the packs
+        of all ranks."""
         stream = self._packs_from(place)
         while True:
             step = list(islice(stream, self.global_batch))
@@ -123,8 +126,8 @@ class PackLoader(StepStream):
             yield [step[n][0] for n in local_packs], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
     def _packs_from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
-        """Each pack of the stream, and the place after it. Raises `DataError` if the window of `place` now gives other
-        packs than before."""
+        """Yield each pack of the stream and the place after it. Raises `DataError` if the packs in the window of
+        `place` differ from those at the time of the checkpoint."""
         window, number, saved_checksum = place
         while True:
             packs = self.packs(window)
@@ -132,9 +135,9 @@ class PackLoader(StepStream):
             if number and checksum != saved_checksum:
                 rows = self._lengths.rows(window)
                 raise DataError(
-                    f"rows {rows[0]} to {rows[-1]} of the order make other packs than they did when this "
-                    "checkpoint was written: a row that could not be used then can be now, or the other way round. Put "
-                    "its image or file back as it was, or begin a new run"
+                    f"rows {rows[0]} to {rows[-1]} of the order are packed differently from when this checkpoint was "
+                    "written: a row that could not be used then can be used now, or the reverse. Restore its image or "
+                    "file, or start a new run"
                 )
             for index in range(number, len(packs)):
                 yield packs[index], (window, index + 1, checksum) if index + 1 < len(packs) else (window + 1, 0, 0)
@@ -167,7 +170,7 @@ class PackLoader(StepStream):
         return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.context_ranks)
 
     def _check_length(self, place: Place, row: Any, planned: int) -> tuple[Place, Any]:
-        """The row at a place, or a `BadSample` if it has more tokens than the `planned` planned for it."""
+        """Return the place and its row, or a `BadSample` in place of the row if it has more than `planned` tokens."""
         if isinstance(row, DataError) or len(row.input_ids) <= planned:
             return place, row
         reason = (
@@ -182,7 +185,7 @@ class PackLoader(StepStream):
 
 
 class _RowChunks:
-    """The places of this rank's rows, in chunks that are encoded together; also the sampler of the worker processes."""
+    """The places of this rank's rows in chunks that are encoded together. Also the sampler of the worker processes."""
 
     step = ROWS_PER_CALL
 

@@ -1,8 +1,8 @@
-"""Token counts of rows, without opening images: text by the tokenizer, images by the sizes in their headers.
+"""Counts the tokens of rows without decoding images: text with the tokenizer, images by the sizes in their headers.
 
-Counts are stored in a cache file, 4 bytes for each row of a data set: the count, or 0 for a row not counted yet.
-Ranks of a machine, later epochs and later runs share it. A process that reads a 0 counts the row; so no process waits
-for another, and a file that cannot be written only costs time. A row that cannot be used is noted too, and stays left
+Counts are stored in a cache file with 4 bytes per row of a data set: the count, or 0 for a row not counted yet.
+Ranks of a machine, later epochs and later runs share it. A process that reads a 0 counts the row, so no process waits
+for another, and a file that cannot be written only costs time. Rows that cannot be used are recorded too, and stay left
 out.
 """
 
@@ -33,15 +33,15 @@ from octavo.data.tasks.sealed import SealedRows
 from octavo.data.tasks.sources import Source
 from octavo.data.tasks.splitting import SplitRows
 
-FORMAT_VERSION = 2  # version of the file; incremented when the same rows give other counts
+FORMAT_VERSION = 2  # version of the file; incremented when the counts of the same rows change
 LEFT_OUT = -1  # count of a row that is left out; it stays left out, so that the packs of a resumed run do not change
 ROWS_PER_CALL = 50  # rows counted in one call
 
 
 def count_tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
-    """The number of tokens of each row after `encode`, at most `encoder.seq_length`: 0 for a row that it refuses or
-    leaves out, as far as that is known without pixels. A row that is cut inside an image has fewer tokens than
-    counted."""
+    """Return the number of tokens of each row after `encode`, at most `encoder.seq_length`, and 0 for a row that is
+    rejected or left out, as far as that is known without pixels. A row that is cut inside an image has fewer tokens
+    than its count."""
     lengths = [len(row.input_ids) if isinstance(row, Sample) else 0 for row in rows]
     # Rows are grouped by whether the tokenizer adds special tokens, which is an option of the whole call.
     texts: dict[bool, list[tuple[int, TokenizerInput, int]]] = {}
@@ -67,7 +67,7 @@ def count_tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
 def _tokenize(
     encoder: Encoder, special: bool, group: Sequence[tuple[int, TokenizerInput, int]]
 ) -> list[list[int] | None]:
-    """The tokens of texts, None for a text that the tokenizer refuses."""
+    """Return the tokens of each text, or None for a text that the tokenizer rejects."""
     try:
         with single_thread():
             texts = [tokenizer_input.text for _, tokenizer_input, _ in group]
@@ -79,8 +79,10 @@ def _tokenize(
 class TokenCounts:
     """The known token counts of a data set: up to `max_tokens`, `LEFT_OUT` for a row that is left out, 0 for an
     uncounted row.
-    `file`: shared by all processes that count (None: only in memory, for samples that need no counting). Raises
-    DataError for a file of another size."""
+
+    `file` is shared by all processes that count; None keeps the counts in memory, for samples that need no counting.
+    Raises DataError if the file has the wrong size.
+    """
 
     def __init__(self, rows: int, max_tokens: int, file: Path | None = None) -> None:
         self._read, self._max_tokens, self._file = np.zeros(rows, np.int32), max_tokens, file
@@ -129,8 +131,8 @@ class TokenCounts:
 def open_counts(
     source: Source | SplitRows | JoinedDocuments | SealedRows, encoder: Encoder, folder: Path | None, depends_on: str
 ) -> TokenCounts:
-    """The token counts of a data set in the cache; `depends_on`: all that determines its rows, except its file and the
-    encoder. Raises DataError if the cache cannot be used."""
+    """Open the token counts of a data set in the cache. `depends_on` contains all that determines its rows, except its
+    file and the encoder. Raises DataError if the cache cannot be used."""
     if isinstance(source, JoinedDocuments | SealedRows):
         return TokenCounts(len(source), encoder.seq_length)
     base, questions = (source.source, len(source)) if isinstance(source, SplitRows) else (source, None)
@@ -147,7 +149,7 @@ def open_counts(
 
 
 def _encoder_fingerprint(encoder: Encoder) -> str:
-    """Everything in an encoder that determines the number of tokens of a row."""
+    """Return a text of all settings of an encoder that determine the number of tokens of a row."""
     processor, tokenizer = encoder.processor, encoder.tokenizer
     templates = [getattr(part, "chat_template", None) for part in (processor, tokenizer)]
     pixels = getattr(processor, "image_processor", None)
@@ -169,7 +171,7 @@ def _encoder_fingerprint(encoder: Encoder) -> str:
 
 
 class _TokenCounter:
-    """Maps places to token counts in the process that counts: counts of other processes are used, new ones stored."""
+    """Maps places to token counts. Uses the counts that other processes have stored, and stores new ones."""
 
     def __init__(self, sources: Sequence[Any], encoder: Encoder, known: Sequence[TokenCounts]) -> None:
         self.sources, self.encoder, self.known = sources, encoder, known
@@ -189,18 +191,18 @@ class _TokenCounter:
 
 
 def store_counts(known: Sequence[TokenCounts], counted: Iterable[tuple[Place, int]]) -> None:
-    """Store new counts with the known counts of their data sets."""
+    """Store new counts in the files of their data sets."""
     counted = list(counted)
     for number, counts in enumerate(known):
         counts.add((row, count) for (source, row), count in counted if source == number)
 
 
 class WindowLengths:
-    """Token counts of the rows of a mixture, by windows of `size` rows, in order from the window `first` on. The last
-    window of a round may be shorter, so that no window has rows of two rounds.
+    """The token counts of the rows of a mixture in windows of `size` rows, in order from the window `first` on. The
+    last window of a round may be shorter, so that no window has rows of two rounds.
 
-    `workers`: processes that count in advance, one window each. Each of the `world` ranks begins at another place of a
-    window, and skips rows that others have counted meanwhile.
+    `workers` is the number of processes that count in advance, one window each. Each of the `world` ranks starts at a
+    different place of a window, and skips rows that other ranks have counted meanwhile.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class WindowLengths:
         self._stream: Any = None
 
     def rows(self, window: int) -> range:
-        """The numbers of a window's rows in the stream of the mixture."""
+        """Return the numbers of a window's rows in the stream of the mixture."""
         turn, nth = divmod(window, -(-self.mixture.round // self.size))
         first = turn * self.mixture.round + nth * self.size
         return range(first, min(first + self.size, (turn + 1) * self.mixture.round))
@@ -222,7 +224,7 @@ class WindowLengths:
         return [self.mixture.row(number) for number in self.rows(window)]
 
     def lengths(self, window: int) -> list[int]:
-        """The number of tokens of each row of a window; 0 for rows that are left out."""
+        """Return the number of tokens of each row of a window, 0 for rows that are left out."""
         places = self.places(window)
         if window != self.next:  # an earlier window, whose rows have been counted
             return [max(0, tokens) for tokens in self._counter[places]]
@@ -247,7 +249,7 @@ class WindowLengths:
 
 
 class _WindowChunks:
-    """The places of each window in chunks, beginning with this rank's part: the sampler of the counting processes."""
+    """The places of each window in chunks, starting with this rank's part. The sampler of the counting processes."""
 
     step = ROWS_PER_CALL
 

@@ -118,8 +118,8 @@ def make_conversation(
     raw: object, turns: Sequence[Turn], names: Sequence[Name], images: Path, *, file: str | Path, row: int,
     identity: str | None, sounds: bool = True,
 ) -> Conversation:  # fmt: skip
-    """A conversation from turns, with the files that they name, each inside the folder `images`, and the tools of the
-    row `raw`; without `sounds` its sound files are not located. Raises `RowProblem` and `MediaProblem`."""
+    """Make a conversation from turns, with the files that they name, each inside the folder `images`, and the tools
+    of the row `raw`; without `sounds` its sound files are not located. Raises `RowProblem` and `MediaProblem`."""
     sound_files = SOUND.files(turns, images) if sounds else ()
     videos = VIDEO.files(turns, images, folders=True)
     tools = raw.get("tools") if isinstance(raw, dict) else None
@@ -142,7 +142,7 @@ def bad_sample_context(raw: object, file: str | Path, row: int) -> Iterator[str 
 
 
 def read_turns(raw: object, format: str) -> tuple[list[Turn], list[Name]]:
-    """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
+    """Return the turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
     if format == "alpaca":
         raw = require_object(raw)
         if "output" not in raw:
@@ -164,24 +164,26 @@ def _place_media(raw: object, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _system_turn(raw: object, turns: Sequence[Turn]) -> list[Turn]:
-    """The turn for the key `system` of a row, unless a turn already has its text. Raises `RowProblem`."""
+    """Return the turn for the key `system` of a row, unless a turn already has its text. Raises `RowProblem`."""
     text = _get_text(raw, "system") if isinstance(raw, dict) else ""
     system_texts = [turn.text for turn in turns if turn.role == "system"]
     if text and system_texts and system_texts != [text]:
         raise RowProblem(
-            f"has the system {quote_value(text)}, and a turn of the system says {quote_value(system_texts[0])}; keep "
-            "one"
+            f"has the system {quote_value(text)}, but a system turn has {quote_value(system_texts[0])}; keep one"
         )
     return [Turn("system", (Text(text),))] if text and not system_texts else []
 
 
 def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
-    """The prompt of an alpaca row as messages: its system, its history, and its instruction followed by the input.
+    """Return the prompt of an alpaca row as messages: its system, its history, and its instruction followed by the
+    input.
     Raises `RowProblem`."""
     system, *pieces = (_get_text(raw, key) for key in ("system", "instruction", "input"))
     question = "\n".join(filter(None, pieces))
     if not question.strip() and not raw.get("image") and not raw.get("images"):  # the question may be only an image
-        raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
+        raise RowProblem(
+            "has an empty 'instruction' and no 'input', so there is no question; fill one, or remove the row"
+        )
     history = raw.get("history") or []
     if not isinstance(history, list) or any(
         not isinstance(pair, list)
@@ -203,7 +205,7 @@ def _get_text(raw: dict[str, Any], key: str) -> str:
 
 
 def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
-    """The files of image names, each located once. Raises `MediaProblem`."""
+    """Return the files of image names, each located once. Raises `MediaProblem`."""
     places = {name: name if isinstance(name, InlineImage) else locate(folder, name) for name in dict.fromkeys(names)}
     return tuple(places[name] for name in names)
 
@@ -299,13 +301,13 @@ def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead
     """Check that a turn has no keys that would be ignored: tool calls in the style of another format, or files. Raises
     `RowProblem`."""
     if key := next((key for key in calls if turn.get(key)), None):
-        raise RowProblem(f"turn {number} has {key}, which rows of this kind do not read; write calls as {instead}")
+        raise RowProblem(f"turn {number} has {key}, which rows of this format do not support; write calls as {instead}")
     if key := next((key for key in media_kinds.KEYS if turn.get(key)), None):
         raise RowProblem(f"turn {number} has {key}; list files in the row, or write the content as parts")
 
 
 def is_learned(turn: dict[str, Any], number: int) -> bool:
-    """Whether an assistant's turn is learned: 1 or true; 0 or false makes it context. Raises `RowProblem`."""
+    """Return True if an assistant's turn is learned: 1 or true; 0 or false makes it context. Raises `RowProblem`."""
     flags = {key: turn[key] for key in LEARNED_KEYS if turn.get(key) is not None}
     for key, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -314,7 +316,7 @@ def is_learned(turn: dict[str, Any], number: int) -> bool:
 
 
 def read_reasoning(turn: dict[str, Any], role: str, number: int) -> str | None:
-    """The reasoning of a turn; None if it is absent or blank. Raises `RowProblem`."""
+    """Return the reasoning of a turn, or None if it is absent or blank. Raises `RowProblem`."""
     fields = {key: turn[key] for key in REASONING_KEYS if turn.get(key) is not None}
     for key, value in fields.items():
         if not isinstance(value, str):
@@ -330,7 +332,7 @@ def read_reasoning(turn: dict[str, Any], role: str, number: int) -> str | None:
 
 
 def _parse_part(part: object, number: int) -> tuple[str | None, Name | None]:
-    """(text, None) of a text part, (None, name or None) of an image part."""
+    """Return (text, None) for a text part, (None, name or None) for an image part."""
     fields = part if isinstance(part, dict) else {}
     kind, text = fields.get("type"), fields.get("text")
     if kind == "text" and isinstance(text, str):
@@ -365,7 +367,7 @@ def split_at_images(text: str, image_indices: Iterator[int]) -> tuple[Text | Ima
 
 
 def image_names(raw: dict[str, Any], format: str) -> list[Name]:
-    """The image list of a row: `image` or `images`, each a name or a list of names. Raises `RowProblem`."""
+    """Return the image list of a row: `image` or `images`, each a name or a list of names. Raises `RowProblem`."""
     listed = {key: raw[key] for key in media_kinds.IMAGE.keys if raw.get(key) not in (None, [], "")}
     if len(listed) > 1:
         raise RowProblem("has both 'image' and 'images'; keep one of them")
@@ -399,7 +401,8 @@ def _map_role(name: object, format: str, number: int) -> str:
 def check_image_count(placeholders: int, images: int) -> None:
     if placeholders != images:
         raise RowProblem(
-            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); they must be as many"
+            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); the numbers must be "
+            "equal"
         )
 
 
@@ -414,22 +417,22 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
         none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
         raise RowProblem(f"has {none}, so there is nothing to learn from it")
     if dialogue and dialogue[0].role == "assistant":
-        raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
+        raise RowProblem("begins with an assistant turn; there is no prompt before it")
     for number, turn in enumerate(turns, 1):
         if has_lone_surrogate(turn.text + (turn.reasoning or "")):
-            raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
+            raise RowProblem(f"turn {number} contains a lone surrogate (half of a UTF-16 pair); fix its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
     foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether a text has a lone surrogate, which no tokenizer accepts."""
+    """Return True if a text has a lone surrogate, which no tokenizer accepts."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def require_object(raw: object) -> dict[str, Any]:
-    """The row, if it is an object. Raises `RowProblem`."""
+    """Return the row if it is an object. Raises `RowProblem`."""
     if not isinstance(raw, dict):
         raise RowProblem(f"is {quote_value(raw)}; expected an object with the conversation")
     return raw

@@ -21,7 +21,7 @@ _PART_TYPES = ("text", "image", "image_url", "audio", "video", "video_url", "inp
 
 
 def _parse_flag(value: object) -> bool | None:
-    """A bool, or 0 and 1 as one; None for another value."""
+    """Return a bool, or 0 or 1 as a bool; None for any other value."""
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
@@ -51,7 +51,9 @@ def check_turn(turn: dict[str, Any], number: int, role: str) -> None:
             fix = f"{CONTEXT},{hint or ' all others are learned'}"
         else:
             fix = "only turns of an assistant are learned"
-        raise RowProblem(f"turn {number}, of the {role}, has the {key} {quote_value(value)}, which is not read: {fix}")
+        raise RowProblem(
+            f"turn {number}, of the {role}, has the {key} {quote_value(value)}, which is not supported: {fix}"
+        )
     if role != "assistant" and turn.get("train") in (1, True):
         raise RowProblem(
             f"turn {number}, of the {role}, has the train {quote_value(turn['train'])}, and only turns of an assistant "
@@ -68,8 +70,8 @@ def check_part(part: object, number: int, role: str) -> None:
         value = part.get(key)
         if value not in (None, "", []) and _LEARNED.get(key, _parse_flag)(value) != (role == "assistant"):
             raise RowProblem(
-                f"turn {number}, of the {role}, has a part with the {key} {quote_value(value)}, which is not read: "
-                f"{CONTEXT}, and parts of a turn cannot be chosen"
+                f"turn {number}, of the {role}, has a part with the {key} {quote_value(value)}, which is not "
+                f"supported: {CONTEXT}, and parts of a turn cannot be chosen"
             )
 
 
@@ -79,7 +81,7 @@ def check_variables(raw: object) -> None:
     if kwargs in (None, "", "{}") or (isinstance(kwargs, dict) and all(value is None for value in kwargs.values())):
         return
     raise RowProblem(
-        f"has the chat_template_kwargs {quote_value(kwargs)}, which are not read: all rows are written with the "
+        f"has the chat_template_kwargs {quote_value(kwargs)}, which is not supported: all rows are rendered with the "
         "variables of data.template_args"
     )
 
@@ -95,18 +97,18 @@ def check_row(raw: object) -> None:
         masks.append("mask")
     if masks:
         value = quote_value(raw[masks[0]])
-        raise RowProblem(f"has the {masks[0]} {value}, which is not read: turns of an assistant are learned; {CONTEXT}")
+        raise RowProblem(f"has the {masks[0]} {value}, which is not supported: assistant turns are learned; {CONTEXT}")
     objects = raw.get("objects")
     if isinstance(objects, dict) and objects.keys() & {"ref", "bbox"}:
         raise RowProblem(
-            f"has objects ({', '.join(map(str, objects))}), whose boxes and names are not put into its text; write "
-            "them there as the model expects them, and remove objects"
+            f"has objects ({', '.join(map(str, objects))}), whose boxes and names are not inserted into its text; "
+            "write them there as the model expects them, and remove objects"
         )
 
 
 def _is_mask(value: object) -> bool:
-    """Whether the key `mask` of a row chooses what is learned: it names a role other than the user that is not learned,
-    or is a list of 0 and 1. It may also be a file name, or polygons."""
+    """Return True if the key `mask` of a row chooses what is learned: it names a role other than the user that is not
+    learned, or is a list of 0 and 1. It may also be a file name, or polygons."""
     if isinstance(value, str):
         return value.strip().lower() in ("assistant", "gpt", "model", "bot", "system", "none")
     return isinstance(value, list) and bool(value) and all(_parse_flag(entry) is not None for entry in value)
@@ -128,7 +130,7 @@ def check_part_text(text: str, where: str) -> None:
     if _is_json_list(text, lambda entry: entry.get("type") in _PART_TYPES and len(entry) > 1):
         raise RowProblem(
             f"{where} is a list of parts written as JSON text ({quote_value(text)}); write the list itself (a Json() "
-            "column of datasets is read as such). If the text is meant, write it as one part of type text"
+            "column of datasets is read as such). If the text is intended, write it as one part of type text"
         )
 
 
@@ -137,12 +139,12 @@ def check_turn_text(text: str) -> None:
     if _is_json_list(text, lambda entry: {"role", "content"} <= entry.keys() or {"from", "value"} <= entry.keys()):
         raise RowProblem(
             f"has turns written as JSON text ({quote_value(text)}); write the list itself (a Json() column of datasets "
-            "is read as such). If the text is meant, write it as the content of one turn"
+            "is read as such). If the text is intended, write it as the content of one turn"
         )
 
 
 def _is_json_list(text: str, matches: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a text is a JSON list of objects for which `matches` is true."""
+    """Return True if a text is a JSON list of objects for which `matches` is true."""
     head = text[:64].lstrip()
     if not head.startswith("[") or not head[1:].lstrip().startswith("{"):
         return False
@@ -154,7 +156,7 @@ def _is_json_list(text: str, matches: Callable[[dict[str, Any]], bool]) -> bool:
 
 
 def parse_turn_lists(raw: dict[str, Any]) -> dict[str, Any]:
-    """A row whose turns, if they are JSON text, are parsed to a list: CSV has no other way to hold a list."""
+    """Return a row whose turns, if they are JSON text, are parsed to a list: CSV has no other way to hold a list."""
     texts = {key: raw[key] for key in _TURN_LISTS if isinstance(raw.get(key), str) and raw[key].lstrip()[:1] == "["}
     for key, text in texts.items():
         try:

@@ -34,7 +34,7 @@ ImageFile = Path | InlineImage
 
 @cache
 def _supported_formats() -> list[str]:
-    """The `FORMATS` that the installed Pillow supports."""
+    """Return the `FORMATS` that the installed Pillow supports."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
 
@@ -57,7 +57,8 @@ def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
 
 
 def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int]:
-    """(width, height) from the header, with the EXIF orientation applied. Raises `MediaProblem` as `load` does."""
+    """Return (width, height) from the header, with the EXIF orientation applied. Raises `MediaProblem` as `load`
+    does."""
     with _open_image(path, max_megapixels) as image:
         exif = Image.Exif()
         exif.load(image.info.get("exif") or b"")  # getexif() would decode a PNG to read data after its pixels
@@ -85,8 +86,8 @@ def _open_image(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.
                 width, height = image.size
                 if width * height > max_megapixels * 1e6:
                     raise MediaProblem(
-                        f"holds {width} x {height} = {width * height / 1e6:.0f} megapixels, over the "
-                        f"limit of {max_megapixels:g} (a decompression bomb?); if it is meant, raise "
+                        f"has {width} x {height} = {width * height / 1e6:.0f} megapixels, over the "
+                        f"limit of {max_megapixels:g} (a decompression bomb?); if it is intended, raise "
                         f"data.max_image_megapixels"
                     )
                 yield image
@@ -127,12 +128,14 @@ class _PixelInfo:
         self.key = image.info.get("transparency")
         if image.format == "PNG" and self.key is not None:
             if raw == "RGB;16B":
-                raise MediaProblem("names a transparent colour in 16 bits, of which 8 are read; save it with alpha")
+                raise MediaProblem(
+                    "has a 16-bit transparent color, of which 8 bits are read; save it with an alpha channel"
+                )
             # Pillow scales samples of 2 and 4 bits to 8, but not the transparent key.
             self.key *= {"L;2": 85, "L;4": 17}.get(str(raw), 1)
         tags = getattr(image, "tag_v2", {})  # of a TIFF
         if 2 in tags.get(SAMPLEFORMAT, ()):
-            raise MediaProblem("is a TIFF of signed integers, which names no black and no white; save it unsigned")
+            raise MediaProblem("is a TIFF of signed integers, which defines no black and white; save it as unsigned")
         bits = tags.get(BITSPERSAMPLE, (16,))[0]  # PNG and JPEG 2000 have 16 here, and PGM is scaled to them
         self.black, self.white = 0, 1 if image.mode == "F" else 2**bits - 1
         if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:  # the least value is white
@@ -162,7 +165,7 @@ def _scale_grey(image: Image.Image, facts: _PixelInfo) -> Image.Image:
     if image.mode == "F" and high > 1 and black < white and (values == np.rint(values)).all():
         white = 255
     if not (min(black, white) <= low and high <= max(black, white)):  # also true for NaN
-        raise MediaProblem(f"holds {image.mode} values from {low:g} to {high:g}, where {black} would be black and "
+        raise MediaProblem(f"has {image.mode} values from {low:g} to {high:g}, where {black} would be black and "
                            f"{white} white; save it with 8 or 16 bits")  # fmt: skip
     grey = np.rint((values.astype(np.float64) - black) * (255 / (white - black))).astype(np.uint8)
     if facts.key is not None:

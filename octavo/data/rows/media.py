@@ -27,7 +27,7 @@ class InlineFile:
     what: ClassVar[str] = "file"
 
     def __str__(self) -> str:
-        """A name for messages that identifies the content."""
+        """Return a name for messages that identifies the content."""
         return f"{self.name or self.what} ({hashlib.sha256(self.data).hexdigest()[:12]})"
 
 
@@ -35,7 +35,7 @@ T = TypeVar("T", bound=InlineFile)
 
 
 def parse_file(value: object, kind: type[T]) -> str | T | None:
-    """A file in a row: its name, or its bytes as a `kind`. None if the value is neither."""
+    """Return a file in a row: its name, its bytes as a `kind`, or None if the value is neither."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
@@ -47,15 +47,15 @@ def parse_file(value: object, kind: type[T]) -> str | T | None:
 
 
 def is_null_file(value: object) -> bool:
-    """Whether a value is null, or the form of null in a table: {"bytes", "path"}, both null."""
+    """Return True if a value is null, also in the form of a table: {"bytes", "path"}, both null."""
     return value is None or (
         isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
     )
 
 
 def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
-    """The file with this name, which must be inside `root`; `what`: its kind, for messages; `folders`: folders count
-    too.
+    """Return the file with this name, which must be inside `root`; `what`: its kind, for messages; `folders`: folders
+    count too.
 
     `..`, absolute paths and symbolic links are resolved first, and the resulting path must be inside `root`. Raises
     `MediaProblem`.
@@ -65,7 +65,8 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
     scheme = name.split(":", 1)[0].lower()
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
         raise MediaProblem(
-            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
+            f"{what} {name[:80]!r} is not a local file, and Octavo does not download images; copy it into the image "
+            "folder"
         )
     if not name or "\0" in name:
         raise MediaProblem(f"{what} name {name!r} is not a file name")
@@ -78,7 +79,7 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
             path = path.resolve()
         exists = path.is_file() or (folders and path.is_dir())
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a lone surrogate
-        raise MediaProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
+        raise MediaProblem(f"{what} {name[:80]!r} cannot be resolved ({cause})") from cause
     if not path.is_relative_to(root):
         raise MediaProblem(
             f"{what} {name!r} is outside the image folder {root} (at {path}); "
@@ -91,7 +92,7 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
 
 @lru_cache(maxsize=4096)
 def _resolved(folder: Path) -> Path:
-    """A folder of images with links resolved; cached, because every image name needs it."""
+    """Return a folder of images with links resolved; cached, because every image name needs it."""
     return folder.resolve()
 
 
@@ -125,7 +126,8 @@ class MediaType:
         )
 
     def part(self, part: object, number: int) -> MediaRef | None:
-        """The place of the file in a part of turn `number`; None for a part of another type. Raises `RowProblem`."""
+        """Return the place of the file in a part of turn `number`, or None for a part of another type. Raises
+        `RowProblem`."""
         if not isinstance(part, dict) or part.get("type") not in self.types:
             return None
         files = [part[key] for key in self.part_keys if not is_null_file(part.get(key))]
@@ -171,12 +173,12 @@ class MediaType:
         if places != len(names):
             raise RowProblem(
                 f"has {places} {self.placeholder} placeholder(s) in its text and {len(names)} {self.noun}(s); they "
-                "must be as many"
+                "numbers must be equal"
             )
         return out
 
     def listed_files(self, raw: dict[str, Any]) -> list[Any]:
-        """The row's list of files. Raises `RowProblem`."""
+        """Return the row's list of files. Raises `RowProblem`."""
         lists = {key: raw[key] for key in self.keys if raw.get(key) not in (None, [], "")}
         if len(lists) > 1:
             raise RowProblem(f"has both {self.keys[0]!r} and {self.keys[1]!r}; keep one of them")
@@ -193,8 +195,8 @@ class MediaType:
         return []
 
     def files(self, turns: Sequence[Any], folder: Path, folders: bool = False) -> tuple[Any, ...]:
-        """The files in turns (:class:`octavo.data.Turn`), in reading order: a path inside `folder`, or the file itself
-        if its bytes are in the row. `folders`: folders count as files. Raises `MediaProblem`."""
+        """Return the files in turns (:class:`octavo.data.Turn`), in reading order: a path inside `folder`, or the file
+        itself if its bytes are in the row. `folders`: folders count as files. Raises `MediaProblem`."""
         names = [part.name for turn in turns for part in turn.parts if isinstance(part, self.ref)]
         return tuple(
             name if isinstance(name, InlineFile) else locate(folder, name, self.noun, folders) for name in names

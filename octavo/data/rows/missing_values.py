@@ -20,20 +20,20 @@ _TEXTS = {"text": ("text",), "prompt": _PROMPT, "alpaca": _ALPACA, "auto": (*_PR
 
 
 def is_missing(value: object) -> bool:
-    """Whether a value is NaN or infinite."""
+    """Return True if a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def clean_cells(raw: Any, format: str) -> Any:
-    """A CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other missing
-    values that would be read as text."""
+    """Return a CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other
+    missing values that would be read as text."""
     if not isinstance(raw, dict):
         return raw
     for key in _TEXTS.get(format, ("system",)):
         if isinstance(raw.get(key), str) and raw[key].strip() in CELLS:
             raise RowProblem(
                 f"{key!r} is the cell {raw[key].strip()}, as pandas writes a missing value; fill it or remove the row, "
-                "and if the word is meant, write the rows as JSONL"
+                "or write the rows as JSONL if the word is intended"
             )
     blank = {key for key in ("answer", "completion") if isinstance(raw.get(key), str) and not raw[key].strip()}
     return {key: value for key, value in raw.items() if key not in blank} if blank else raw

@@ -25,7 +25,7 @@ Call = dict[str, Any]
 
 
 def parse_tools(value: object) -> tuple[dict[str, object], ...]:
-    """The tools under the key `tools` of a row. Raises `RowProblem`."""
+    """Return the tools under the key `tools` of a row. Raises `RowProblem`."""
     tools = _parse_text(value, "'tools'")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowProblem(f"'tools' is {quote_value(value)}; expected a list of objects, one for each tool")
@@ -34,7 +34,7 @@ def parse_tools(value: object) -> tuple[dict[str, object], ...]:
 
 
 def parse_calls(value: object, where: str) -> tuple[Call, ...]:
-    """The calls of a turn. Raises `RowProblem`."""
+    """Return the calls of a turn. Raises `RowProblem`."""
     if value in (None, "", []):
         return ()
     calls = _parse_text(value, where)

@@ -66,7 +66,7 @@ def check_video_part(part: dict[str, Any], number: int) -> None:
 
 
 def videos_with_rate(files: Sequence[Path | InlineVideo], raw: object) -> tuple[VideoFile, ...]:
-    """The videos of a row; folders of frames get the rate of the row. Raises `RowProblem`."""
+    """Return the videos of a row; folders of frames get the rate of the row. Raises `RowProblem`."""
     if not isinstance(raw, dict) or raw.get("fps") is None:
         return tuple(as_video(file) for file in files)
     fps = parse_rate(raw["fps"])
@@ -81,12 +81,12 @@ def videos_with_rate(files: Sequence[Path | InlineVideo], raw: object) -> tuple[
 
 
 def as_video(path: Path | InlineVideo, fps: float | None = None) -> VideoFile:
-    """A video file, or a folder of frames with the rate `fps` (None: unknown)."""
+    """Return a video file, or a folder of frames with the rate `fps`, which is None if unknown."""
     return FrameFolder(path, fps) if isinstance(path, Path) and path.is_dir() else path
 
 
 def parse_rate(value: object) -> float:
-    """Frames a second of a folder, from a number or its text, as in CSV. Raises `RowProblem`."""
+    """Parse the frames per second of a folder from a number or its text, as in CSV. Raises `RowProblem`."""
     if (fps := parse_fps(value)) is None:
         raise RowProblem(f"has the fps {quote_value(value)}; expected {FPS_RANGE}")
     return fps

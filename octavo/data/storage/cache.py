@@ -55,8 +55,8 @@ def default_folder() -> Path:
 def cached_file(
     folder: Path | None, source: Path | str, write: Write, log: Log = no_log, depends_on: str = "", form: str = "Arrow"
 ) -> Path:
-    """The cache file that `write` creates from `source` (a str for a URL), written now if it is missing. `folder`: of
-    the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
+    """Return the cache file that `write` creates from `source` (a str for a URL), written now if it is missing.
+    `folder`: of the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
 
     Raises DataError if the folder cannot be written or the disk is full, and if `source` changes meanwhile.
     """
@@ -87,7 +87,8 @@ def cached_file(
 
 
 def _convert_in_memory(source: Path, write: Write, log: Log, depends_on: str, form: str) -> Path:
-    """The converted form of an encrypted file, in memory while this process lives: plain text is never on a disk."""
+    """Return the converted form of an encrypted file, in memory while this process lives: plain text is never on a
+    disk."""
     key = f"{_identity(source)}:{depends_on}:{form}"
     if key not in _IN_MEMORY:
         try:
@@ -106,7 +107,8 @@ _IN_MEMORY: dict[str, Path] = {}  # files in memory of this process, open while 
 def path_in_cache(
     folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", log: Log = no_log
 ) -> Path:  # fmt: skip
-    """The path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable source."""
+    """Return the path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable
+    source."""
     folder = default_folder() if folder is None else folder
     content = str(source)
     if not _is_remote(source):
@@ -169,8 +171,8 @@ def publish(written: Path, target: Path) -> None:
 
 
 def list_row_files(source: Path) -> list[Path]:
-    """The row files of a data file or folder: the data files directly in a folder, without its images and subfolders,
-    which may have millions of files."""
+    """Return the row files of a data file or folder: the data files directly in a folder, without its images and
+    subfolders, which may have millions of files."""
     if not source.is_dir():
         return [source]
     try:
@@ -182,13 +184,13 @@ def list_row_files(source: Path) -> list[Path]:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
     files = [source / name for name in select_row_files(names)]
     if dangling := next((file for file in files if not file.exists()), None):
-        raise DataError(f"{dangling} is a link to a file that is not there; bring it back, or remove the link")
+        raise DataError(f"{dangling} is a link to a missing file; restore the file, or remove the link")
     return [file for file in files if file.is_file()]
 
 
 def select_row_files(names: Sequence[str]) -> list[str]:
-    """The names in a folder that are row files, or Arrow files of `datasets`. Formats that are not converted, such as
-    tars, count only if there are no others, except the `index.json` with the row counts of tars."""
+    """Return the names in a folder that are row files, or Arrow files of `datasets`. Formats that are not converted,
+    such as tars, count only if there are no others, except the `index.json` with the row counts of tars."""
     converted_suffixes, indexed_suffixes = (
         (*registry.row_suffixes(indexed_only=False), *suffixes.ARROW),
         registry.row_suffixes(indexed_only=True),
@@ -199,12 +201,12 @@ def select_row_files(names: Sequence[str]) -> list[str]:
 
 
 def _identity(source: Path | str) -> str:
-    """A text that changes whenever a source changes, without reading the source."""
+    """Return a text that changes whenever a source changes, without reading the source."""
     if _is_remote(source):
         return str(source)
     return ";".join(f"{file.resolve()}:{file_digests.stat_key(file.stat())}" for file in list_row_files(Path(source)))
 
 
 def _is_remote(source: Path | str) -> bool:
-    """Whether a source is a URL or a name of the hub; the caller identifies its content or revision."""
+    """Return True if a source is a URL or a name of the hub; the caller identifies its content or revision."""
     return isinstance(source, str) or is_name(str(source))

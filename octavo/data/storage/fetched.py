@@ -42,8 +42,8 @@ class Store:
         self.folder, self.limit = folder, limit
 
     def file(self, shard: Remote, wait: bool = True) -> Path | None:
-        """The path of a file in the store, downloaded now if it is missing; None, without `wait`, if another process is
-        downloading it. Raises `DataError`."""
+        """Return the path of a file in the store, downloaded now if it is missing, or None, without `wait`, if another
+        process is downloading it. Raises `DataError`."""
         target = self.folder / f"{shard.key}{shard.suffix if format_of(shard.url).indexed_only else '.arrow'}"
         try:
             if not self._touch(target):
@@ -65,7 +65,8 @@ class Store:
         )
 
     def index(self, shard: Remote, file: Path) -> Path:
-        """The path of the index of a tar, written now if it is missing. It is small and stays when the tar is evicted.
+        """Return the path of the index of a tar, written now if it is missing. It is small and stays when the tar is
+        evicted.
         Raises `DataError`, and FileNotFoundError if the tar was evicted."""
         folder = self.folder.with_name(f"{self.folder.name}.indexes")
         target = folder / f"{shard.key}.index"
@@ -84,7 +85,7 @@ class Store:
         return target
 
     def _touch(self, target: Path) -> bool:
-        """Whether a file is in the store; marks it as the most recently used, without changing its mtime."""
+        """Return True if a file is in the store; marks it as the most recently used, without changing its mtime."""
         try:
             os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         except FileNotFoundError:
@@ -131,7 +132,7 @@ class Store:
 
 
 def _list_store(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files of a store, including temporary ones; other processes may remove files meanwhile."""
+    """Yield the files of a store, including temporary ones; other processes may remove files meanwhile."""
     for entry in os.scandir(folder):
         if not entry.name.endswith(".lock"):
             with contextlib.suppress(FileNotFoundError):
@@ -177,7 +178,7 @@ class FetchedRows(Shards):
 
 
 def open_shard(store: Store, shard: Remote) -> Rows:
-    """The rows of a file at a URL. Raises `DataError`."""
+    """Open the rows of a file at a URL. Raises `DataError`."""
     form = format_of(shard.url)
     for _ in range(remote.TRIES):
         file = store.file(shard)
@@ -190,11 +191,14 @@ def open_shard(store: Store, shard: Remote) -> Rows:
             continue
         except DataError as cause:
             raise DataError(f"{shard.url}, kept as {cause}") from cause
-    raise DataError(f"{shard.url} is removed as soon as it comes; raise fetch_gb of its data set, which others share")
+    raise DataError(
+        f"{shard.url} is evicted as soon as it is downloaded; raise fetch_gb of its data set, which processes share"
+    )
 
 
 def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.no_log, limit: int | None = None) -> FetchedRows:
-    """The rows of the files at a URL; `limit`: bytes of them that may be stored here. Raises `DataError`.
+    """Open the rows of the files at a URL; `limit` is the number of bytes that may be stored locally. Raises
+    `DataError`.
 
     The number of rows in each file comes from `index.json` or the parquet footers; else each file is downloaded to
     count them, and the counts are stored."""
@@ -206,12 +210,12 @@ def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.no_log, l
         counts = _row_counts(store, url, files, log)
     rows = FetchedRows(url, store, files, counts)
     if len(rows) == 0:
-        raise DataError(f"{url} holds no rows")
+        raise DataError(f"{url} has no rows")
     return rows
 
 
 def _row_counts(store: Store, url: str, files: Sequence[Remote], log: cache.Log) -> list[int]:
-    """The number of rows in each file, from the store or counted now."""
+    """Return the number of rows in each file, from the store or counted now."""
     files_key = sha256("".join(shard.key for shard in files).encode()).hexdigest()[:20]
     stored = store.folder.with_name(f"{files_key}.rows")
     if stored.is_file():

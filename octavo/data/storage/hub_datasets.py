@@ -26,7 +26,8 @@ from octavo.data.storage.shards import Shards
 
 
 def open_hub_dataset(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The rows of a split, from the library's cache or downloaded now. Raises DataError if they are not available."""
+    """Open the rows of a split, from the library's cache or downloaded now. Raises DataError if they are not
+    available."""
     import datasets
 
     try:
@@ -39,7 +40,8 @@ def open_hub_dataset(name: str, revision: str | None, split: str, subset: str | 
 
 @lru_cache(maxsize=64)
 def stream_hub_dataset(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The same rows, streamed. Raises DataError as :func:`open_hub_dataset`, and for files that are not parquet."""
+    """Open the rows of a split as a stream. Raises DataError as :func:`open_hub_dataset` does, and for files that are
+    not parquet."""
     import datasets
     import huggingface_hub
 
@@ -49,7 +51,7 @@ def stream_hub_dataset(name: str, revision: str | None, split: str, subset: str 
     except Exception as cause:
         raise _unavailable_error(name, revision, split, subset, cause) from cause
     if other := next((file for file in files if not file.endswith(suffixes.PARQUET)), None):
-        raise DataError(f"{name} cannot be streamed: {other} is no parquet file. Leave `stream` out")
+        raise DataError(f"{name} cannot be streamed: {other} is not a parquet file. Remove `stream`")
     system = huggingface_hub.HfFileSystem()
     return Shards(Path(name), files, lambda file: Groups(Path(name), partial(system.open, file, "rb")))
 
@@ -57,7 +59,7 @@ def stream_hub_dataset(name: str, revision: str | None, split: str, subset: str 
 def _unavailable_error(name: str, revision: str | None, split: str, subset: str | None, cause: Exception) -> DataError:
     part = f"split {split}" if subset is None else f"subset {subset}, split {split}"
     return DataError(
-        f"the data set {name}, {part}, revision {revision}, cannot be had from the Hugging Face hub "
+        f"the data set {name}, {part}, revision {revision}, could not be loaded from the Hugging Face hub "
         f"({first_line(cause)[:300]})"
     )
 
@@ -100,17 +102,17 @@ def validate(file: Path, folder: Path | None) -> None:
 
 
 def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
-    """The rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has several
-    splits."""
+    """Open the rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has
+    several splits."""
     import datasets
 
     if encrypted := next(filter(is_encrypted, sorted(path.iterdir())), None):
-        raise DataError(f"{encrypted} is encrypted, and what `datasets` saved is mapped from the disk. Save it as parquet "
+        raise DataError(f"{encrypted} is encrypted, but folders of `datasets` are memory-mapped. Save it as parquet "
                         "(Dataset.to_parquet) and encrypt that")  # fmt: skip
     if (path / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())
-        raise DataError(f"{path} holds several splits: name the folder of one of them, such as {path / splits[0]}"
-                        if splits else f"{path} names splits, and none of them is there")  # fmt: skip
+        raise DataError(f"{path} has several splits; name the folder of one of them, such as {path / splits[0]}"
+                        if splits else f"{path} names splits, but has none of them")  # fmt: skip
     for file in sorted(path.glob("*.arrow")):
         validate(file, folder)
     try:
@@ -118,6 +120,4 @@ def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
     except DataError:
         raise
     except Exception as cause:  # the library raises errors of many classes for damaged files
-        raise DataError(
-            f"{path} is no folder of `datasets` that can be read ({type(cause).__name__}: {cause})"
-        ) from cause
+        raise DataError(f"{path} is not a readable folder of `datasets` ({type(cause).__name__}: {cause})") from cause

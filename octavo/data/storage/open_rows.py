@@ -54,14 +54,14 @@ def open_rows(
     path = Path(path)
     rows = _open_folder(path, folder, log, stream) if path.is_dir() else _open_file(path, folder, log, stream)
     if len(rows) == 0:
-        raise DataError(f"{path} holds no rows; expected a JSON list of rows, one JSON object a line, or a table")
+        raise DataError(f"{path} has no rows; expected a JSON list of rows, one JSON object per line, or a table")
     return rows
 
 
 def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) -> Rows:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         if stream:
-            raise DataError(f"{path}: what `datasets` saved is never copied; leave `stream` out")
+            raise DataError(f"{path}: folders of `datasets` are never copied; remove `stream`")
         return open_saved(path, folder)
     files = [file for file in cache.list_row_files(path) if file.suffix.lower() in registry.row_suffixes()]
     kinds = sorted({file.suffix.lower() for file in files})
@@ -93,7 +93,7 @@ def _count_rows(form: Format, file: Path) -> int:
 def _check_stream(path: Path, form: Format, stream: bool) -> None:
     if stream and form.stream is None:
         kind = form.suffixes[0].removeprefix(".")
-        raise DataError(f"{path}: rows of a {kind} are never copied; leave `stream` out")
+        raise DataError(f"{path}: rows of a {kind} are never copied; remove `stream`")
 
 
 def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, small: int | None = None) -> Rows:
@@ -104,7 +104,7 @@ def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, sm
     except DataError as cause:
         raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
     if size == 0:
-        raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
+        raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object per line")
     form = registry.format_of(path)
     _check_stream(path, form, stream)
     if form.indexed_only:
@@ -122,7 +122,7 @@ class _TooLarge(Exception):
 
 
 def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
-    """The rows of a small file, converted in memory; None if they take more than four times `small` bytes."""
+    """Return the rows of a small file, converted in memory, or None if they take more than four times `small` bytes."""
     sink = pa.BufferOutputStream()
 
     def bounded(share: float) -> None:
@@ -137,15 +137,16 @@ def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
 
 @lru_cache(maxsize=64)
 def _stream(path: Path, stat: Stat) -> Rows:
-    """The rows of a streamed file; cached, so that several readers of one version share the positions of its rows."""
+    """Open the rows of a streamed file. Cached, so that several readers of one version share the positions of its
+    rows."""
     stream = registry.format_of(path).stream
     assert stream is not None
     return stream(path)
 
 
 def _index(form: Format, path: Path, folder: Path | None) -> Path:
-    """The index of a file that is not converted, from the cache or written now. Raises `DataError` if the file is of
-    another kind, and as `cache.cached_file` does."""
+    """Return the index of a file that is not converted, from the cache or written now. Raises `DataError` if the file
+    is of another kind, and as `cache.cached_file` does."""
     return cache.cached_file(folder, path, partial(form.write, path), cache.no_log, form="index")
 
 

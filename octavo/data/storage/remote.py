@@ -60,21 +60,23 @@ class Remote(NamedTuple):
 
 @lru_cache(maxsize=64)
 def list_files(url: str) -> tuple[Remote, ...]:
-    """The row files at a URL: one file, numbered files (`shard-{000..127}.tar`), or the files of a folder by name. If a
-    folder of tars has an `index.json` as WebDataset writes it, they have the row counts in it. Raises `DataError`. The
-    server is queried once in a process."""
+    """Return the row files at a URL: one file, numbered files (`shard-{000..127}.tar`), or the files of a folder by
+    name. If a folder of tars has an `index.json` as WebDataset writes it, they have the row counts in it. Raises
+    `DataError`. The server is queried once in a process."""
     files = _with_retries(url, lambda watch: _list_files(url))
     if kinds := sorted({remote.suffix for remote in files} - {*registry.row_suffixes()}):
-        raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
-                        f"{', '.join(registry.row_suffixes())}")  # fmt: skip
+        raise DataError(
+            f"{url} has a format that is not supported ({', '.join(kinds) or 'without a suffix'}); supported are "
+            f"{', '.join(registry.row_suffixes())}"
+        )
     if len({remote.suffix for remote in files}) != 1:
         kinds_text = ", ".join(sorted({remote.suffix for remote in files})) or "none"
-        raise DataError(f"{url} has files of rows of these kinds: {kinds_text}; it must have files of one kind")
+        raise DataError(f"{url} has files of several formats ({kinds_text}); all must have one format")
     return tuple(files)
 
 
 def fingerprint(url: str) -> dict[str, Any]:
-    """{"size": total bytes, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
+    """Return {"size": total bytes, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
     files = list_files(url)
     marks = [(remote.url, remote.size, remote.mark.partition(_MARK_SEPARATOR)[0]) for remote in files]
     digest = hashlib.sha256(json.dumps(marks).encode("utf-8", "surrogatepass"))
@@ -82,7 +84,7 @@ def fingerprint(url: str) -> dict[str, Any]:
 
 
 def local_files(url: str) -> list[Path]:
-    """The local files at a `file://` URL; [] for another URL. Raises `DataError`."""
+    """Return the local files at a `file://` URL; [] for another URL. Raises `DataError`."""
     if not url.startswith("file://"):
         return []
     return [Path(remote.url.removeprefix("file://")) for remote in list_files(url)]
@@ -94,7 +96,7 @@ def download(remote: Remote, to: Path) -> None:
 
 
 def read(url: str, work: Callable[[Any], _T]) -> _T:
-    """The result of `work` for a file at a URL, opened for random access. Raises `DataError`."""
+    """Return the result of `work` for a file at a URL, opened for random access. Raises `DataError`."""
 
     def opened(watch: _Watch) -> _T:
         system, path = _open_filesystem(url)
@@ -122,7 +124,7 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
         except Exception as cause:  # errors of many classes, of the network and of the package for the protocol
             if isinstance(cause, _PERMANENT_ERRORS) and not _is_network_error(cause):
                 raise DataError(
-                    f"{url} cannot be had ({_describe_failure(cause)}); check the URL and who may read it, or copy it "
+                    f"{url} cannot be read ({_describe_failure(cause)}); check the URL and who may read it, or copy it "
                     "here and name the folder"
                 ) from cause
             if atomic_write.why_no_space(Path(), cause):
@@ -131,22 +133,23 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
             report(f"{url}: try {tries} of {TRIES} failed ({why})")
             if tries == TRIES:
                 raise DataError(
-                    f"{url} cannot be had, in {TRIES} tries ({why}); check that this machine reaches it"
+                    f"{url} could not be read in {TRIES} tries ({why}); check that this machine reaches it"
                 ) from cause
             time.sleep(RETRY_SECONDS * 2 ** (tries - 1))
     raise AssertionError
 
 
 def _describe_failure(cause: Exception) -> str:
-    """The reason of a failure in one line; for a FileNotFoundError the server's error that caused it, if any."""
+    """Return the reason of a failure in one line; for a FileNotFoundError, that of the server error that caused it, if
+    any."""
     if isinstance(cause, _TemporaryError):
         return str(cause)
     return first_line(cause.__cause__ if isinstance(cause, _PERMANENT_ERRORS) and cause.__cause__ else cause)[:300]
 
 
 def _is_network_error(cause: BaseException) -> bool:
-    """Whether a FileNotFoundError comes from a failed server: fsspec's HTTP raises it for any error, with that error as
-    its cause. Only the status 404 or 410 means a missing file."""
+    """Return True if a FileNotFoundError comes from a failed server: fsspec's HTTP raises it for any error, with that
+    error as its cause. Only the status 404 or 410 means a missing file."""
     before = cause.__cause__
     status = getattr(before, "status", None)
     if isinstance(status, int):
@@ -188,7 +191,7 @@ def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
                 if watch.ended.is_set():
                     break
                 watch.abandoned = True
-            raise _TemporaryError(f"nothing came for {STALL_SECONDS:g} s")
+            raise _TemporaryError(f"no data received for {STALL_SECONDS:g} s")
         watch.progressed.clear()
     if errors:
         raise errors[0]
@@ -196,7 +199,7 @@ def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
-    """(file system, path in it), created for each call, because a forked process must not use its parent's
+    """Return (file system, path in it), created for each call, because a forked process must not use its parent's
     connections."""
     import fsspec
 
@@ -219,7 +222,7 @@ def _copy(remote: Remote, to: Path, watch: _Watch) -> None:
                 break
         if out.tell() != remote.size:
             at_least = " or more" if out.tell() > remote.size else ""
-            raise _TemporaryError(f"{out.tell()} bytes{at_least} came, and it has {remote.size}")
+            raise _TemporaryError(f"{out.tell()} bytes{at_least} received, expected {remote.size}")
 
 
 def _list_files(url: str) -> list[Remote]:
@@ -240,7 +243,7 @@ def _list_files(url: str) -> list[Remote]:
 
 
 def _numbered_files(url: str) -> list[Remote]:
-    """The files of a URL with `{000..127}`, from one listing of their folder."""
+    """Return the files of a URL with `{000..127}`, from one listing of their folder."""
     folder = url[: url.index("{")].rpartition("/")[0]
     system, path = _open_filesystem(folder)
     inside = {entry["name"].rpartition("/")[2]: entry for entry in system.ls(path, detail=True)}

@@ -1,6 +1,6 @@
-"""Joined documents: one stream of tokens, with an end token after each document, cut into samples of one length.
+"""Joined documents: one stream of tokens with an end token after each document, cut into samples of equal length.
 
-Sample i is the tokens [i T, (i + 1) T) of the documents in a shuffled order (held-out data: in file order), so that any
+Sample i is the tokens [i T, (i + 1) T) of the documents in shuffled order (evaluation data: in file order). So any
 sample is located directly, and an order over samples (`Mixture`) resumes with one number. A document may begin in one
 sample and end in the next; there is no padding, no token is lost, and the last sample may be shorter. Attention is
 causal over the whole sample: a document attends to earlier documents in its sample, as in most pretraining.
@@ -30,7 +30,7 @@ from octavo.data.storage import cache
 from octavo.data.tasks.documents import Document, DocumentEncoder
 from octavo.data.tasks.sources import DETECTION_ROWS, Source
 
-FORMAT_VERSION = 1  # version of the file; incremented when the same documents give another file
+FORMAT_VERSION = 1  # version of the file; incremented when the file of the same documents changes
 CHARS_PER_CALL = 1 << 20  # characters passed to the tokenizer in one call
 _TRAILER = struct.Struct("<QQ")
 
@@ -51,7 +51,7 @@ class JoinedDocuments:
 
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.name} makes {len(self)} samples of {self.length} tokens, asked for {number}")
+            raise IndexError(f"{self.name} has {len(self)} samples of {self.length} tokens; {number} was requested")
         at, stop = number * self.length, min((number + 1) * self.length, int(self._starts[-1]))
         nth = int(np.searchsorted(self._starts, at, "right")) - 1
         pieces = []
@@ -79,7 +79,7 @@ class JoinedDocuments:
             self.records: list[dict[str, Any]] = trailer["records"]
             self._ids = np.memmap(self.file, np.dtype(trailer["dtype"]), "r", 0, (int(self._edges[-1]),))
             if at - self._ids.nbytes not in range(8):
-                raise ValueError(f"{self._ids.nbytes} bytes of tokens were written, {at} are there")
+                raise ValueError(f"{self._ids.nbytes} bytes of tokens were written, but it has {at}")
         except (OSError, ValueError, KeyError, struct.error) as cause:
             raise self._damaged(cause) from cause
 
@@ -95,7 +95,7 @@ class JoinedDocuments:
 
 
 def is_plain_text(source: Source) -> bool:
-    """Whether the first rows of a data set are plain text without images."""
+    """Return True if the first rows of a data set are plain text without images."""
     if source.format != "text":
         return False
     for row in range(min(len(source), DETECTION_ROWS)):
@@ -111,14 +111,15 @@ def join(
     source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
     log: cache.Log = cache.no_log, depends_on: str = "",
 ) -> JoinedDocuments:  # fmt: skip
-    """The documents of a source, joined; their tokens come from the cache or are computed now. `seed`: of their order
-    (None: file order); `depends_on`: everything else in the data set's configuration that determines its rows.
+    """Join the documents of a source; their tokens come from the cache or are computed now.
 
-    Raises `DataError`: with on_bad="error" a `BadSample` for a bad row, and if every row is bad.
+    `seed` shuffles the documents; None keeps the file order. `depends_on` contains all other settings of the data set
+    that determine its rows. Raises `DataError`: a `BadSample` for a bad row with on_bad="error", or if all rows are
+    bad.
     """
     if encoder.seq_length < 2:
         raise DataError(
-            f"train.seq_length is {encoder.seq_length}, and joined documents need 2: a token predicts the next"
+            f"train.seq_length is {encoder.seq_length}, but joined documents need 2 or more: a token predicts the next"
         )
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
@@ -135,7 +136,7 @@ def join(
 
 
 def _tokenizer_fingerprint(encoder: DocumentEncoder) -> str:
-    """Everything in a tokenizer that determines the tokens of a text."""
+    """Return a text of all settings of a tokenizer that determine the tokens of a text."""
     tokenizer = encoder.tokenizer
     options = [getattr(tokenizer, "split_special_tokens", False), encoder.end_id, sorted(encoder.marks)]
     return json.dumps([tokenizers.__version__, tokenizer.backend_tokenizer.to_str(), options])
@@ -156,7 +157,7 @@ def _write_file(
         if len(edges) == 1:
             last = records[-1]
             raise QuotingError(
-                f"{source.name}: every one of its {len(source)} rows was left out; the last one (row {last['row']}) "
+                f"{source.name}: all {len(source)} rows were left out; the last one (row {last['row']}) "
                 f"because it {last['reason']}"
             )
         out.write(b"\0" * (-out.tell() % 8))
@@ -167,7 +168,7 @@ def _write_file(
 def _text_batches(
     source: Source, encoder: DocumentEncoder, on_bad: str, records: list[dict[str, Any]]
 ) -> Iterator[tuple[int, list[str]]]:
-    """(rows read so far, texts of about `CHARS_PER_CALL` characters); rows left out or noted are appended to
+    """Yield (rows read so far, texts of about `CHARS_PER_CALL` characters); rows left out or noted are appended to
     `records`."""
     texts: list[str] = []
     size = 0

@@ -62,7 +62,7 @@ class Document(Conversation):
 
 
 def is_document(raw: object) -> bool:
-    """Whether a row has a key of plain text."""
+    """Return True if a row has a key of plain text."""
     return isinstance(raw, dict) and ("text" in raw or "texts" in raw)
 
 
@@ -77,13 +77,13 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
         # Refused rather than ignored: a document would train without the medium that its text is about.
         if medium := next((kind for kind in (SOUND, VIDEO) if kind.listed_files(raw)), None):
             raise RowProblem(
-                f"is a text with a {medium.noun}, and texts hold none in this version; write it as turns, for sft"
+                f"is a text with a {medium.noun}, which plain text does not support; write it as turns, for sft"
             )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
-            raise RowProblem("has a text of no letters; there is nothing to learn from it")
+            raise RowProblem("has a text without characters, so there is nothing to learn")
         if has_lone_surrogate(turn.text):
-            raise RowProblem("its text holds half a character (a lone surrogate); mend it")
+            raise RowProblem("its text contains a lone surrogate (half of a UTF-16 pair); fix it")
         return Document((turn,), find_images(names, images), str(file), row, identity)
 
 
@@ -157,12 +157,13 @@ class DocumentEncoder(Encoder):
         return row if isinstance(row, Sample) else (yield from super().encoding(row, context))
 
     def collect_notes(self, document: Document) -> list[tuple[str, str]]:
-        """(action, reason) of notes about a document that is joined with others. Raises `BadSample` if it cannot be
+        """Return the (action, reason) notes about a document that is joined with others. Raises `BadSample` if it
+        cannot be
         joined: for an image, or text that spells a media placeholder."""
         try:
             if document.images:
                 raise Mismatch(
-                    "holds an image, and the first rows of this data set hold none, so its documents are joined; set "
+                    "has an image, but the first rows of this data set have none, so its documents are joined; set "
                     "data.join: false"
                 )
             return control_notes(self._control_tokens(document))
@@ -174,7 +175,7 @@ class DocumentEncoder(Encoder):
             super()._check_template()
             return (yield from super()._encode(row, context))
         if row.images and not self.calls.takes_images:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            raise Mismatch("has an image, but the model is text-only; use a vision-language model or other data")
         document = self._clip(row)
         control = self._control_tokens(document)
         if not document.images:
@@ -195,23 +196,23 @@ class DocumentEncoder(Encoder):
             super()._check_template()
             return super().tokenizer_input(row)
         if row.images and not self.calls.takes_images:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            raise Mismatch("has an image, but the model is text-only; use a vision-language model or other data")
         document = self._clip(row)
         text = self._with_placeholders(document)
         return TokenizerInput(text, document.images, not (document.images and self.calls.starts_with_bos(text)), True)
 
     def _with_placeholders(self, document: Document) -> str:
-        """The text of a document with a placeholder for each image."""
+        """Return the text of a document with a placeholder for each image."""
         parts = document.turns[0].parts
         return "".join(part.text if isinstance(part, Text) else self.image_placeholder for part in parts)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts, each followed by the end token."""
+        """Tokenize texts; each is followed by the end token."""
         outputs = self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
         return [ids if ids and ids[-1] == self.end_id else [*ids, self.end_id] for ids in outputs["input_ids"]]
 
     def _with_end_token(self, outputs: Outputs) -> Outputs:
-        """The per-token outputs of a processor, extended by the end token; {} if it is there already."""
+        """Return the per-token outputs of a processor, extended by the end token; {} if it is there already."""
         if outputs["input_ids"][-1] == self.end_id:
             return {}
         kinds = [name for name, per in extra_inputs(self.processor).items() if per == "token"]

@@ -128,7 +128,7 @@ class _AnswerEncoder(Encoder):
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         if self.train_on_prompt:
-            raise DataError("data.train_on_prompt is true, and preferences are about answers; leave it out")
+            raise DataError("data.train_on_prompt is true, but preferences compare answers; remove it")
 
 
 class PairEncoder(_AnswerEncoder):
@@ -179,7 +179,7 @@ def row_preference_kind(raw: object) -> str | None:
 
 
 def _read_label(raw: dict[str, Any]) -> Any:
-    """The label of a row: true or false, which a table of texts (CSV) writes as words or as 1 and 0."""
+    """Return the label of a row: true or false, which a table of texts (CSV) writes as words or as 1 and 0."""
     label = raw.get("label", raw.get("kto_tag"))
     return LABEL_WORDS.get(label.strip().lower(), label) if isinstance(label, str) else label
 
@@ -217,10 +217,12 @@ def parse_labelled(raw: object, format: str, *, file: str | Path, row: int, imag
         )
         check_turns(turns)
         if turns[-1].role != "assistant":
-            raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
+            raise RowProblem(
+                f"ends with a turn of the {turns[-1].role}; the answer that is labelled must be the last turn"
+            )
         for kind, what in ((ImageRef, "an image"), (VideoRef, "a video")):
             if any(isinstance(part, kind) for part in turns[-1].parts):
-                raise RowProblem(f"has {what} in the answer that is labelled, and answers are text; remove it")
+                raise RowProblem(f"has {what} in the answer that is labelled, but answers are text; remove it")
         context = sum(turn.role == "assistant" for turn in turns) - 1
         return LabelledRow(_conversation(raw, (turns, names), str(file), row, identity, images), context, label)
 
@@ -232,8 +234,8 @@ def _conversation(
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
-    """A batch of 2 B rows (`collate`): the chosen ones, then the rejected ones in the same order. Without pairs it is
-    two rows without labels."""
+    """Collate pairs to a batch of 2 B rows (`collate`): the chosen ones, then the rejected ones in the same order.
+    Without pairs it is two rows without labels."""
     if pairs:
         return collate([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
     empty = collate([], pad_id)
@@ -243,7 +245,8 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
 def labelled_batches(
     rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int, *, longest: int, before: Any = None
 ) -> list[dict[str, Any]]:
-    """The `gather` of a `Loader` of labelled rows: batches of B conversations with `desirable` [B] bool, and under
+    """Make the batches of a step of labelled rows (the `gather` of their `Loader`): batches of B conversations with
+    `desirable` [B] bool, and under
     `crossed` a batch of the same size, with the same prompts and the answers to other prompts.
 
     KTO estimates its KL term from the crossed batch. The crossed answer comes from the previous row of the step that is
@@ -274,7 +277,8 @@ def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: in
 
 
 def _cross_answer(sample: Sample, other: Sample, max_length: int, single: bool) -> Sample:
-    """The prompt of `sample` with the answer of `other`, at most `max_length` tokens; `single`: without labels."""
+    """Return the prompt of `sample` with the answer of `other`, at most `max_length` tokens; `single`: without
+    labels."""
     start, answer_start = _answer_start(sample), _answer_start(other)
     answer = other.input_ids[answer_start:]
     ids = np.concatenate([sample.input_ids[:start], answer])[:max_length]
@@ -295,7 +299,7 @@ def _answer_start(sample: Sample) -> int:
 
 
 def _is_conversation(messages: Sequence[Any]) -> bool:
-    """Whether messages are a whole conversation, not only an answer."""
+    """Return True if messages are a whole conversation, not only an answer."""
     return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in ("user", "system")
 
 
@@ -310,8 +314,8 @@ def _read_prompt(raw: dict[str, Any]) -> list[Any]:
 
 
 def _count_shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int:
-    """The number of answers in the common beginning of two conversations. Raises `RowProblem` unless each continues
-    with a different answer of the assistant."""
+    """Return the number of answers in the common beginning of two conversations. Raises `RowProblem` unless each
+    continues with a different answer of the assistant."""
     first, second = chosen[0], rejected[0]
     shared = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
@@ -320,15 +324,15 @@ def _count_shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int
     if differ := [pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2]:
         raise RowProblem(
             f"has the image {quote_value(differ[0][0])} in the prompt of chosen and {quote_value(differ[0][1])} in the "
-            "prompt of rejected; both must answer one prompt"
+            "prompt of rejected; both must answer the same prompt"
         )
     if len(first) == len(second) == shared:
         raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")
     following = [turns[shared].role if shared < len(turns) else "nothing" for turns in (first, second)]
     if shared == 0 or following != ["assistant"] * 2:
         raise RowProblem(
-            f"has a chosen and a rejected that share {shared} turn(s) and go on with {' and '.join(following)}; both "
-            "must answer one prompt, with a turn of the assistant"
+            f"has a chosen and a rejected that share {shared} turn(s) and continue with {' and '.join(following)}; "
+            "both must answer the same prompt with an assistant turn"
         )
     return sum(turn.role == "assistant" for turn in first[:shared])
 

@@ -95,21 +95,23 @@ class PromptEncoder(Encoder):
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         if self.on_long == "cut":
-            raise DataError("data.on_long is cut, and the end of a prompt is what is asked; set it to drop or error")
+            raise DataError(
+                "data.on_long is cut, which would cut the question at the end of a prompt; set it to drop or error"
+            )
         if self.train_on_prompt:
-            raise DataError("data.train_on_prompt is true, and only completions are learned from; leave it out")
+            raise DataError("data.train_on_prompt is true, but only completions are learned; remove it")
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Generator that encodes a prompt. Raises as `Encoder.encode` does."""
         conversation = row.conversation
         if conversation.videos and (why := getattr(self.processor, "why_not_images", None)):
-            why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
+            why = f"has a video, which the generation engine does not support: {why}; use Qwen3-VL or InternVL"
             raise BadSample(conversation.source, conversation.row, why, conversation.id)
         sample = self._videos_as_images((yield from super().encoding(conversation, None)))
         return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=conversation.images)
 
     def _videos_as_images(self, sample: Sample) -> Sample:
-        """A sample with the frames of its videos as images."""
+        """Convert the videos of a sample to images, one for each frame or pair of frames."""
         if "video_grid_thw" not in sample.extra:
             return sample
         kinds = sample.mm_token_type_ids
@@ -149,7 +151,8 @@ def parse_prompt(raw: object, format: str, *, file: str | Path, row: int, images
 
 
 def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
-    """(the prompt of a row, the names of its images, the answer, the reasoning before it). Raises `RowProblem`."""
+    """Return (the prompt of a row, the names of its images, the answer, the reasoning before it). Raises
+    `RowProblem`."""
     # The answer comes from `answer`, else from `completion`, else from the last assistant turn.
     if format != "prompt":
         turns, names = read_turns(raw, format)
@@ -174,7 +177,7 @@ def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str 
 
 
 def _without_bytes(value: Any) -> Any:
-    """A value that JSON can hold: bytes, which tables have, become the text "<1234 bytes>"."""
+    """Convert a value to one that JSON supports: bytes, which tables have, become the text "<1234 bytes>"."""
     if isinstance(value, dict):
         return {key: _without_bytes(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -183,7 +186,7 @@ def _without_bytes(value: Any) -> Any:
 
 
 def extra_columns(keys: Iterable[str], format: str) -> list[str]:
-    """The keys of rows that are only columns for rewards."""
+    """Return the keys of rows that are only columns for rewards."""
     used = (
         *TURN_KEYS,
         *MEDIA_KEYS,
@@ -197,8 +200,8 @@ def extra_columns(keys: Iterable[str], format: str) -> list[str]:
 
 
 def parse_answered(raw: object, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
-    """A row as a conversation: a row with `prompt` ends with its `answer`, the first if several are right; all others
-    are parsed as by `parse`. Raises `BadSample`."""
+    """Parse a row as a conversation: a row with `prompt` ends with its `answer`, the first if several are right; all
+    others are parsed as by `parse`. Raises `BadSample`."""
     if format != "prompt":
         return parse(raw, format, file=file, row=row, images=images)
     prompt = parse_prompt(raw, format, file=file, row=row, images=images)
@@ -214,7 +217,8 @@ def parse_answered(raw: object, format: str, *, file: str | Path, row: int, imag
 
 
 def read_answered_turns(raw: object, format: str) -> list[Turn]:
-    """The turns of the conversation that `parse_answered` returns, without locating its files. Raises `RowProblem`."""
+    """Return the turns of the conversation that `parse_answered` returns, without locating its files. Raises
+    `RowProblem`."""
     if format != "prompt":
         turns = read_turns(raw, format)[0]
     else:
@@ -225,19 +229,20 @@ def read_answered_turns(raw: object, format: str) -> list[Turn]:
 
 
 def _answer_turn(answer: str | list[str] | None, reasoning: str | None) -> Turn:
-    """The turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
+    """Return the turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
     if answer is None:
-        raise RowProblem("has a prompt and no answer to learn from or to compare with; give it one, or remove it")
+        raise RowProblem("has a prompt without an answer; add one, or remove the row")
     return Turn("assistant", (Text(answer if isinstance(answer, str) else answer[0]),), reasoning=reasoning)
 
 
 def number_prompts(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
-    """The `gather` of a `Loader` of prompts: this rank's prompts with their numbers, without rows left out."""
+    """Return this rank's prompts with their numbers, without rows left out (the `gather` of a `Loader` of prompts)."""
     return [replace(sample, number=number) for number, sample in rows if sample is not None]
 
 
 def as_messages(value: object, role: str) -> list[Any]:
-    """A text of `role`, one turn, or a list of turns, with role/content or from/value, as messages with role/content.
+    """Return a text of `role`, one turn, or a list of turns, with role/content or from/value, as messages with
+    role/content.
     Raises `RowProblem` for a list of turns written as text."""
     if isinstance(value, str):
         check_turn_text(value)
@@ -256,8 +261,8 @@ def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_prompt_turns(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
-    """The turns of messages, and the names of their images or of the row's images. If the row lists images and no turn
-    places any, they come before the text of the first user turn, as in TRL. Raises `RowProblem`."""
+    """Return the turns of messages, and the names of their images or of the row's images. If the row lists images and
+    no turn places any, they come before the text of the first user turn, as in TRL. Raises `RowProblem`."""
     listed = {key: raw[key] for key in (*MEDIA_KEYS, "system") if key in raw}
     if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
         names = listed.get("image") or listed.get("images")
@@ -284,28 +289,28 @@ def _places_images(turn: object) -> bool:
 
 
 def _split_answer(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
-    """(the prompt, the answer after it or None): split before the last assistant turn; if the row has an answer in
-    another key (`answered`), only if an assistant turn ends the conversation. Raises `RowProblem`."""
+    """Return (the prompt, the answer after it or None): split before the last assistant turn; if the row has an answer
+    in another key (`answered`), only if an assistant turn ends the conversation. Raises `RowProblem`."""
     assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
     has_answer_turn = bool(assistant_turns) and (not answered or assistant_turns[-1] == len(turns) - 1)
     prompt = list(turns[: assistant_turns[-1]] if has_answer_turn else turns)
     answer_turn = turns[assistant_turns[-1]] if has_answer_turn else None
     check_turns([*prompt, answer_turn] if answer_turn else prompt, answered=False)
     if answer_turn is not None and answer_turn.calls:
-        raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
+        raise RowProblem("calls a tool in its last answer, but completions are text; put the reference into 'answer'")
     if answer_turn is not None and (
         media_part := next((part for part in answer_turn.parts if not isinstance(part, Text)), None)
     ):
         what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(media_part), "a video")
-        raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
+        raise RowProblem(f"has {what} in its last answer, but completions are text; put the reference into 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
-        raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
+        raise RowProblem(f"has a prompt that {ends}; it must end with a user or tool turn")
     return prompt, answer_turn
 
 
 def _completion_text(completion: object) -> tuple[object, str | None]:
-    """(text, reasoning) of a completion, which is a text or one turn of the assistant. Raises `RowProblem`."""
+    """Return (text, reasoning) of a completion, which is a text or one turn of the assistant. Raises `RowProblem`."""
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
         check_turn(turns[0], 1, "assistant")

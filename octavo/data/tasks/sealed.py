@@ -53,7 +53,7 @@ _DTYPES = {"int64": np.int64, "float32": np.float32}
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
-    """A sample as a row, without its file, row number, id and notes about its text."""
+    """Convert a sample to a row, without its file, row number, id and notes about its text."""
     fields = ((name, "", getattr(sample, name)) for name in SAMPLE_FIELDS)
     extra = ((name, tensor.per, tensor.values) for name, tensor in sample.extra.items())
     return {
@@ -72,7 +72,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
 
 
 def dropped_row(action: str) -> dict[str, Any]:
-    """The row for one that was left out."""
+    """Return the sealed row in place of a row that was left out."""
     return dict.fromkeys(SCHEMA.names) | {"left": action}
 
 
@@ -87,12 +87,12 @@ class SealedRows(MappedTable):
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         super().__init__(folder, _plain_file(folder / ROWS))
         if (schema := self._table.schema) != SCHEMA:
-            raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(schema.names)[:200]})")
+            raise DataError(f"{folder / ROWS} has no sealed rows (columns {', '.join(schema.names)[:200]})")
         self.name, self._limit = str(folder), limit
 
     def _damaged(self, cause: Exception) -> DataError:
         return DataError(
-            f"{Path(self.path) / ROWS} holds no whole Arrow file ({error_line(cause)}); seal the data again"
+            f"{Path(self.path) / ROWS} is not a valid Arrow file ({error_line(cause)}); seal the data again"
         )
 
     def _notes_in(self, file: Path) -> Path:
@@ -108,7 +108,7 @@ class SealedRows(MappedTable):
     def _read(self, row: int, part: int) -> Sample:
         """Part `part` of a row. Raises `BadSample` for a row that was left out, `DataError` for a damaged one."""
         if not 0 <= row < len(self):
-            raise IndexError(f"{self.name} has {len(self)} rows, asked for row {row}")
+            raise IndexError(f"{self.name} has {len(self)} rows; row {row} was requested")
         columns = self._row(row * self.each + part).columns
         values = {name: column[0].as_py() for name, column in zip(SCHEMA.names, columns, strict=True)}
         if values["left"] is not None:
@@ -155,7 +155,7 @@ def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _plain_file(file: Path) -> Path:
-    """The path of the file, or for an encrypted one of its plain text in memory. Raises `DataError`."""
+    """Return the path of the file, or for an encrypted one of its plain text in memory. Raises `DataError`."""
 
     def decrypt(target: Path, progress: Callable[[float], None]) -> None:
         with safe_read.open_file(file, DataError) as stored, target.open("wb") as out:
@@ -183,7 +183,7 @@ class SealedEncoder:
         return next((token for token in ids if token is not None), 0)
 
     def encode_all(self, rows: Sequence[Sample | Pair]) -> list[Sample | Pair | LongSample]:
-        """The rows, with a `LongSample` in place of each that is too long."""
+        """Return the rows, with a `LongSample` in place of each that is too long."""
         return [self._check_length(row) for row in rows]
 
     def _check_length(self, row: Sample | Pair) -> Sample | Pair | LongSample:
@@ -202,20 +202,20 @@ class SealedHeldOut(SealedEncoder):
 
 
 def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
-    """The sample, or the chosen and the rejected sample of a pair."""
+    """Return the sample, or the chosen and the rejected sample of a pair."""
     return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
 def contains_pairs(note: Note | None) -> bool:
-    """Whether a sealed data set contains pairs."""
+    """Return True if a sealed data set contains pairs."""
     return note is not None and note.details.get("phase") == "preference"
 
 
 def read_sealed(dataset: Dataset) -> SealedRows:
-    """The rows of a sealed data set of the configuration. Raises `DataError`."""
+    """Open the rows of a sealed data set of the configuration. Raises `DataError`."""
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
-        raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
+        raise DataError(f"{folder} has no {ROWS}, but data.sealed is true. `octavo seal data` writes such folders")
     kind = SealedPairs if contains_pairs(read_note(folder, DataError)) else SealedRows
     return kind(folder, dataset.max_samples)
 
@@ -225,21 +225,21 @@ def check_sealed_config(cfg: Config) -> None:
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
     if model is None:
-        raise DataError(f"data.sealed is true, and {cfg.model.path} is not sealed (it has no {NOTE}): to it sealed "
-                        "rows are noise. Name the folder that `octavo seal model` wrote")  # fmt: skip
+        raise DataError(f"data.sealed is true, and {cfg.model.path} is not sealed (it has no {NOTE}), so sealed "
+                        "rows are noise to it. Name a folder that `octavo seal model` wrote")  # fmt: skip
     for path, note in notes:
         if note is None:
             raise DataError(f"data.sealed is true, and {path} is not sealed: it has no {NOTE}. `octavo seal data`")
         if note.of != "data":
-            raise DataError(f"{path} is a sealed {note.of}, and no data set")
+            raise DataError(f"{path} is a sealed {note.of}, not a data set")
         if note.key != model.key:
-            raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}: to "
+            raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}, so to "
                             "each other they are noise. Seal one of them again")  # fmt: skip
     preference = cfg.train.phase == "preference"
     for number, (path, note) in enumerate(notes):
         if contains_pairs(note) != preference and (contains_pairs(note) or number < len(cfg.data.train)):
             content = "pairs" if contains_pairs(note) else "no pairs"
-            raise DataError(f"{path} holds {content}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
+            raise DataError(f"{path} has {content}, but this run is of phase {cfg.train.phase}. `octavo seal data` "
                             f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Source:
 
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
-            raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
+            raise IndexError(f"{self.name} has {self._length} rows; row {row} was requested")
         raw = self.raw(row)
         if self._cells:
             with bad_sample_context(raw, self.rows.path, row):
@@ -70,7 +70,7 @@ class Source:
         return self._parse(raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
-        """A row as in its file, without keys that are null."""
+        """Return a row as in its file, without null keys."""
         return drop_nulls(self.rows[row])
 
     @property
@@ -83,20 +83,20 @@ class Source:
         return np.diff(ends, prepend=0)
 
     def columns(self) -> list[str]:
-        """The columns for rewards that any row has, in addition to the columns of every prompt."""
+        """Return the columns for rewards that any row has, in addition to the columns of every prompt."""
         return extra_columns(self.rows.keys(), self.format)
 
 
 def _has_cells(rows: Rows) -> bool:
-    """Whether rows come from a format in which every value is a text, such as CSV."""
+    """Return True if rows come from a format in which every value is a text, such as CSV."""
     rows = getattr(rows, "rows", rows)  # unwrap rows with renamed columns
     suffix = getattr(rows, "suffix", None)  # of `Shards`, whose path is a folder
     return format_of(str(rows.path) if suffix is None else suffix).cells
 
 
 def drop_nulls(raw: Any) -> Any:
-    """A row without keys that are null: JSON may write them, and a table has every column in every row. A file with
-    neither bytes nor path counts as null, and turns written as JSON text are parsed."""
+    """Return a row without null keys: JSON may write them, and a table has every column in every row. A file
+    with neither bytes nor path counts as null, and turns written as JSON text are parsed."""
     if not isinstance(raw, dict):
         return raw
     return parse_turn_lists({key: value for key, value in raw.items()
@@ -133,8 +133,8 @@ class RenamedRows:
 
 
 def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log) -> Rows:
-    """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
-    default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
+    """Open the rows of a data set of the configuration, with renamed columns; `cache` is the folder of the cache (None:
+    the default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
     if is_name(dataset.path):
         open_hub_rows = stream_hub_dataset if dataset.stream else open_hub_dataset
@@ -152,14 +152,14 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
         f"{new_name}: {old_name}" for new_name, old_name in dataset.columns.items() if first and old_name not in keys
     ]:
         raise DataError(
-            f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
+            f"{rows.path}: columns names {', '.join(missing)}, but none of its first {len(first)} rows has it; they "
             f"have {quote_value(sorted(map(str, keys)))}"
         )
     return RenamedRows(rows, dataset.columns)
 
 
 def _readable_rows(rows: Rows) -> Iterator[Any]:
-    """The first rows that can be read."""
+    """Yield the first rows that can be read."""
     for row in range(min(len(rows), DETECTION_ROWS)):
         try:
             yield drop_nulls(rows[row])
@@ -182,7 +182,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
             images.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise DataError(
-                f"{images} cannot be created ({cause.strerror}); name a folder that can be in data.cache"
+                f"{images} cannot be created ({cause.strerror}); set data.cache to a folder that can be created"
             ) from cause
     else:
         images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
@@ -191,7 +191,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     format: str = dataset.format
     if kind in ("pairs", "labelled"):
         if format != "auto":
-            raise DataError(f"{rows.path}: format is {format}, and preferences are read by their keys; leave it out")
+            raise DataError(f"{rows.path}: format is {format}, but preferences are detected by their keys; remove it")
     elif format == "auto":
         format = detect_format(rows, kind == "prompts", kind == "documents")
     window = dataset.shuffle_buffer or getattr(rows, "window", None)
@@ -239,8 +239,8 @@ def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) ->
 
 
 def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
-    """The format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt" and
-    "text" if it is one and the phase allows it, None if it is no conversation."""
+    """Return the format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt"
+    and "text" if it is one and the phase allows it, None if it is no conversation."""
     # The order of the tests matters: a row may have the keys of several formats.
     if prompts and isinstance(raw, dict) and "prompt" in raw:
         return "prompt"
@@ -270,7 +270,7 @@ def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
 
 
 def _plain_text_hint(rows: Rows, documents: bool) -> str:
-    """The part about plain text of the error for rows that are no conversations."""
+    """Return the part about plain text of the error for rows that are not conversations."""
     if documents:
         return ", or plain text ('text', or 'texts' with 'images')"
     try:

@@ -83,7 +83,7 @@ class SplitRows:
 
     def place(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.name} makes {len(self)} rows of its questions, asked for row {number}")
+            raise IndexError(f"{self.name} makes {len(self)} rows; row {number} was requested")
         row = int(np.searchsorted(self._begins, number, "right")) - 1
         return row, number - int(self._begins[row])
 
@@ -105,8 +105,8 @@ class SplitRows:
 
 
 def find_questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
-    """(number of turns up to the last answer, number of earlier answers) of each question with an answer to learn.
-    Consecutive turns of the user are one question."""
+    """Return (number of turns up to the last answer, number of earlier answers) of each question with an answer to
+    learn. Consecutive turns of the user are one question."""
     stops = []
     before = answers = stop = 0
     learned = False
@@ -120,7 +120,7 @@ def find_questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
 
 
 def take_turns(conversation: Conversation, stop: int, context: int) -> Conversation:
-    """The first `stop` turns of a conversation; its first `context` answers are context."""
+    """Return the first `stop` turns of a conversation; its first `context` answers are context."""
     turns = conversation.turns[:stop]
     kinds = {"images": ImageRef, "sounds": AudioRef, "videos": VideoRef}
     counts = {name: sum(isinstance(p, kind) for turn in turns for p in turn.parts) for name, kind in kinds.items()}
@@ -131,8 +131,8 @@ def take_turns(conversation: Conversation, stop: int, context: int) -> Conversat
 def split(
     source: SplittableSource, folder: Path | None = None, log: cache.Log = cache.no_log, depends_on: str = ""
 ) -> SplitRows:
-    """A source split at its questions; their numbers come from the cache or are counted now. `depends_on`: all else in
-    the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
+    """Split a source at its questions; their numbers come from the cache or are counted now. `depends_on`: all
+    else in the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
         counts = np.ones(len(source), np.int64)  # one for a bad row, which is reported when it is used

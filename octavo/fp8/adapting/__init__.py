@@ -1,4 +1,4 @@
-"""Precision that schedules itself: figures of GEMMs at checks, what follows from them, and the plan that it makes."""
+"""Adaptive precision: measure GEMMs at checks, decide which of them change their recipe, and update the plan."""
 
 from octavo.fp8.adapting.deciding import Decision, GemmState, Limits, decide
 from octavo.fp8.adapting.judge import RecipeTrials

@@ -28,8 +28,8 @@ from octavo.fp8.policy.decisions import OUTSIDE
 
 
 def finer_recipes(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The recipes between one and high precision: the ones ``named`` after it (all of them, where it is not
-    among them), or those with smaller blocks."""
+    """Return the recipes between ``name`` and high precision: those after it in ``named``, or all of ``named`` if it is
+    not among them; by default the recipes with smaller blocks."""
     ladder = COARSE_TO_FINE if named is None else tuple(named)
     if name in ladder:
         return ladder[ladder.index(name) + 1 :]
@@ -37,29 +37,29 @@ def finer_recipes(name: str, named: Sequence[str] | None = None) -> tuple[str, .
 
 
 def build_ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, tuple[str, ...]]:
-    """(layer, GEMM) -> the words of its rungs, the first the recipe of the plan and the last high precision, in the
-    order of the model."""
+    """Return (layer, GEMM) -> recipes of its rungs, from the recipe of the plan to high precision, in the order of the
+    model."""
     out: dict[Key, tuple[str, ...]] = {}
     known: dict[tuple[str, tuple[int, int], str, str], bool] = {}
     for row in plan.rows:
-        coded = row.row.codes is not None or plan.policy.param_of(row.component)
-        if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or coded:
+        has_codes = row.row.codes is not None or plan.policy.param_of(row.component)
+        if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or has_codes:
             continue
         for gemm in _fp8_gemms(row):
             word = row.recipe.gemm_precisions()[gemm]
-            begins = row.recipe.name if word == "fp8" else word
-            able = []
-            for other in finer_recipes(begins, named):
-                question = (other, row.shape, row.kind, gemm)
-                if question not in known:
-                    known[question] = _has_backend(plan, row, recipe(other), gemm)
-                able += [other] if known[question] else []
-            out[row.name, gemm] = (begins, *able, HIGH)
+            first = row.recipe.name if word == "fp8" else word
+            supported = []
+            for other in finer_recipes(first, named):
+                key = (other, row.shape, row.kind, gemm)
+                if key not in known:
+                    known[key] = _has_backend(plan, row, recipe(other), gemm)
+                supported += [other] if known[key] else []
+            out[row.name, gemm] = (first, *supported, HIGH)
     return out
 
 
 def ladder_casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, list[Gemm]]:
-    """The casts of each rung, without high precision."""
+    """Return the casts of each rung, without high precision."""
     rows = {row.name: row for row in plan.rows}
     out: dict[Key, list[Gemm]] = {}
     for (layer, gemm), rungs in ladder.items():
@@ -71,52 +71,52 @@ def ladder_casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, l
 
 
 def casts_to_try(
-    plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, GemmState]
+    plan: Plan, ladder: Mapping[Key, Sequence[str]], states: Mapping[Key, GemmState]
 ) -> dict[Key, dict[int, Gemm]]:
-    """The casts that a check tries for each GEMM: its rung and the one below."""
+    """Return the casts that a check tries for each GEMM: those of its rung and of the one below."""
     return {
-        key: {rung: gemms[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(gemms)}
+        key: {rung: gemms[rung] for rung in (state.rung - 1, state.rung) if 0 <= rung < len(gemms)}
         for key, gemms in ladder_casts(plan, ladder).items()
-        for place in (place_on_ladder(places.get(key, GemmState()), ladder[key]),)
+        for state in (place_on_ladder(states.get(key, GemmState()), ladder[key]),)
     }
 
 
 def gemm_costs(plan: Plan) -> dict[Key, GemmCost]:
-    """The cost of a GEMM in high precision, as shares of the step."""
+    """Return the cost of each GEMM in high precision, as shares of the step."""
     inside = [row for row in plan.rows if row.kind not in OUTSIDE]
     total = sum(row.flops for row in inside) or 1.0
-    beside = Counter(row.row.module for row in inside)  # both rows of a module of experts hold its time
-    planned = sum(row.times.planned / beside[row.row.module] for row in inside if row.times is not None)
+    rows_of_module = Counter(row.row.module for row in inside)  # both rows of a module of experts have its time
+    planned = sum(row.times.planned / rows_of_module[row.row.module] for row in inside if row.times is not None)
     out: dict[Key, GemmCost] = {}
     for row in inside:
         gemms, time = _fp8_gemms(row), None
         if row.times is not None and planned:
-            lost = max(0.0, row.times.high - row.times.planned)
-            time = lost / beside[row.row.module] / len(gemms) / planned if gemms else None
+            extra = max(0.0, row.times.high - row.times.planned)
+            time = extra / rows_of_module[row.row.module] / len(gemms) / planned if gemms else None
         count = 2 if row.row.frozen else len(GEMMS)
         out |= {(row.name, gemm): GemmCost(row.flops / count / total, time) for gemm in gemms}
     return out
 
 
-def apply_moves(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, GemmState]) -> Plan:
-    """The plan with each GEMM on its rung; rows without a move are the same objects."""
-    on_ladder = {key: place_on_ladder(place, ladder[key]) for key, place in places.items() if key in ladder}
-    moved = {key: place for key, place in on_ladder.items() if place.rung}
+def apply_moves(plan: Plan, ladder: Mapping[Key, Sequence[str]], states: Mapping[Key, GemmState]) -> Plan:
+    """Return the plan with each GEMM on its rung; rows without a move are the same objects."""
+    on_ladder = {key: place_on_ladder(state, ladder[key]) for key, state in states.items() if key in ladder}
+    moved = {key: state for key, state in on_ladder.items() if state.rung}
     layers = {layer for layer, _ in moved}
     rows = tuple(_move_row(plan, row, moved) if row.name in layers else row for row in plan.rows)
     return plan if not layers else replace(plan, rows=rows)
 
 
-def _move_row(plan: Plan, row: PlanRow, places: Mapping[Key, GemmState]) -> PlanRow:
+def _move_row(plan: Plan, row: PlanRow, states: Mapping[Key, GemmState]) -> PlanRow:
     assert row.recipe is not None
-    moves = {gemm: places[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in places}
-    words = {gemm: place.word for gemm, place in moves.items()}
+    moves = {gemm: states[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in states}
+    words = {gemm: state.word for gemm, state in moves.items()}
     changed: dict[str, Any] = {gemm: None if word == HIGH else recipe(word).gemm(gemm) for gemm, word in words.items()}
     mixed = replace(row.recipe, **changed)
     reasons = [
-        f"adapt: {gemm} {'in high precision' if words[gemm] == HIGH else words[gemm]} since step {place.step} "
-        f"({place.why})"
-        for gemm, place in moves.items()
+        f"adapt: {gemm} {'in high precision' if words[gemm] == HIGH else words[gemm]} since step {state.step} "
+        f"({state.why})"
+        for gemm, state in moves.items()
     ]
     off = all(mixed.gemm(gemm) is None for gemm in GEMMS)
     picked = {} if off else _select_backends(plan, row, mixed, tuple(changed))
@@ -124,8 +124,8 @@ def _move_row(plan: Plan, row: PlanRow, places: Mapping[Key, GemmState]) -> Plan
 
 
 def _select_backends(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[str]) -> dict[str, Selection]:
-    """The backends of a mixed recipe: the plan's for GEMMs that have not changed. Experts run grouped where all of
-    their GEMMs can, so their backends are chosen together."""
+    """Return the backends of a mixed recipe; unchanged GEMMs keep theirs. Experts run grouped only if all of their
+    GEMMs support it, so their backends are chosen together."""
     where = torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind
     if row.kind == "experts":
         return select_layer_backends(mixed, *where)
@@ -135,7 +135,7 @@ def _select_backends(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[
 
 
 def _fp8_gemms(row: PlanRow) -> list[str]:
-    """The GEMMs that a row has in FP8; a frozen weight has no gradient."""
+    """Return the GEMMs that a row runs in FP8; a frozen weight has no wgrad."""
     if row.recipe is None:
         return []
     return [g for g in GEMMS if row.recipe.gemm(g) is not None and not (g == "wgrad" and row.row.frozen)]

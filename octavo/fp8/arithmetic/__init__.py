@@ -1,4 +1,4 @@
-"""The specification: what FP8 numbers are, how tensors become them, and one AdamW step. Needs only torch."""
+"""The numeric specification: FP8 formats, casts, recipes and the AdamW step. Needs only torch."""
 
 from octavo.fp8.arithmetic.cast import (
     CastSpec,

@@ -1,22 +1,23 @@
 """Quantize and dequantize: the executable specification of every FP8 cast in Octavo.
 
-``value ~ code * scale``, with one scale for each block of the tensor. Per block, with FMAX the format's largest value::
+``value ~ code * scale``, with one scale per block of the tensor. Let FMAX be the largest value of the format. Then, for
+each block::
 
     amax  = max |x|                                    over the block's real elements, in fp32
     scale = amax / FMAX                                scale="fp32"
     scale = smallest power of two s, amax <= FMAX * s  scale="pow2" and "e8m0" (the same s, stored as one byte)
     code  = round_to_nearest_even(clamp(x / scale, -FMAX, FMAX))
 
-All codes of a block with a NaN or an infinity become NaN: a bad value never becomes 448. A block whose amax is below
-2^-100 takes the scale 1. There is no other floor, epsilon or reciprocal, so that gradients of 1e-7 survive. The sign is
-kept, also for zeros and for values that underflow.
+If a block has a NaN or an infinity, all of its codes become NaN: a bad value never becomes 448. A block whose amax is
+below 2^-100 gets the scale 1. There is no other floor, epsilon or reciprocal, so that gradients of 1e-7 survive. Signs
+are kept, also those of zeros and of values that underflow.
 
 The tensor is viewed as a matrix [product of leading dimensions, last]. A block (r, c) has r rows and c columns of it;
 -1 means the whole dimension, which is one block even if it is empty. A ragged last block has fewer elements.
 
-On the CPU the reference runs real training, so the layout of the blocks is computed once per shape, nothing is padded
-(a ragged edge is a separate part), and the rules for bad and for tiny blocks run only if a check of the amax grid finds
-such a block. On other devices that check would synchronize; there the rules always run.
+Training on the CPU runs on this implementation. Therefore the layout of the blocks is computed once per shape, nothing
+is padded (ragged edges are separate parts), and the rules for bad and tiny blocks run only if a check of the amax grid
+finds such a block. On other devices this check would synchronize, and the rules always run.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ _MANTISSA = 0x7FFFFF
 
 
 class CastError(Fp8Error, ValueError):
-    """An invalid or unsupported cast; the message says why and what to do instead."""
+    """An invalid or unsupported cast. The message has the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class CastSpec:
-    """How one tensor becomes FP8.
+    """The cast of a tensor to FP8.
 
     Args:
         format: ``"e4m3"`` or ``"e5m2"``.
         block: (rows, columns) that share one scale, of the tensor as stored; -1 is the whole dimension.
-        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the smallest power of two that fits) or ``"e8m0"`` (the same in one
-            byte).
+        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the smallest sufficient power of two) or ``"e8m0"`` (the same,
+            stored in one byte).
 
-    Raises CastError for anything else.
+    Raises CastError for other values.
     """
 
     format: str = "e4m3"
@@ -86,8 +87,8 @@ class CastSpec:
 class Quantized(NamedTuple):
     """FP8 codes with their scales: ``value ~ data * scale``.
 
-    ``data`` has the shape of the original tensor and is contiguous; ``scale`` is always the dequantization multiplier,
-    [row blocks, column blocks], fp32 or ``float8_e8m0fnu``.
+    ``data`` has the shape of the original tensor and is contiguous; ``scale`` is the dequantization multiplier, [row
+    blocks, column blocks], fp32 or ``float8_e8m0fnu``.
     """
 
     data: Tensor
@@ -96,7 +97,7 @@ class Quantized(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rectangle of the matrix whose blocks all have one size: in ``view``, the dimensions ``dims`` are one block."""
+    """A rectangle of the matrix whose blocks have the same size. The dimensions ``dims`` of ``view`` form a block."""
 
     rows: slice
     cols: slice
@@ -108,27 +109,28 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The blocks of a [rows, cols] matrix: one part, or two to four if a last block is ragged."""
+    """The blocks of a [rows, cols] matrix, in one part, or in two to four parts if the last blocks are ragged."""
 
     grid: tuple[int, int]
     parts: tuple[Part, ...]  # none if the matrix is empty
 
     def split(self, *matrices: Tensor, grid: Tensor | None = None) -> list[list[Tensor]]:
-        """For each part: its views of [rows, cols] matrices, and last of a [row blocks, column blocks] grid."""
-        split, whole = [], len(self.parts) == 1
+        """Return for each part its views of [rows, cols] matrices, followed by that of a [row blocks, column blocks]
+        grid."""
+        split, is_single = [], len(self.parts) == 1
         for part in self.parts:
             views = []
             for matrix in matrices:
-                views.append((matrix if whole else matrix[part.rows, part.cols]).view(part.view))
+                views.append((matrix if is_single else matrix[part.rows, part.cols]).view(part.view))
             if grid is not None:
-                views.append((grid if whole else grid[part.grid_rows, part.grid_cols]).view(part.scale_view))
+                views.append((grid if is_single else grid[part.grid_rows, part.grid_cols]).view(part.scale_view))
             split.append(views)
         return split
 
 
 def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, int]]]:
-    """The number of blocks along one side, and its spans, whole blocks then the ragged one: (elements, blocks, count,
-    block size)."""
+    """Return the number of blocks along a side, and spans of whole and ragged blocks: (elements, blocks, number of
+    blocks, block size)."""
     if block == -1 or block >= size > 0:
         return 1, [(slice(0, size), slice(0, 1), 1, size)]
     full, rest = divmod(size, block)
@@ -139,7 +141,8 @@ def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, in
 
 
 def _part_view(m: int, r: int, k: int, c: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """View, scale view and block dimensions for m x k blocks of r x c. Fewer dimensions reduce and broadcast faster."""
+    """Return view, scale view and block dimensions for m x k blocks of r x c, with as few dimensions as possible, which
+    is faster."""
     if m == 1 and k == 1:
         return (r, c), (1, 1), (0, 1)
     if k == 1 and r == 1:
@@ -155,7 +158,7 @@ def _part_view(m: int, r: int, k: int, c: int) -> tuple[tuple[int, ...], tuple[i
 
 @lru_cache(maxsize=4096)
 def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
-    """The blocks of a [rows, cols] matrix, computed once per shape."""
+    """Return the blocks of a [rows, cols] matrix. Cached by shape."""
     grid_rows, row_spans = _spans(rows, block[0])
     grid_cols, col_spans = _spans(cols, block[1])
     if not rows or not cols:
@@ -165,7 +168,7 @@ def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
 
 
 def check_castable(x: Tensor) -> None:
-    """Check that x can be cast. Raises CastError for an unsupported dtype, or a tensor without dimensions."""
+    """Raise CastError if x has an unsupported dtype or no dimensions."""
     if x.dtype not in _INPUT_DTYPES:
         raise CastError(
             f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
@@ -176,8 +179,8 @@ def check_castable(x: Tensor) -> None:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x as a matrix [product of leading dimensions, last], detached; a view if its strides allow. Raises CastError if x
-    is not :func:`check_castable`."""
+    """Return x as a matrix [product of leading dimensions, last], detached; a view if its strides allow. Raises
+    CastError like :func:`check_castable`."""
     if x.dtype not in _INPUT_DTYPES or x.dim() == 0:
         check_castable(x)  # raises the error
     x = x.detach()
@@ -185,12 +188,13 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def _can_read_values(tensor: Tensor) -> bool:
-    """Whether Python can read the values without waiting for a device; a fake tensor has none."""
+    """True if Python can read the values without synchronization; a fake tensor has no values."""
     return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
 
 
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
-    """Scales fp32 for a grid of amax bit patterns (int32), and the mask of bad blocks (None: no block is bad)."""
+    """Return fp32 scales for a grid of amax bit patterns (int32), and the mask of bad blocks or None if there are
+    none."""
     if _can_read_values(bits):
         low, high = torch.aminmax(bits) if bits.numel() else (_ONE_BITS, _ONE_BITS)
         some_tiny, some_bad = bool(low < _FLOOR_BITS), bool(high >= _INF_BITS)
@@ -214,7 +218,8 @@ def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
 
 
 def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
-    """The grid of amax bit patterns, int32. Patterns order like magnitudes; NaN and infinity win every maximum."""
+    """Return the grid of amax bit patterns, int32. Patterns are ordered like magnitudes; infinity and NaN are the
+    largest."""
     bits = magnitude.view(torch.int32)
     if len(lay.parts) == 1:
         return bits.view(lay.parts[0].view).amax(lay.parts[0].dims).view(lay.grid)
@@ -227,8 +232,8 @@ def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
 def _encode(
     x_MK: Tensor, scale: Tensor, bad: Tensor | None, lay: Layout, spec: CastSpec, buffer: Tensor, clamp: bool
 ) -> Tensor:
-    """Codes [rows, cols] for a grid of fp32 scales; blocks in ``bad`` become NaN. Overwrites ``buffer``, fp32 [rows,
-    cols]."""
+    """Return codes [rows, cols] for a grid of fp32 scales; blocks in ``bad`` become NaN. Overwrites ``buffer``, fp32
+    [rows, cols]."""
     if spec.scale == "fp32":
         for x, out, s in lay.split(x_MK, buffer, grid=scale):
             torch.div(x, s, out=out)
@@ -246,7 +251,7 @@ def _encode(
 
 
 def _e8m0(scale: Tensor) -> Tensor:
-    """Powers of two, fp32, as their exponents, one byte each."""
+    """Convert fp32 powers of two to E8M0, the byte of their exponents."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
 
 
@@ -255,8 +260,8 @@ def _make_quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSp
 
 
 def _quantize_fake(x: Tensor, spec: CastSpec) -> Quantized:
-    """The result of :func:`quantize` for a fake tensor, which has no values: two operations instead of twenty, because
-    most of a forward of fake tensors are casts."""
+    """Return the result of :func:`quantize` for a fake tensor, which has no values. This takes two operations instead
+    of twenty, because casts dominate a forward of fake tensors."""
     check_castable(x)
     data = x.detach().new_empty(x.shape, dtype=spec.fmt.dtype)
     grid = layout(x.shape[:-1].numel(), x.shape[-1], spec.block).grid
@@ -273,7 +278,7 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
     Returns:
         Codes in the shape of x, scales [row blocks, column blocks].
 
-    Raises CastError for another dtype, or a tensor without dimensions.
+    Raises CastError for other dtypes, and for tensors without dimensions.
     """
     if hasattr(x, "fake_mode"):
         return _quantize_fake(x, spec)
@@ -281,20 +286,21 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
 
 
 def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
-    """The cast of a contiguous fp32 matrix, with codes in ``shape``."""
+    """Cast a contiguous fp32 matrix, and return codes in ``shape``."""
     lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     if not lay.parts:
         return _make_quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), shape, spec)
     buffer = x_MK.abs()
     scale, bad = _scales(_amax_bits(buffer, lay), spec)
-    # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of
-    # fp32 at most, which rounds back to FMAX.
+    # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by at most an
+    # fp32 ulp, which rounds back to FMAX.
     data = _encode(x_MK, scale, bad, lay, spec, buffer, clamp=False).view(shape)
     return Quantized(data, _e8m0(scale) if spec.scale == "e8m0" else scale, spec)
 
 
 def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-    """x under two casts; the same object twice if they are equal. Raises CastError like :func:`quantize`."""
+    """Cast x under two specs; the result is the same object twice if they are equal. Raises CastError like
+    :func:`quantize`."""
     if hasattr(x, "fake_mode"):
         first = _quantize_fake(x, row)
         return first, first if col == row else _quantize_fake(x, col)
@@ -304,17 +310,17 @@ def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Q
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None) -> Quantized:
-    """Cast ``x`` with given scales (delayed scaling): values beyond FMAX * scale saturate.
+    """Cast ``x`` with the given scales (delayed scaling). Values beyond FMAX * scale saturate.
 
-    A NaN or an infinity in a block of x still makes that whole block NaN, scale included.
+    A NaN or an infinity in a block of x makes the whole block NaN, including its scale.
 
     Args:
         x: as for :func:`quantize`.
         scale: dequantization multipliers, positive: one element, or [row blocks, column blocks].
         spec: the cast; for ``pow2`` and ``e8m0`` the given scales must be powers of two.
-        amax: the amax of each block of x, if it is known (whole tensor: ``amax(x)``); saves a pass.
+        amax: the amax of each block of x, if known (``amax(x)`` for a block that is the whole tensor); saves a pass.
 
-    Raises CastError for a wrong dtype of x, or a scale or amax that does not match the grid of blocks.
+    Raises CastError for unsupported dtypes of x, and for a scale or amax that does not match the grid of blocks.
     """
     x_MK = as_matrix(x).contiguous().float()
     lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
@@ -335,7 +341,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
 
 
 def expand_to_grid(name: str, values: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
-    """One fp32 value per block, [row blocks, column blocks], contiguous, from a grid or from a single element. Raises
+    """Return fp32 values [row blocks, column blocks], contiguous, from such a grid or from a single element. Raises
     CastError for other shapes."""
     values = values.detach().to(device=x_MK.device, dtype=torch.float32)
     if values.numel() == 1:
@@ -349,8 +355,8 @@ def expand_to_grid(name: str, values: Tensor, x_MK: Tensor, lay: Layout, spec: C
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous). Raises CastError if the
-    scales do not match the codes and the spec."""
+    """Return fp32(code) * scale, rounded once to ``dtype``, contiguous, in the shape of ``q.data``. Raises CastError if
+    the scales do not match the codes and the spec."""
     if hasattr(q.data, "fake_mode"):
         check_scales(q)
         return q.data.new_empty(q.data.shape, dtype=dtype)
@@ -366,7 +372,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_scales(q: Quantized) -> Layout:
-    """The blocks of q's codes as a matrix. Raises CastError unless q has one scale per block."""
+    """Return the layout of the blocks of q. Raises CastError unless q has one scale per block."""
     rows, cols = q.data.shape[:-1].numel(), q.data.shape[-1]
     lay = layout(rows, cols, q.spec.block)
     if tuple(q.scale.shape) != lay.grid:
@@ -378,12 +384,12 @@ def check_scales(q: Quantized) -> Layout:
 
 
 def scale_fp32(q: Quantized) -> Tensor:
-    """The scales of q in fp32, whatever their storage."""
+    """Return the scales of q in fp32."""
     return decode_e8m0(q.scale) if q.scale.dtype is E8M0 else q.scale
 
 
 def amax(x: Tensor) -> Tensor:
-    """max |x| over the whole tensor: fp32, no dimensions, on x's device; NaN or inf where x holds one; 0 if empty."""
+    """Return max |x| over the whole tensor, 0-d fp32 on its device; NaN or inf if x contains one, 0 if x is empty."""
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -391,8 +397,9 @@ def amax(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, spec: CastSpec) -> Tensor:
-    """The scale of :func:`quantize` for a block with this amax (fp32, same shape), for delayed scaling.
+    """Return the scale that :func:`quantize` computes for a block with this amax (fp32, same shape), for delayed
+    scaling.
 
-    NaN where amax is NaN or infinite, 1 where it is below 2^-100.
+    It is NaN if amax is NaN or infinite, and 1 if amax is below 2^-100.
     """
     return _scales(amax.detach().float().abs().view(torch.int32), spec)[0]

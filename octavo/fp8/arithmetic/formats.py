@@ -23,7 +23,7 @@ NAN_CODE = 0x7F
 
 @dataclass(frozen=True)
 class Format:
-    """One value format. ``max`` = 1.75 * 2^``max_exponent`` is the largest finite value in both."""
+    """An FP8 format. ``max`` = 1.75 * 2^``max_exponent`` is the largest finite value in both formats."""
 
     name: str
     dtype: torch.dtype
@@ -43,7 +43,7 @@ E8M0: torch.dtype = torch.float8_e8m0fnu
 
 
 def _e4m3_tables() -> tuple[Tensor, Tensor]:
-    """Values of all single bytes [256], and of all pairs of bytes, two fp32 packed in an int64 [65536]."""
+    """Return the values of all bytes [256], and of all pairs of bytes as two fp32 packed in an int64 [65536]."""
     with torch.inference_mode(False):
         single = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(E4M3.dtype).float()
         pair = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.uint8)
@@ -56,8 +56,8 @@ _E4M3_SINGLE, _E4M3_PAIR = _e4m3_tables()
 
 
 def decode(codes: Tensor) -> Tensor:
-    """The values of FP8 codes as a new contiguous fp32 tensor of the same shape (exact; NaN stays NaN)."""
-    # Tensors of a compiler have no values to look up.
+    """Return the exact values of FP8 codes as a new contiguous fp32 tensor of the same shape; NaN stays NaN."""
+    # Fake tensors and tensors of a compiler have no values to look up.
     if codes.dtype != E4M3.dtype or codes.device.type != "cpu" or type(codes) is not Tensor:
         return codes.float().contiguous()
     flat = codes.contiguous().view(-1)  # reshape may return a strided view of a single row in a padded buffer
@@ -68,5 +68,5 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def decode_e8m0(scale: Tensor) -> Tensor:
-    """E8M0 scales as fp32: 2^(byte - 127), and NaN for 0xFF."""
+    """Return E8M0 scales as fp32: 2^(byte - 127), and NaN for 0xFF."""
     return scale.float()

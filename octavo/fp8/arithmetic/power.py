@@ -1,9 +1,9 @@
-"""x^k in operations with one rounding in IEEE 754, so that every backend has the same bits.
+"""Compute x^k by IEEE 754 operations that round once, so that all backends give the same bits.
 
-A library's power differs in its last places between processors and libraries, on a CPU even with the alignment of a
-value, and a GPU's logarithm is an approximation. Here logarithm and exponential are series, one fp32 or int32 operation
-at a time and none fused, accurate to a few units in the last place of an exponent: to a part in a million of x^k for
-the x^k of an FP8 code.
+The last places of a library's power depend on the processor and the library, on a CPU even on the alignment of a value,
+and the logarithm of a GPU is an approximation. Here logarithm and exponential are series of single fp32 or int32
+operations, none of them fused. Exponents are accurate to a few units in the last place, which is a relative error of
+10^-6 for the x^k of an FP8 code.
 
     x = m * 2^e, m in [sqrt(1/2), sqrt(2))      t = (m - 1) / (m + 1)
     log2(x) = e + (2 / ln 2) * (t + t^3/3 + t^5/5 + t^7/7 + t^9/9)
@@ -25,7 +25,7 @@ EXP = tuple(math.log(2.0) ** n / math.factorial(n) for n in (7, 6, 5, 4, 3, 2, 1
 
 
 def log2(x: Tensor) -> Tensor:
-    """log2 of each element of fp32 `x`, finite and above 0, also subnormal; undefined for other values."""
+    """Return log2 of each element of fp32 `x`, which must be finite and positive; subnormal numbers are supported."""
     small = x < 2.0**-126
     bits = torch.where(small, x * 2.0**24, x).view(torch.int32)
     exponent = (bits - HALF) >> 23
@@ -35,7 +35,7 @@ def log2(x: Tensor) -> Tensor:
 
 
 def exp2(y: Tensor) -> Tensor:
-    """2^y of fp32 `y` cut to [-125, 127]."""
+    """Return 2^y of fp32 `y`, clamped to [-125, 127]."""
     y = y.clamp(LEAST, MOST)
     n = y.round()
     p = _polynomial(EXP, y - n)
@@ -43,7 +43,8 @@ def exp2(y: Tensor) -> Tensor:
 
 
 def power(x: Tensor, k: Tensor) -> Tensor:
-    """x^k of fp32 `x` (0 or more, or NaN) and `k` that broadcasts to it, within [2^-125, 2^127]; 0 and NaN stay."""
+    """Return x^k of fp32 `x` (>= 0 or NaN) and a `k` that broadcasts to it, clamped to [2^-125, 2^127]; 0 and NaN are
+    unchanged."""
     return torch.where(x > 0, exp2(log2(x) * k), x)
 
 

@@ -1,8 +1,8 @@
-"""The IEEE 754 square root: the fp32 number nearest to the exact root, on every device.
+"""The IEEE 754 square root, correctly rounded to fp32 on every device.
 
-Codes and weights are bit for bit the same on all backends, so every operation must have one rounding. torch's root has
-it on CUDA; on the CPU torch uses a vector library, which is off by one in the last place for half a percent of
-arguments (torch 2.13 with MKL), and may differ between the body and the end of an array.
+Codes and weights must be equal bit for bit on all backends, so every operation must round exactly once. torch's square
+root does so on CUDA. On the CPU torch uses a vector library that is off by one unit in the last place for 0.5 % of
+arguments (torch 2.13 with MKL), and whose results may differ between the body and the end of an array.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from octavo.base import accelerator
 
 
 def sqrt(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The root of each element of fp32 `x` (0 or more, or NaN), exactly rounded; into `out` if given.
+    """Return the correctly rounded square root of each element of fp32 `x` (>= 0 or NaN), in `out` if passed.
 
-    On the CPU it uses NumPy if installed, which runs the processor's instruction on the tensor's memory. GPUs have an
-    exact root. Otherwise it is computed in fp64, four times as slow: the root of a number of 24 bits is never close to
-    the middle of two fp32 numbers, so that rounding the fp64 root is exact.
+    On the CPU this uses NumPy if installed, which runs the processor's instruction on the tensor's memory. GPUs round
+    correctly. Otherwise the root is computed in fp64, which takes four times as long: the square root of a 24-bit
+    number is never close to the midpoint of two fp32 numbers, so that rounding the fp64 root is correct.
     """
     if x.device.type != "cpu":
         return torch.sqrt(x, out=out) if _has_exact_sqrt(x.device) else _sqrt_via_fp64(x, out)
@@ -39,13 +39,13 @@ def _sqrt_via_fp64(x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _has_exact_sqrt(device: torch.device) -> bool:
-    """Whether a device's own root is used: CUDA's is exactly rounded, and without fp64 there is no alternative."""
+    """True if torch's square root is used: CUDA rounds correctly, and devices without fp64 have no alternative."""
     return accelerator.is_gpu(device) or device.type == "meta" or not accelerator.supports_dtype(device, torch.float64)
 
 
 @cache
 def _import_numpy() -> ModuleType | None:
-    """NumPy, or None where it is not installed or torch was built without it."""
+    """Return NumPy, or None if it is not installed or torch was built without it."""
     try:
         import numpy
 

@@ -1,20 +1,20 @@
-"""Attention with grouped heads that keeps k and v as the layer made them.
+"""Grouped-query attention that saves k and v for the backward without repeating their heads.
 
-Several heads of q share one of k and v. Where a kernel wants as many heads of k and v as of q, the stock path repeats
-them first (with a mask, on every device; without one, where the kernel knows no groups), and autograd keeps the
-repeated copies: 2 x heads x head_dim values a token where 2 x kv_heads x head_dim would do. Here::
+Several heads of q share one head of k and v. If a kernel needs as many heads of k and v as of q, the stock path repeats
+them first (always with a mask; without a mask, if the kernel does not support groups), and autograd saves the repeated
+copies: 2 x heads x head_dim values per token instead of 2 x kv_heads x head_dim. Here::
 
     forward    k', v' = k, v repeated       o, lse = softmax(q k'^T * scale + mask) v'
-    saved      q, k, v, o, lse (fp32, one a head and row), the mask as it was given
+    saved      q, k, v, o, lse (fp32, one per head and row), the original mask
     backward   k', v' repeated again        dk, dv = sums of dk', dv' over the heads of a group
 
-The output is bit for bit that of ``F.scaled_dot_product_attention`` on the repeated k and v. dk and dv are summed in
-fp32 and rounded once, where the stock path sums in the dtype of k. A boolean mask, which all layers share, is saved as
-it is; the stock path keeps what it makes of it, once for each layer.
+The output equals that of ``F.scaled_dot_product_attention`` on the repeated k and v bit for bit. dk and dv are summed
+in fp32 and rounded once; the stock path sums in the dtype of k. A boolean mask is saved itself, once for all layers;
+the stock path saves a converted mask in each layer.
 
-Who does what: torch's flash attention for the CPU, forward and backward, is called directly. On other devices without a
-mask the kernel groups by itself and keeps nothing more. What remains, a mask on a GPU, dropout, or head sizes that no
-flash kernel takes, is run again in backward (one more forward of attention, with the same dropout).
+On the CPU, torch's flash attention is called directly, forward and backward. On other devices without a mask, the
+kernel supports groups and saves no copies. The remaining cases (a mask on a GPU, dropout, head sizes that no flash
+kernel supports) are recomputed in the backward: one more forward of attention, with the same dropout.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def grouped_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, where heads of q share heads of k and v.
+    """Return softmax(q k^T * scale + mask) v, where heads of q share heads of k and v.
 
     Args:
         q: [B, H, T, D].
         k, v: [B, H_kv, S, D] and [B, H_kv, S, D_v]; H is a multiple of H_kv, and consecutive heads of q share one.
-        mask: broadcasts to [B, H, T, S]; boolean (True: may be seen) or added to the scores. None: none.
-        scale: of the scores; None: 1 / sqrt(D).
-        is_causal: position t sees positions up to t, from the first; not together with a mask.
-        dropout: the share of weights that is dropped; nothing is where 0.
+        mask: broadcasts to [B, H, T, S]; either boolean (True where q may attend) or added to the scores.
+        scale: the factor of the scores, by default 1 / sqrt(D).
+        is_causal: query t attends to keys 0 to t; cannot be combined with a mask.
+        dropout: the probability of dropping an attention weight.
 
     Returns:
         [B, H, T, D_v] in the dtype of q (autocast's under autocast).
 
     Raises:
-        ValueError: the shapes do not fit, or a mask came with ``is_causal``.
+        ValueError: the shapes do not match, or ``is_causal`` is combined with a mask.
     """
     groups = _check(q, k, v, mask, is_causal)
     if is_active():
@@ -67,7 +67,7 @@ def grouped_attention(
         return _stock_attention(q, k, v, mask, scale, is_causal, dropout, groups)
     v = _separate_v(v, q, k)
     if groups == 1 and (mask is None or mask.dtype != torch.bool):
-        return _stock_attention(q, k, v, mask, scale, is_causal, dropout, groups)  # keeps nothing twice
+        return _stock_attention(q, k, v, mask, scale, is_causal, dropout, groups)  # saves no copies
     if q.device.type == "cpu" and _uses_cpu_flash(q, k, v, mask, scale, is_causal, dropout, groups):
         out: Tensor = _CpuFlash.apply(q, k, v, mask, scale, is_causal, groups)
         return out
@@ -75,34 +75,34 @@ def grouped_attention(
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
         )
-    again: Tensor = checkpoint(
+    output: Tensor = checkpoint(
         _stock_attention, q, k, v, mask, scale, is_causal, dropout, groups,
         use_reentrant=False, preserve_rng_state=dropout > 0, context_fn=_recompute_contexts,
     )  # fmt: skip
-    if again.grad_fn is not None:
-        forgotten: Any = again.grad_fn.metadata  # a dictionary, whatever its annotation says
-        forgotten[KEEPS_OUTPUT_KEY] = False  # the next layer must not count on it
-    return again
+    if output.grad_fn is not None:
+        metadata: Any = output.grad_fn.metadata  # annotated otherwise, but a dict
+        metadata[KEEPS_OUTPUT_KEY] = False  # recomputed, so that the next layer must save its input
+    return output
 
 
 def _recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a forward and of its recomputation, which repeats the choice of torch's kernels."""
+    """Return the contexts of a forward and of its recomputation, which allows the same kernels."""
     allowed = _cur_sdpa_kernel_backends(with_priority=True)
     return nullcontext(), sdpa_kernel(allowed, set_priority=True)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> int:
-    """How many heads of q share one of k."""
+    """Check the arguments, and return the number of heads of q that share one head of k."""
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
     if not fits or q.shape[3] != k.shape[3] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"grouped attention takes q [B, H, T, D], k [B, H_kv, S, D] and v [B, H_kv, S, D_v] with H a multiple of "
-            f"H_kv; found {list(q.shape)}, {list(k.shape)} and {list(v.shape)}. Lay the heads out in dimension 1"
+            f"grouped attention takes q [B, H, T, D], k [B, H_kv, S, D] and v [B, H_kv, S, D_v], where H is a multiple "
+            f"of H_kv; got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}. Heads must be dimension 1"
         )
     if mask is not None and is_causal:
         raise ValueError(
-            f"a mask of shape {list(mask.shape)} was given together with is_causal; put causality into the mask, or "
-            "give none"
+            f"a mask of shape {list(mask.shape)} cannot be combined with is_causal; make the mask causal, or pass no "
+            "mask"
         )
     return q.shape[1] // k.shape[1]
 
@@ -110,7 +110,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
 def _apply_autocast(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What autocast makes of the arguments of attention: floating tensors in its dtype, float64 as it is."""
+    """Convert floating-point arguments to autocast's dtype, except float64, as autocast does for attention."""
     device = q.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return q, k, v, mask
@@ -123,15 +123,18 @@ def _apply_autocast(
 
 
 def _separate_v(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """v apart from the q and k that were made in one buffer with it (one GEMM for all three): keeping a part keeps the
-    whole, and after rotary embedding q and k are others. Where they are not, the buffer stays in any case."""
-    wide = v.stride(2) > v.shape[1] * v.shape[3]  # rows farther apart than v's heads are long
+    """Copy v out of a buffer that also holds q and k (from one fused projection), so that saving v does not keep the
+    whole buffer alive.
+
+    After rotary embedding, q and k are new tensors. If they still are in the buffer, it stays alive anyway.
+    """
+    has_gaps = v.stride(2) > v.shape[1] * v.shape[3]  # between the rows of v are those of q and k
     storage = v.untyped_storage()._cdata
-    return v.clone() if wide and all(x.untyped_storage()._cdata != storage for x in (q, k)) else v
+    return v.clone() if has_gaps and all(x.untyped_storage()._cdata != storage for x in (q, k)) else v
 
 
 def _repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """[B, H_kv, S, D] -> [B, H_kv * groups, S, D], each head ``groups`` times in a row."""
+    """Return x [B, H_kv, S, D] as [B, H_kv * groups, S, D], each head repeated ``groups`` times in a row."""
     if groups == 1:
         return x
     batch, heads, rows, size = x.shape
@@ -139,7 +142,7 @@ def _repeat_heads(x: Tensor, groups: int) -> Tensor:
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """The transpose of :func:`_repeat_heads`, summed in fp32."""
+    """Sum the gradient of :func:`_repeat_heads` over each group, in fp32."""
     if groups == 1:
         return x
     batch, heads, rows, size = x.shape
@@ -159,13 +162,15 @@ def _uses_cpu_flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool, dropout: float,
     groups: int,
 ) -> bool:  # fmt: skip
-    """Whether torch would run its flash attention for the CPU on these, asked of torch itself."""
+    """True if torch would select its flash attention for the CPU for these arguments."""
     if mask is not None and mask.requires_grad:
         return False
-    if torch.compiler.is_compiling() or hasattr(q, "fake_mode"):  # torch answers only for real tensors
+    if torch.compiler.is_compiling() or hasattr(q, "fake_mode"):  # torch's own selection needs real tensors
         plain = q.dtype == k.dtype == v.dtype and not dropout and min(*q.shape, *k.shape) > 0
         return plain and k.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
-    wide_k, wide_v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # shapes count, not values
+    wide_k, wide_v = (
+        x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v)
+    )  # the selection depends on shapes, not on values
     choice = torch._fused_sdp_choice(q, wide_k, wide_v, mask, dropout, is_causal, scale=scale)
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
@@ -202,7 +207,7 @@ class _CpuFlash(torch.autograd.Function):
 
 
 def _additive_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """A boolean mask as what is added to the scores: 0 or -inf in the dtype of q."""
+    """Return a boolean mask as 0 and -inf in the dtype of q, to be added to the scores; other masks unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))

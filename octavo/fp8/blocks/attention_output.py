@@ -1,12 +1,13 @@
-"""Attention's output layer keeps no codes of an input that attention keeps anyway.
+"""Let attention's output layer save a reference to its input instead of codes.
 
-The input of o_proj is the output of attention, which attention's own backward reads: it stays in memory in 16 bits
-whatever the layer does. A layer that is known for attention's output (:func:`find_attention_modules`) therefore saves a
-reference to its input, and casts it for wgrad in backward, to the very codes that it would have saved.
+The input of o_proj is the output of attention, which the backward of attention reads: it stays in memory in 16 bits in
+any case. The output layer (:func:`find_attention_modules`) therefore saves a reference to its input, and casts it for
+wgrad in the backward, to the same codes that it would have saved.
 
-Whether attention keeps that memory is seen at each call: the input must come from an attention function only through
-views (:func:`is_saved_by_attention`). Attention written out in products of matrices keeps its probabilities instead,
-and a copy (``contiguous``, ``cat`` over images) is kept by nothing else: then the layer keeps codes, half of the input.
+Each call checks whether attention keeps that memory: the input must come from an attention function only through views
+(:func:`is_saved_by_attention`). Attention written as matrix products saves its probabilities instead, and no other
+function saves a copy (``contiguous``, ``cat`` over images). In these cases the layer saves codes, half the size of the
+input.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _VIEWS = {
 }
 _FUNCTIONS = ("ScaledDotProduct", "_CpuFlash", "_Attention", "FlashAttn", "FlashAttention")
 KEEPS_OUTPUT_KEY = "keeps_output"
-"""Whoever knows better whether an attention function keeps its output (one that is recomputed does not) says so in the
-``metadata`` of its node: ``out.grad_fn.metadata[KEEPS_OUTPUT] = False``."""
+"""Overrides, in the ``metadata`` of a node, the rule that attention functions keep their output. A recomputed function
+does not: ``out.grad_fn.metadata[KEEPS_OUTPUT_KEY] = False``."""
 
 
 class AttentionModule(NamedTuple):
-    """An attention module: its name and its output layer, adapters taken off."""
+    """The name of an attention module and its output layer, without an adapter around it."""
 
     name: str
     output: nn.Linear
@@ -46,27 +47,27 @@ class AttentionModule(NamedTuple):
 
 
 def find_attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
-    """The attention modules of a model, known by the names of their children."""
+    """Yield the attention modules of a model, which are recognized by the names of their children."""
     for path, parent in model.named_modules():
-        held = parent._modules
-        if not any(all(held.get(name) is not None for name in names) for names in _INPUTS):
+        children = parent._modules
+        if not any(all(children.get(name) is not None for name in names) for names in _INPUTS):
             continue
         for name in _OUTPUTS:
-            layer = unwrap_adapter(held.get(name))
+            layer = unwrap_adapter(children.get(name))
             if isinstance(layer, nn.Linear):
-                inner = "" if layer is held[name] else ".base_layer"
-                yield AttentionModule(path, layer, f"{path}.{name}{inner}" if path else f"{name}{inner}")
+                suffix = "" if layer is children[name] else ".base_layer"
+                yield AttentionModule(path, layer, f"{path}.{name}{suffix}" if path else f"{name}{suffix}")
                 break
 
 
 def recompute_input(attention: AttentionModule) -> None:
-    """Let the output layer cast its input again in backward."""
+    """Let the output layer cast its input in the backward instead of saving codes."""
     add_attribute(attention.output, SOURCE_KEY, attention_source)
 
 
 def attention_source(x: Tensor, dtype: torch.dtype) -> Source | None:
-    """How the backward of attention's output layer gets x again: x itself, where attention keeps it and the GEMMs take
-    it as it is; None where codes are to be saved."""
+    """Return x itself as the source for the backward of attention's output layer, if attention keeps x and the GEMMs
+    need no conversion; otherwise None, and the layer saves codes."""
     if x.dtype != dtype or not is_saved_by_attention(x):
         return None
     return Source((x.detach(),), _identity)
@@ -77,13 +78,13 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def is_saved_by_attention(x: Tensor) -> bool:
-    """Whether x is the memory of an attention function's output, which that function keeps for its backward.
+    """True if x is a view of the output of an attention function that keeps this output for its backward.
 
-    Only names are looked at: unpacking what a node saved would recompute a checkpointed region.
+    Only names of nodes are inspected: unpacking the saved tensors of a node would recompute a checkpointed region.
     """
     node = x.grad_fn
     while node is not None:
-        metadata: Any = node.metadata  # a dictionary, whatever its annotation says
+        metadata: Any = node.metadata  # annotated otherwise, but a dict
         if KEEPS_OUTPUT_KEY in metadata:
             return bool(metadata[KEEPS_OUTPUT_KEY])
         if node.name() not in _VIEWS:

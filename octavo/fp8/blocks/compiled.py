@@ -1,15 +1,15 @@
-"""Norms and gated MLPs that make codes, as operators of a compiled graph: the kernels that they run eagerly.
+"""Norms and gated MLPs that quantize their output, as operators of a compiled graph; they run the eager kernels.
 
-Beside the operators of linear layers (:mod:`octavo.fp8.dense.compiled`, whose rules hold here too)::
+These operators add to those of linear layers (:mod:`octavo.fp8.dense.compiled`), under the same rules::
 
     octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
 
-The norm's codes reach their layers through the tensor y that is traced; a compiler sees operators that share an operand
-and nothing else. The backward of a norm is plain PyTorch, which a compiler may fuse; the backward of a gated MLP has
-the operators of eager mode in the same order. Blocks that keep FP8 for their backward (``activations="fp8"``) have no
-operators: they run as the stock model does.
+The codes of a norm are attached to the traced tensor y, from which the next layers take them; a compiler only sees
+operators with a common operand. The backward of a norm is plain PyTorch, which a compiler may fuse. The backward of a
+gated MLP has the operators of eager mode in the same order. Blocks that save FP8 for their backward
+(``activations="fp8"``) have no operators: compiled, they run the stock forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _lib.define(
 
 
 def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
-    """The backend of a fused operation next to GEMMs of these casts, and the casts."""
+    """Return the backend of a fused operation whose outputs have the casts ``texts``, and these casts."""
     specs = [parse_operand(text)[1] if text else None for text in texts]
     spec = next((s for s in specs if s is not None), sources.SPEC)
     return sources.select_backend(op, spec, device, next(t for t in texts if t).partition("@")[0]), specs
@@ -55,8 +55,8 @@ def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, l
 def _rmsnorm(
     x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. ``first``: a cast whose backend is asked
-    first, also where no codes are wanted."""
+    """Return y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. The backend of the cast ``first`` is
+    preferred, also if no codes are requested."""
     backend, _ = _parse_fused("rmsnorm", x.device, first)
     specs = [parse_operand(text)[1] if text else None for text in (row, col)]
     y, rstd, *codes = backend.rmsnorm_quantize(x, weight, eps, specs[0], specs[1], out, low)
@@ -78,7 +78,8 @@ def _save_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> Non
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd_M: Tensor, needs_x: bool, needs_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx [M, K] in x's dtype, dw [K] in the weight's) of y = x * rstd * weight, of dy and x [M, K], in fp32."""
+    """Return (dx [M, K] in x's dtype, dw [K] in the weight's dtype) of y = x * rstd * weight, computed in fp32 from dy
+    and x [M, K]."""
     dx = dw = None
     dy_MK, x_MK = dy.float(), x.float()
     n_MK = x_MK * rstd_M.unsqueeze(1)
@@ -94,15 +95,13 @@ def _rmsnorm_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, 
     return *norm_backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None, None, None, None, None
 
 
-def rmsnorm(
-    x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, trains: bool
-) -> Tensor:  # of a swapped norm
-    """y [..., K] in ``out``; its codes, under the casts that ``key`` asks for, are left on it. ``trains``: those for
-    wgrad too."""
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, key: str, out: torch.dtype, needs_wgrad: bool) -> Tensor:
+    """Return y [..., K] in ``out``, with its codes under the casts of ``key`` attached to it. ``needs_wgrad`` adds the
+    codes for wgrad."""
     parts = parse_key(key)
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1)
     first, low = row or col, compiled.traced_compute_dtype(x.device.type, out)
-    col = col if trains else ""
+    col = col if needs_wgrad else ""
     results = torch.ops.octavo.rmsnorm(compiled.as_matrix(x), weight, eps, row, col, first, out, low)
     y = results[0].view(x.shape)
     if row or col:
@@ -118,8 +117,8 @@ def _gated_mlp(
     down_bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor, dtype: torch.dtype,
     key: str, down_key: str, h_col: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x gives sizes and takes the
-    gradient; ``col`` is only for the backward."""
+    """Return y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x only has the sizes and
+    receives the gradient; only the backward uses ``col``."""
     fwd, down_fwd = parse_key(key).fwd, parse_key(down_key)
     g = compiled.multiply_fwd(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
     u = compiled.multiply_fwd(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
@@ -136,7 +135,7 @@ def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *argument
 
 
 def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    """As eagerly: the codes of x and h for wgrad, gate and up, and the weights that dgrad multiplies by."""
+    """Save what the eager function saves: the codes of x and h for wgrad, gate and up, and the weights for dgrad."""
     x, gate, up, down, *biases = inputs[:7]
     ctx.needs = needs_x, *weights = ctx.needs_input_grad[:7]
     needs_h = needs_x or any(weights[i] for i in (0, 1, 3, 4))
@@ -152,14 +151,14 @@ def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None
 
 
 def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    ops, held = torch.ops.octavo, sources.load_saved(ctx)
+    ops, saved = torch.ops.octavo, sources.load_saved(ctx)
     needs_x, *needs = ctx.needs
     tokens, outputs = dy.shape
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * 3
     dbs: list[Tensor | None] = [None] * 3
     parts, down = parse_key(ctx.key), parse_key(ctx.down_key)
-    # The operators and their order are those of the eager backward, so that gradients have the same bits.
+    # The same operators in the same order as in the eager backward, so that gradients have the same bits.
     if needs[5]:
         dbs[2] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
     row, col = down.operand("dgrad", 0) if ctx.needs_h else "", down.operand("wgrad", 0) if needs[2] else ""
@@ -167,24 +166,25 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
         row_q, row_s, col_q, col_s = ops.cast(dy, row, col)
     if needs[2]:
         sizes = tokens, outputs, ctx.width
-        dws[2] = ops.wgrad(col_q, col_s, held["h"], held["h_scale"], *sizes, ctx.dtypes[2], ctx.down_key)
+        dws[2] = ops.wgrad(col_q, col_s, saved["h"], saved["h_scale"], *sizes, ctx.dtypes[2], ctx.down_key)
     if ctx.needs_h:
-        dh = ops.dgrad(row_q, row_s, held["down"], tokens, ctx.dtype, ctx.down_key)
+        dh = ops.dgrad(row_q, row_s, saved["down"], tokens, ctx.dtype, ctx.down_key)
         row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if any(needs[:2]) else ""
-        for i, codes in enumerate(_cast_gradients(ctx, dh, held["g"], held["u"], row, col, dbs)):
+        for i, codes in enumerate(_cast_gradients(ctx, dh, saved["g"], saved["u"], row, col, dbs)):
             if needs_x:
-                part = ops.dgrad(codes[0], codes[1], held[("gate", "up")[i]], tokens, ctx.dtype, ctx.key)
+                part = ops.dgrad(codes[0], codes[1], saved[("gate", "up")[i]], tokens, ctx.dtype, ctx.key)
                 dx = part.to(ctx.x_dtype) if dx is None else dx + part.to(ctx.x_dtype)
             if needs[i]:
                 sizes = tokens, dh.shape[1], ctx.inputs
-                dws[i] = ops.wgrad(codes[2], codes[3], held["x"], held["x_scale"], *sizes, ctx.dtypes[i], ctx.key)
+                dws[i] = ops.wgrad(codes[2], codes[3], saved["x"], saved["x_scale"], *sizes, ctx.dtypes[i], ctx.key)
     return dx, *dws, *dbs, *[None] * 8
 
 
 def _cast_gradients(
     ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str, dbs: list[Tensor | None]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The codes of dgate and of dup; their sums too where a bias asks for them, which are of exact values."""
+    """Return the codes of dgate and of dup, and set the gradients of trained biases in ``dbs``, which are sums of
+    exact values."""
     if not any(ctx.needs[4:6]):
         codes = torch.ops.octavo.swiglu_backward(dh, gate, up, row, col)
         return codes[:4], codes[4:]
@@ -206,11 +206,12 @@ def _swiglu_backward_fake(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: s
 
 
 def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keys: tuple[str, str]) -> Tensor:
-    """y [..., K] of x [..., K]; weights and biases of gate, up and down; ``keys``: of gate and up, and of down."""
+    """Return y [..., K] of x [..., K]. Weights and biases are those of gate, up and down; ``keys`` are the key of gate
+    and up and the key of down."""
     low, grad = compiled.traced_compute_dtype(x.device.type, x.dtype), torch.is_grad_enabled()
     x_MK, parts = compiled.as_matrix(x), parse_key(keys[0])
-    trains = grad and (weights[0].requires_grad or weights[1].requires_grad)
-    row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1) if trains else ""
+    needs_wgrad = grad and (weights[0].requires_grad or weights[1].requires_grad)
+    row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else ""
     codes = compiled.get_input_codes(x, x_MK.to(low), row, col)
     h_col = parse_key(keys[1]).operand("wgrad", 1) if grad and weights[2].requires_grad else ""
     y, *_ = torch.ops.octavo.gated_mlp(x_MK, *weights, *biases, *codes, low, *keys, h_col)

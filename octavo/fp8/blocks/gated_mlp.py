@@ -1,29 +1,29 @@
-"""A gated MLP in FP8 as one autograd function: y = down(silu(gate(x)) * up(x)), quantized where it is computed.
+"""A gated MLP in FP8 as one autograd function: y = down(silu(gate(x)) * up(x)).
 
 With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(gate) * up [M, I]::
 
-    forward    gate, up = x @ w_gate.T, x @ w_up.T        one cast of x, as for any two layers of one input
+    forward    gate, up = x @ w_gate.T, x @ w_up.T        one cast of x, as for separate layers with one input
                h        -> its codes for down's fwd and wgrad, in one kernel; h itself is never written
                y        = h @ w_down.T
     backward   dh       = dy @ w_down
                dgate, dup -> their codes for dgrad and wgrad, in one kernel; never written in 16 bits
                dx       = dgate @ w_gate + dup @ w_up,    dw of each layer from the codes
 
-What a forward keeps: the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in
-wgrad layout, and references to the weights. The stock module keeps gate, silu(gate), up and h besides.
+A forward saves the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in wgrad
+layout, and references to the weights. The stock module additionally saves silu(gate) and h.
 
-Where activations are to be saved in FP8 (:mod:`octavo.fp8.dense.sources`), it is the codes of x, and those of gate and
-up in blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for
-wgrad again, bit for bit.
+If activations are saved in FP8 (:mod:`octavo.fp8.dense.sources`), the codes of x and those of gate and up in blocks of
+1 x 128 are saved. h is computed from the decoded codes, in the forward too, and the backward recomputes its codes for
+wgrad bit for bit.
 
-Casts, weight codes, GEMMs, counts and backends are the ones of the three separate layers. Values differ by rounding:
-the stock module rounds silu(gate) and then the product, this one only h; backward likewise rounds once. Of a layer
-whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
+Casts, weight codes, GEMMs, counts and backends are those of the three separate layers. Values differ by rounding: the
+stock module rounds silu(gate) and then the product, this function rounds only h; the backward also rounds once. The
+gradients of a layer with a trained bias are written in the dtype of the GEMMs, because their sums must be exact.
 
-A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
-output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever its inside is
-observed: hooks on its children, an adapter around one of them, a step that takes health figures; and where a weight
-is not whole (a DTensor). Under ``torch.compile`` it is operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
+A module is recognized by its children gate_proj, up_proj, down_proj and act_fn, and must reproduce the output of the
+stock forward on random input (:func:`matches_stock`). It runs the stock forward, layer by layer, if its inside is
+observed (hooks on its children, an adapter around one of them, a step that collects health figures), and if a weight is
+a DTensor. Under ``torch.compile`` it consists of operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ _PARTS = mlp.MlpParts(CHILDREN[:2], CHILDREN[2], "act_fn")
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Fuse the gated MLPs of a model with FP8 layers; returns (name, the reason against it or None) of each."""
+    """Fuse the gated MLPs of a model that have FP8 layers. Returns the name of each, and why it was not fused or
+    None."""
     mlps = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
     fp8 = [(n, m) for n, m in mlps if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
     return tuple((name, fuse(module)) for name, module in fp8)
 
 
 def fuse(module: nn.Module, saves: bool = False) -> str | None:
-    """Let this gated MLP of FP8 layers run as one (and keep gate and up in FP8, with ``saves``); returns what stands
-    against it instead, if anything does."""
+    """Fuse a gated MLP of FP8 layers; ``saves`` makes it save gate and up in FP8. Returns why it cannot be fused, or
+    None."""
     reason = why_not(module, [planned_layer(module._modules[name]) for name in CHILDREN])
     if reason is None:
         swap(module, GatedMlp, _saves=saves)
@@ -80,17 +81,17 @@ def fuse(module: nn.Module, saves: bool = False) -> str | None:
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """True for a module with the children of a gated MLP, whatever else it holds."""
+    """True if a module has the children of a gated MLP, possibly among others."""
     return all(module._modules.get(name) is not None for name in _CHILD_NAMES)
 
 
 def why_not(module: nn.Module, layers: Sequence[PlannedLayer | None]) -> str | None:
-    """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
+    """Return why this gated MLP cannot be fused, or None. ``layers`` are gate, up and down, None if not in FP8."""
     if (reason := why_replaced(module)) is not None:
         return reason
     extra = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _CHILD_NAMES]
     if extra:
-        return f"it holds {', '.join(extra)} besides a gated MLP's layers"
+        return f"it has {', '.join(extra)} in addition to the layers of a gated MLP"
     whole = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
     if len(whole) < len(CHILDREN):
         return "not all of its layers are whole FP8 layers"
@@ -102,7 +103,7 @@ def why_not(module: nn.Module, layers: Sequence[PlannedLayer | None]) -> str | N
         return reason
     shapes = [tuple(p.layer.weight.shape) for p in whole]
     if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
-        return f"weights of {', '.join(map(str, shapes))} do not follow each other"
+        return f"the shapes of its weights, {', '.join(map(str, shapes))}, do not match"
     return matches_stock(module)
 
 
@@ -141,7 +142,7 @@ class GatedMlp(SwappedModule):
 
     def replacement_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
-        if not self._can(x, layers):
+        if not self._can_fuse(x, layers):
             return mlp.run_mlp(self, _PARTS, x) if self._saves else None
         gate, up, down = (m for m in layers if isinstance(m, Linear))
         call = _MlpArgs((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
@@ -161,8 +162,8 @@ class GatedMlp(SwappedModule):
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
         return compiled.gated_mlp(x, weights, biases, (gate._site.key, down._site.key))
 
-    def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
-        """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
+    def _can_fuse(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
+        """True if this call can be fused. Otherwise the separate layers run, and report invalid input."""
         act = self._modules.get("act_fn")
         if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or is_active():
             return False
@@ -177,8 +178,11 @@ class GatedMlp(SwappedModule):
 
 
 def _has_global_hooks() -> bool:
-    """Whether hooks on all modules of the process wait for calls of the children. Those that only watch, and say so, do
-    not: a forward that they watch must save what it saves without them, since a recomputed one runs without them."""
+    """True if global module hooks of the process need the calls of the children.
+
+    Hooks that are marked as passive (``_octavo_watches``) are ignored: a forward must save the same tensors with and
+    without them, because its recomputation runs without them.
+    """
     module = nn.modules.module
     hooks = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
     others = (hook for hook in hooks if not getattr(hook, "_octavo_watches", False))
@@ -188,11 +192,11 @@ def _has_global_hooks() -> bool:
 class _MlpArgs(NamedTuple):
     sites: tuple[Site, Site, Site]  # gate, up, down
     grad: bool
-    saves: bool  # gate and up in FP8
+    saves: bool  # gate and up are saved in FP8
 
 
 class _GradNeeds(NamedTuple):
-    """Who asks for a gradient."""
+    """The inputs that need a gradient."""
 
     x: bool
     weights: tuple[bool, ...]  # gate, up, down
@@ -206,22 +210,24 @@ class _GradNeeds(NamedTuple):
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _MlpArgs, *parameters: Tensor | None) -> Tensor:
-        wants_grad = [call.grad and n for n in ctx.needs_input_grad]
-        needs = _GradNeeds(wants_grad[0], tuple(wants_grad[2:5]), tuple(wants_grad[5:]))
+        needs_grad = [call.grad and n for n in ctx.needs_input_grad]
+        needs = _GradNeeds(needs_grad[0], tuple(needs_grad[2:5]), tuple(needs_grad[5:]))
         gate, _, down = call.sites
         dgrads = (needs.x, needs.x, needs.h)
-        seen = [
+        records = [
             recorder.begin(site.name, dgrad, wgrad, call.grad)
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
-        seen[0].shows_operands = seen[1].shows_operands = False  # dgate and dup are cast without being written
+        records[0].shows_operands = records[1].shows_operands = False  # dgate and dup are never written in 16 bits
         source, way = Input(x, gate), DENSE_OPS if call.grad else INFERENCE_OPS
 
-        def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
-            weight = parameters[at]
+        def forward(index: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
+            weight = parameters[index]
             assert weight is not None
-            bias = parameters[3 + at]
-            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE_WEIGHT, bias, source.dtype, seen[at])
+            bias = parameters[3 + index]
+            return gemms.fwd(
+                call.sites[index], way, None, x_q, weight, WHOLE_WEIGHT, bias, source.dtype, records[index]
+            )
 
         with source.autocast_off:
             x_row, x_col = source.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
@@ -234,45 +240,45 @@ class _Mlp(torch.autograd.Function):
             y, y_w = forward(2, h_row)
         weights = {f"w{i}": parameters[i] if due else None for i, due in enumerate(dgrads)}
         codes = {f"q{i}": (g_w, u_w, y_w)[i] if due else None for i, due in enumerate(dgrads)}
-        again = needs.h or (call.saves and needs.weights[2])
-        saved_g, saved_u = pair if again else (None, None)
+        needs_gate_and_up = needs.h or (call.saves and needs.weights[2])
+        saved_g, saved_u = pair if needs_gate_and_up else (None, None)
         sources.save_named(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
-        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, source.forget
+        ctx.call, ctx.needs, ctx.records, ctx.drop_codes = call, needs, records, source.drop_codes
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, source.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
+        # Autograd must not see a view: a model may write into the output, as into F.linear's.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.forget()
-        held, needs = sources.load_saved(ctx), ctx.needs
+        ctx.drop_codes()
+        saved, needs = sources.load_saved(ctx), ctx.needs
         _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * 3
         dbs: list[Tensor | None] = [None] * 3
         with without_autocast(dy):
-            wanted = (down.dy.row if needs.h else None, down.dy.col if needs.weights[2] else None)
-            row, col = cast_matrix(dy_MK, *wanted)
+            requests = (down.dy.row if needs.h else None, down.dy.col if needs.weights[2] else None)
+            row, col = cast_matrix(dy_MK, *requests)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
-            # With saved FP8 codes these are the decoded values, from which the forward made h as well.
-            gate_MI, up_MI = (sources.decode_if_quantized(held[name], ctx.compute_dtype) for name in ("gate", "up"))
+            # If codes were saved, these are the decoded values, from which the forward computed h, too.
+            gate_MI, up_MI = (sources.decode_if_quantized(saved[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
-                h_col = held["h_col"]
+                h_col = saved["h_col"]
                 if ctx.call.saves:
                     _, h_col = _cast_h(down, gate_MI, up_MI, None, down.x.col)
                 dws[2] = _wgrad(ctx, 2, dy_MK, col, h_col)
             if needs.h:
-                dh = _dgrad(ctx, 2, dy_MK, row, held)
+                dh = _dgrad(ctx, 2, dy_MK, row, saved)
                 for i, (row, col) in enumerate(_cast_gradients(ctx, dh, gate_MI, up_MI, dbs)):
                     if needs.x:
-                        part = _dgrad(ctx, i, dh, row, held).view(ctx.x_shape).to(ctx.x_dtype)
+                        part = _dgrad(ctx, i, dh, row, saved).view(ctx.x_shape).to(ctx.x_dtype)
                         dx = part if dx is None else dx + part
                     if needs.weights[i]:
-                        dws[i] = _wgrad(ctx, i, dh, col, held["x_col"])
+                        dws[i] = _wgrad(ctx, i, dh, col, saved["x_col"])
         return dx, None, *dws, *dbs
 
 
@@ -288,7 +294,7 @@ def _request_spec(request: CastRequest | None) -> CastSpec | None:
 def _cast_gradients(
     ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]
 ) -> tuple[QuantizedPair, QuantizedPair]:
-    """The codes of dgate and of dup; their sums too where a bias asks for them."""
+    """Return the codes of dgate and of dup, and set the gradients of trained biases in ``dbs``."""
     site, needs = ctx.call.sites[0], ctx.needs
     row, col = site.dy.row if needs.x else None, site.dy.col if any(needs.weights[:2]) else None
     if any(needs.biases[:2]):
@@ -302,10 +308,10 @@ def _cast_gradients(
     return codes[:2], codes[2:]
 
 
-def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, held: dict[str, Any]) -> Tensor:
-    site, weight, w_q = ctx.call.sites[at], held[f"w{at}"], held[f"q{at}"]
-    return gemms.dgrad(site, DENSE_OPS, dy, dy_q, weight, WHOLE_WEIGHT, w_q, ctx.compute_dtype, ctx.seen[at])
+def _dgrad(ctx: Any, index: int, dy: Tensor, dy_q: Quantized | None, saved: dict[str, Any]) -> Tensor:
+    site, weight, w_q = ctx.call.sites[index], saved[f"w{index}"], saved[f"q{index}"]
+    return gemms.dgrad(site, DENSE_OPS, dy, dy_q, weight, WHOLE_WEIGHT, w_q, ctx.compute_dtype, ctx.records[index])
 
 
-def _wgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, x_q: Quantized) -> Tensor:
-    return gemms.wgrad(ctx.call.sites[at], DENSE_OPS, dy, dy_q, x_q, None, ctx.dtypes[at], ctx.seen[at])
+def _wgrad(ctx: Any, index: int, dy: Tensor, dy_q: Quantized | None, x_q: Quantized) -> Tensor:
+    return gemms.wgrad(ctx.call.sites[index], DENSE_OPS, dy, dy_q, x_q, None, ctx.dtypes[index], ctx.records[index])

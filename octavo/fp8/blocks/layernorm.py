@@ -1,4 +1,4 @@
-"""LayerNorms that keep FP8 codes of their input; and which norms of a model can keep them at all.
+"""LayerNorms that save FP8 codes of their input, and the selection of norms that can save codes.
 
 With x [M, K], over each row, in fp32::
 
@@ -6,8 +6,8 @@ With x [M, K], over each row, in fp32::
     backward   n = (x - mean) * rstd,  g = dy * weight
                dx = rstd * (g - mean(g) - n * mean(g * n))     dw = sum of dy * n     db = sum of dy
 
-The forward is ``torch.nn.LayerNorm``'s own kernel on the exact x. What it keeps: E4M3 codes of x, mean and rstd in fp32
-(one a row), and references to weight and bias. The backward reads the decoded codes. RMSNorms do the same in
+The forward is the kernel of ``torch.nn.LayerNorm`` on the exact x. It saves E4M3 codes of x, mean and rstd in fp32 (one
+per row), and references to weight and bias. The backward reads the decoded codes. RMSNorms do the same in
 :mod:`octavo.fp8.blocks.rmsnorm`.
 """
 
@@ -30,7 +30,7 @@ from octavo.fp8.weights.shards import is_whole
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm over features by its name and parameters, of whatever formula."""
+    """True if a module is a norm over features, with any formula, according to its name and parameters."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm):
         return False
@@ -40,23 +40,23 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def why_not(norm: nn.Module) -> str | None:
-    """Why this norm cannot keep FP8 codes of its input, None if it can."""
+    """Return why this norm cannot save FP8 codes of its input, or None if it can."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.why_not_save(norm)
     if (reason := why_replaced(norm)) is not None:
         return reason
     if type(norm).forward is not nn.LayerNorm.forward:
-        return f"{type(norm).__name__} is a LayerNorm with a forward of its own"
+        return f"{type(norm).__name__} overrides the forward of LayerNorm"
     if len(norm.normalized_shape) != 1:
-        return f"it normalises over {len(norm.normalized_shape)} dimensions"
+        return f"it normalizes over {len(norm.normalized_shape)} dimensions"
     parameters = [p for p in norm._parameters.values() if p is not None]
     if any(not is_whole(p) for p in parameters):
-        return "its weight is sharded already (apply the plan before fully_shard)"
+        return "its weight is already sharded (apply the plan before fully_shard)"
     return wrong_dtype("its weight is", parameters)
 
 
 def save_as_codes(norm: nn.Module) -> str | None:
-    """Let a norm keep FP8 codes of its input; returns the reason against it, if there is one."""
+    """Let a norm save FP8 codes of its input. Returns why it cannot, or None."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.save_as_codes(norm)
     reason = why_not(norm)
@@ -66,7 +66,7 @@ def save_as_codes(norm: nn.Module) -> str | None:
 
 
 class LayerNorm(SwappedModule):
-    """The forward of a LayerNorm that keeps codes of its input; see the module's docstring."""
+    """A LayerNorm whose forward saves codes of its input; see the module docstring."""
 
     def replacement_forward(self, x: Tensor) -> Tensor | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
@@ -76,14 +76,14 @@ class LayerNorm(SwappedModule):
         if x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
             return None
         out = _output_dtype(x)
-        mixed = any(p.dtype != x.dtype for p in parameters) and out == x.dtype and x.device.type != "cpu"
-        if mixed or any(not is_whole(p) or p.device != x.device for p in parameters):
-            return None  # whether a device takes mixed dtypes is for the stock forward to say
+        is_mixed = any(p.dtype != x.dtype for p in parameters) and out == x.dtype and x.device.type != "cpu"
+        if is_mixed or any(not is_whole(p) or p.device != x.device for p in parameters):
+            return None  # the stock forward raises if the device does not support is_mixed dtypes
         return _LayerNorm.apply(x, weight, bias, _NormArgs(self.eps, out))  # type: ignore[arg-type]
 
 
 def _output_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which the stock norm computes and returns: autocast may have an opinion."""
+    """Return the output dtype of the stock norm, which may depend on autocast."""
     if not is_autocast_enabled(x):
         return x.dtype
     return _autocast_output_dtype(x.device.type, x.dtype, torch.get_autocast_dtype(x.device.type))
@@ -104,7 +104,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _NormArgs) -> Tensor:
         with without_autocast(x):
-            # The CPU's kernel takes its statistics to 16 bits for inputs of 16 bits, the GPU's keeps fp32.
+            # For 16-bit inputs, the CPU kernel rounds its statistics to 16 bits; the GPU kernel keeps fp32.
             wide = torch.float32 if x.device.type == "cpu" else call.out
             x_MK = x.detach().reshape(-1, x.shape[-1])
             w, b = (None if p is None else p.detach().to(wide) for p in (weight, bias))
@@ -112,7 +112,7 @@ class _LayerNorm(torch.autograd.Function):
             saved = sources.encode_activation(x_MK) if any(ctx.needs_input_grad) else None
         sources.save_named(ctx, x=saved, weight=weight, bias=bias, mean=mean_M.float(), rstd=rstd_M.float())
         ctx.wide, ctx.x_shape, ctx.x_dtype = wide, x.shape, x.dtype
-        # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
+        # Autograd must not see a view: a model may write into the output, as into the stock norm's.
         return torch.ops.aten._unsafe_view(y_MK.to(call.out), list(x.shape))
 
     @staticmethod

@@ -1,23 +1,23 @@
-"""MLPs that keep FP8 codes of what their activation is computed from, and make its output again in backward.
+"""MLPs that save FP8 codes of the inputs of their activation, and recompute its output in the backward.
 
-With a [M, I] the output of the first layer (gate), b [M, I] that of the second in a gated MLP (up), and a^, b^ their
-values as decoded from E4M3 codes in blocks of 1 x 128::
+Let a [M, I] be the output of the first layer (gate), b [M, I] that of the second layer of a gated MLP (up), and a^, b^
+their values decoded from E4M3 codes in blocks of 1 x 128::
 
     forward    h = act(a^) (* b^)       y = h @ w_down.T
-    backward   h again, bit for bit, from the same codes: cast for wgrad then
+    backward   h recomputed bit for bit from the same codes, and cast for wgrad
                da = dh (* b^) * act'(a^)       db = dh * act(a^)
 
-What a forward keeps: the codes of a and b. Not a, act(a), b, h, nor the codes of h. Everything is computed in the dtype
-of a, as the stock module does; the activation is the module's own, and so is its derivative (autograd's, on a^).
+A forward saves only the codes of a and b: not a, act(a), b, h or the codes of h. Everything is computed in the dtype of
+a, as in the stock module. The activation is the module's own, and autograd computes its derivative at a^.
 
-First layers and the last one are called as modules: in whatever recipe, also in high precision, with hooks or an
-adapter around them. The last layer finds out by itself that its input can be made again
-(:class:`octavo.fp8.dense.inputs.Source`): an FP8 layer casts it in backward, a stock one (:class:`HighLinear`)
-multiplies it. An adapter's own matrices keep h in 16 bits where they are trained, unless they ask for the source as
-well.
+The first layers and the last layer are called as modules, so that they may have any recipe or high precision, hooks,
+or an adapter around them. The last layer detects that its input can be recomputed
+(:class:`octavo.fp8.dense.inputs.Source`): an FP8 layer casts it in the backward, a stock layer (:class:`HighLinear`)
+multiplies by it. The trained matrices of an adapter save h in 16 bits, unless they use the source too.
 
-A module is known by the names of its children (:data:`LAYER_NAMES`), and must first give the stock forward's output on
-random input (:func:`matches_stock`). One with anything besides (dropout, a norm between) stays.
+A module is recognized by the names of its children (:data:`LAYER_NAMES`), and must reproduce the output of the stock
+forward on random input (:func:`matches_stock`). Modules with additional children (dropout, a norm in between) are not
+replaced.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LAYER_NAMES = (
     (("up_proj",), "down_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-"""(first layers, last layer): of a gated MLP the activation is that of the first of two."""
+"""(first layers, last layer). In a gated MLP, the activation is applied to the output of the first of two layers."""
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 
 
@@ -72,16 +72,16 @@ class MlpParts(NamedTuple):
 
 
 def find_parts(module: nn.Module) -> MlpParts | None:
-    """The children of an MLP, whatever else it holds; None for any other module."""
-    held = {name for name, child in module._modules.items() if child is not None}
-    act = next((name for name in ACTIVATION_NAMES if name in held), None)
+    """Return the names of an MLP's children, or None if the module is not an MLP. It may have other children."""
+    children = {name for name, child in module._modules.items() if child is not None}
+    act = next((name for name in ACTIVATION_NAMES if name in children), None)
     if act is None:
         return None
-    return next((MlpParts(first, last, act) for first, last in LAYER_NAMES if {*first, last} <= held), None)
+    return next((MlpParts(first, last, act) for first, last in LAYER_NAMES if {*first, last} <= children), None)
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why this MLP cannot keep FP8 codes, None if it can."""
+    """Return why this MLP cannot save FP8 codes, or None if it can."""
     mlp_parts = find_parts(module)
     assert mlp_parts is not None
     if (reason := why_replaced(module)) is not None:
@@ -89,7 +89,7 @@ def why_not(module: nn.Module) -> str | None:
     extra = [name for name, child in module._modules.items() if name not in mlp_parts.names and not is_idle(child)]
     extra += [*module._parameters, *module._buffers]
     if extra:
-        return f"it holds {', '.join(extra)} besides an MLP's layers"
+        return f"it has {', '.join(extra)} in addition to the layers of an MLP"
     act = module._modules[mlp_parts.act]
     assert act is not None
     if next(act.parameters(), None) is not None or next(act.buffers(), None) is not None:
@@ -107,9 +107,10 @@ def why_not(module: nn.Module) -> str | None:
 
 @cache_trial
 def matches_stock(module: nn.Module) -> str | None:
-    """Run the stock forward on small random layers in fp32: None if it is last(act(first) * second), else why not.
+    """Run the stock forward on small random layers in fp32, and return why it is not last(act(first) * second), or None
+    if it is.
 
-    Tolerance: 16 epsilons of fp32 of the sum of the last product's magnitudes.
+    Tolerance: 16 fp32 epsilons times the sum of the magnitudes in the last product.
     """
     mlp_parts = find_parts(module)
     assert mlp_parts is not None
@@ -130,7 +131,7 @@ def matches_stock(module: nn.Module) -> str | None:
 
 
 def save_as_codes(module: nn.Module) -> str | None:
-    """Let this MLP keep FP8 codes; returns the reason against it, if there is one."""
+    """Let this MLP save FP8 codes. Returns why it cannot, or None."""
     reason = why_not(module)
     if reason is None:
         mlp_parts = find_parts(module)
@@ -141,14 +142,14 @@ def save_as_codes(module: nn.Module) -> str | None:
 
 
 def prepare_last_layer(module: nn.Module, mlp_parts: MlpParts) -> None:
-    """Let a last layer in high precision look for the source of its input; FP8 layers do of themselves."""
+    """Let a last layer in high precision use the source of its input, as FP8 layers do."""
     last = unwrap_adapter(module._modules[mlp_parts.last])
     if type(last) is nn.Linear and "forward" not in last.__dict__:
         swap(last, HighLinear)
 
 
 class SavedMlp(SwappedModule):
-    """The forward of an MLP that keeps FP8 codes; see the module's docstring."""
+    """An MLP whose forward saves FP8 codes; see the module docstring."""
 
     _parts: MlpParts
     attributes = ("_parts",)
@@ -158,7 +159,7 @@ class SavedMlp(SwappedModule):
 
 
 def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
-    """The output of an MLP by its children; None where it should take its stock forward."""
+    """Run an MLP by its children, and return its output, or None if the stock forward must run."""
     act, last = module._modules[mlp_parts.act], module._modules[mlp_parts.last]
     if act is None or last is None or has_hooks(act) or not is_supported_input(x) or x.dtype not in sources.DTYPES:
         return None
@@ -169,7 +170,7 @@ def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
     h, source = activation_product(act, *inner)
-    del inner  # they are not needed while the last layer runs
+    del inner  # frees them before the last layer runs
     if source is None:
         return last(h)
     with with_source(h, source):
@@ -177,16 +178,16 @@ def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
 
 
 def activation_product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
-    """(act(a^) * b^, how to make it again: None where a, b ask for no gradient) of a, b [..., I] as FP8 holds them.
+    """Return (act(a^) * b^, its source or None if neither a nor b needs a gradient) for a, b [..., I].
 
-    Off autocast, which would choose dtypes again in the backward. Gradients reach a and b.
+    Autocast is disabled, because it would choose dtypes again in the backward. Gradients flow to a and b.
     """
     codes = _encode(a, b)
     specs = tuple((q.spec, dtype) for q, dtype in codes)
     tensors = tuple(t for q, _ in codes for t in (q.data, q.scale))
     call = _ProductArgs(act, specs, a.shape, tensors)
     h = _Product.apply(a, b, call)
-    # Without a gradient for a and b their codes are not kept, and the codes of h are fewer.
+    # If a and b need no gradient, their codes are not saved, and saving the codes of h takes less memory.
     return h, Source(tensors, partial(_recompute_product, act, specs, a.shape)) if h.requires_grad else None
 
 
@@ -213,7 +214,7 @@ def _decode(specs: Specs, shape: torch.Size, tensors: tuple[Tensor, ...]) -> lis
 
 
 def _recompute_product(act: Act, specs: Specs, shape: torch.Size, *tensors: Tensor) -> Tensor:
-    """h from the codes: what the forward computes, and the backward again."""
+    """Compute h from the codes, in the forward and again in the backward."""
     with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
         values = _decode(specs, shape, tensors)
         h = act(values[0])
@@ -245,7 +246,7 @@ class _Product(torch.autograd.Function):
 
 
 class HighLinear(SwappedModule):
-    """A stock linear layer whose input can be made again: keeps nothing of it."""
+    """A stock linear layer that saves nothing of an input that can be recomputed."""
 
     weight: Tensor
     bias: Tensor | None
@@ -253,7 +254,7 @@ class HighLinear(SwappedModule):
     def replacement_forward(self, x: Tensor) -> Tensor | None:
         source = get_source(x)
         if source is None or not self.weight.requires_grad or not is_whole(self.weight):
-            return None  # a frozen weight keeps no input anyway
+            return None  # a frozen weight saves no input
         return _HighLinear.apply(x, self.weight, self.bias, source)
 
 
@@ -261,8 +262,8 @@ class _HighLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
         ctx.save_for_backward(weight, *source.tensors)
-        ctx.remake, ctx.b_dtype, ctx.x_dtype = source.remake, None if bias is None else bias.dtype, x.dtype
-        return F.linear(x, weight, bias)  # under autocast as ever
+        ctx.recompute, ctx.b_dtype, ctx.x_dtype = source.recompute, None if bias is None else bias.dtype, x.dtype
+        return F.linear(x, weight, bias)  # autocast applies as in the stock layer
 
     @staticmethod
     @once_differentiable
@@ -272,7 +273,7 @@ class _HighLinear(torch.autograd.Function):
         with without_autocast(dy):
             dy_MN = dy.reshape(-1, dy.shape[-1])
             dx = (dy @ weight.to(dy.dtype)).to(ctx.x_dtype) if needs_x else None
-            h = ctx.remake(*tensors).to(dy.dtype)
+            h = ctx.recompute(*tensors).to(dy.dtype)
             dw = (dy_MN.t() @ h.reshape(-1, h.shape[-1])).to(weight.dtype)
             db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype) if needs_b else None
         return dx, dw, db, None

@@ -1,22 +1,25 @@
-"""RMSNorms that pass their codes to the FP8 layers that read their output.
+"""RMSNorms that compute FP8 codes of their output for the layers that read it.
 
-A block's norm feeds layers that cast its output y [M, K] at once: q, k and v; gate and up. One kernel can compute y and
-those codes together, so that y is not read again for them::
+The norm of a block feeds layers that cast its output y [M, K]: q, k and v, or gate and up. One kernel computes y and
+these codes together, so that y is not read again to cast it::
 
     forward    rstd = 1 / sqrt(mean(x^2) + eps)     y = x * rstd * weight     codes of y for fwd and wgrad
     backward   n = x * rstd,  g = dy * weight       dx = rstd * (g - n * mean(g * n))      dw = sum over rows of dy * n
 
-both in fp32, y rounded once (Hugging Face's norms round before the weight as well). y is returned as ever, and its
-codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.store_output_codes`): a layer that is called with
-y casts nothing, and one with another input or another cast computes as without this. Under autocast y is lowered before
-it is cast. What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are
-to be saved so (:mod:`octavo.fp8.dense.sources`): then y comes from x as ever, and the backward reads the decoded codes.
-A norm that saves need not feed an FP8 layer: the norms of q and k, and the last one of a model, save as well.
+Both are computed in fp32, and y is rounded once (Hugging Face's norms also round before multiplying by the weight). y
+is returned as usual, and its codes are stored for the next layers
+(:func:`octavo.fp8.dense.inputs.store_output_codes`): a layer that is called with y casts nothing, and a layer with
+another input or another cast is not affected. Under autocast, y is converted before it is cast.
 
-Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
-forward's output on random input and random weights first (:func:`matches_stock`): Gemma's, which multiply by 1 +
-weight, and norms that subtract a mean stay as they are. A norm whose codes are not used twice in a row stops
-making them. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
+A forward saves rstd (fp32, one per row), the weight, and x, or only FP8 codes of x if activations are saved in FP8
+(:mod:`octavo.fp8.dense.sources`). y is computed from the exact x in both cases; the backward reads the decoded codes. A
+norm that saves codes need not feed an FP8 layer: the norms of q and k, and the last norm of a model, can save codes
+too.
+
+The names of a block's children determine which norm feeds which layers (:data:`FEEDS`). A norm must reproduce the
+output of the stock forward on random input and random weights (:func:`matches_stock`): Gemma's norms, which multiply by
+1 + weight, and norms that subtract a mean are not replaced. A norm whose codes are unused twice in a row stops
+computing them. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -62,17 +65,17 @@ FEEDS = (
     ("norm1", "attn", ("qkv",)),
     ("norm2", "mlp", ("gate_proj", "up_proj")),
 )
-"""(norm, its neighbour in a block, the layers of that neighbour which multiply the norm's output)."""
+"""(norm, the module after it in a block, the layers of that module that multiply by the norm's output)."""
 
 _POST_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-"""In blocks with one of these, post_attention_layernorm follows attention, as its name says, and no MLP follows it."""
+"""In blocks with one of these, post_attention_layernorm follows attention, and no MLP follows it."""
 
 _EPS_NAMES = ("variance_epsilon", "eps")
-_MAX_MISSES = 2  # in a row, after which a norm makes no more codes
+_MAX_MISSES = 2  # consecutive calls with unused codes, after which a norm computes no more codes
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Let the norms before FP8 layers make their codes; returns (name, the reason against it or None) of each."""
+    """Let the norms before FP8 layers compute their codes. Returns the name of each, and why it does not or None."""
     fp8 = [(name, norm, select_fp8(layers)) for name, norm, layers in norms_and_layers(model)]
     return tuple((name, fuse(norm, layers)) for name, norm, layers in fp8 if layers)
 
@@ -82,8 +85,8 @@ def select_fp8(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
 
 
 def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
-    """Let a norm make the codes of the FP8 layers that it feeds (and keep codes of its input, with ``saves``); returns
-    the reason against it, if there is one."""
+    """Let a norm compute the codes of the FP8 layers that it feeds; ``saves`` makes it save codes of its input. Returns
+    why it cannot, or None."""
     reason = why_not(norm, [p for m in layers if (p := planned_layer(m)) is not None])
     if reason is None:
         _swap(norm, layers, saves)
@@ -91,7 +94,7 @@ def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> st
 
 
 def save_as_codes(norm: nn.Module) -> str | None:
-    """Let an RMSNorm keep FP8 codes of its input; returns the reason against it, if there is one."""
+    """Let an RMSNorm save FP8 codes of its input. Returns why it cannot, or None."""
     reason = why_not_save(norm)
     if reason is None:
         _swap(norm, (), True)
@@ -103,19 +106,21 @@ def _swap(norm: nn.Module, layers: tuple[Linear, ...], saves: bool) -> None:
 
 
 def norms_and_layers(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
-    """(name, norm, the linear layers that it feeds) of every known block that has any."""
+    """Return (name, norm, the linear layers that it feeds) for each norm in :data:`FEEDS`."""
     out = []
     for path, parent in model.named_modules():
-        for name, neighbour, children in FEEDS:
-            norm, holder = parent._modules.get(name), parent._modules.get(neighbour)
+        for name, next_module, children in FEEDS:
+            norm, parent_of_layers = parent._modules.get(name), parent._modules.get(next_module)
             if (
                 norm is None
-                or holder is None
+                or parent_of_layers is None
                 or (name == "post_attention_layernorm" and _POST_NORMS & set(parent._modules))
             ):
                 continue
             layers = tuple(
-                m for child in children if isinstance(m := unwrap_adapter(holder._modules.get(child)), nn.Linear)
+                m
+                for child in children
+                if isinstance(m := unwrap_adapter(parent_of_layers._modules.get(child)), nn.Linear)
             )
             if layers:
                 out.append((f"{path}.{name}" if path else name, norm, layers))
@@ -123,26 +128,26 @@ def norms_and_layers(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Li
 
 
 def why_not(norm: nn.Module, layers: Sequence[PlannedLayer]) -> str | None:
-    """Why this norm cannot make the codes of these FP8 layers, None if it can."""
+    """Return why this norm cannot compute the codes of these FP8 layers, or None if it can."""
     return _why_not_structure(norm) or _why_not_next(layers) or matches_stock(norm)
 
 
 def why_not_save(norm: nn.Module) -> str | None:
-    """Why this norm cannot keep FP8 codes of its input as an RMSNorm, None if it can."""
+    """Return why this norm cannot save FP8 codes of its input as an RMSNorm, or None if it can."""
     return _why_not_structure(norm) or matches_stock(norm)
 
 
 def _why_not_structure(norm: nn.Module) -> str | None:
     if (reason := why_replaced(norm)) is not None:
         return reason
-    held = [n for n, p in norm._parameters.items() if p is not None] + list(norm._modules) + list(norm._buffers)
+    members = [n for n, p in norm._parameters.items() if p is not None] + list(norm._modules) + list(norm._buffers)
     weight = norm._parameters.get("weight")
-    if held != ["weight"] or weight is None or weight.dim() != 1:
-        return f"{type(norm).__name__} holds {', '.join(held) or 'nothing'}, an RMSNorm one weight [K]"
+    if members != ["weight"] or weight is None or weight.dim() != 1:
+        return f"{type(norm).__name__} has {', '.join(members) or 'nothing'}; an RMSNorm has only a weight [K]"
     if not is_whole(weight):
-        return "its weight is sharded already (apply the plan before fully_shard)"
+        return "its weight is already sharded (apply the plan before fully_shard)"
     if _get_eps(norm) is None:
-        return f"{type(norm).__name__} has no number named {' or '.join(_EPS_NAMES)}"
+        return f"{type(norm).__name__} has no float attribute {' or '.join(_EPS_NAMES)}"
     return None
 
 
@@ -150,12 +155,12 @@ def _why_not_next(layers: Sequence[PlannedLayer]) -> str | None:
     recipes = [p.recipe for p in layers if p.recipe is not None]
     if any(r.delayed is not None for r in recipes):
         return "delayed scaling casts by a history of each layer"
-    wanted = [
+    layer_casts = [
         (_input_specs(r), [p.backends.get(g) for g in ("fwd", "wgrad")]) for p, r in zip(layers, recipes, strict=True)
     ]
-    if any(w != wanted[0] for w in wanted):
-        return "the layers after it want different casts"
-    if wanted[0][0] == (None, None):
+    if any(w != layer_casts[0] for w in layer_casts):
+        return "the layers after it have different casts"
+    if layer_casts[0][0] == (None, None):
         return "the layers after it cast nothing"
     return None
 
@@ -165,17 +170,18 @@ def _get_eps(norm: nn.Module) -> float | None:
 
 
 def _input_specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
-    """The casts of x that a layer asks for, of fwd and of wgrad."""
+    """Return the casts of x for fwd and for wgrad."""
     fwd, wgrad = recipe.fwd, recipe.wgrad
     return None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
 
 
 @cache_trial
 def matches_stock(norm: nn.Module) -> str | None:
-    """Run the stock forward on random input and weights in the weight's dtype: None if it is an RMSNorm, else why not.
+    """Run the stock forward on random input and weights in the weight's dtype, and return why it is not an RMSNorm, or
+    None if it is.
 
-    Tolerance, element by element: two epsilons of the dtype of the stock module's value (it rounds twice, we once), and
-    never less than 16 of fp32, whose sums are taken in another order.
+    Relative tolerance for each element: two epsilons of the dtype, because the stock module rounds twice and this
+    module once, but at least 16 fp32 epsilons, because sums are computed in another order.
     """
     weight = norm._parameters["weight"]
     eps = _get_eps(norm)
@@ -184,12 +190,12 @@ def matches_stock(norm: nn.Module) -> str | None:
         return reason
     generator = make_generator()
     random_weight = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
-    # Rows with a mean, rows of all sizes, among them those in which eps counts.
+    # Rows with a nonzero mean and with magnitudes down to those for which eps matters.
     x = torch.randn(12, weight.shape[0], generator=generator, device="cpu") + 0.5
     x = (x * 10.0 ** torch.arange(-5.0, 1.0, 0.5, device="cpu").unsqueeze(1)).to(weight.dtype)
     try:
         stock = _run_stock(norm, random_weight, x)
-    except Exception as error:  # a forward that is not known may fail in any way
+    except Exception as error:  # an unknown forward may raise any error
         return describe_failure("a matrix", error)
     if (reason := why_unlike(stock, x)) is not None:
         return reason
@@ -207,7 +213,7 @@ def _run_stock(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _promotes_dtype(norm: nn.Module) -> bool:
-    """Whether an input in 16 bits and a weight in fp32 give fp32, as in ``weight * x.to(input_dtype)``."""
+    """True if a 16-bit input and an fp32 weight give an fp32 output, as in ``weight * x.to(input_dtype)``."""
     weight = norm._parameters["weight"]
     assert weight is not None
     x = torch.ones(1, weight.shape[0], dtype=torch.bfloat16, device="cpu")
@@ -215,7 +221,7 @@ def _promotes_dtype(norm: nn.Module) -> bool:
 
 
 class RmsNorm(SwappedModule):
-    """The forward of an RMSNorm that leaves codes for other layers, or keeps codes of its input; see the module."""
+    """An RMSNorm that computes codes for other layers, or saves codes of its input; see the module docstring."""
 
     _feeds: tuple[Linear, ...]
     _eps: float
@@ -234,8 +240,8 @@ class RmsNorm(SwappedModule):
         if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES:
             return None
         if kernels_for(x) is not None and is_active():
-            return None  # whose sums follow from the codes that are wanted, and so from whether it trains
-        # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
+            return None  # its sums depend on the requested codes, and so on whether it trains
+        # A layer that is currently not in FP8 (fp8.high_precision) also needs the stock norm before it.
         layers = [m for m in self._feeds if isinstance(m, Linear) and m._site.x != (None, None)]
         if not layers and not self._saves:
             return None
@@ -243,7 +249,7 @@ class RmsNorm(SwappedModule):
         if layers:
             backend, (row, col) = (
                 sources.select_fused_backend("rmsnorm", layers[0]._site, x.device),
-                self._wanted(layers),
+                self._select_casts(layers),
             )
         else:
             backend, row, col = sources.select_backend("rmsnorm", sources.SPEC, x.device), None, None
@@ -257,7 +263,7 @@ class RmsNorm(SwappedModule):
         return y
 
     def traced_forward(self, x: Tensor) -> Tensor | None:
-        """Codes are made wherever a later layer asks for them: a graph cannot look whether they were taken."""
+        """Return y with codes for the layers after it; a graph cannot check whether the codes are used."""
         layers = [m for m in self._feeds if isinstance(m, Linear) and not m._fp8_param]
         weight: Tensor = self.weight  # type: ignore[assignment]
         if self._saves or not layers or layers[0]._site.x == (None, None) or not x.dim() or not x.numel():
@@ -265,24 +271,24 @@ class RmsNorm(SwappedModule):
         if x.shape[-1] != weight.shape[0] or not {x.dtype, weight.dtype} <= set(sources.DTYPES):
             return None
         out = torch.promote_types(x.dtype, weight.dtype) if self._promotes else x.dtype
-        trains = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
-        return compiled.rmsnorm(x, weight, self._eps, layers[0]._site.key, out, trains)
+        needs_wgrad = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
+        return compiled.rmsnorm(x, weight, self._eps, layers[0]._site.key, out, needs_wgrad)
 
-    def _wanted(self, layers: list[Linear]) -> tuple[CastRequest | None, CastRequest | None]:
-        """The casts to make now: none in inference mode, where they could not be found again, nor if they were left
-        lying before."""
-        taken: Container[int] | None = self.__dict__.pop("_taken", None)
-        if taken is not None:
-            self.__dict__["_misses"] = 0 if taken else self._misses + 1
+    def _select_casts(self, layers: list[Linear]) -> tuple[CastRequest | None, CastRequest | None]:
+        """Return the casts to compute in this call: none in inference mode, where layers could not find them, nor if
+        layers did not use them before."""
+        users: Container[int] | None = self.__dict__.pop("_taken", None)
+        if users is not None:
+            self.__dict__["_misses"] = 0 if users else self._misses + 1
         if self._misses >= _MAX_MISSES or torch.is_inference_mode_enabled():
             return None, None
         row, col = layers[0]._site.x
-        trains = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
-        return row, col if trains else None
+        needs_wgrad = torch.is_grad_enabled() and any(m.weight.requires_grad for m in layers)
+        return row, col if needs_wgrad else None
 
 
 def _next_dtype(x: Tensor, out: torch.dtype) -> torch.dtype:
-    """The dtype in which the next layers take an output of dtype ``out``."""
+    """Return the dtype to which the next layers convert an output of dtype ``out``."""
     return compute_dtype(x if x.dtype == out else x.new_empty(0, dtype=out))
 
 
@@ -294,7 +300,7 @@ class _NormArgs(NamedTuple):
     out: torch.dtype
     low: torch.dtype
     saves: bool
-    codes: list[Quantized | None]  # those under ``row`` and ``col``, filled by the forward
+    codes: list[Quantized | None]  # under ``row`` and ``col``; the forward appends them
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -309,7 +315,7 @@ class _RmsNorm(torch.autograd.Function):
             call.codes.extend(codes)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         sources.save_named(ctx, x=x if saved is None else saved, weight=weight, rstd=rstd_M)
-        # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
+        # Autograd must not see a view: a model may write into the output, as into the stock norm's.
         return torch.ops.aten._unsafe_view(y_MK, list(x.shape))
 
     @staticmethod

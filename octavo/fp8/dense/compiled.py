@@ -1,33 +1,33 @@
-"""The operators of compiled graphs: casts and GEMMs, registered with ``torch.library`` in namespace ``octavo``.
+"""The casts and GEMMs of compiled graphs: operators registered with ``torch.library`` in namespace ``octavo``.
 
-``torch.compile`` cannot trace kernels, caches and backends, and need not: it sees these operators, each with a fake
-implementation that gives the shapes of its results::
+``torch.compile`` cannot trace kernels, caches and the selection of backends. It traces these operators instead, each
+with a fake implementation that returns the shapes of the results::
 
     octavo::cast(x, row, col)       -> codes and scales of x [M, N] for a GEMM that contracts dimension 1 (row), and for
                                        one that contracts dimension 0 (col); none for an empty cast
     octavo::linear(x, weight, ...)  -> y, from the row codes of x; its autograd formula is the three GEMMs' backward
     octavo::dgrad(dy codes, weight) -> dx
     octavo::wgrad(dy codes, x codes) -> dw
-    octavo::unwritten(x)            nothing; while a compiler traces, refuses an x that was written into
+    octavo::unwritten(x)            -> nothing; raises while a compiler traces an x that was written to
 
-Blocks that emit codes have their operators in :mod:`octavo.fp8.blocks.compiled`, and attach the codes to the traced
-tensor for the next layers (:func:`attach_codes`): this happens in Python and is not part of the graph.
+The operators of blocks that quantize their output are in :mod:`octavo.fp8.blocks.compiled`. These blocks attach the
+codes to the traced tensor for the next layers (:func:`attach_codes`), in Python and not as part of the graph.
 
-Casts are separate operators so that equal casts run once: q, k and v cast the same input the same way, which
-AOTAutograd removes as common subexpressions, and so do gate and up.
+Casts are separate operators so that equal casts run once: q, k and v cast the same input the same way, and AOTAutograd
+removes the duplicates as common subexpressions. The same holds for gate and up.
 
 Three rules make this correct under a compiler:
 
 * Codes cross the graph as plain contiguous ``uint8`` buffers in the padded layout of
-  :mod:`octavo.fp8.kernels.layout`, scales as their buffers. Their sizes depend only on the input's, whatever the
-  backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a generated Triton
-  kernel sometimes gave NaN: pytorch#188841).
+  :mod:`octavo.fp8.kernels.layout`, and scales as their buffers. Their sizes depend only on those of the input, for
+  every backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a generated
+  Triton kernel sometimes gave NaN: pytorch#188841).
 * Codes of weights are never returned. Inductor may write a later result into a buffer that it considers dead, which
   would corrupt a cache. The operators look codes up by the weight's storage
-  (:func:`octavo.fp8.weights.cache.codes_of`), and cast the weight themselves if no known layer holds it or a CUDA graph
-  is being captured.
-* No argument identifies a layer: backends and casts are one short text, the same for all layers of a recipe, so that
-  the blocks of a model share one compiled graph.
+  (:func:`octavo.fp8.weights.cache.codes_of`), and cast the weight if no known layer has it or a CUDA graph is being
+  captured.
+* No argument identifies a layer: a short text describes backends and casts, the same for all layers with a recipe, so
+  that the blocks of a model share one compiled graph.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ from octavo.fp8.kernels.registry import Backend, Selection, get, select
 from octavo.fp8.weights.cache import WeightSlice, codes_of
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-# --- what to do, as text ----------------------------------------------------------------------------------------------
+# --- backends and casts as text
+# ----------------------------------------------------------------------------------------------
 
 
 def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
-    """The GEMMs of a layer as text: ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b``, empty in high precision.
+    """Return the GEMMs of a layer as text: ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b`` or empty in high
+    precision.
 
-    It has all that the operators need, also in another process that loads the graph from a cache on disk. The layout's
-    revision is part of it (``backend@revision``), because a graph of another Octavo expects buffers of other sizes.
+    The operators need nothing else, also in another process that loads the graph from a cache on disk. The text has the
+    revision of the layout (``backend@revision``), because graphs of other versions may expect other buffer sizes.
     """
     parts = []
     for name in GEMMS:
@@ -70,7 +72,7 @@ def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
 
 
 def format_casts(recipe: Recipe) -> str:
-    """The casts of a recipe as text: the inverse of :func:`parse_casts`, without delayed scaling."""
+    """Return the casts of a recipe, without delayed scaling, as text for :func:`parse_casts`."""
     parts = [recipe.name, recipe.format]
     for name in GEMMS:
         gemm = recipe.gemm(name)
@@ -79,7 +81,7 @@ def format_casts(recipe: Recipe) -> str:
 
 
 def parse_casts(text: str) -> Recipe:
-    """The recipe of :func:`format_casts`'s text."""
+    """Return the recipe from the text of :func:`format_casts`."""
     name, fmt, *gemms = text.split("|")
     pairs = [[_parse_spec(spec) for spec in gemm.split(";")] if gemm else None for gemm in gemms]
     fwd, dgrad, wgrad = (None if pair is None else Gemm(*pair) for pair in pairs)
@@ -87,23 +89,23 @@ def parse_casts(text: str) -> Recipe:
 
 
 class GemmTexts(NamedTuple):
-    """The parts of :func:`describe`'s text, one per GEMM."""
+    """The parts of the text of :func:`describe`, one per GEMM."""
 
     fwd: str
     dgrad: str
     wgrad: str
 
-    def operand(self, gemm: str, which: int) -> str:
-        """``backend:cast`` of operand 0 (a) or 1 (b) of one GEMM; empty in high precision."""
+    def operand(self, gemm: str, index: int) -> str:
+        """Return ``backend:cast`` of operand 0 (a) or 1 (b) of a GEMM, or an empty string in high precision."""
         text = self.fwd if gemm == "fwd" else self.dgrad if gemm == "dgrad" else self.wgrad
         if not text:
             return ""
         backend, casts = text.split(":")
-        return backend + ":" + casts.split(";")[which]
+        return backend + ":" + casts.split(";")[index]
 
 
 def parse_key(key: str) -> GemmTexts:
-    """Split :func:`describe`'s text. Only string operations, which Dynamo folds."""
+    """Split the text of :func:`describe`, only by string operations, which Dynamo folds."""
     fwd, dgrad, wgrad = key.split("|")
     return GemmTexts(fwd, dgrad, wgrad)
 
@@ -120,14 +122,14 @@ def _parse_spec(text: str) -> CastSpec:
 
 @lru_cache(maxsize=256)
 def parse_operand(text: str) -> tuple[Backend, CastSpec]:
-    """Backend and cast of ``backend:cast``."""
+    """Return the backend and the cast from ``backend:cast``."""
     backend, spec = text.split(":")
     return get(backend.partition("@")[0]), _parse_spec(spec)
 
 
 @lru_cache(maxsize=256)
 def parse_gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
-    """Backend and both casts of ``backend:cast;cast``."""
+    """Return the backend and both casts from ``backend:cast;cast``."""
     backend, casts = text.split(":")
     a, b = casts.split(";")
     return get(backend.partition("@")[0]), _parse_spec(a), _parse_spec(b)
@@ -137,11 +139,11 @@ def parse_gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
 
 
 def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of ``q`` as contiguous buffers, uint8 and fp32 (uint8 for e8m0), in the layout for a GEMM that
-    contracts dimension ``contract``. Copies only what has another layout.
+    """Return (codes, scales) of ``q`` as contiguous buffers, uint8 and fp32 (uint8 for e8m0), in the layout for a GEMM
+    that contracts dimension ``contract``. Copies only tensors with a different layout.
 
-    Scales are flat: a dimension of ceil(tokens / 128), which is 1 for up to 128 tokens, would make a compiler
-    specialize on it and compile twice.
+    Scales are flat: a compiler would specialize on a dimension of ceil(tokens / 128), which is 1 for up to 128 tokens,
+    and compile twice.
     """
     rows, cols = q.data.shape
     operand = layout.k_major(q, contract)
@@ -149,8 +151,10 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
     if layout.scales_by_contraction(q.spec, contract):
         scale = scale.t()
     sizes = layout.scale_sizes(rows, cols, q.spec, contract)
-    whole = scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == sizes[0] * sizes[1] * scale.itemsize
-    if whole and scale.stride() == (sizes[1], 1):
+    is_exact_buffer = (
+        scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == sizes[0] * sizes[1] * scale.itemsize
+    )
+    if is_exact_buffer and scale.stride() == (sizes[1], 1):
         flat = scale.as_strided((sizes[0] * sizes[1],), (1,))
     else:
         flat = scale.new_ones(sizes[0] * sizes[1])
@@ -159,7 +163,7 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, contract: int) -> Quantized:
-    """The [rows, cols] matrix of buffers from :func:`pack`, as views."""
+    """Return the [rows, cols] matrix in buffers of :func:`pack`, as views."""
     grid = layout.grid_shape(rows, cols, spec)
     free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
     data, scale = codes.view(spec.fmt.dtype), scale.view(layout.scale_sizes(rows, cols, spec, contract))
@@ -174,16 +178,16 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
 
 
 def fake_pack(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
-    """Buffers as from :func:`pack` for x under ``backend:cast``, without values; empty ones for no cast."""
+    """Return buffers like those of :func:`pack` for x under ``backend:cast``, without values; empty for no cast."""
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = parse_operand(text)[1]
     rows, cols = x.shape
     a, b = layout.scale_sizes(rows, cols, spec, contract)
-    kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
+    scale_dtype = torch.uint8 if spec.scale == "e8m0" else torch.float32
     return (
         x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8),
-        x.new_empty(a * b, dtype=kind),
+        x.new_empty(a * b, dtype=scale_dtype),
     )
 
 
@@ -216,7 +220,7 @@ def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def pack_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of x for a contraction of its columns and of its rows, as buffers; empty ones for None."""
+    """Pack codes of x for a contraction of its columns and of its rows; the buffers of None are empty."""
     packed = [fake_pack(x, "", 1) if q is None else pack(q, contract) for q, contract in ((row, 1), (col, 0))]
     for i in range(2):  # a backend may return one tensor for both; an operator must not alias its results
         if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
@@ -231,20 +235,22 @@ def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _unwritten_fake(x: Tensor) -> None:
-    """Runs while Dynamo traces, where tensors have versions. Later graphs have none, and do not contain this
-    operator."""
+    """Raise if x was written to. This runs while Dynamo traces, when tensors have versions; later graphs have no
+    versions and do not contain this operator."""
     if not x.is_inference() and x._version:  # tensors of inference mode have no version
         raise RuntimeError(
-            "the output of a norm was written into before the FP8 layers that it made codes for, which only eager "
-            "mode notices. Use fuse: off, or train.compile: false"
+            "the output of a norm was modified in place before the FP8 layers that use its codes; compiled graphs do "
+            "not support this. Use fuse: off, or train.compile: false"
         )
 
 
 def get_weight_codes(
     weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False
 ) -> Quantized:
-    """The codes of a weight for fwd or dgrad, from the cache of its layer or a new cast; ``shared``: dgrad multiplies
-    by the codes of the forward."""
+    """Return the codes of a weight for fwd or dgrad, from the cache of its layer or by a new cast.
+
+    ``shared`` is True if dgrad multiplies by the codes of the forward.
+    """
     codes, cast = codes_of(weight), partial(backend.quantize, contract=1 if forward or shared else 0)
     if codes is None:
         return cast(weight.detach(), spec)
@@ -255,7 +261,7 @@ def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor,
     key: str,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] in x's dtype. Only the backward uses ``col`` and ``col_scale``."""
+    """Return y [M, N] in the dtype of x. Only the backward uses ``col`` and ``col_scale``."""
     fwd = parse_key(key).fwd
     if not fwd:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -265,7 +271,7 @@ def _linear(
 def multiply_fwd(
     row: Tensor, scale: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fwd: str
 ) -> Tensor:
-    """y [tokens, N] in ``dtype`` from the row codes of x; ``fwd``: the text of its GEMM."""
+    """Return y [tokens, N] in ``dtype`` from the row codes of x; ``fwd`` is the text of the GEMM."""
     backend, a, b = parse_gemm(fwd)
     x_q = unpack(row, scale, tokens, weight.shape[1], a, 1)
     return backend.gemm_fwd(x_q, get_weight_codes(weight, b, backend, True), dtype, bias).contiguous()
@@ -351,8 +357,8 @@ def _mark_codes_non_differentiable(ctx: Any, inputs: Sequence[Any], output: Sequ
 
 def refuse_second_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
-        "The gradient of an FP8 GEMM was differentiated again, which is not defined: codes are steps. Take "
-        "create_graph=True away, or leave this layer out of FP8 with a rule (recipe: off)."
+        "The gradient of an FP8 GEMM was differentiated again, but rounding to FP8 has no second derivative. Remove "
+        "create_graph=True, or exclude this layer from FP8 by a rule (recipe: off)."
     )
 
 
@@ -384,27 +390,26 @@ def record_weight_kind(layer: Any) -> None:
 
 
 def forward(layer: Any, x: Tensor) -> Tensor:
-    """The forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
+    """Run the forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
 
-    The GEMMs give the values and gradients of the eager path, bit for bit. A compiled layer does not report:
-    ``fp8.count_gemms`` and ``fp8.health`` see only eager steps, since a graph that all blocks share has no layer names.
-    Take proofs and health figures in steps under ``torch.compiler.set_stance("force_eager")``, as octavo's own training
-    does.
+    Values and gradients equal those of the eager path bit for bit. ``fp8.count_gemms`` and ``fp8.health`` see only
+    eager steps, because a graph that all blocks share has no layer names. Measure proofs and health figures in steps
+    under ``torch.compiler.set_stance("force_eager")``, as Octavo's training loop does.
 
     Delayed scaling is not compiled: every forward writes its histories, which must not happen twice when a compiler
-    reorders or recomputes. Neither is an FP8 weight, whose codes are outside of the graph. Such a layer breaks the
-    graph, and ``fullgraph=True`` refuses it.
+    reorders or recomputes. FP8 weights are not compiled either, because their codes are outside of the graph. Such a
+    layer breaks the graph, and ``fullgraph=True`` raises an error.
     """
     if layer._fp8_param:
         torch._dynamo.graph_break(
-            "an FP8 weight (param: true, or frozen) finds its codes outside the compiled graph. Use torch.compile "
+            "the codes of an FP8 weight (param: true, or frozen) are outside of the compiled graph. Use torch.compile "
             "without fullgraph=True, or param=False."
         )
         return _eager(layer, x)
     if layer._site.scaling is not None:
         torch._dynamo.graph_break(
-            "delayed scaling writes amax histories in every forward and runs outside the compiled graph. Use another "
-            "recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
+            "delayed scaling writes amax histories in every forward and runs outside of the compiled graph. Use "
+            "another recipe (tensorwise scales by the current amax), or torch.compile without fullgraph=True."
         )
         return _eager(layer, x)
     return linear(x, layer.weight, layer.bias, layer._site.key)
@@ -416,31 +421,32 @@ def _eager(layer: Any, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; ``key``: from :func:`describe`.
+    """Return x [..., K] @ weight [N, K].T + bias [N], as [..., N]; ``key`` is the text of :func:`describe`.
 
-    In x's dtype (autocast's under autocast), rounded once. Raises RuntimeError for shapes that do not match.
+    The result has the dtype of x (autocast's under autocast) and is rounded once. Raises RuntimeError if the shapes do
+    not match.
     """
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"An FP8 linear layer multiplies inputs of {weight.shape[1]} features, its weight being "
-            f"{list(weight.shape)}; found an input of shape {list(x.shape)}."
+            f"This FP8 linear layer expects inputs with {weight.shape[1]} features (its weight is "
+            f"{list(weight.shape)}), got an input of shape {list(x.shape)}."
         )
     low = x.to(traced_compute_dtype(x.device.type, x.dtype))
     x_MK, parts = as_matrix(low), parse_key(key)
-    # Only a trained weight needs x in the backward, where its codes in wgrad layout are enough.
-    keeps = weight.requires_grad and torch.is_grad_enabled()
-    codes = get_input_codes(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
+    # The backward needs x only if the weight is trained, and only its codes in wgrad layout.
+    needs_wgrad = weight.requires_grad and torch.is_grad_enabled()
+    codes = get_input_codes(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if needs_wgrad else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x [..., K] as [M, K]."""
+    """Return x [..., K] as [M, K]."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 def traced_compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of GEMMs for an input of ``dtype``: see :func:`octavo.fp8.dense.inputs.compute_dtype`."""
+    """Return the dtype of GEMMs for an input of ``dtype``, as :func:`octavo.fp8.dense.inputs.compute_dtype` does."""
     # Dynamo of torch 2.11 cannot trace is_autocast_available; meta is the only device without autocast.
     if dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -452,15 +458,17 @@ _graph_numbers = itertools.count()
 
 
 def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
-    """Attach the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for layers that are traced with y itself, in the
-    same graph, where a write into y before them is refused. After a graph break such a write could not be noticed, and
-    y is cast again."""
+    """Attach the codes of ``y`` in ``dtype`` under ``row`` and ``col``, for layers that are traced with y itself.
+
+    These layers must be in the same graph, where a write to y before them raises an error. After a graph break such a
+    write could not be detected, and y is cast again.
+    """
     setattr(y, _CODES_ATTRIBUTE, (dtype, row, col, codes, graph_number()))
 
 
 def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
-    """Codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they fit, else a
-    cast."""
+    """Return the codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they match,
+    otherwise from a cast."""
     attached = getattr(x, _CODES_ATTRIBUTE, None)
     if (
         attached is not None
@@ -476,7 +484,7 @@ def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor
 
 
 def graph_number() -> str:
-    """The number of the graph that is being traced, a constant in it; empty outside of a trace."""
+    """Return the number of the graph that is being traced, a constant in it; empty outside of a trace."""
     context: Any = torch._guards.TracingContext.try_get()
     if context is None:
         return ""
@@ -484,9 +492,9 @@ def graph_number() -> str:
 
 
 def make_key(casts: str, device: str, backend: str) -> str:
-    """:func:`describe` for a recipe's casts (:func:`format_casts`) and the backends chosen for them.
+    """Return :func:`describe` for the casts of a recipe (:func:`format_casts`) and the backends selected for them.
 
-    Raises BackendError if the requested backend does not support one of them.
+    Raises BackendError if the requested backend does not support one of its GEMMs.
     """
     recipe = parse_casts(casts)
     selections = {
@@ -497,6 +505,6 @@ def make_key(casts: str, device: str, backend: str) -> str:
     return describe(recipe, selections)
 
 
-# As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call: the choice of a
-# backend queries the machine, which a compiler cannot trace and need not.
+# As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call: selecting a backend
+# queries the machine, which a compiler cannot trace.
 make_key._dynamo_marked_constant = graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""A check of one FP8 layer under ``torch.compile`` against the same layer of the reference backend on the CPU: part of
-the self-check of untested versions (:mod:`octavo.fp8.kernels.self_check`).
+"""Compare an FP8 layer under ``torch.compile`` with the same layer of the reference backend on the CPU.
 
-Dynamo and AOTAutograd trace the layer into one graph, forward and backward, which runs as it is (``aot_eager``): these
+This is part of the self-check of untested versions (:mod:`octavo.fp8.kernels.self_check`). Dynamo and AOTAutograd trace
+the forward and the backward of the layer into one graph, which runs without further compilation (``aot_eager``): these
 parts of torch read this project's code and may behave differently in a newer torch. Inductor's code generation is not
-checked; it would take all the seconds of the self-check.
+checked, because it would use up the time limit of the self-check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from octavo.fp8.kernels.self_check import BOUND, Mismatch, find_largest_error, r
 
 
 def check_compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], device: torch.device) -> Mismatch | None:
-    """The first of y, dx and dw of a compiled layer that differs by more than twice the rounding error of a product."""
+    """Return the first of y, dx and dw of a compiled layer that differs by more than twice the rounding error of a
+    product, or None."""
     tokens, outputs, inputs = sizes(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x, w, dy = (
@@ -29,25 +30,25 @@ def check_compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], de
         for seed, shape in enumerate(((tokens, inputs), (outputs, inputs), (tokens, outputs)))
     )
     reference = {gemm: Selection(get("reference"), "", ()) for gemm in selections}
-    want = _run_step(_make_layer(w, recipe, reference), x, dy)
+    expected_results = _run_step(_make_layer(w, recipe, reference), x, dy)
     layer = _make_layer(w.to(device), recipe, selections)
 
     def forward(x: Tensor) -> Tensor:
         return layer(x)
 
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=False)
-    got = _run_step(layer, x.to(device), dy.to(device), compiled)
+    results = _run_step(layer, x.to(device), dy.to(device), compiled)
     x, w, dy = (t.float().abs() for t in (x, w, dy))
-    for name, mine, exact, most in zip(
-        ("y", "dx", "dw"), got, want, (x @ w.t(), dy @ w, dy.t() @ x), strict=True
+    for name, actual, expected, magnitude in zip(
+        ("y", "dx", "dw"), results, expected_results, (x @ w.t(), dy @ w, dy.t() @ x), strict=True
     ):  # fmt: skip
-        if (fault := find_largest_error(name, mine, exact.float(), most * 2 * BOUND)) is not None:
-            return fault
+        if (mismatch := find_largest_error(name, actual, expected.float(), magnitude * 2 * BOUND)) is not None:
+            return mismatch
     return None
 
 
 def _make_layer(w: Tensor, recipe: Recipe, selections: Mapping[str, Selection]) -> nn.Linear:
-    """An FP8 layer with weight w, created on meta so that the random state of the process does not change."""
+    """Return an FP8 layer with weight w, created on meta so that the random state of the process does not change."""
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(w.clone())
     return convert(layer, Site("self-check", recipe, selections))
@@ -56,7 +57,7 @@ def _make_layer(w: Tensor, recipe: Recipe, selections: Mapping[str, Selection]) 
 def _run_step(
     layer: nn.Linear, x: Tensor, dy: Tensor, forward: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, dx, dw)"""
+    """Run one forward and backward, and return (y, dx, dw)."""
     x = x.clone().requires_grad_()
     with torch.enable_grad():
         y = (forward or layer)(x)

@@ -1,17 +1,17 @@
-"""Delayed scaling: the amax histories of x and dy, one row per layer (or expert).
+"""Delayed scaling: amax histories of x and dy, one row per layer (or expert).
 
-The scale of a cast comes from the largest amax of the recorded forwards (for dy: backwards), so that a cast does not
-wait for its own amax; values that exceed the history saturate, and the next scale includes them. An empty history falls
-back to the current amax. Every training forward records one entry, whatever the accumulation; evaluation and recomputed
-forwards read the history and record nothing. NaN and infinity are never recorded.
+The scale of a cast is computed from the largest recorded amax of earlier forwards (backwards for dy), so that a cast
+need not compute its amax first. Values that exceed the history saturate, and the next scale includes them. An empty
+history falls back to the current amax. Every training forward records one entry, also with gradient accumulation;
+evaluation and recomputed forwards read the history and record nothing. NaN and infinity are never recorded.
 
-A recomputed forward takes the scale of its original forward, even if the history has changed since. Each forward, also
-in evaluation and under ``uncounted``, stores a fingerprint of its input with its scale, by which the recomputation
-finds it. The order of autograd nodes distinguishes inputs that are equal bit for bit, such as dummy images.
+A recomputed forward uses the scale of its original forward, even if the history has changed since. Each forward, also
+in evaluation and under ``uncounted``, stores a fingerprint of its input with its scale, and the recomputation looks the
+scale up. The order of autograd nodes distinguishes inputs that are equal bit for bit, such as dummy images.
 
-Histories are plain tensors of the module and not buffers: DistributedDataParallel would overwrite buffers with rank 0's
-and lose the records of other ranks. They follow the module to a device and into copies and are absent from
-``state_dict``. :mod:`octavo.fp8.delayed` adds them to a checkpoint.
+Histories are plain tensors of the module, not buffers: DistributedDataParallel would overwrite buffers with rank 0's
+and lose the records of other ranks. They move with the module to a device, are copied with it, and are not in its
+``state_dict``; :mod:`octavo.fp8.delayed` adds them to a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.observe.recorder import LayerRecord
 
-PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", then "_<parameter>" in modules of experts
+PREFIX = "fp8_amax_"  # followed by "x" or "dy", and by "_<parameter>" in modules of experts
 HISTORIES_KEY = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
-_NUM_RECENT = 64  # forwards whose scale a recomputation can find
-_MAX_DISTANCE = 1 << 62  # larger than any distance between autograd nodes
-_INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_NUM_RECENT = 64  # forwards whose scale a recomputation can look up
+_MAX_DISTANCE = 1 << 62  # exceeds every distance between autograd nodes
+_INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
 
 class History(NamedTuple):
-    """One layer's rows: ``x`` and ``dy`` [length], fp32, newest first, 0 for no record yet; ``recent`` [3, 64], int64:
-    number of the autograd node, fingerprint (0: empty) and bits of the scale of the last forwards, newest first."""
+    """The history of one layer, newest first.
+
+    ``x`` and ``dy`` [length] are fp32 amaxes, 0 where nothing is recorded yet. ``recent`` [3, 64], int64, has the
+    number of the autograd node, the fingerprint (0 if empty) and the bits of the scale of the last forwards.
+    """
 
     x: Tensor
     dy: Tensor
@@ -50,68 +53,71 @@ class History(NamedTuple):
 
 
 class DelayedScaling(NamedTuple):
-    """The scaling of a :class:`~octavo.fp8.dense.gemms.Site`: its module's histories, ``held``, under ``suffix``."""
+    """The scaling of a :class:`~octavo.fp8.dense.gemms.Site`, by the histories of its module whose names end in
+    ``suffix``."""
 
-    held: dict[str, Tensor]
+    histories: dict[str, Tensor]
     suffix: str
 
     def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> DelayedCasts:
-        """The casts of one forward and its backward: rows on the device of x, which only training writes."""
+        """Return the casts of one forward and its backward; they record their amaxes only in training."""
         return DelayedCasts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
 
     def history(self, slot: int, device: torch.device) -> History:
-        """The rows of one slot, on ``device``. A forward on meta gets a copy, so that the real rows stay on their
-        device."""
+        """Return the rows of one slot on ``device``. A forward on meta gets a copy, and the real rows stay where they
+        are."""
         rows = []
         for key in History._fields:
             name = PREFIX + key + self.suffix
-            tensor = move_tensor(self.held[name], device)
+            tensor = move_tensor(self.histories[name], device)
             if device.type != "meta":
-                self.held[name] = tensor
+                self.histories[name] = tensor
             rows.append(tensor[slot])
         return History(*rows)
 
     def move_to(self, device: torch.device) -> None:
-        """Histories follow the weights to their device, never to their dtype."""
+        """Move the histories to the device of the weights; their dtype never changes."""
         if device.type != "meta":
-            self.held.update({name: move_tensor(tensor, device) for name, tensor in self.held.items()})
+            self.histories.update({name: move_tensor(tensor, device) for name, tensor in self.histories.items()})
 
 
 class DelayedCasts(NamedTuple):
-    """The casts of one forward and its backward; ``record``: their amaxes, except in a recomputation."""
+    """The casts of one forward and its backward; ``record`` stores their amaxes, except in a recomputation."""
 
     rows: History
     record: bool
     recompute: bool
 
     def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
-        """The input of a layer [M, K] by its history."""
+        """Cast the input of a layer [M, K] with the scale of its history."""
         return _cast_pair(partial(self._cast_x, x.matrix()), row, col)
 
     def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
-        """The gradient of a layer's output [M, N] by its history."""
+        """Cast the gradient of a layer's output [M, N] with the scale of its history."""
         return _cast_pair(partial(self._cast_dy, dy), row, col)
 
     def _cast_x(self, x: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
-        """A forward and its recomputation run the same operations, except writes: selective checkpointing replays
-        results by counting operations."""
+        """Cast x. A forward and its recomputation run the same operations, except writes, because selective
+        checkpointing replays results by counting operations."""
         (backend, spec), rows = request, self.rows
         with torch.no_grad():
             amax = _amax(x)
             scale = _history_scale(rows.x, amax, spec)
             if not x.numel():
                 return _quantize(backend, x, scale, spec, amax, contracts)
-            print_ = _fingerprint(x)
+            fingerprint = _fingerprint(x)
             number = torch.autograd._get_sequence_nr() - 1  # the node of this forward has the latest number
-            entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
-            recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _push(rows.x, amax, amax.isfinite())
+            entry = torch.stack(
+                [torch.full_like(fingerprint, number), fingerprint, scale.view(torch.int32).long()]
+            ).view(3, 1)
+            recent, new_row = torch.cat([entry, rows.recent[:, :-1]], 1), _push(rows.x, amax, amax.isfinite())
             if self.recompute:
-                scale = _look_up_scale(rows.recent, print_, *_recomputing_node(), scale)
+                scale = _look_up_scale(rows.recent, fingerprint, *_recomputing_node(), scale)
             else:
                 rows.recent.copy_(recent)
                 if self.record:
-                    rows.x.copy_(longer)
-                scale = _look_up_scale(recent, print_, number, False, scale)  # this forward's entry
+                    rows.x.copy_(new_row)
+                scale = _look_up_scale(recent, fingerprint, number, False, scale)  # this forward's entry
             return _quantize(backend, x, scale, spec, amax, contracts)
 
     def _cast_dy(self, dy: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
@@ -127,7 +133,7 @@ class DelayedCasts(NamedTuple):
 def _cast_pair(
     cast: Callable[[CastRequest, Sequence[int]], Sequence[Quantized]], row: CastRequest | None, col: CastRequest | None
 ) -> QuantizedPair:
-    """The codes under both requests; equal requests share one cast, because each cast changes the history."""
+    """Return the codes under both requests; equal requests share one cast, because each cast changes the history."""
     if row is not None and col is not None and row.spec == col.spec:
         first, second = cast(row, (1, 0))
         return first, second
@@ -137,14 +143,14 @@ def _cast_pair(
 def _quantize(
     backend: Backend, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor, contracts: Sequence[int]
 ) -> Sequence[Quantized]:
-    """x under a known scale, in the layout for each of ``contracts``: (1,), (0,) or (1, 0)."""
+    """Cast x with a known scale, once in the layout for each of ``contracts``: (1,), (0,) or (1, 0)."""
     if len(contracts) == 2:
         return backend.quantize_both_with_scale(x, scale, spec, amax)
     return (backend.quantize_with_scale(x, scale, spec, amax, contracts[0]),)
 
 
 def convert(module: nn.Linear, site: Site) -> Linear:
-    """:meth:`Linear.convert`, with histories if the recipe uses delayed scaling."""
+    """Convert a layer (:meth:`Linear.convert`), and attach histories if the recipe uses delayed scaling."""
     layer = Linear.convert(module, site)
     if site.recipe.delayed is not None:
         attach_histories(layer, site)
@@ -152,20 +158,20 @@ def convert(module: nn.Linear, site: Site) -> Linear:
 
 
 def attach_histories(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
-    """Add empty histories to a module, [slots, length] for x and dy, and delayed scaling to its site."""
+    """Attach empty histories of x and dy, [slots, length] each, to a module, and delayed scaling to its site."""
     assert site.recipe.delayed is not None
     weight, length = next(module.parameters(recurse=False)), site.recipe.delayed.length
     device = torch.device("cpu") if weight.is_meta else weight.device
-    held = module.__dict__.setdefault(HISTORIES_KEY, {})
+    histories = module.__dict__.setdefault(HISTORIES_KEY, {})
     with torch.inference_mode(False):  # training writes them, even if they were created in inference mode
         for key in ("x", "dy"):
-            held[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
-        held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _NUM_RECENT, device=device, dtype=torch.int64)
-    site.scaling = DelayedScaling(held, suffix)
+            histories[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
+        histories[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _NUM_RECENT, device=device, dtype=torch.int64)
+    site.scaling = DelayedScaling(histories, suffix)
 
 
 def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``; a copy is an ordinary tensor, also inside inference mode."""
+    """Return the tensor on ``device``; a copy is not an inference tensor, even if inference mode is on."""
     if tensor.device == device:
         return tensor
     with torch.inference_mode(False):
@@ -173,9 +179,10 @@ def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """The amax histories of all layers with delayed scaling, by name (copies, fp32); empty without such layers.
+    """Return copies of the amax histories of all layers with delayed scaling, fp32, by name.
 
-    A checkpoint needs them: without them the first steps after a resume cast with other scales.
+    The dict is empty if there are no such layers. Save it in checkpoints: without it, the first steps after a resume
+    cast with different scales.
     """
     return {name: b.detach().clone() for name, b in _named_histories(model).items()}
 
@@ -183,13 +190,14 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 def move_scaling(model: nn.Module, device: torch.device) -> None:
     """Move the amax histories of a model to ``device``, for a model whose weights were on the meta device."""
     for module in model.modules():
-        held = module.__dict__.get(HISTORIES_KEY)
-        if held is not None:
-            held.update({name: move_tensor(tensor, device) for name, tensor in held.items()})
+        histories = module.__dict__.get(HISTORIES_KEY)
+        if histories is not None:
+            histories.update({name: move_tensor(tensor, device) for name, tensor in histories.items()})
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore what :func:`scaling_state` returned. Raises ValueError if names or shapes differ from the model's."""
+    """Restore the state that :func:`scaling_state` returned. Raises ValueError if its names or shapes differ from the
+    model's."""
     histories = _named_histories(model)
     missing, extra = sorted(histories.keys() - state.keys()), sorted(state.keys() - histories.keys())
     if missing or extra:
@@ -208,11 +216,10 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def reduce_scaling_state(model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:
-    """Give every rank of ``group`` (None: all) the elementwise maximum of the histories of all ranks.
+    """Replace the histories of each rank by their elementwise maximum over the ranks of ``group`` (all by default).
 
-    A collective: call it after a step, on every rank of the group.
-
-    Per-tensor amax is local to a rank; afterwards all ranks cast with the scales of the whole batch.
+    Collective: call it after a step on every rank of the group. The amax of a tensor is local to a rank; afterwards all
+    ranks cast with the scales of the whole batch.
     """
     rows = list(_named_histories(model).values())
     if rows:
@@ -225,9 +232,9 @@ def reduce_scaling_state(model: nn.Module, group: torch.distributed.ProcessGroup
 
 
 def scale_gradient_histories(model: nn.Module, factor: float) -> None:
-    """Multiply the histories of dy by ``factor``: for a loss whose scale before backward changes by that factor.
+    """Multiply the histories of dy by ``factor``, after the loss scale changed by that factor.
 
-    A power of two changes no code of the following casts.
+    With a power of two, the following casts produce unchanged codes.
     """
     for name, row in _named_histories(model).items():
         if name.rpartition(".")[2].startswith(PREFIX + "dy"):
@@ -235,8 +242,8 @@ def scale_gradient_histories(model: nn.Module, factor: float) -> None:
 
 
 def _named_histories(model: nn.Module) -> dict[str, Tensor]:
-    """The histories of x and dy, by the names that buffers would have."""
-    # Notes for recomputed forwards are left out: they serve one step only.
+    """Return the histories of x and dy by the names that they would have as buffers."""
+    # Entries for recomputed forwards are left out, because they are valid for one step only.
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules()
@@ -250,7 +257,10 @@ def _format_example(names: list[str]) -> str:
 
 
 def _fingerprint(x: Tensor) -> Tensor:
-    """An int64 that depends on all bits of x and their rows, never 0. Integer sums do not depend on their order."""
+    """Return an int64, never 0, that depends on all bits of x and on the order of its rows.
+
+    Integer sums do not depend on the order of summation, so that the fingerprint is deterministic.
+    """
     x, packed = x.detach().contiguous(), 8 // x.element_size()
     if x.shape[1] % packed == 0:  # the fast path: several values per integer
         words = (x if x.storage_offset() % packed == 0 else x.clone()).view(torch.int64)
@@ -265,37 +275,41 @@ _odd_multiplier_cache: dict[
 
 
 def _odd_multipliers(x: Tensor) -> Tensor:
-    """1, 3, 5, ... for each row of x, int64. Cached, except where a mode or a graph capture would own the tensor."""
+    """Return 1, 3, 5, ..., int64, one for each row of x. Cached, unless a mode or a graph capture would own the
+    tensor."""
     rows, device = x.shape[0], x.device
     if x.is_meta or is_capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
     stream = 0 if device.type == "cpu" else accelerator.stream_id(device)
-    held = _odd_multiplier_cache.get((device, stream))
-    if held is None or held.shape[0] < rows:
+    histories = _odd_multiplier_cache.get((device, stream))
+    if histories is None or histories.shape[0] < rows:
         with torch.inference_mode(False):
-            held = _odd_multiplier_cache[device, stream] = torch.arange(1, 2 * rows, 2, device=device)
-    return held[:rows]
+            histories = _odd_multiplier_cache[device, stream] = torch.arange(1, 2 * rows, 2, device=device)
+    return histories[:rows]
 
 
 def _recomputing_node() -> tuple[int, bool]:
-    """The number of the node whose backward recomputes, and whether the original forwards have larger numbers: the node
-    of a reentrant checkpoint precedes them, while other checkpoints recompute for a node after them."""
+    """Return (the number of the autograd node whose backward recomputes, whether the original forwards have larger
+    numbers). The node of a reentrant checkpoint precedes them; other checkpoints recompute for a later node."""
     node = torch._C._current_autograd_node()
     return (0, False) if node is None else (node._sequence_nr(), node.name() == "CheckpointFunctionBackward")
 
 
-def _look_up_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwise: Tensor) -> Tensor:
-    """The scale stored for the same input; among equal inputs, of the forward nearest before (or after) the node."""
-    numbers, prints, scales = recent.unbind(0)
+def _look_up_scale(recent: Tensor, fingerprint: Tensor, node: int, after: bool, default: Tensor) -> Tensor:
+    """Return the scale stored for the same input, or ``default`` if there is none.
+
+    Among equal inputs, the forward nearest before (or ``after``) the node is taken.
+    """
+    numbers, fingerprints, scales = recent.unbind(0)
     # A distance in the wrong direction is negative and wraps to a large number.
     distance = ((numbers - node) * (1 if after else -1)).bitwise_and(_MAX_DISTANCE - 1)
-    best = distance.masked_fill(prints != print_, _MAX_DISTANCE).argmin(0, keepdim=True)
-    matches = prints.index_select(0, best) == print_
-    return torch.where(matches, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
+    best = distance.masked_fill(fingerprints != fingerprint, _MAX_DISTANCE).argmin(0, keepdim=True)
+    matches = fingerprints.index_select(0, best) == fingerprint
+    return torch.where(matches, scales.index_select(0, best).int().view(torch.float32), default).view(())
 
 
 def _amax(x: Tensor) -> Tensor:
-    """``cast.amax`` without a copy of x: negation is exact, and a minimum keeps NaN like a maximum."""
+    """Return ``cast.amax(x)`` without a copy of x: negation is exact, and both a minimum and a maximum keep NaN."""
     if not x.numel():
         return cast.amax(x)
     low, high = torch.aminmax(x)
@@ -308,5 +322,5 @@ def _history_scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
 
 
 def _push(row: Tensor, value: Tensor, valid: Tensor) -> Tensor:
-    """``row`` with ``value`` first, if it is valid, which the device decides without synchronization."""
+    """Return ``row`` with ``value`` inserted first if it is valid; the device decides this without synchronization."""
     return torch.where(valid, torch.cat([value.reshape(1), row[:-1]]), row)

@@ -5,16 +5,17 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.arithm
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
 An FP8 GEMM needs two operands in codes with scales. x is cast in the forward, twice if the recipe's blocks are along
-the contracted dimension (K in fwd, M in wgrad), in one pass; dy likewise in the backward; w once per optimizer step,
-into the cache of its layer (:mod:`octavo.fp8.weights.cache`), whose codes serve the backward and all micro-steps.
+the contracted dimension (K in fwd, M in wgrad), in one pass; dy is cast the same way in the backward. w is cast once
+per optimizer step into the cache of its layer (:mod:`octavo.fp8.weights.cache`); the backward and all micro-steps use
+these codes.
 
-A forward saves for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight. Nothing
-in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input without
-gradient needs no dgrad. If the backward can recompute x, not even codes are saved
-(:class:`octavo.fp8.dense.inputs.Source`): x is cast for wgrad there, to the same codes.
+A forward saves the FP8 codes and scales of x in wgrad layout, and a reference to the weight. It saves nothing in 16 or
+32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input without gradient
+needs no dgrad. If the backward can recompute x (:class:`octavo.fp8.dense.inputs.Source`), no codes are saved: the
+backward recomputes x and casts it to identical codes.
 
-Compared with saving x itself, one more cast in the forward saves half the memory. Compared with scales from an amax
-history (:mod:`octavo.fp8.dense.delayed`), a cast by the current amax reads x twice, and never saturates.
+Compared with saving x itself, one more cast in the forward halves the memory. Compared with scales from an amax history
+(:mod:`octavo.fp8.dense.delayed`), a cast by the current amax reads x twice and never saturates.
 
 Observers, delayed scaling and compilation attach from outside: see :mod:`octavo.fp8.observe.recorder`,
 :mod:`octavo.fp8.dense.delayed`, :mod:`octavo.fp8.dense.compiled`. Next: :mod:`octavo.fp8.dense.gemms`, the core that
@@ -47,80 +48,81 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _NO_GRADS = (False, False, False, False)
 WHOLE_WEIGHT = WeightSlice()
 SOURCE_KEY = "_source"
-"""The key in the __dict__ of a layer whose input an enclosing module recomputes in the backward: a SourceOf."""
+"""The key of a :data:`SourceFactory` in the ``__dict__`` of a layer whose input an enclosing module can recompute."""
 SourceFactory = Callable[[Tensor, torch.dtype], "Source | None"]
 
 
 class GemmArgs(NamedTuple):
-    """The arguments of a forward, other than its tensors."""
+    """The arguments of a forward that are not inputs of autograd."""
 
     site: Site
     weight: Tensor  # the parameter
-    part: WeightSlice  # the part of it that is multiplied
+    part: WeightSlice  # the part of the parameter that is multiplied
     grad: bool  # gradients are enabled
-    training: bool = False  # whether delayed scaling records
-    way: DenseOps = DENSE_OPS
-    shares: bool = True  # whether layers with the same input share its codes
-    source: SourceFactory | None = None  # how the backward recomputes x, if the layer knows
+    training: bool = False  # delayed scaling records the amax
+    ops: DenseOps = DENSE_OPS
+    share_codes: bool = True  # with other layers that are called with the same input
+    source: SourceFactory | None = None  # recomputes x in the backward
 
 
 @torch._disable_dynamo  # as torch.compiler.disable, without importing torch._dynamo before the first call
-def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under autocast).
+def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
+    """Return x [..., K] @ weight [N, K].T + bias [N], as [..., N] in the dtype of x (autocast's under autocast).
 
-    ``torch.compile`` does not trace into it: caches, counters and casts that read values cannot be traced.
+    ``torch.compile`` does not trace into this function: caches, counters and casts that read values cannot be traced.
     """
-    _check(x, weight, call.site.name)
-    return _ThreeGemms.apply(x, weight, bias, call)
+    _check(x, weight, args.site.name)
+    return _ThreeGemms.apply(x, weight, bias, args)
 
 
-def three_gemms_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
-    """:func:`three_gemms` without checks, with the casts and products of ``call.way``."""
-    return _ThreeGemms.apply(x, weight, bias, call)
+def three_gemms_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
+    """Run :func:`three_gemms` without its checks, with the casts and products of ``args.ops``."""
+    return _ThreeGemms.apply(x, weight, bias, args)
 
 
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
-        site, way = call.site, call.way
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if call.grad else _NO_GRADS
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
+        site, ops = args.site, args.ops
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if args.grad else _NO_GRADS
         ctx.needs = needs_x, needs_w, needs_b
-        ctx.seen = seen = recorder.begin(site.name, needs_x, needs_w, call.grad, way.sizes)
-        operand = Input(x, site if call.shares else None, cast=way.cast)
+        ctx.record = record = recorder.begin(site.name, needs_x, needs_w, args.grad, ops.sizes)
+        operand = Input(x, site if args.share_codes else None, cast=ops.cast)
         with operand.autocast_off:
-            ctx.scaling, x_q, saved = _cast_x(operand, call, seen, needs_w)
-            y, w_q = gemms.fwd(site, way, operand, x_q, call.weight, call.part, bias, operand.dtype, seen)
-        ctx.site, ctx.part, ctx.way, ctx.restore, ctx.forget = site, call.part, way, saved.restore, operand.forget
-        ctx.save_for_backward(*way.tensors, *_weight_tensors(call, w_q, needs_x), *saved.tensors)
+            ctx.scaling, x_q, saved = _cast_x(operand, args, record, needs_w)
+            y, w_q = gemms.fwd(site, ops, operand, x_q, args.weight, args.part, bias, operand.dtype, record)
+        ctx.site, ctx.part, ctx.ops = site, args.part, ops
+        ctx.restore, ctx.drop_codes = saved.restore, operand.drop_codes
+        ctx.save_for_backward(*ops.tensors, *_weight_tensors(args, w_q, needs_x), *saved.tensors)
         ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, operand.dtype
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        # Autograd must not see a view, because F.linear's output is none: a model may write into it (+=, inplace=True).
+        # Autograd must not see a view: a model may write into the output (+=, inplace=True), as into F.linear's.
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.forget()
-        (needs_x, needs_w, needs_b), site, seen = ctx.needs, ctx.site, ctx.seen
-        way, tensors = ctx.way.restore(ctx.saved_tensors)
+        ctx.drop_codes()
+        (needs_x, needs_w, needs_b), site, record = ctx.needs, ctx.site, ctx.record
+        ops, tensors = ctx.ops.restore(ctx.saved_tensors)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         dy_MN = dy if dy.dim() == 2 else dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
         with without_autocast(dy):
-            cast = partial(way.cast, dy_MN) if ctx.scaling is None else partial(ctx.scaling.cast_dy, dy_MN)
+            cast = partial(ops.cast, dy_MN) if ctx.scaling is None else partial(ctx.scaling.cast_dy, dy_MN)
             dy_row, dy_col = cast(site.dy.row if needs_x else None, site.dy.col if needs_w else None)
             if needs_x:
                 weight, w_q = tensors.pop(0), None
                 if ctx.w_spec is not None:
                     w_q = Quantized(tensors.pop(0), tensors.pop(0), ctx.w_spec)
                 # Rounded to the dtype of the GEMMs first, as the gradient of autocast's copy would be.
-                dx = gemms.dgrad(site, way, dy_MN, dy_row, weight, ctx.part, w_q, ctx.dtype, seen)
+                dx = gemms.dgrad(site, ops, dy_MN, dy_row, weight, ctx.part, w_q, ctx.dtype, record)
                 dx = (dx if dx.shape == ctx.x_shape else dx.view(ctx.x_shape)).to(x_dtype)
             if needs_w:
-                x, exact = ctx.restore(way, tensors)
-                dw = gemms.wgrad(site, way, dy_MN, dy_col, x, exact, w_dtype, seen)
+                x, exact = ctx.restore(ops, tensors)
+                dw = gemms.wgrad(site, ops, dy_MN, dy_col, x, exact, w_dtype, record)
             if needs_b:
-                db = way.bias_grad(dy_MN).to(b_dtype)
+                db = ops.bias_grad(dy_MN).to(b_dtype)
         return dx, dw, db, None
 
 
@@ -128,67 +130,75 @@ class _ThreeGemms(torch.autograd.Function):
 
 
 class SavedInput(NamedTuple):
-    """The tensors that a forward saves of x for wgrad; ``restore(way, tensors)`` returns the operand of wgrad, and x
-    itself if it is available."""
+    """The tensors that a forward saves of x for wgrad.
+
+    ``restore(ops, tensors)`` returns (the operand of wgrad, x in high precision or None if it was not saved).
+    """
 
     tensors: tuple[Tensor, ...]
     restore: Callable[[DenseOps, Sequence[Tensor]], tuple[Quantized | Tensor, Tensor | None]] | None
 
 
 def _cast_x(
-    x: Input, call: GemmArgs, seen: LayerRecord, needs_w: bool
+    x: Input, args: GemmArgs, record: LayerRecord, needs_w: bool
 ) -> tuple[ScaledCasts | None, Quantized | None, SavedInput]:
-    """(the scaling of casts, None for the current amax; the operand x of fwd; what is saved of x for wgrad).
+    """Cast x for fwd and wgrad.
 
-    If the backward recomputes x, only the tensors that x is computed from are saved, and a scale from a history.
+    Returns (the scaling of the casts or None for the current amax, the operand of fwd, the tensors saved for wgrad).
+    If the backward recomputes x, only the tensors that x is computed from are saved, and the scale from its history.
     """
-    site, source = call.site, x.source if needs_w else None
-    if needs_w and source is None and call.source is not None:
-        source = call.source(x.given, x.dtype)
-    scaling = None if site.scaling is None else site.scaling.begin(x.given, call.part.slot, call.training, seen)
+    site, source = args.site, x.source if needs_w else None
+    if needs_w and source is None and args.source is not None:
+        source = args.source(x.tensor, x.dtype)
+    scaling = None if site.scaling is None else site.scaling.begin(x.tensor, args.part.slot, args.training, record)
     cast = x.codes if scaling is None else partial(scaling.cast_x, x)
-    wanted = site.x.col if needs_w and (source is None or scaling is not None) else None
-    x_q, x_col = cast(site.x.row, wanted)
+    col_request = site.x.col if needs_w and (source is None or scaling is not None) else None
+    x_q, x_col = cast(site.x.row, col_request)
     if not needs_w:
         return scaling, x_q, SavedInput((), None)
     if source is not None:
         scale = () if x_col is None else (x_col.scale,)
-        again = partial(_recompute_x, source.remake, len(source.tensors), site, x.dtype)
-        return scaling, x_q, SavedInput((*source.tensors, *scale), again)
+        recompute = partial(_recompute_x, source.recompute, len(source.tensors), site, x.dtype)
+        return scaling, x_q, SavedInput((*source.tensors, *scale), recompute)
     if x_col is None:
-        return scaling, x_q, SavedInput((x.high(),), _restore_x)
-    exact = (x.matrix(),) if seen.keeps_x else ()
+        return scaling, x_q, SavedInput((x.high_precision(),), _restore_x)
+    exact = (x.matrix(),) if record.keeps_x else ()
     return scaling, x_q, SavedInput((x_col.data, x_col.scale, *exact), partial(_restore_codes, x_col.spec))
 
 
-def _restore_codes(spec: CastSpec, way: DenseOps, tensors: Sequence[Tensor]) -> tuple[Quantized, Tensor | None]:
+def _restore_codes(spec: CastSpec, ops: DenseOps, tensors: Sequence[Tensor]) -> tuple[Quantized, Tensor | None]:
     return Quantized(tensors[0], tensors[1], spec), tensors[2] if len(tensors) > 2 else None
 
 
-def _restore_x(way: DenseOps, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _restore_x(ops: DenseOps, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return tensors[0], tensors[0]
 
 
 def _recompute_x(
-    remake: Callable[..., Tensor], count: int, site: Site, dtype: torch.dtype, way: DenseOps, tensors: Sequence[Tensor]
+    recompute_x: Callable[..., Tensor],
+    count: int,
+    site: Site,
+    dtype: torch.dtype,
+    ops: DenseOps,
+    tensors: Sequence[Tensor],
 ) -> tuple[Quantized | Tensor, Tensor]:
-    """(the operand of wgrad, x), recomputed in the backward."""
-    x = remake(*tensors[:count]).to(dtype)
+    """Recompute x in the backward, and cast it for wgrad unless wgrad runs in high precision."""
+    x = recompute_x(*tensors[:count]).to(dtype)
     x_MK, col = x.reshape(x.shape[:-1].numel(), x.shape[-1]), site.x.col
     if col is None:
         return x_MK, x_MK
     if len(tensors) > count:
         return col.backend.quantize_with_scale(x_MK, tensors[count], col.spec, contract=0), x_MK
-    x_q = way.cast(x_MK, None, col)[1]
+    x_q = ops.cast(x_MK, None, col)[1]
     assert x_q is not None
     return x_q, x_MK
 
 
-def _weight_tensors(call: GemmArgs, w_q: Quantized | None, needs_x: bool) -> tuple[Tensor, ...]:
-    """The tensors of the weight that dgrad needs: the parameter, and codes that are in no cache."""
+def _weight_tensors(args: GemmArgs, w_q: Quantized | None, needs_x: bool) -> tuple[Tensor, ...]:
+    """Return the tensors of the weight to save for dgrad: the parameter, and its codes if no cache holds them."""
     if not needs_x:
         return ()
-    return (call.weight,) if w_q is None else (call.weight, w_q.data, w_q.scale)
+    return (args.weight,) if w_q is None else (args.weight, w_q.data, w_q.scale)
 
 
 def _check(x: Tensor, weight: Tensor, name: str) -> None:
@@ -200,38 +210,42 @@ def _check(x: Tensor, weight: Tensor, name: str) -> None:
         )
     if type(weight) not in _PLAIN_TENSORS and not is_whole(weight):
         raise RuntimeError(
-            f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: under "
-            "FSDP2 call the module that fully_shard wrapped, so that its hooks gather the weight first; tensor "
-            "parallelism is not supported."
+            f"The weight of {name!r} is a DTensor when its GEMM runs, but FP8 layers need a plain tensor. Under FSDP2, "
+            "call the module that fully_shard wrapped, so that its hooks gather the weight first; tensor parallelism "
+            "is not supported."
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"{name!r} expects inputs with {weight.shape[1]} features, because its weight is {list(weight.shape)}; "
-            f"found an input of shape {list(x.shape)}."
+            f"{name!r} expects inputs with {weight.shape[1]} features (its weight is {list(weight.shape)}), got an "
+            f"input of shape {list(x.shape)}."
         )
 
 
 class Linear(CachesWeights, nn.Linear):
-    """An ``nn.Linear`` whose GEMMs run in FP8. :func:`octavo.fp8.apply` converts a stock layer in place: same object,
-    parameters, hooks and names, so that checkpoints, optimizers and PEFT see no difference."""
+    """An ``nn.Linear`` whose GEMMs run in FP8.
+
+    :func:`octavo.fp8.apply` converts a stock layer in place. The object, its parameters, hooks and names stay the same,
+    so that checkpoints, optimizers and PEFT see no difference.
+    """
 
     _site: Site
-    _fp8_param = False  # whether its weight is FP8 between steps: see `compiled`
-    _source: SourceFactory | None = None  # of its input, if an enclosing module recomputes that
+    _fp8_param = False  # True if the weight is stored in FP8 between steps: see `compiled`
+    _source: SourceFactory | None = None  # set by an enclosing module that can recompute the input
 
     @classmethod
     def convert(cls, module: nn.Linear, site: Site) -> Linear:
         """Convert a stock ``nn.Linear`` into an FP8 one, in place. Raises TypeError for other modules."""
         if type(module) is not nn.Linear:
             raise TypeError(
-                f"{site.name!r} is a {type(module).__name__}; only a plain torch.nn.Linear can become fp8.Linear."
+                f"{site.name!r} is a {type(module).__name__}; only a plain torch.nn.Linear can be converted to "
+                "fp8.Linear."
             )
         if "forward" in module.__dict__:
             raise TypeError(
-                f"{site.name!r} has a forward of its own on the instance (an accelerate hook?), which would bypass "
-                "FP8. Convert first and hook afterwards, or take the hook off (accelerate's remove_hook_from_module)."
+                f"{site.name!r} has a forward set on the instance (by an accelerate hook?), which would bypass FP8. "
+                "Convert first and add the hook afterwards, or remove the hook (accelerate's remove_hook_from_module)."
             )
-        module.__dict__["_site"] = site  # before the class, whose __setattr__ reads it
+        module.__dict__["_site"] = site  # before __class__, because __setattr__ of the new class reads it
         module.__class__ = cls
         assert isinstance(module, cls)
         compiled.record_weight_kind(module)
@@ -254,16 +268,17 @@ class Linear(CachesWeights, nn.Linear):
         return {"weight": self._site.codes}
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., K] -> [..., N]; the argument is named as in ``nn.Linear``, for callers by keyword."""
+        """Map input [..., K] to [..., N]. The argument has its name from ``nn.Linear``, for callers that pass it by
+        keyword."""
         if torch.compiler.is_compiling():
             return compiled.forward(self, input)
         grad = torch.is_grad_enabled()
-        way = DENSE_OPS if grad else INFERENCE_OPS
-        call = GemmArgs(self._site, self.weight, WHOLE_WEIGHT, grad, self.training, way, source=self._source)
+        ops = DENSE_OPS if grad else INFERENCE_OPS
+        args = GemmArgs(self._site, self.weight, WHOLE_WEIGHT, grad, self.training, ops, source=self._source)
         if torch._C._len_torch_function_stack() and is_active():
-            with torch._C.DisableTorchFunction():  # a mode that intercepts each call takes longer than most calls
-                return three_gemms(input, self.weight, self.bias, call)
-        return three_gemms(input, self.weight, self.bias, call)
+            with torch._C.DisableTorchFunction():  # intercepting a call takes longer than most calls
+                return three_gemms(input, self.weight, self.bias, args)
+        return three_gemms(input, self.weight, self.bias, args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
@@ -282,7 +297,7 @@ def linear(
 
     Args:
         x: [..., K], fp32, bf16 or fp16.
-        weight: [N, K]. Cast again in each forward and backward; :class:`Linear` keeps codes between calls.
+        weight: [N, K]. It is cast again in each forward and backward; :class:`Linear` caches its codes.
         bias: [N] or None.
         recipe: a recipe or its name. ``delayed`` has no history here and scales by the current amax.
         backend: "auto", or the name of the backend that must run it.
@@ -291,19 +306,21 @@ def linear(
         [..., N] in the dtype of x, rounded once.
 
     Raises:
-        RecipeError, BackendError: unknown names; a backend that does not support a GEMM.
-        RuntimeError: shapes that do not match.
+        RecipeError: the recipe does not exist.
+        BackendError: the backend does not exist or does not support a GEMM of the recipe.
+        RuntimeError: the shapes do not match.
     """
-    chosen = recipe if isinstance(recipe, Recipe) else named_recipe(recipe)
+    resolved = recipe if isinstance(recipe, Recipe) else named_recipe(recipe)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        bias_shape = "" if bias is None else f" and bias {list(bias.shape)}"
+        bias_shape = "" if bias is None else f" and a bias of shape {list(bias.shape)}"
         raise RuntimeError(
-            f"fp8.linear takes a weight of two dimensions [N, K] and a bias of one [N]; found weight "
-            f"{list(weight.shape)}{bias_shape}."
+            f"fp8.linear takes a weight [N, K] and a bias [N]; got a weight of shape {list(weight.shape)}{bias_shape}."
         )
     _check(x, weight, "linear")
     if torch.compiler.is_compiling():
-        key = compiled.make_key(compiled.format_casts(chosen), str(x.device), backend)
+        key = compiled.make_key(compiled.format_casts(resolved), str(x.device), backend)
         return compiled.linear(x, weight, bias, key)
-    site = Site("linear", chosen, select_backends(chosen, x.device, backend), WeightCache(keep=False))
-    return three_gemms(x, weight, bias, GemmArgs(site, weight, WHOLE_WEIGHT, torch.is_grad_enabled(), shares=False))
+    site = Site("linear", resolved, select_backends(resolved, x.device, backend), WeightCache(keep=False))
+    return three_gemms(
+        x, weight, bias, GemmArgs(site, weight, WHOLE_WEIGHT, torch.is_grad_enabled(), share_codes=False)
+    )

@@ -1,7 +1,7 @@
-"""Modules of a model with another implementation of the same computation: the class of the instance is replaced.
+"""Replace the forward of modules in a model by another implementation, by changing the class of the instance.
 
-The new class is a dynamic subclass of the stock one, so that parameters, names, hooks and ``isinstance`` are unchanged;
-it calls the stock forward whenever its own implementation does not apply. transformers itself is not patched.
+The new class is a dynamic subclass of the stock class, so that parameters, names, hooks and ``isinstance`` are
+unchanged. It calls the stock forward for inputs that the replacement does not support. transformers is not patched.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.weights.shards import is_plain_tensor
 
 STOCK_KEY = "_as_stock"
-"""The key in the __dict__ of a swapped module that runs the stock forward for now, because its class must stay."""
+"""The key in the ``__dict__`` of a swapped module that temporarily runs the stock forward without changing its
+class."""
 
 
 _ADDED = "_fp8_put"
 
 
 class PlannedLayer(NamedTuple):
-    """A linear layer and its planned recipe and backends: what other modules need to know to make codes for it."""
+    """A linear layer with its planned recipe and backends, from which other modules can compute codes for it."""
 
     layer: nn.Linear
     recipe: Recipe | None
@@ -33,42 +34,42 @@ class PlannedLayer(NamedTuple):
 
 
 def planned_layer(layer: nn.Module | None) -> PlannedLayer | None:
-    """The current recipe and backends of an FP8 layer; None for other modules."""
+    """Return the current recipe and backends of an FP8 layer, or None for other modules."""
     if not isinstance(layer, Linear):
         return None
     return PlannedLayer(layer, layer.recipe, {gemm: s.backend.name for gemm, s in layer._site.selections.items()})
 
 
 class SwappedModule(nn.Module):
-    """A replacement forward for modules with one input: subclasses implement :meth:`replacement_forward`."""
+    """A module with one input whose forward is replaced: subclasses implement :meth:`replacement_forward`."""
 
     _stock: ClassVar[type[nn.Module]]
     _kind: ClassVar[type[SwappedModule]]
-    _as_stock = False  # STOCK
-    prefix: ClassVar[str] = "Fp8"  # of the class's name
+    _as_stock = False  # STOCK_KEY
+    prefix: ClassVar[str] = "Fp8"  # of the name of the dynamic class
     attributes: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
-    transient_attributes: ClassVar[tuple[str, ...]] = ()  # the part of ``attributes`` that copies and pickles omit
-    runs_in_high_precision: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
+    transient_attributes: ClassVar[tuple[str, ...]] = ()  # those that copies and pickles omit
+    runs_in_high_precision: ClassVar[bool] = False  # also used inside fp8.high_precision
 
     def replacement_forward(self, x: Tensor) -> Tensor | None:
-        """The output; None: this call runs the stock forward."""
+        """Return the output, or None to run the stock forward for this call."""
         raise NotImplementedError
 
     def traced_forward(self, x: Tensor) -> Tensor | None:
-        """:meth:`replacement_forward` while a compiler traces it, in operators of its graph; by default the stock
-        forward, which a compiler can fuse."""
+        """Return the output of :meth:`replacement_forward` while a compiler traces it, or None to run the stock
+        forward, which is the default and which a compiler can fuse."""
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1 and not self._as_stock:
-            other = self.traced_forward if torch.compiler.is_compiling() else self.replacement_forward
-            y = other(*args, *kwargs.values())
+            forward = self.traced_forward if torch.compiler.is_compiling() else self.replacement_forward
+            y = forward(*args, *kwargs.values())
             if y is not None:
                 return y
         return self._stock.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles refer to the stock class and the kind, since the dynamic class has no importable name."""
+        """Pickle the stock class and the kind, because the dynamic class cannot be imported by name."""
         state = {name: value for name, value in self.__dict__.items() if name not in self.transient_attributes}
         return _rebuild, (self._kind, self._stock), state
 
@@ -89,22 +90,21 @@ def _rebuild(kind: type[SwappedModule], stock: type[nn.Module]) -> nn.Module:
 
 
 def swap(module: nn.Module, kind: type[SwappedModule], **attributes: object) -> None:
-    """Replace the class of a module by ``kind``, with ``attributes`` (the names of ``kind.attributes``) in its
-    ``__dict__``."""
+    """Replace the class of a module by a subclass of ``kind``, and add ``attributes``, whose names must be those of
+    ``kind.attributes``, to its ``__dict__``."""
     assert set(attributes) == set(kind.attributes) - set(kind.transient_attributes)
     module.__dict__.update(attributes)
     module.__class__ = _get_class(kind, type(module))
 
 
 def add_attribute(module: nn.Module, name: str, value: object) -> None:
-    """Add an entry to the ``__dict__`` of a module that is not swapped, which :func:`unswap` removes."""
+    """Add an entry to the ``__dict__`` of a module that is not swapped; :func:`unswap` removes it."""
     module.__dict__[name] = value
     module.__dict__[_ADDED] = (*module.__dict__.get(_ADDED, ()), name)
 
 
 def unswap(module: nn.Module) -> None:
-    """Restore the stock class of a swapped module, and remove what :func:`add_attribute` added; other modules are
-    unchanged."""
+    """Restore the stock class of a module, and remove the entries that :func:`add_attribute` added."""
     for name in module.__dict__.pop(_ADDED, ()):
         module.__dict__.pop(name, None)
     if isinstance(module, SwappedModule) and "_stock" in type(module).__dict__:
@@ -114,7 +114,7 @@ def unswap(module: nn.Module) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether user code observes or changes the calls of this module: hooks, or a forward on the instance."""
+    """True if user code observes or changes the calls of this module, by hooks or a forward on the instance."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -125,14 +125,16 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def make_trial_module(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
-    """A module with the forward and the attributes of ``module``, but other parameters and children, and no hooks: for
-    a test of its forward on random numbers, also if the model itself is on the meta device."""
+    """Return a module with the forward and attributes of ``module``, but with the given parameters and children.
+
+    It is used to run a module's forward on random numbers, also if the model itself is on the meta device.
+    """
     copy = object.__new__(type(module))
     copy.__dict__.update({**module.__dict__, "_parameters": parameters, "_modules": modules})
     return copy
 
 
 def is_supported_input(x: Tensor) -> bool:
-    """Whether a replacement forward supports x: a plain tensor with elements, outside of transforms of torch.func,
-    which our gradients do not support."""
+    """True if a replacement forward supports x: a nonempty plain tensor, outside of transforms of torch.func, which
+    the gradients of replaced modules do not support."""
     return is_plain_tensor(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()

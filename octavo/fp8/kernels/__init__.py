@@ -1,4 +1,4 @@
-"""The FP8 operations and their backends: one registry, one file per backend, and the memory layout of codes."""
+"""FP8 operations and their backends: a registry, one file per backend, and the memory layout of codes."""
 
 from octavo.fp8.kernels.backends import BACKENDS
 from octavo.fp8.kernels.capture import CudaGraph, Graph, assume_constant_weights, forbid_synchronization

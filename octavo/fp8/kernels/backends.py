@@ -1,4 +1,4 @@
-"""The backends of this version, in the order of registration: the last one that can do an operation is preferred."""
+"""Register the backends in increasing order of preference: the last one that supports an operation is chosen."""
 
 from __future__ import annotations
 

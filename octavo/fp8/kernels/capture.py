@@ -1,7 +1,7 @@
-"""CUDA graphs: capture of work, and whether a capture is in progress.
+"""Capture of CUDA graphs, and detection of a capture in progress.
 
-Captured work reads and writes fixed memory and makes no decision on the host. Nothing computed during a capture may be
-cached, because a replay does not fill the cache again.
+Captured work reads and writes fixed memory and makes no decisions on the host. Results that are computed during a
+capture must not be cached, because a replay does not fill the cache again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_constant_weights_depth = 0  # nested weights_stay()
+_constant_weights_depth = 0  # nested calls of assume_constant_weights
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work on this device is now captured into a CUDA graph, ours or Inductor's (``reduce-overhead``, whose
-    memory pool must not hold anything that outlives a run)."""
+    """True if work on this device is being captured into a CUDA graph.
+
+    This includes Inductor's graphs (``reduce-overhead``), whose memory pool must not hold tensors that outlive a run.
+    """
     if device.type != "cuda":
         return False
     if torch.cuda.is_current_stream_capturing():
@@ -30,23 +32,23 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Graph(Protocol):
-    """Work that is captured once and replayed; tests replace it with one that runs on a CPU."""
+    """Work that is captured once and replayed. Tests use an implementation for the CPU."""
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record ``work`` without running it. Returns the tensor that holds its result after each replay."""
+        """Record ``work`` without running it. Returns the tensor that holds the result after each replay."""
 
     def replay(self) -> None: ...
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` with its memory in ``pool``, which graphs that are replayed in turn share."""
+    """A ``torch.cuda.CUDAGraph`` that allocates from ``pool``, which graphs that never run at the same time share."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """See :class:`Graph`. If ``work`` cannot be recorded, raises its error and restores the random generator."""
-        # Ending a capture that failed raises an error of its own, and leaves torch's generator waiting for a replay.
+        """Record ``work``. If this fails, restore the state of the random generator and raise the error of ``work``."""
+        # Ending a failed capture raises another error, and leaves torch's generator waiting for a replay.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before, cause = generator.clone_state(), None
         try:
@@ -60,7 +62,9 @@ class CudaGraph:
             generator.graphsafe_set_state(before)
             raise cause or error from None
         finally:
-            cause = None  # else it keeps this frame, and the tensors of work, alive until garbage is collected
+            cause = (
+                None  # a reference cycle would keep this frame and the tensors of work alive until garbage collection
+            )
 
     def replay(self) -> None:
         self._graph.replay()
@@ -68,7 +72,7 @@ class CudaGraph:
 
 @contextmanager
 def forbid_synchronization(device: torch.device) -> Iterator[None]:
-    """A context in which an operation that would wait for the GPU raises RuntimeError: it cannot be captured."""
+    """Inside this context, operations that wait for the GPU raise RuntimeError, because they cannot be captured."""
     if device.type != "cuda":
         yield
         return
@@ -84,7 +88,7 @@ def forbid_synchronization(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def assume_constant_weights() -> Iterator[None]:
-    """A context in which captured work may read cached codes of weights instead of casting in each replay.
+    """Inside this context, captured work reads cached codes of weights instead of casting in each replay.
 
     The caller must ensure that no weight changes or moves while the graph is in use.
     """
@@ -97,5 +101,5 @@ def assume_constant_weights() -> Iterator[None]:
 
 
 def are_weights_constant() -> bool:
-    """Whether this is inside :func:`assume_constant_weights`."""
+    """True inside :func:`assume_constant_weights`."""
     return _constant_weights_depth > 0

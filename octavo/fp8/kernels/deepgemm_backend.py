@@ -1,18 +1,18 @@
-"""The DeepGEMM backend: DeepSeek's block-scaled GEMMs for Hopper and datacenter Blackwell, where they are installed.
+"""The DeepGEMM backend: DeepSeek's block-scaled GEMMs for Hopper and datacenter Blackwell, if installed.
 
-DeepGEMM is built from source (github.com/deepseek-ai/DeepGEMM, 2.0 or later); it multiplies and does not cast. Its
-operands have the layout of :mod:`octavo.fp8.kernels.layout`. The products it is used for, all in E4M3::
+DeepGEMM is built from source (github.com/deepseek-ai/DeepGEMM, 2.0 or later). It has GEMMs but no casts. Its operands
+have the layout of :mod:`octavo.fp8.kernels.layout`. It is used for these products, all in E4M3::
 
     fwd, dgrad            1x128 by 128x128                fp8_gemm_nt, recipe (1, 128, 128), BF16 out
     wgrad in fp32         1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
     grouped fwd, dgrad    the same, by tile of an expert  m_grouped_fp8_gemm_nt_contiguous, BF16 out
 
-An output other than BF16, or a bias, takes the second form with the scales of the 128x128 blocks repeated, since the
-first form writes only BF16. Grouped products have no second form: Triton, which runs wherever DeepGEMM does and reads
-the same operands, computes those with another output or a bias, which are known only at the call. A wgrad in 16 bits is
-left to torch, or to Triton where torch has none: added to zeros in fp32 and then cast, it would move 18 bytes per
-weight instead of 2. The grouped wgrad needs the number of rows of each expert on the host, so that every step would
-wait for the device: other backends compute it.
+The first form writes only BF16. A product with another output dtype, or with a bias, uses the second form, with the
+scales of the 128x128 blocks repeated. Grouped products have no second form; if the call requests another output dtype
+or a bias, Triton computes them, which supports the same GPUs and operands. torch, or Triton if torch has no kernel,
+computes a wgrad in 16 bits: DeepGEMM would add it to zeros in fp32 and then cast, which moves 18 bytes per weight
+instead of 2. A grouped wgrad needs the number of rows of each expert on the host, and every step would wait for the
+device; other backends compute it.
 (Rules: csrc/apis/gemm.hpp and layout.hpp.)
 """
 
@@ -66,7 +66,9 @@ class DeepGemmBackend(GemmOnlyBackend):
         self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
         if op == "grouped_wgrad":
-            return "its grouped_wgrad needs the rows of each expert on the host, and every step would wait for them"
+            return (
+                "its grouped_wgrad needs the rows of each expert on the host, and every step would wait for the device"
+            )
         return _why_not_casts(op.removeprefix("grouped_"), a, b, device)
 
     def gemm(
@@ -115,51 +117,51 @@ class DeepGemmBackend(GemmOnlyBackend):
 
 @lru_cache(maxsize=64)
 def _why_not(kind: str, index: int | None) -> str | None:
-    """Why DeepGEMM cannot run on this kind of device, None if it can. Cached: looking for a package is slow."""
+    """Return why DeepGEMM cannot run on this type of device, or None. Cached, because looking up a package is slow."""
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
     if kind != "cuda" or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, not on {'AMD' if kind == 'cuda' else kind}"
     if not torch.cuda.is_available():
-        return "what it can do depends on the GPU, and this process sees none"
+        return "it depends on the GPU, but this process sees no GPU"
     return why_not_on_gpu(torch.cuda.get_device_capability(index)) or _why_not_library()
 
 
 def why_not_on_gpu(capability: tuple[int, int]) -> str | None:
-    """Why DeepGEMM does not run on a GPU of this compute capability, None if it does."""
+    """Return why DeepGEMM does not run on a GPU of this compute capability, or None if it does."""
     if capability[0] in (9, 10):
         return None
-    return f"it serves compute capabilities 9.0 and 10.x, this GPU has {capability[0]}.{capability[1]}"
+    return f"it supports compute capabilities 9.0 and 10.x, but this GPU has {capability[0]}.{capability[1]}"
 
 
 def _why_not_library() -> str | None:
-    """Why the installed deep_gemm cannot be used (it is broken, or another project of that name), None if it can."""
+    """Return why the installed deep_gemm cannot be used (it is broken, or another project of that name), or None."""
     try:
         module = _import_deep_gemm()
-    except Exception as error:  # any error of the import is the reason, and is shown
-        lines_ = str(error).strip().splitlines() or [""]
-        return f"deep_gemm does not import: {type(error).__name__}: {lines_[0]}"
+    except Exception as error:  # the error of the import is the reason to report
+        lines = str(error).strip().splitlines() or [""]
+        return f"importing deep_gemm failed: {type(error).__name__}: {lines[0]}"
     missing = [name for name in REQUIRED_FUNCTIONS if not hasattr(module, name)]
     if missing:
-        return f"the deep_gemm installed has no {missing[0]}: it is not {SOURCE} 2.0 or later (PyPI's deep-gemm is not)"
+        return f"the installed deep_gemm has no {missing[0]}: it is not {SOURCE} 2.0 or later (PyPI's deep-gemm is not)"
     if TILE % module.get_mk_alignment_for_contiguous_layout():
-        return f"its groups begin at multiples of {module.get_mk_alignment_for_contiguous_layout()} rows, not of {TILE}"
+        return f"its groups begin at multiples of {module.get_mk_alignment_for_contiguous_layout()} rows, not {TILE}"
     return None
 
 
 def _why_not_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
     formats, scales = {a.format, b.format}, {a.scale, b.scale}
     if scaling_kind(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
-        return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
+        return f"it supports E4M3 with pow2 scales, 1x128 by 128x128 or by 1x128, not {a} by {b}"
     if "fp32" in scales and not _supports_fp32_scales(device.type, device.index):
-        return f"on this GPU DeepGEMM keeps only the exponents of scales, and scales of {a} by {b} have more bits"
+        return f"on this GPU DeepGEMM uses only the exponents of scales, but scales of {a} by {b} are not powers of two"
     return None
 
 
 @lru_cache(maxsize=64)
 def _supports_fp32_scales(kind: str, index: int | None) -> bool:
-    """Whether scales may be any fp32 number, as in checkpoints: on Hopper. On Blackwell the library converts them to
-    UE8M0."""
+    """True if scales may be arbitrary fp32 numbers, as in checkpoints. This holds on Hopper; on Blackwell the library
+    converts them to UE8M0."""
     return kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
@@ -168,18 +170,18 @@ def _import_deep_gemm() -> ModuleType:
 
 
 def _repeat_block_scales(operand: Operand) -> Tensor:
-    """The scales of 128x128 blocks as scales of 1x128 blocks, [padded free, blocks]: repeated for each row."""
+    """Repeat the scales of 128x128 blocks for each row, as scales [padded free, blocks] of 1x128 blocks."""
     rows = operand.codes.shape[0]
-    spread = operand.scale.t()[:, :, None].expand(-1, -1, 128).flatten(1)  # [blocks, free blocks * 128]
-    scales = spread.new_ones(spread.shape[0], rows)
-    scales[:, : spread.shape[1]] = spread[:, :rows]
+    repeated = operand.scale.t()[:, :, None].expand(-1, -1, 128).flatten(1)  # [blocks, free blocks * 128]
+    scales = repeated.new_ones(repeated.shape[0], rows)
+    scales[:, : repeated.shape[1]] = repeated[:, :rows]
     return scales.t()
 
 
 def _grouped(
     copy_codes: CopyToLayout, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype
 ) -> Tensor:
-    """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
+    """Multiply the rows [R, contracted] of all experts by each expert's weight; tiles of no expert get zeros."""
     dim = CONTRACTED[op][1]
     fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
     _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
@@ -197,12 +199,12 @@ def _grouped(
 
 
 def _check(op: str, a_q: Quantized, b_q: Quantized, fits: bool) -> None:
-    named = op.removeprefix("grouped_")
+    gemm = op.removeprefix("grouped_")
     if not fits:
         raise CastError(
-            f"{op}: operands of {list(a_q.data.shape)} and {list(b_q.data.shape)} do not fit each other. "
-            "Flatten leading dimensions first, and lay rows of experts out with groups.route."
+            f"{op}: operands of {list(a_q.data.shape)} and {list(b_q.data.shape)} do not match. "
+            "Flatten leading dimensions first, and arrange the rows of experts with groups.group_rows."
         )
-    why_not = _why_not_casts(named, a_q.spec, b_q.spec, a_q.data.device)
+    why_not = _why_not_casts(gemm, a_q.spec, b_q.spec, a_q.data.device)
     if why_not is not None:
         raise CastError(f"{op} on deepgemm: {why_not}. Use the casts of the blockwise recipe, or another backend.")

@@ -1,10 +1,10 @@
-"""The layout of several experts' rows in one matrix, computed on the device without synchronization.
+"""The layout of the rows of several experts in one matrix, computed on the device without synchronization.
 
 Every (token, choice) pair of a mixture-of-experts layer is one row. Rows are sorted by expert into a matrix [R, K] in
-which each expert's rows begin at a multiple of :data:`TILE` and the rows between two experts are zero; so a tile of
-rows, and a block of a cast along the rows, belongs to one expert. R depends only on the number of pairs and experts: it
-is an upper bound with padding (at most U = min(pairs, experts) experts have rows, each at most one partial tile), so
-that no size is read back from the device.
+which each expert's rows begin at a multiple of :data:`TILE` and the rows between two experts are zero. A tile of rows,
+and a block of a cast along the rows, therefore belongs to one expert. R is an upper bound that depends only on the
+numbers of pairs and experts (at most U = min(pairs, experts) experts have rows, each at most one partial tile), so that
+no size is read back from the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ TILE = 128
 class Groups(NamedTuple):
     """The layout of the rows of E experts in a matrix of ``rows`` rows; all tensors int32 on the device.
 
-    ``sizes`` [E] real rows of each expert; ``starts`` [E + 1] first row of each, multiples of :data:`TILE`, the last
-    one past the end of the last expert; ``tiles`` [rows / TILE] expert of each tile, -1 for tiles of no expert.
+    Attributes:
+        sizes: [E], the number of rows of each expert without padding.
+        starts: [E + 1], the first row of each expert, a multiple of :data:`TILE`, and the end of the last one.
+        tiles: [rows / TILE], the expert of each tile, or -1.
+        rows: the number of rows of the matrix, padding included.
     """
 
     sizes: Tensor
@@ -38,8 +41,13 @@ class Groups(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """``groups``, with ``pair_of`` [R] (the pair in each row; the number of pairs where a row is padding) and
-    ``row_of`` [pairs] (the row of each pair; R for a pair that belongs to no expert)."""
+    """The groups of rows, and the assignment of pairs to rows.
+
+    Attributes:
+        groups: the layout of the rows.
+        pair_of: [R], the pair in each row, or the number of pairs for a row of padding.
+        row_of: [pairs], the row of each pair, or R for a pair without an expert.
+    """
 
     groups: Groups
     pair_of: Tensor
@@ -47,7 +55,7 @@ class Routing(NamedTuple):
 
 
 def group_rows(chosen: Tensor, experts: int) -> Routing:
-    """Lay out the pairs whose experts are ``chosen`` [pairs] (integers; others than 0..experts-1 belong to no expert).
+    """Assign a row to each pair, given its expert ``chosen`` [pairs] (an integer; not in 0..experts-1 for no expert).
 
     Pairs of one expert keep their order. Runs on the device of ``chosen`` without synchronization.
     """
@@ -63,7 +71,7 @@ def group_rows(chosen: Tensor, experts: int) -> Routing:
     starts = torch.cat([ends.new_zeros(1), ends])
     order = torch.argsort(bucket, stable=True)
     sorted_bucket = bucket[order]
-    # The row of a pair: where its expert begins plus its rank within the expert.
+    # The row of a pair is the start of its expert plus the rank of the pair within the expert.
     first = counts.cumsum(0) - counts  # of each bucket in the sorted pairs
     rank = torch.arange(pairs, device=device) - first[sorted_bucket]
     row = torch.where(sorted_bucket < experts, starts[sorted_bucket.clamp(max=experts)] + rank, rows)
@@ -77,7 +85,7 @@ def group_rows(chosen: Tensor, experts: int) -> Routing:
 
 
 def real_rows(groups: Groups) -> Tensor:
-    """[R], bool: True where a row is an expert's, False where it is padding. Does not synchronize."""
+    """Return a bool mask [R] that is False for rows of padding, without synchronization."""
     expert = groups.tiles.clamp(min=0).long()
     ends = torch.where(groups.tiles >= 0, (groups.starts[:-1] + groups.sizes)[expert], 0)
     rows = torch.arange(groups.rows, device=ends.device).view(-1, TILE)
@@ -85,14 +93,15 @@ def real_rows(groups: Groups) -> Tensor:
 
 
 def expert_spans(groups: Groups) -> Iterator[tuple[int, slice]]:
-    """(expert, its real rows) of every expert with rows. Reads the sizes, which waits for any device but the CPU."""
+    """Yield (expert, its rows without padding) for every expert with rows. Reads the sizes, which synchronizes."""
     for expert, (size, start) in enumerate(zip(groups.sizes.tolist(), groups.starts.tolist(), strict=False)):
         if size:
             yield expert, slice(start, start + size)
 
 
 def select_expert(q: Quantized, expert: int, span: slice) -> Quantized:
-    """One expert's rows of the result of ``Backend.quantize_rows``, equal to a cast of only these rows; views."""
+    """Return one expert's rows of a result of ``Backend.quantize_rows``, as views. They equal a cast of only these
+    rows."""
     r = q.spec.block[0]
     if r == -1:
         scale = q.scale[expert : expert + 1]

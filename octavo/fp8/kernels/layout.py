@@ -1,14 +1,14 @@
 """The memory layout of codes and scales, which lets any backend's GEMM read the result of any backend's cast.
 
-Logically a :class:`~octavo.fp8.arithmetic.cast.Quantized` always has the shape of the tensor it came from. In memory,
+A :class:`~octavo.fp8.arithmetic.cast.Quantized` always has the logical shape of the tensor it was cast from. In memory,
 tensor cores need the contracted dimension contiguous and padded, and the scales in a particular order. A cast therefore
-takes the dimension of its [rows, columns] matrix that the next GEMM contracts (``contract``: 1 for x and w in fwd and
-dy in dgrad, 0 for w in dgrad and both operands of wgrad) and returns this layout::
+has an argument ``contract``, the dimension of its [rows, columns] matrix that the next GEMM contracts (1 for x and w in
+fwd and for dy in dgrad, 0 for w in dgrad and for both operands of wgrad), and returns this layout::
 
     codes    the contracted dimension is contiguous; both dimensions of the buffer are padded with zero codes: the
-             contracted one to a multiple of 16, or of the block's side along it where that is finite and larger (128,
-             32 -> 32), the free one to a multiple of 16. ``data`` is the view of the real elements.
-    scales   one per row or column, or one in all: contiguous.
+             contracted one to a multiple of 16, or of the block's side along it if that is finite and larger (32 or
+             128), the free one to a multiple of 16. ``data`` is the view of the real elements.
+    scales   one per row, per column or per tensor: contiguous.
              blocks (1, g) along the contraction: contiguous along the free dimension, which is padded like the codes
              (to a multiple of 16), so that every row of their buffer has a scale. torch's and DeepGEMM's products
              read this order.
@@ -16,9 +16,9 @@ dy in dgrad, 0 for w in dgrad and both operands of wgrad) and returns this layou
              Scales in padding are 1; ``scale`` is the view of the real blocks.
 
 The reference writes plain contiguous tensors and reads any strides. :func:`k_major` converts any operand to the layout
-above and copies only what differs from it, so that the layout affects speed and never correctness. It relies on one
-invariant: in a buffer of the padded size, all codes after the real ones are zero. So take rows or columns of a
-Quantized by casting them, not by slicing its ``data`` along the contraction.
+above and copies only tensors that differ from it, so that the layout affects speed but not correctness. It relies on an
+invariant: in a buffer of the padded size, all codes after the real ones are zero. To select rows or columns of a
+Quantized, cast them again instead of slicing ``data`` along the contraction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGED_CHUNK = 1024
 """Tokens of a sequence per program of the paged cache's kernels."""
 
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
-"""The dimension of each operand that a GEMM sums over."""
+"""The dimensions of both operands that a GEMM contracts."""
 REVISION = 2
 """Incremented whenever sizes or order of codes or scales change. Compiled graphs contain it, because compilers cache
 graphs on disk, and a graph for another layout must not be reused."""
@@ -59,8 +59,8 @@ class Operand(NamedTuple):
 
 
 def check_fit(gemm: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int) -> None:
-    """Raises CastError unless a and b are matrices that agree in the contracted dimension, ``a_dim`` of a and ``b_dim``
-    of b."""
+    """Raise CastError unless a and b are matrices with the same size in the contracted dimension, ``a_dim`` of a and
+    ``b_dim`` of b."""
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
         raise CastError(
             f"gemm_{gemm}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
@@ -69,7 +69,8 @@ def check_fit(gemm: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int)
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """Codes and one-byte scales as uint8, since some of torch's operations do not support FP8; other tensors as is."""
+    """View codes and one-byte scales as uint8, because some torch operations do not support FP8; return other tensors
+    unchanged."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
@@ -82,13 +83,14 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def grid_shape(rows: int, cols: int, spec: CastSpec) -> tuple[int, int]:
-    """Blocks along both sides of a [rows, cols] matrix; -1 is one block, also of an empty side."""
+    """Return the number of blocks along both sides of a [rows, cols] matrix; a side of -1 is one block, also if the
+    matrix is empty."""
     r, c = spec.block
     return 1 if r == -1 else ceil_div(rows, r), 1 if c == -1 else ceil_div(cols, c)
 
 
 def padded_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[int, int]:
-    """(free, contracted) sizes of the buffer of codes for a [rows, cols] matrix."""
+    """Return the (free, contracted) sizes of the buffer of codes for a [rows, cols] matrix."""
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)
     side = spec.block[contract]
     return round_up(free, ALIGN), round_up(contracted, max(side, ALIGN))
@@ -97,9 +99,9 @@ def padded_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[i
 def codes_buffer(
     rows: int, cols: int, spec: CastSpec, contract: int, device: torch.device, zero: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(buffer [free, contracted] padded, view [rows, cols] of the real codes); ``zero`` fills the padding now.
+    """Allocate codes for a [rows, cols] matrix. Returns (padded buffer [free, contracted], view [rows, cols]).
 
-    Kernels that write the padding themselves pass ``zero=False``.
+    ``zero`` fills the buffer with zeros; it is not needed for kernels that write the padding.
     """
     make = torch.zeros if zero else torch.empty
     buffer = make(padded_sizes(rows, cols, spec, contract), dtype=torch.uint8, device=device).view(spec.fmt.dtype)
@@ -108,13 +110,16 @@ def codes_buffer(
 
 
 def scales_by_contraction(spec: CastSpec, contract: int) -> bool:
-    """Whether the buffer of scales begins with the contracted dimension: fp32 scales of blocks (1, g) along it."""
+    """True if the contracted dimension of the buffer of scales comes first, for fp32 scales of blocks (1, g) along
+    it."""
     return spec.scale != "e8m0" and spec.block[contract] != -1 and spec.block[1 - contract] == 1
 
 
 def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[int, int]:
-    """Sizes of the contiguous buffer that holds the scales of a [rows, cols] matrix in the order above, padding
-    included: [contracted, free] where :func:`scales_by_contraction`, else [free, contracted]."""
+    """Return the sizes of the contiguous buffer of the scales of a [rows, cols] matrix, padding included.
+
+    They are (contracted, free) if :func:`scales_by_contraction`, otherwise (free, contracted).
+    """
     grid = grid_shape(rows, cols, spec)
     free, contracted = grid[1 - contract], grid[contract]
     if spec.scale == "e8m0" or spec.block[contract] == -1:  # one byte each, or one for the whole contraction
@@ -129,7 +134,7 @@ CopyToLayout = Callable[[Quantized, int], Quantized]
 
 
 def copy_to_layout(q: Quantized, contract: int) -> Quantized:
-    """q, [rows, columns] or [E, rows, columns], with its codes copied into the layout for a contraction of dimension
+    """Copy the codes of q, [rows, columns] or [E, rows, columns], into the layout for a contraction of dimension
     ``contract`` of each matrix."""
     *experts, rows, cols = q.data.shape
     codes = q.data.new_zeros((*experts, *padded_sizes(rows, cols, q.spec, contract)), dtype=torch.uint8)
@@ -139,9 +144,10 @@ def copy_to_layout(q: Quantized, contract: int) -> Quantized:
 
 
 def k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layout) -> Operand:
-    """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted.
+    """Return the two-dimensional ``q`` as an operand whose dimension ``contract`` is contracted.
 
-    Views where it already has the layout; ``copy_codes`` copies other codes. e8m0 scales keep their byte order.
+    Codes and scales that already have the layout are views; ``copy_codes`` copies other codes. e8m0 scales keep their
+    byte order.
     """
     views = _views(q, contract)
     if views.codes is None:
@@ -153,7 +159,7 @@ def k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layo
 
 
 def is_k_major(q: Quantized, contract: int) -> bool:
-    """Whether the codes of a two-dimensional q already have the layout, so that :func:`k_major` copies none of them."""
+    """True if the codes of a two-dimensional q already have the layout, so that :func:`k_major` copies no codes."""
     return _views(q, contract).codes is not None
 
 
@@ -172,7 +178,7 @@ def memory_key(q: Quantized) -> MemoryKey:
 
 
 def make_meta_quantized(key: MemoryKey) -> Quantized:
-    """A Quantized on the meta device with this memory layout."""
+    """Return a Quantized on the meta device with this memory layout."""
 
     def tensor(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
         storage = torch.empty(nbytes, dtype=torch.uint8, device="meta")
@@ -184,7 +190,7 @@ def make_meta_quantized(key: MemoryKey) -> Quantized:
 
 
 class _Views(NamedTuple):
-    """Sizes and strides of the views that make a Quantized an operand; None where it must be copied."""
+    """Sizes and strides of the views that make a Quantized an operand; None for a tensor that must be copied."""
 
     codes: Strided | None
     scale: Strided | None
@@ -200,10 +206,10 @@ def _compute_views(
     shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
     grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
 ) -> _Views:  # fmt: skip
-    """Computed once for each memory layout, because every GEMM needs it for both of its operands.
+    """Compute the views of :func:`_views` once for each memory layout, because every GEMM needs them twice.
 
-    Codes are the corner of a padded buffer if their strides fit and their storage is exactly that buffer: then its
-    padding is zero by construction.
+    Codes are the corner of a padded buffer if they have its strides and their storage is exactly this buffer; its
+    padding is then zero by construction.
     """
     free, along = 1 - contract, contract
     sizes = padded_sizes(shape[0], shape[1], spec, contract)
@@ -224,15 +230,17 @@ def _compute_views(
     else:
         # The padding must be inside the storage: kernels read scales of whole buffers.
         padded = scale_sizes(shape[0], shape[1], spec, contract)
-        wanted = (1, padded[1]) if scales_by_contraction(spec, contract) else (padded[1], 1)
-        if step == wanted and scale_nbytes // 4 - scale_offset >= padded[0] * padded[1]:
+        expected = (1, padded[1]) if scales_by_contraction(spec, contract) else (padded[1], 1)
+        if step == expected and scale_nbytes // 4 - scale_offset >= padded[0] * padded[1]:
             scale = blocks, step
     return _Views((sizes, (sizes[1], 1)) if codes_fit else None, scale)
 
 
 def experts_k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layout) -> Operand:
-    """Weights [E, N, K] of E experts as an operand: :func:`k_major` for each, with codes [E, free, contracted] in one
-    buffer, and scales [E, free blocks, contracted blocks] with the strides they have."""
+    """Return the weights [E, N, K] of E experts as an operand, each in the layout of :func:`k_major`.
+
+    Codes [E, free, contracted] are in one buffer; scales [E, free blocks, contracted blocks] keep their strides.
+    """
     experts, *shape = q.data.shape
     sizes = padded_sizes(shape[0], shape[1], q.spec, contract)
     strides = (sizes[0] * sizes[1], sizes[1], 1)
@@ -247,19 +255,19 @@ def experts_k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy
 
 
 def padded_scales(operand: Operand) -> Tensor:
-    """Scales of blocks (1, g) including the padding: [padded free, blocks] with strides (1, padded free)."""
+    """Return scales of blocks (1, g) with their padding: [padded free, blocks] with strides (1, padded free)."""
     rows, blocks = operand.codes.shape[0], operand.scale.shape[1]
     return operand.scale.as_strided((rows, blocks), (1, rows))
 
 
 def reorder_scales(q: Quantized, contract: int) -> Quantized:
-    """The same codes (two-dimensional) with scales in the order of a contraction of dimension ``contract``."""
+    """Return the two-dimensional q with scales in the order for a contraction of dimension ``contract``."""
     scale = _scale(q, contract, _views(q, contract).scale)
     return q._replace(scale=scale if contract == 1 else scale.t())
 
 
 def _scale(q: Quantized, contract: int, view: Strided | None) -> Tensor:
-    """Scales [free blocks, contracted blocks] in the order above: a view, or a copy whose padding is 1."""
+    """Return scales [free blocks, contracted blocks] in the layout: a view, or a copy whose padding is 1."""
     if view is not None:
         return q.scale.as_strided(*view)
     scale = q.scale if contract == 1 else q.scale.t()

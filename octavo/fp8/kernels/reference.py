@@ -1,20 +1,21 @@
-"""The reference backend: NUMERICS in plain PyTorch, on any device. Every other backend is tested against it.
+"""The reference backend: the numeric specification in plain PyTorch, on any device. All other backends are tested
+against it.
 
-A GEMM here decodes its operands and multiplies them in fp32. That equals the pinned arithmetic (fp32 partial sums over
-each block of the contraction, each multiplied by its two scales, added in fp32) up to the order of summation in fp32:
+A GEMM here decodes its operands and multiplies them in fp32. This equals the specified arithmetic (fp32 partial sums
+over each block of the contraction, each multiplied by its two scales, added in fp32) up to the order of summation:
 
 * Powers of two (blockwise, rowwise, mxfp8): code * scale is exact in fp32, products of two codes have at most 8
   significant bits, and multiplying by a power of two commutes with every rounding. Scaling each operand first
   therefore gives the same terms as scaling each partial sum afterwards.
 * fp32 scales (tensorwise, delayed): code * scale would round, so the codes themselves are multiplied, exactly, and the
-  fp32 result is scaled. This is possible because such a scale does not change along the contraction; where it does
-  (a custom spec), operands are scaled first, at one fp32 rounding each.
+  fp32 result is scaled. This is possible because such a scale does not change along the contraction; if it does (in a
+  custom spec), operands are scaled first, with one fp32 rounding each.
 
-The result is rounded once, to ``out_dtype``. Neither autocast nor a lowered matmul precision (TF32, BF16 on AMX)
-changes it: autocast is switched off inside, and under a lowered precision the product is computed in float64.
+The result is rounded once, to ``out_dtype``. Neither autocast nor a reduced matmul precision (TF32, BF16 on AMX)
+changes it: autocast is disabled inside, and under a reduced precision the product is computed in float64.
 
-The fused kernels are tested against the RMSNorm and SwiGLU with quantized outputs in this file.
-With x, gate, up and every other input read as fp32 and each line computed in fp32::
+The fused kernels are tested against the RMSNorm and SwiGLU with quantized outputs in this file. All inputs are read as
+fp32, and each line is computed in fp32::
 
     rmsnorm            rstd = 1 / sqrt(mean(x^2) + eps)          y = x * rstd * weight
     swiglu             s = 1 / (1 + exp(-gate))                  h = gate * s * up
@@ -50,7 +51,7 @@ _ALWAYS_SUPPORTED = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_back
 
 
 def check_rmsnorm(x: Tensor, weight: Tensor) -> None:
-    """Raises CastError unless x is a matrix [M, K] and weight a vector [K], both of fp32, bf16 or fp16."""
+    """Raise CastError unless x is a matrix [M, K] and weight a vector [K], both of fp32, bf16 or fp16."""
     if x.dim() != 2 or tuple(weight.shape) != tuple(x.shape[1:]):
         raise CastError(
             f"rmsnorm_quantize: x has shape {list(x.shape)} and weight {list(weight.shape)}; it takes x [M, K] and "
@@ -60,7 +61,7 @@ def check_rmsnorm(x: Tensor, weight: Tensor) -> None:
 
 
 def check_swiglu(name: str, *tensors: Tensor) -> None:
-    """Raises CastError unless all are matrices of one shape, and of fp32, bf16 or fp16."""
+    """Raise CastError unless all tensors are matrices of the same shape, and of fp32, bf16 or fp16."""
     shapes = [list(t.shape) for t in tensors]
     if tensors[0].dim() != 2 or any(s != shapes[0] for s in shapes):
         raise CastError(
@@ -80,8 +81,10 @@ def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, row: CastSpec | None, col: CastSpec | None,
     out: torch.dtype | None = None, low: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-    """(y [M, K] in ``out``, or x's dtype, rstd [M] fp32, y.to(``low``) under ``row`` and under ``col``). Raises
-    CastError for shapes or dtypes that do not fit."""
+    """Return (y [M, K] in ``out`` or x's dtype, rstd [M] fp32, y.to(``low``) cast under ``row``, and under ``col``).
+
+    Raises CastError for unsupported shapes or dtypes.
+    """
     check_rmsnorm(x, weight)
     x_MK = x.detach().float()
     rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
@@ -92,8 +95,8 @@ def rmsnorm_quantize(
 def swiglu_quantize(
     gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
-    """(h [M, I] in gate's dtype, h under ``row``, h under ``col``). Raises CastError for shapes or dtypes that do not
-    fit."""
+    """Return (h [M, I] in gate's dtype, h cast under ``row``, h cast under ``col``). Raises CastError for unsupported
+    shapes or dtypes."""
     check_swiglu("swiglu_quantize", gate, up)
     g, u = gate.detach().float(), up.detach().float()
     h_MI = (g * torch.sigmoid(g) * u).to(gate.dtype)
@@ -103,15 +106,16 @@ def swiglu_quantize(
 def swiglu_backward_quantize(
     dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
-    """(dgate under ``row``, dgate under ``col``, dup under ``row``, dup under ``col``) of dh, gate and up [M, I].
-    Raises CastError for shapes or dtypes that do not fit."""
+    """Return (dgate cast under ``row``, under ``col``, dup cast under ``row``, under ``col``) from dh, gate and up
+    [M, I]. Raises CastError for unsupported shapes or dtypes."""
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
     dgate_MI, dup_MI = swiglu_backward(dh.detach(), gate.detach(), up.detach())
     return *_cast_both(dgate_MI, row, col), *_cast_both(dup_MI, row, col)
 
 
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(dgate, dup) [M, I] of h = silu(gate) * up, computed in fp32, rounded once; the fused kernel casts these."""
+    """Return (dgate, dup) [M, I] of h = silu(gate) * up, computed in fp32 and rounded once; the fused kernel casts
+    these."""
     d, g = dh.float(), gate.float()
     s = torch.sigmoid(g)
     silu = g * s
@@ -125,31 +129,30 @@ def _cast_both(y: Tensor, row: CastSpec | None, col: CastSpec | None) -> tuple[Q
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch on any device: slow on a GPU, always correct. :class:`Backend` documents the methods."""
+    """Plain PyTorch on any device, slow on a GPU. :class:`Backend` documents the methods."""
 
     name = "reference"
 
     def supports(
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        """None, except for a GEMM that the recipe keeps in high precision, and for codes on a device that cannot hold
-        them."""
-        if op != "adamw" and (lacks := accelerator.missing_fp8(device)):
-            return lacks
-        named = op.removeprefix("grouped_")
-        if named not in CONTRACTED or not isinstance(what, Recipe):
+        """Return None, except for GEMMs that the recipe keeps in high precision, and devices without FP8 dtypes."""
+        if op != "adamw" and (missing := accelerator.missing_fp8(device)):
+            return missing
+        gemm = op.removeprefix("grouped_")
+        if gemm not in CONTRACTED or not isinstance(what, Recipe):
             return None if op in _ALWAYS_SUPPORTED else f"it has no {op}"
         if op in grouped.OPS and (why_not := grouped.why_not(device)) is not None:
             return why_not
-        if what.gemm(named) is None:
+        if what.gemm(gemm) is None:
             return f"the recipe keeps {op} in high precision: there is no FP8 GEMM"
         return None
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        """See ``octavo.fp8.arithmetic.cast.quantize``; the result is plain and contiguous for every contraction."""
+        """Cast x as ``octavo.fp8.arithmetic.cast.quantize``; the result is contiguous for every ``contract``."""
         return cast.quantize(x, spec)
 
-    quantize_both = staticmethod(cast.quantize_both)  # equal casts return one result twice: do not write to it
+    quantize_both = staticmethod(cast.quantize_both)  # equal casts return the same object twice: do not write to it
     dequantize = staticmethod(cast.dequantize)
 
     def quantize_with_scale(
@@ -164,7 +167,7 @@ class ReferenceBackend(Backend):
         return q, q
 
     def reorder_scales(self, q: Quantized, contract: int) -> Quantized:
-        return q  # its GEMMs read any order
+        return q  # its GEMMs read scales in any order
 
     copy_for_gemm = reorder_scales
 
@@ -195,11 +198,11 @@ class ReferenceBackend(Backend):
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        """y [R, N], contracting K; zeros in padding rows."""
+        """Return y [R, N], with zeros in padding rows."""
         return grouped.fwd(_gemm, x_q, w_q, groups, out_dtype, bias)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        """dx [R, K], contracting N; zeros in padding rows."""
+        """Return dx [R, K], with zeros in padding rows."""
         return grouped.dgrad(_gemm, dy_q, w_q, groups, out_dtype)
 
     def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -216,7 +219,8 @@ class ReferenceBackend(Backend):
 
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
-    """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b; rows of the result from a, columns from b."""
+    """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b. Rows of the result come from a, columns from
+    b."""
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
         check_fit(name, a_q, a_dim, b_q, b_dim)  # raises the error
     a, a_scale = _operand(a_q, a_dim)
@@ -232,14 +236,14 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
 
 
 def apply_scales(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out [M, N] * a [M or 1, 1] * b [1, N or 1], in this order, infinite only where the result is.
+    """Return out [M, N] * a [M or 1, 1] * b [1, N or 1], in this order, infinite only where the final result overflows.
 
-    With a scale beyond 2^80 the first product may overflow fp32 although b would bring it back into range: then 2^40
-    moves from a to b. This rounds nothing, so the bits equal the plain products wherever these are finite. Where both
-    scales are that large the result overflows anyway. Not in place: selective checkpointing may have saved ``out`` and
-    forbids writing to it.
+    If a exceeds 2^80, the first product may overflow fp32 although the final result is in range. Then a factor of 2^40
+    moves from a to b. This does not round, so the bits equal those of the plain products where these are finite. If
+    both scales are that large, the result overflows in any case. The operation is not in place, because selective
+    checkpointing may have saved ``out`` and forbids writing to it.
     """
-    if a.numel() > 1 and b.numel() > 1:  # the power of each row is applied last: cheaper than a matrix of powers
+    if a.numel() > 1 and b.numel() > 1:  # applying the power of each row last avoids a matrix of powers
         power = torch.where(a >= 2.0**80, 2.0**40, 1.0)
         return out * (a / power) * b * power
     power = torch.where((a >= 2.0**80) & (b < 2.0**80), 2.0**40, 1.0)
@@ -247,7 +251,8 @@ def apply_scales(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:
-    """The operand in fp32, and the scale that the result still needs: one element, or one per free index."""
+    """Return (the operand in fp32, the scale to apply to the result or None). The scale has one element, or one per
+    index of the free dimension."""
     scale = q.scale
     if q.spec.scale != "fp32" or scale.shape[contracted] != 1:
         return cast.dequantize(q), None
@@ -258,7 +263,7 @@ def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in true fp32, whatever the autocast state and the matmul precision of the process."""
+    """Return a @ b in true fp32, independently of autocast and of the matmul precision of the process."""
     device = a.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):

@@ -1,11 +1,11 @@
-"""Grouped operations in plain PyTorch: each expert separately.
+"""Grouped operations in plain PyTorch, one expert at a time.
 
-Each operation takes the rows of one expert from the matrix of all rows (:mod:`octavo.fp8.kernels.groups`), applies
-:mod:`octavo.fp8.arithmetic.cast` or the reference's GEMMs to them, and writes the result back to the same rows. Padding
-rows are part of no amax, block or sum. Their codes and results are zero.
+Each operation selects the rows of one expert in the matrix of all rows (:mod:`octavo.fp8.kernels.groups`), applies
+:mod:`octavo.fp8.arithmetic.cast` or the GEMMs of the reference to them, and writes the result to the same rows. Padding
+rows do not contribute to any amax, block or sum. Their codes and results are zero.
 
-The sizes of the experts are read into Python here. That is free on the CPU and would make a GPU wait, so the reference
-has no grouped operations for GPUs.
+The sizes of the experts are read into Python here. This costs nothing on the CPU but would synchronize a GPU, so the
+reference has no grouped operations for GPUs.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ Gemm = Callable[[str, Quantized, int, Quantized, int, torch.dtype], Tensor]  # a
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why the reference has no grouped operations on this device; None if it has."""
-    if not accelerator.is_gpu(device):  # no other backend has them elsewhere: waiting is better than failing
+    """Return why the reference has no grouped operations on this device, or None if it has."""
+    if not accelerator.is_gpu(device):  # on other devices no other backend has them: synchronizing beats failing
         return None
-    return f"it reads the sizes of the experts, for which {device.type} would have to be waited for"
+    return f"it reads the sizes of the experts on the host, which would synchronize {device.type}"
 
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
-    """Cast x [R, K], each expert's rows separately. Scales as ``Backend.quantize_rows``; 1 for blocks without rows."""
+    """Cast x [R, K], each expert's rows separately. Scales have the shapes of ``Backend.quantize_rows``; blocks without
+    rows have the scale 1."""
     rows, cols = x.shape
     _check(rows, groups)
     r, c = spec.block
     if r != -1 and TILE % r:
         raise CastError(
             f"Cannot cast rows grouped by expert under {spec}: a block of {r} rows would span two experts, whose rows "
-            f"begin at multiples of {TILE}. Use blocks of a divisor of {TILE} rows, or of all (-1)."
+            f"begin at multiples of {TILE}. Use blocks whose number of rows divides {TILE}, or -1 for all rows."
         )
     data = x.new_zeros((rows, cols), dtype=torch.uint8).view(spec.fmt.dtype)
     grid = (groups.experts if r == -1 else rows // r, 1 if c == -1 else ceil_div(cols, c))
@@ -59,12 +60,12 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
 
 def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
     """Cast w [E, N, K], each expert separately; scale [E, N / r, K / c]."""
-    if not w.shape[0]:  # no experts: shapes and dtypes of the cast of one, cut to none
-        none = cast.quantize(w.new_zeros(w.shape[1:]), spec)
-        return Quantized(none.data[None][:0], none.scale[None][:0], spec)
-    if hasattr(w, "fake_mode"):  # a fake tensor: the cast of one expert gives the sizes for all
-        one = cast.quantize(w[0], spec)
-        data, scale = (t.new_empty((w.shape[0], *t.shape)) for t in (one.data, one.scale))
+    if not w.shape[0]:  # without experts, the shapes and dtypes come from a cast of zeros
+        empty = cast.quantize(w.new_zeros(w.shape[1:]), spec)
+        return Quantized(empty.data[None][:0], empty.scale[None][:0], spec)
+    if hasattr(w, "fake_mode"):  # a fake tensor: all experts have the sizes of the first
+        first = cast.quantize(w[0], spec)
+        data, scale = (t.new_empty((w.shape[0], *t.shape)) for t in (first.data, first.scale))
         return Quantized(data, scale, spec)
     parts = [cast.quantize(matrix, spec) for matrix in w.unbind(0)]
     data, scale = (
@@ -76,7 +77,7 @@ def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
 def fwd(
     gemm: Gemm, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus its bias [E, N]."""
+    """Return y [R, N], each expert's rows of x [R, K] times its w [E, N, K] transposed, plus its bias [E, N]."""
     out = _zeros(x_q, w_q.data.shape[1], groups, out_dtype)
     for expert, span in expert_spans(groups):
         x, w = select_expert(x_q, expert, span), _select_weight(w_q, expert)
@@ -88,7 +89,7 @@ def fwd(
 
 
 def dgrad(gemm: Gemm, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    """dx [R, K] = dy [R, N] times each expert's w [E, N, K]."""
+    """Return dx [R, K], each expert's rows of dy [R, N] times its w [E, N, K]."""
     out = _zeros(dy_q, w_q.data.shape[2], groups, out_dtype)
     for expert, span in expert_spans(groups):
         out[span] = gemm("dgrad", select_expert(dy_q, expert, span), 1, _select_weight(w_q, expert), 0, out_dtype)
@@ -96,7 +97,7 @@ def dgrad(gemm: Gemm, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype
 
 
 def wgrad(gemm: Gemm, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for an expert without rows."""
+    """Return dw [E, N, K], each expert's dy [R, N] transposed times its x [R, K]; zeros for experts without rows."""
     _check(x_q.data.shape[0], groups)
     shape = (groups.experts, dy_q.data.shape[1], x_q.data.shape[1])
     out = torch.zeros(shape, dtype=out_dtype, device=x_q.data.device)
@@ -119,6 +120,6 @@ def _zeros(q: Quantized, cols: int, groups: Groups, dtype: torch.dtype) -> Tenso
 def _check(rows: int, groups: Groups) -> None:
     if rows != groups.rows:
         raise CastError(
-            f"The matrix of all experts' rows has {rows} rows where the groups say {groups.rows}. Lay it out by the "
-            "routing that made the groups."
+            f"The matrix of all experts has {rows} rows, but its groups have {groups.rows}. Arrange the rows by the "
+            "routing that the groups come from."
         )

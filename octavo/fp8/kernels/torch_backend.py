@@ -1,8 +1,7 @@
 """The torch backend: the three GEMMs through ``torch.nn.functional.scaled_mm`` (cuBLASLt, in some cases CUTLASS).
 
-torch multiplies and does not cast; the casts come from the backend that :func:`select` chooses for them. This file
-converts operands into the form that the operation needs, which depends on the kind of scaling. With a [m, k] times
-b [n, k].T::
+torch has GEMMs but no casts; these run on the backend that :func:`select` chooses. This file converts operands to the
+layout that scaled_mm needs for each kind of scaling of a [m, k] times b [n, k].T::
 
     tensor   one scale each                                          sm 8.9 and later
     row      scales [m, 1] and [1, n]                                sm 8.9 to 10.x; on 9.0 with CUDA 12.9
@@ -11,17 +10,17 @@ b [n, k].T::
     line     1x128 by 1x128: as a's above, for both                  sm 9.x, CUDA 12.9
     mx       1x32, e8m0 scales in tiles of 128x4 (see swizzled)      sm 10.0 and later, CUDA 12.8
 
-The last three need both operands in E4M3; with one scale per tensor or row, one of them may be in E5M2.
+The last three need both operands in E4M3. With one scale per tensor or row, one operand may be in E5M2.
 
-k and n must be multiples of 16 and both operands contiguous along k, as in :mod:`octavo.fp8.kernels.layout`. The
-casting backend copies operands with another layout (``copy_to_layout``), and columns of zeros are cut off the result.
+k and n must be multiples of 16, and both operands contiguous along k, as in :mod:`octavo.fp8.kernels.layout`. The
+casting backend copies operands with another layout (``copy_to_layout``), and padded columns of the result are removed.
 (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
 
 Fast accumulation, which keeps partial sums in fewer bits, is used only in the forward, and only with one scale per
-tensor or row. A bias is added by the GEMM where that rounds once; otherwise the GEMM returns fp32. For block scales, a
-test on the device at first use decides this (:func:`why_not_bias`). If the GEMM rounds twice, Triton computes the
-product: it runs wherever this kind does, reads the same operands and adds in registers. torch would need an fp32
-result, an addition and a cast, 18 bytes per output instead of 2.
+tensor or row. The GEMM adds a bias if it then rounds only once; otherwise it returns fp32. For block scales, a test on
+the device at first use decides this (:func:`why_not_bias`). If the GEMM rounds twice, Triton computes the product: it
+supports the same GPUs and operands, and adds the bias in registers. torch would need an fp32 result, an addition and a
+cast, which move 18 bytes per output instead of 2.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Product(NamedTuple):
-    """The arguments of scaled_mm: a [m, k] contiguous, b [k, n] contiguous along k, and the scales of ``kind``."""
+    """The arguments of scaled_mm: a [m, k] and b [k, n], both contiguous along k, and the scales of ``kind``."""
 
     kind: str
     a: Tensor
@@ -96,7 +95,7 @@ class TorchBackend(GemmOnlyBackend):
         return f"torch {torch.__version__}" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "on the CPU it is slower than the reference; ask for it by name"
+        return None if device.type == "cuda" else "on the CPU it is slower than the reference; request it by name"
 
     def why_not_casts(
         self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
@@ -135,7 +134,7 @@ class TorchBackend(GemmOnlyBackend):
 
 @lru_cache(maxsize=256)
 def scaling_kind(op: str, a: CastSpec, b: CastSpec) -> str | None:
-    """The kind of scaling of a GEMM with operands of these casts; None if scaled_mm has no such GEMM."""
+    """Return the kind of scaling of a GEMM with operands of these casts, or None if scaled_mm does not support it."""
     dims = CONTRACTED[op]
     a_block, b_block = ((s.block[1 - dim], s.block[dim]) for s, dim in zip((a, b), dims, strict=True))
     kind = _KINDS.get((a_block, b_block))
@@ -146,7 +145,7 @@ def scaling_kind(op: str, a: CastSpec, b: CastSpec) -> str | None:
 
 @lru_cache(maxsize=128)
 def _why_not(kind: str, device: str, index: int | None) -> str | None:
-    """Why this kind of GEMM cannot run on this device, None if it can."""
+    """Return why this kind of GEMM cannot run on this device, or None if it can."""
     if device == "cpu":
         if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
             return f"torch {torch.__version__} has no scaled_mm for the CPU"
@@ -154,14 +153,15 @@ def _why_not(kind: str, device: str, index: int | None) -> str | None:
     if device != "cuda":
         return f"scaled_mm runs on NVIDIA GPUs, not on {device}"
     if torch.version.hip is not None:
-        return "it is written for NVIDIA GPUs, this torch is built for AMD's"
+        return "it needs an NVIDIA GPU, but this torch is built for AMD GPUs"
     if not torch.cuda.is_available():
-        return "what it can do depends on the GPU, and this process sees none"
+        return "it depends on the GPU, but this process sees no GPU"
     return why_not_on_gpu(kind, torch.cuda.get_device_capability(index), _cuda_version())
 
 
 def why_not_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """Why this kind of GEMM does not exist for a compute capability and the CUDA version of torch; None if it does."""
+    """Return why there is no GEMM of this kind for a compute capability and torch's CUDA version, or None if there
+    is."""
     here = f"this GPU has {capability[0]}.{capability[1]}"
     built = f"this torch is built with {cuda[0]}.{cuda[1]}"
     if capability < (8, 9):
@@ -175,10 +175,10 @@ def why_not_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]
             return f"{_KIND_NAMES[kind]} need compute capability 10.0 or later, {here}"
         return None if cuda >= (12, 8) else f"{_KIND_NAMES[kind]} need CUDA 12.8 or later, {built}"
     if kind == "row" and capability[0] == 9 and cuda < (12, 9):
-        # Before cuBLAS supported it, torch used a CUTLASS kernel that reads scales out of bounds (pytorch#133334).
-        return f"one scale a row needs CUDA 12.9 or later on compute capability 9.0, {built}"
+        # With older CUDA, torch uses a CUTLASS kernel that reads scales out of bounds (pytorch#133334).
+        return f"one scale per row needs CUDA 12.9 or later on compute capability 9.0, {built}"
     if kind == "row" and capability >= (11, 0):
-        return f"one scale a row was refused by cuBLAS beyond compute capability 10.x (pytorch#192707), {here}"
+        return f"cuBLAS rejects one scale per row above compute capability 10.x (pytorch#192707), {here}"
     return None
 
 
@@ -188,8 +188,10 @@ def _cuda_version() -> tuple[int, int]:
 
 
 def make_product(op: str, a_q: Quantized, b_q: Quantized, copy_codes: CopyToLayout = copy_to_layout) -> Product:
-    """The operands of a GEMM in scaled_mm's layout; ``copy_codes`` copies codes that have another. Raises CastError
-    unless they are two matrices of matching shapes, with casts that scaled_mm can multiply."""
+    """Return the operands of a GEMM in the layout of scaled_mm; ``copy_codes`` copies codes that have another layout.
+
+    Raises CastError unless they are matrices of matching shapes with casts that scaled_mm supports.
+    """
     plan = _plan_views(op, memory_key(a_q), memory_key(b_q))
     if plan.copies_a or plan.copies_b:
         a_q = copy_codes(a_q, CONTRACTED[op][0]) if plan.copies_a else a_q
@@ -211,18 +213,19 @@ _View = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]  # sizes, strides
 
 
 class _ViewPlan(NamedTuple):
-    """How operands with one memory layout become a product."""
+    """The conversion of operands with a given memory layout into a product."""
 
     kind: str
-    copies_a: bool  # whether the codes of a and of b must be copied
+    copies_a: bool  # the codes of a must be copied
     copies_b: bool
     views: tuple[_View | None, ...] | None
-    """Of both codes and both scales; None for a tensor as it is. None in all if scales must be copied too."""
+    """Views of both codes and both scales, None for an unchanged tensor; None instead of all if scales must be
+    copied."""
 
 
 @lru_cache(maxsize=4096)
 def _plan_views(op: str, a: MemoryKey, b: MemoryKey) -> _ViewPlan:
-    """Computed once for all GEMMs whose operands have these layouts, with two operands on the meta device."""
+    """Compute the plan for operands with these layouts once, with two operands on the meta device."""
     with _disable_current_modes():
         a_q, b_q = make_meta_quantized(a), make_meta_quantized(b)
         product = _make_product(op, a_q, b_q)
@@ -231,8 +234,8 @@ def _plan_views(op: str, a: MemoryKey, b: MemoryKey) -> _ViewPlan:
     for result, operand in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
         if result.untyped_storage()._cdata != operand.untyped_storage()._cdata:
             return _ViewPlan(product.kind, *copied, None)
-        view, same = ((t.shape, t.stride(), t.storage_offset()) for t in (result, operand))
-        views.append(None if view == same else view)
+        view, original = ((t.shape, t.stride(), t.storage_offset()) for t in (result, operand))
+        views.append(None if view == original else view)
     return _ViewPlan(product.kind, *copied, tuple(views))
 
 
@@ -258,27 +261,27 @@ def _make_product(op: str, a_q: Quantized, b_q: Quantized) -> Product:
 
 
 def _square_scales(operand: Operand) -> Tensor:
-    """Scales [blocks of the contraction rounded up to 4, free blocks], contiguous along the first."""
+    """Return scales [blocks along the contraction rounded up to 4, free blocks], contiguous along the first."""
     free, blocks = operand.scale.shape
     blocks = round_up(blocks, 4)
     return operand.scale.as_strided((blocks, free), (1, blocks))
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """e8m0 scales [rows, blocks] in the order of tensor cores, flat, padded with 0 to whole tiles.
+    """Return e8m0 scales [rows, blocks] in the order of tensor cores, flat, padded with zeros to whole tiles.
 
-    Tiles have 128 rows by 4 blocks and are stored row-major; within a tile, the scale (row, block) is byte
+    Tiles have 128 rows by 4 blocks and are stored row-major. Within a tile, the scale (row, block) is byte
     (row % 32) * 16 + (row // 32) * 4 + block (cuBLAS: 1D block scaling factors layout).
     """
     rows, blocks = scale.shape
-    whole = scale.new_zeros(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8)
-    whole[:rows, :blocks] = scale.view(torch.uint8)
-    tiles = whole.view(whole.shape[0] // 128, 4, 32, whole.shape[1] // 4, 4)
+    padded = scale.new_zeros(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8)
+    padded[:rows, :blocks] = scale.view(torch.uint8)
+    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(E8M0)
 
 
 def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
-    """The call of scaled_mm: [m, n], with the columns of padding."""
+    """Call scaled_mm. Returns [m, n], padded columns included."""
     recipe_a, recipe_b = _SCALINGS[product.kind]
     swizzle = SwizzleType.SWIZZLE_32_4_4 if product.kind == "mx" else None
     return F.scaled_mm(
@@ -288,10 +291,10 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
 
 
 def _has_row_kernel(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Whether torch's kernel for row scales is used for this output dtype.
+    """True if torch's kernel for row scales is used for this output dtype.
 
-    cuBLAS (sm 9.0) supports all. Elsewhere it is CUTLASS, whose support of fp16 and fp32 varies with the version of
-    torch: it is used only for bf16.
+    cuBLAS (sm 9.0) supports all dtypes. On other GPUs torch uses CUTLASS, whose support of fp16 and fp32 depends on the
+    version of torch, so it is used only for bf16.
     """
     if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device)[0] == 9:
         return True
@@ -301,30 +304,31 @@ def _has_row_kernel(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> b
 def _multiply_rows(
     product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int
 ) -> Tensor:
-    """Row scales applied to the fp32 product of the codes: they are powers of two, so that only the end rounds."""
+    """Multiply codes in fp32 and apply row scales afterwards. They are powers of two, so that only the last step
+    rounds."""
     one = product.scale_a.new_ones(1, 1)
     out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)
     return add_bias_and_round(apply_scales(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
 
 
 def add_bias_and_round(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The fp32 result plus the bias, rounded once."""
+    """Return the fp32 result plus the bias, rounded once."""
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype).contiguous()
 
 
 def _crop(out: Tensor, rows: int, cols: int) -> Tensor:
-    """The result without rows and columns of padding."""
+    """Remove padded rows and columns from the result."""
     return out if out.shape == (rows, cols) else out[:rows, :cols].contiguous()
 
 
 @lru_cache(maxsize=16)
 def why_not_bias(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a GEMM of 1x128 by 128x128 must not add a bias in ``dtype`` on this device; None if the result equals an
-    addition in fp32 before the one rounding. Tested with a small product, once per process."""
+    """Return why a GEMM of 1x128 by 128x128 must not add a bias in ``dtype`` on this device, or None if its result
+    equals an addition in fp32 before rounding once. A small product tests this, once per process."""
     m, n, k = 256, 384, 512
-    with _disable_current_modes():  # the first caller may be in a fake mode; this needs the real device
+    with _disable_current_modes():  # the caller may be in a fake mode, but the test needs the real device
         g = torch.Generator(device).manual_seed(0)
         a, b, added = (torch.randn(*size, generator=g, device=device) for size in ((m, k), (n, k), (n,)))
         grids = ((k // 128, m), (n // 128, k // 128))
@@ -332,16 +336,16 @@ def why_not_bias(device: torch.device, dtype: torch.dtype) -> str | None:
         scale_a, scale_b = (torch.exp2(power.float()).t() for power in powers)
         product = Product("block", a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale_a, scale_b)
         bias = (added * 64).to(dtype)
-        want = add_bias_and_round(multiply(product, torch.float32), bias, dtype)
+        expected = add_bias_and_round(multiply(product, torch.float32), bias, dtype)
         try:
-            got = multiply(product, dtype, bias=bias)
+            actual = multiply(product, dtype, bias=bias)
         except RuntimeError as error:
-            return f"torch refuses it: {str(error).strip().splitlines()[0]}"
-        differ = (got != want).float().mean().item()  # another order of the fp32 sum flips a few ties
-    return None if differ < 0.02 else f"{differ:.1%} of the values differ from an addition before the one rounding"
+            return f"torch raises: {str(error).strip().splitlines()[0]}"
+        share = (actual != expected).float().mean().item()  # another order of summation in fp32 flips a few ties
+    return None if share < 0.02 else f"{share:.1%} of the values differ from an addition before rounding once"
 
 
 def _align_bias(bias: Tensor) -> Tensor:
-    """The bias contiguous and at a multiple of 16 bytes, as cuBLAS reads it; a slice of a fused one may not be."""
+    """Return the bias contiguous and aligned to 16 bytes, as cuBLAS needs it; a slice of a fused bias may not be."""
     bias = bias.contiguous()
     return bias.clone() if bias.storage_offset() * bias.element_size() % 16 else bias

@@ -1,8 +1,8 @@
-"""The Triton backend: every operation on every NVIDIA GPU from Ada on, and so the fallback on these GPUs.
+"""The Triton backend: every operation on every NVIDIA GPU since Ada, and therefore the fallback on these GPUs.
 
-This file declares what the kernels support and calls them. Only ``triton_kernels/`` imports triton, and only when a
-kernel is used. On the CPU the kernels run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` is set before the
-import: tests compare them with the reference this way, and "auto" does not choose Triton there.
+This file declares what the kernels support and calls them. Only ``triton_kernels/`` imports triton, when a kernel is
+first used. On the CPU the kernels run slowly in Triton's interpreter if ``TRITON_INTERPRET=1`` is set before the
+import. Tests compare them with the reference this way; "auto" does not choose Triton on the CPU.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
 
-MIN_CAPABILITY = (8, 9)  # Ada has the first tensor cores that multiply FP8
+MIN_CAPABILITY = (8, 9)  # Ada, the first GPUs whose tensor cores support FP8
 WHOLE_BLOCKS = ((-1, -1), (1, -1), (-1, 1))
 CAST_SIDES = (1, 16, 32, 64, 128)  # sides of finite blocks, for a cast
-ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along its contraction and across
+ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along and across its contraction
 
 
 class TritonBackend(Backend):
@@ -42,7 +42,7 @@ class TritonBackend(Backend):
         return f"triton {_version()}"
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "Triton's interpreter is for tests; ask for it by name"
+        return None if device.type == "cuda" else "Triton's interpreter is for tests; request it by name"
 
     def supports(
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
@@ -151,7 +151,7 @@ class TritonBackend(Backend):
 
 
 class PagedKernels(Protocol):
-    """A key-value cache in pages, for one new token of each sequence: ``triton_kernels/paged.py``."""
+    """The kernels of a paged key-value cache for one new token per sequence, in ``triton_kernels/paged.py``."""
 
     def write(
         self, k: Tensor, v: Tensor, where: Tensor, codes: Tensor, scales: Tensor | None, dtype: torch.dtype
@@ -163,14 +163,14 @@ class PagedKernels(Protocol):
 
 
 def paged_kernels() -> PagedKernels:
-    """Import triton and return the kernels of a paged cache. They run where :func:`why_not_paged` returns None."""
+    """Import triton and return the kernels of a paged cache, for devices for which :func:`why_not_paged` is None."""
     module: PagedKernels = kernels.paged
     return module
 
 
 def row_kernels() -> RowKernels:
-    """Import triton and return the batch-invariant kernels. They run where :func:`why_not_rows` returns None; elsewhere
-    the import fails."""
+    """Import triton and return the batch-invariant kernels. The import fails on devices for which :func:`why_not_rows`
+    returns a reason."""
     module: RowKernels = kernels.rows
     return module
 
@@ -179,15 +179,15 @@ KERNELS["cuda"] = row_kernels
 
 
 def why_not_rows(device: torch.device) -> str | None:
-    """Why there are no batch-invariant kernels for this device, None if there are. A CPU needs none: its own products
-    are batch-invariant."""
+    """Return why there are no batch-invariant kernels for this device, or None. A CPU needs no such kernels, because
+    its products are batch-invariant."""
     return None if device.type == "cpu" else _why_not(device.type, device.index)
 
 
 @lru_cache(maxsize=64)
 def why_not_paged(device: torch.device) -> str | None:
-    """Why the kernels of a paged cache are not used on this device, None if they are."""
-    return _why_not(device.type, device.index) if device.type == "cuda" else "they are for GPUs"
+    """Return why the kernels of a paged cache are not used on this device, or None if they are."""
+    return _why_not(device.type, device.index) if device.type == "cuda" else "they run only on GPUs"
 
 
 @lru_cache(maxsize=1)
@@ -200,14 +200,14 @@ def _version() -> str:
 
 @lru_cache(maxsize=64)
 def _why_not(kind: str, index: int | None) -> str | None:
-    """Why Triton's kernels cannot run on this kind of device, None if they can."""
+    """Return why the Triton kernels cannot run on this type of device, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if kind == "cuda":
         if torch.version.hip is not None:
-            return "it is written for NVIDIA GPUs, this torch is built for AMD's"
+            return "it needs an NVIDIA GPU, but this torch is built for AMD GPUs"
         if not torch.cuda.is_available():
-            return None  # a plan for another machine
+            return None  # planning for another machine
         capability = torch.cuda.get_device_capability(index)
         here = f"this GPU has {capability[0]}.{capability[1]}"
         return None if capability >= MIN_CAPABILITY else f"FP8 needs compute capability 8.9 or later, {here}"
@@ -228,6 +228,6 @@ def _why_not_operand(spec: CastSpec, contract: int) -> str | None:
     if spec.block[contract] in ALONG and spec.block[1 - contract] in ACROSS:
         return _why_not_cast(spec)
     return (
-        "its GEMMs take scales that hold for 32, 128 or all of the contraction and for 1, 128 or all of the other "
-        f"side, not {spec} contracted along dimension {contract}"
+        "its GEMMs support blocks with 32, 128 or all elements along the contraction and 1, 128 or all elements across "
+        f"it, not {spec} contracted along dimension {contract}"
     )

@@ -91,7 +91,7 @@ def choose_by_table(
         return None, f"auto, not measured: no FP8 in hardware at compute capability {sm[0]}.{sm[1]}"
     else:
         preferred = fastest_on(sm[0])
-    order = [preferred, *(name for name in CANDIDATES if SPECS[name].everywhere), *allowed]
+    order = [preferred, *(name for name in CANDIDATES if SPECS[name].is_native_on_all), *allowed]
     name = next((r for r in order if r in allowed), None)
     if name is None:
         return None, "auto, not measured: no recipe is allowed"
@@ -105,7 +105,7 @@ def choose_by_table(
 def _why_too_small(name: str, n: int, k: int) -> str | None:
     if n % 16 or k % 16:
         return f"N={n} or K={k} is no multiple of 16"
-    if SPECS[name].by_tensor and not SPECS[name].delayed:
+    if SPECS[name].has_tensor_scale and not SPECS[name].delayed:
         return f"K={k} <= 4096 and N={n} <= 1024" if k <= 4096 and n <= 1024 else None
     if n <= 2048:
         return f"N={n} <= 2048"

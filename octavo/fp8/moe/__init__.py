@@ -1,4 +1,4 @@
-"""Mixtures of experts: all experts of a layer at once."""
+"""FP8 mixture-of-experts layers."""
 
 from octavo.fp8.moe.exchange import EXCHANGE, Exchange
 from octavo.fp8.moe.experts import (

@@ -1,20 +1,20 @@
-"""Mixture-of-experts layers in FP8: two grouped linears with the family's own gate between them.
+"""Mixture-of-experts layers in FP8: two grouped linear layers with the model's gate between them.
 
-Hugging Face keeps the experts of a layer in two Parameters of three dimensions, ``gate_up_proj`` [E, 2I, H] and
-``down_proj`` [E, H, I] (or both transposed), whatever the family, and calls the module with (hidden_states,
-top_k_index, top_k_weights). A module of that structure is recognised by it, and its forward is replaced by
-:class:`Experts`' on the instance: the class becomes a subclass of both, so that parameters, names, hooks, a family's
-own ``_apply_gate`` and ``isinstance`` stay.
+Hugging Face stores the experts of a layer in two three-dimensional parameters, ``gate_up_proj`` [E, 2I, H] and
+``down_proj`` [E, H, I] (or both transposed), and calls the module with (hidden_states, top_k_index, top_k_weights).
+Modules are recognized by this structure. Their class is replaced by a subclass of it and of :class:`Experts`, so that
+parameters, names, hooks, a model's ``_apply_gate`` and ``isinstance`` keep working.
 
 The forward, with P = M k pairs of a token and one of its k experts::
 
-    lay the P rows out by expert                          [M, H] -> [R, H]    kernels/groups.py
+    group the P rows by expert                            [M, H] -> [R, H]    kernels/groups.py
     gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    moe/grouped.py
-    take each pair's row, weigh it, add a token's k       [R, H] -> [M, H]
+    weight the row of each pair, sum the k of a token     [R, H] -> [M, H]
 
-Before a module is converted this must give the stock module's output on random input (:func:`matches_stock`). GEMMs are
-counted under ``<module>.gate_up_proj`` and ``<module>.down_proj``, a grouped one as one call of every expert. Where the
-experts run one by one, those without tokens run no GEMM and count as idle. Either way they get a gradient of zeros.
+Before conversion the result must match the stock module on random input (:func:`matches_stock`). GEMMs are counted
+under
+``<module>.gate_up_proj`` and ``<module>.down_proj``; a grouped GEMM counts as one call per expert. If experts run one
+by one, experts without tokens run no GEMM and count as idle. In both cases their gradient is zero.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
 Adapters = Mapping[str, Callable[[Tensor, Groups], Tensor]]  # projection -> (x [R, K], groups) -> [R, N]
 ADAPTERS = "_beside"
-"""In the __dict__ of a module of experts with adapters: a Beside whose results are added."""
+"""Key in the __dict__ of a module of experts with adapters: an Adapters mapping whose results are added."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """True for a module with Parameters ``gate_up_proj`` and ``down_proj`` of three dimensions."""
+    """Return True for a module with three-dimensional parameters ``gate_up_proj`` and ``down_proj``."""
     weights = [module._parameters.get(name) for name in PROJECTIONS]
     return all(w is not None and w.dim() == 3 for w in weights)
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why FP8 experts cannot replace this module of experts; None if its structure is the known one."""
+    """Return why FP8 experts cannot replace this module, or None if its structure is supported."""
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
         return f"experts called with ({', '.join(arguments)}), not (hidden_states, top_k_index, top_k_weights)"
@@ -75,9 +75,10 @@ def why_not(module: nn.Module) -> str | None:
 
 
 def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
-    """Run the stock module and ours, in high precision, on the same random input: None if they agree, else why not.
+    """Compare the stock forward with the forward of this module, in high precision, on random input.
 
-    The tolerance allows for a sum in the weights' dtype that is taken in another order.
+    Returns None if they match, else the difference. The tolerance allows for a different order of sums in the dtype of
+    the weights.
     """
     weight = module._parameters["gate_up_proj"]
     assert weight is not None
@@ -107,7 +108,7 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
 
 @cache_trial
 def stand_in_matches(module: nn.Module) -> str | None:
-    """The same for experts without values: two random ones of their size answer, in the same module."""
+    """Run :func:`matches_stock` for experts on the meta device, with two random experts of the same size."""
     twin, generator = copy.copy(module), make_generator()
     twin.__dict__["_parameters"] = {
         name: None if p is None else nn.Parameter(torch.randn(2, *p.shape[1:], generator=generator).to(p.dtype) / 16)
@@ -119,14 +120,14 @@ def stand_in_matches(module: nn.Module) -> str | None:
 
 
 class Experts(CachesWeights):
-    """The forward of experts in FP8; see the module's docstring."""
+    """FP8 forward of a module of experts; see the module docstring."""
 
     _sites: dict[str, Site]
     _stock: type[nn.Module]  # the class before conversion
 
     @classmethod
     def convert(cls, module: nn.Module, sites: Mapping[str, Site]) -> Experts:
-        """Turn a module of experts into an FP8 one, in place; ``sites`` by projection, both of them."""
+        """Convert a module of experts to FP8 in place. ``sites``: one for each projection."""
         module.__dict__["_sites"] = dict(sites)
         module.__class__ = _fp8_class(type(module))
         assert isinstance(module, cls)
@@ -139,7 +140,7 @@ class Experts(CachesWeights):
 
     @property
     def scaled_late(self) -> str | None:
-        """The recipe of a projection whose scales are of former steps, one of which each expert keeps."""
+        """Recipe of a projection with delayed scaling, which has one history per expert, or None."""
         late = (site.recipe for site in self._sites.values() if site.recipe.delayed is not None)
         return next((recipe.summary() for recipe in late), None)
 
@@ -158,10 +159,10 @@ class Experts(CachesWeights):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H].
 
-        ``torch.compile`` leaves it out in one piece, as it does the linear layers that look at caches and counters.
+        ``torch.compile`` does not trace it, like other FP8 layers that use caches and counters.
 
-        Raises RuntimeError where a parametrization was put on a weight after :func:`octavo.fp8.apply`, as PEFT does in
-        each forward for its ``target_parameters``: there would be new values, and so new codes, in each forward.
+        Raises RuntimeError if a weight got a parametrization after :func:`octavo.fp8.apply`, as PEFT does for its
+        ``target_parameters``: the weight, and its codes, would be recomputed in each forward.
         """
         if "parametrizations" in self._modules:
             raise RuntimeError(
@@ -173,14 +174,14 @@ class Experts(CachesWeights):
         return run_mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
-        """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
+        """Run one projection of all rows: as grouped GEMMs if recipe and backends support it, else per expert."""
         site = self._sites[name]
         weight, bias = local_parameter(self, name), local_parameter(self, f"{name}_bias")
         assert weight is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
-            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
+            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, share_codes=False)
             return grouped_gemms(x, bias, call)
         weights, biases = _expert_weights(self, name), _expert_biases(self, name)
 
@@ -201,7 +202,7 @@ class Experts(CachesWeights):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made on the fly, so that a copy or a pickle names the stock class instead."""
+        """Copy or pickle by the stock class, because the FP8 class is created at runtime."""
         return _rebuild, (self._stock,), self.__dict__.copy()
 
 
@@ -220,7 +221,7 @@ def _rebuild(stock: type[nn.Module]) -> nn.Module:
 
 
 def _expert_weights(module: nn.Module, name: str) -> tuple[Tensor, ...]:
-    """The (N, K) weight of each expert, as views that autograd gathers into one gradient (zeros for the unused)."""
+    """Return the (N, K) weight of each expert as views; autograd combines their gradients, zero for unused experts."""
     weight = local_parameter(module, name)
     assert weight is not None
     parts = weight.unbind(0)
@@ -228,7 +229,7 @@ def _expert_weights(module: nn.Module, name: str) -> tuple[Tensor, ...]:
 
 
 def _apply_gate(module: nn.Module, gate_up: Tensor) -> Tensor:
-    """[m, 2I] -> [m, I], by the family's own rule where it has one."""
+    """Apply the gate, [m, 2I] -> [m, I], with the model's ``_apply_gate`` if it has one."""
     family_gate = getattr(module, "_apply_gate", None)
     if family_gate is not None:
         return family_gate(gate_up)
@@ -237,7 +238,7 @@ def _apply_gate(module: nn.Module, gate_up: Tensor) -> Tensor:
 
 
 def _expert_biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
-    """The bias [N] of each expert, or a None for each."""
+    """Return the bias [N] of each expert, or None for each."""
     weight, bias = local_parameter(module, name), local_parameter(module, f"{name}_bias")
     assert weight is not None
     return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
@@ -246,27 +247,29 @@ def _expert_biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
 def run_mixture(
     module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project, saves: bool = False
 ) -> Tensor:
-    """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
-    ``saves``: what is between the projections and after them is saved in FP8. What :data:`ADAPTERS` makes of their
-    inputs, if the module has it, is added to the projections."""
+    """Run a mixture: group (token, choice) pairs by expert, run both projections, and sum the k results of each token.
+
+    ``saves``: activations between and after the projections are saved in FP8. Results of :data:`ADAPTERS`, if the
+    module has them, are added to the projections.
+    """
     weight = local_parameter(module, "gate_up_proj")
     assert weight is not None
-    beside: Adapters | None = module.__dict__.get(ADAPTERS)
-    if beside is not None:
-        project = partial(_project_with_adapters, project, beside)
+    adapters: Adapters | None = module.__dict__.get(ADAPTERS)
+    if adapters is not None:
+        project = partial(_project_with_adapters, project, adapters)
     dtype = compute_dtype(hidden)
-    tokens, chosen, top_k, dealt = hidden, top_k_index.reshape(-1), top_k_index.shape[-1], None
+    tokens, chosen, top_k, dispatched = hidden, top_k_index.reshape(-1), top_k_index.shape[-1], None
     exchange: Exchange | None = module.__dict__.get(EXCHANGE)
-    if exchange is not None:  # from here on a token is a row that some rank sent, with one choice
-        dealt = exchange.plan_dispatch(chosen, weight.shape[0] * exchange.ranks)
-        tokens, chosen, top_k = dealt.dispatch(hidden, top_k, dtype), dealt.experts, 1
-    # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
+    if exchange is not None:  # from here on a token is a received row with one choice
+        dispatched = exchange.plan_dispatch(chosen, weight.shape[0] * exchange.ranks)
+        tokens, chosen, top_k = dispatched.dispatch(hidden, top_k, dtype), dispatched.experts, 1
+    # An index beyond the last expert is an empty slot of expert parallelism: it has no row and adds zero.
     groups, pair_of, row_of = group_rows(chosen, weight.shape[0])
     x = ToRows.apply(tokens, pair_of, row_of, top_k, dtype)
     gate = partial(_apply_gate, module)
-    if beside is None or weight.requires_grad:
+    if adapters is None or weight.requires_grad:
         gate_up = project("gate_up_proj", x, groups)
-    else:  # an adapter of a frozen weight keeps the tokens, not a row for each choice
+    else:  # an adapter of a frozen weight saves the tokens, not one row per choice
         again = partial(gather_rows, top_k=top_k, dtype=dtype)
         with with_source(x, Source((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
@@ -274,27 +277,27 @@ def run_mixture(
         y = run_gated(gate, gate_up, lambda h: project("down_proj", h, groups))
     else:
         y = project("down_proj", gate(gate_up), groups)
-    pairs, nobody = ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
-    if dealt is not None:
-        pairs, nobody = dealt.combine(pairs), (dealt.place >= len(dealt.order)).unsqueeze(1)
+    pairs, is_empty = ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
+    if dispatched is not None:
+        pairs, is_empty = dispatched.combine(pairs), (dispatched.place >= len(dispatched.order)).unsqueeze(1)
     if getattr(module, "has_post_expert_norm", False):
-        pairs = module.post_expert_norm(pairs.masked_fill(nobody, 0))  # type: ignore[operator]
-    weights = top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
-    answers = weight_pairs(pairs, weights) if saves else pairs * weights
-    # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
-    out = answers.view(*top_k_index.shape, answers.shape[-1]).sum(-2).to(hidden.dtype)
+        pairs = module.post_expert_norm(pairs.masked_fill(is_empty, 0))  # type: ignore[operator]
+    weights = top_k_weights.reshape(-1, 1).masked_fill(is_empty, 0)
+    weighted = weight_pairs(pairs, weights) if saves else pairs * weights
+    # Summing in a fixed order is deterministic; index_add_ on a GPU is not.
+    out = weighted.view(*top_k_index.shape, weighted.shape[-1]).sum(-2).to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)
 
 
-def _project_with_adapters(project: Project, beside: Adapters, name: str, x: Tensor, groups: Groups) -> Tensor:
-    y, extra = project(name, x, groups), beside.get(name)
+def _project_with_adapters(project: Project, adapters: Adapters, name: str, x: Tensor, groups: Groups) -> Tensor:
+    y, extra = project(name, x, groups), adapters.get(name)
     return y if extra is None else y + extra(x, groups)
 
 
-# --- what is saved in FP8 between the projections and after them -------------------------------------------------
+# --- activations saved in FP8 ------------------------------------------------------------------------------------
 
 SAVES_FP8 = "_saves_rows"
-"""In the __dict__ of a module of experts that saves FP8."""
+"""Key in the __dict__ of a module of experts that saves activations in FP8."""
 
 
 def save_in_fp8(experts: nn.Module) -> None:
@@ -302,7 +305,7 @@ def save_in_fp8(experts: nn.Module) -> None:
 
 
 def run_gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
-    """down(gate(gate_up)), on what FP8 holds of gate_up [R, 2I]."""
+    """Compute down(gate(gate_up)) from the FP8 values of gate_up [R, 2I]."""
     if gate_up.dtype not in sources.DTYPES or not gate_up.numel():
         return down(gate(gate_up))
     h, source = mlp.activation_product(gate, gate_up)
@@ -313,7 +316,7 @@ def run_gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[
 
 
 def weight_pairs(pairs: Tensor, weights: Tensor) -> Tensor:
-    """pairs [P, H] * weights [P, 1]; what the gradient of the weights needs of the pairs is saved in FP8."""
+    """Compute pairs [P, H] * weights [P, 1]; pairs are saved in FP8 for the gradient of the weights."""
     if pairs.dtype not in sources.DTYPES or not pairs.numel():
         return pairs * weights
     return _WeightPairs.apply(pairs, weights)

@@ -1,5 +1,5 @@
-"""Experts in high precision that compute rows laid out by expert, as FP8 ones do: where they have adapters, or
-where they are dealt to ranks. At any other time they run as their stock class does."""
+"""Experts in high precision that group rows by expert, as FP8 experts do, if they have adapters or are distributed over
+ranks. Otherwise they run the forward of their stock class."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from octavo.fp8.weights.cache import WeightSlice
 
 
 class HighExperts(nn.Module):
-    """Mixed into the class of a module of experts by :func:`enable_row_forward`."""
+    """Mixin that :func:`enable_row_forward` adds to the class of a module of experts."""
 
     _stock: type[nn.Module]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if ADAPTERS not in self.__dict__ and EXCHANGE not in self.__dict__:
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        return self._by_rows(hidden_states, top_k_index, top_k_weights)
+        return self._forward_rows(hidden_states, top_k_index, top_k_weights)
 
     @torch._disable_dynamo
-    def _by_rows(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _forward_rows(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return run_mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
@@ -35,7 +35,7 @@ class HighExperts(nn.Module):
         return _Rows.apply(x, local_parameter(self, name), local_parameter(self, f"{name}_bias"), groups, part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made on the fly, so that a copy names the stock class instead."""
+        """Copy or pickle by the stock class, because this class is created at runtime."""
         return _rebuild, (self._stock,), self.__dict__.copy()
 
 
@@ -43,7 +43,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enable_row_forward(module: nn.Module) -> None:
-    """Let a module of experts in high precision be able to compute by rows; in place, and harmless twice."""
+    """Add the grouped forward to a module of experts in high precision, in place; repeated calls have no effect."""
     if not isinstance(module, HighExperts):
         module.__class__ = _high_class(type(module))
 
@@ -61,8 +61,8 @@ def _rebuild(stock: type[nn.Module]) -> nn.Module:
 
 
 class _Rows(torch.autograd.Function):
-    """x [R, K] times each expert's weight, in high precision. The weight is kept as the parameter it is, so that of
-    frozen FP8 codes no values outlive the GEMM."""
+    """x [R, K] times each expert's weight, in high precision. Saves the parameter itself, so that dequantized values of
+    frozen FP8 codes are freed after the GEMM."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: WeightSlice) -> Tensor:

@@ -1,17 +1,16 @@
-"""The linear layer of all experts at once in FP8: the three GEMMs of a linear layer, grouped.
+"""Grouped FP8 GEMMs: the three GEMMs of a linear layer for all experts at once.
 
-With the rows of all experts x [R, K] (laid out by :mod:`octavo.fp8.kernels.groups`), w [E, N, K] and dy [R, N], each
-expert e separately::
+With the rows of all experts x [R, K] (grouped by :mod:`octavo.fp8.kernels.groups`), w [E, N, K] and dy [R, N], for each
+expert e::
 
     fwd    y_e  = x_e @ w_e.T (+ bias_e)     dgrad  dx_e = dy_e @ w_e     wgrad  dw_e = dy_e.T @ x_e
 
-What a forward keeps is what :mod:`octavo.fp8.dense.linear` keeps: the codes of x in wgrad layout, and none where the
-weight is frozen or the backward can get x again. Nothing here waits for the device: sizes of experts stay there, and
-FLOPs of real rows are added up when they are read.
+A forward saves the same tensors as :mod:`octavo.fp8.dense.linear`: the codes of x in wgrad layout, and none if the
+weight is frozen or the backward can recompute x. This code does not wait for the device: sizes of experts stay there,
+and FLOPs of real rows are summed when they are read.
 
-Where grouped GEMMs cannot be (delayed scaling, whose histories are each expert's own; a backend without them) the
-experts run one by one, each with the three GEMMs of a linear layer; :func:`why_not_grouped` says why, and the plan
-shows it.
+If grouped GEMMs are not supported (delayed scaling, which has a history per expert, or a backend without them), experts
+run one by one with the three GEMMs of a linear layer. :func:`why_not_grouped` returns the reason, and plans show it.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from octavo.fp8.weights.shards import is_whole
 
 
 def why_not_grouped(chosen: Recipe, selections: Mapping[str, Selection], device: torch.device) -> str | None:
-    """Why experts of this recipe run one by one on these backends; None if they run grouped.
+    """Return why experts of this recipe run one by one on these backends, or None if they run grouped.
 
-    The plan's backends are those of grouped GEMMs where all of a recipe's GEMMs have one; so this has one answer.
+    A plan selects backends with grouped GEMMs if all GEMMs of the recipe have one.
     """
     if chosen.delayed is not None:
-        return "delayed scaling keeps a history of each expert"
+        return "delayed scaling keeps a history per expert"
     for gemm, selection in selections.items():
         why_not = selection.backend.supports(f"grouped_{gemm}", chosen, device, None)
         if why_not is not None:
@@ -49,8 +48,8 @@ def why_not_grouped(chosen: Recipe, selections: Mapping[str, Selection], device:
 
 
 class Grouped(DenseOps):
-    """How the rows of all experts, laid out by ``groups``, are cast and multiplied; ``transposed``: the weight is
-    stored as [E, K, N]."""
+    """Casts and GEMMs for rows of all experts, grouped by ``groups``. ``transposed``: the weight is stored as
+    [E, K, N]."""
 
     def __init__(self, groups: Groups, transposed: bool) -> None:
         self.groups, self.transposed = groups, transposed
@@ -61,7 +60,7 @@ class Grouped(DenseOps):
         return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), rest
 
     def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
-        """In one pass where one backend can do both: all of them give the same codes."""
+        """Cast in one pass if one backend can do both casts; all backends give the same codes."""
         if (
             row is not None
             and col is not None
@@ -86,7 +85,7 @@ class Grouped(DenseOps):
         return backend.grouped_dgrad(dy, w, self.groups, dtype)
 
     def wgrad(self, backend: Backend, dy: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
-        return self._stored(backend.grouped_wgrad(dy, x, self.groups, dtype))
+        return self._to_stored_layout(backend.grouped_wgrad(dy, x, self.groups, dtype))
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return grouped_high.fwd(x, w, bias, self.groups)
@@ -95,15 +94,15 @@ class Grouped(DenseOps):
         return grouped_high.dgrad(dy, w, self.groups)
 
     def high_wgrad(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._stored(grouped_high.wgrad(dy, x, self.groups, dtype))
+        return self._to_stored_layout(grouped_high.wgrad(dy, x, self.groups, dtype))
 
     def bias_grad(self, dy: Tensor) -> Tensor:
         return grouped_high.bias_grad(dy, self.groups)
 
-    def _stored(self, dw: Tensor) -> Tensor:
+    def _to_stored_layout(self, dw: Tensor) -> Tensor:
         return dw.mT if self.transposed else dw
 
-    # Figures of each expert with rows: they read values and wait for the device in any case.
+    # Reports for each expert with rows; they read values and wait for the device in any case.
 
     def operand(self, seen: LayerRecord, role: str, x: Tensor, q: Quantized) -> None:
         for expert, span in expert_spans(self.groups):
@@ -114,7 +113,7 @@ class Grouped(DenseOps):
             seen.operand("w", w[expert], Quantized(q.data[expert], q.scale[expert], q.spec))
 
     def gradient(self, seen: LayerRecord, dw: Tensor, dy: Tensor, x: Tensor) -> None:
-        dw = self._stored(dw)  # [E, N, K] again
+        dw = self._to_stored_layout(dw)  # [E, N, K] again
         for expert, span in expert_spans(self.groups):
             seen.gradient(dw[expert], dy[span], x[span])
 
@@ -123,25 +122,27 @@ class Grouped(DenseOps):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
 
     def result(self, seen: LayerRecord, product: Result) -> None:
-        """Report the result of one expert with rows, which the checker picks."""
+        """Report the result of one expert with rows, selected by the checker."""
         filled = list(expert_spans(self.groups))
         if not filled:
             return
         expert, span = filled[seen.pick(len(filled))]
 
-        def own(x: Tensor | None, rows: bool) -> Tensor | None:
+        def select(x: Tensor | None, rows: bool) -> Tensor | None:
             return None if x is None else x[span] if rows else x[expert]
 
         b_q, wgrad = product.b_q, product.gemm == "wgrad"
-        part = (lambda out: self._stored(out)[expert]) if wgrad else (lambda out: out[span])
-        mine = select_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
+        part = (lambda out: self._to_stored_layout(out)[expert]) if wgrad else (lambda out: out[span])
+        selected_b = (
+            select_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
+        )
         seen.result(
             product._replace(
-                a=own(product.a, True),
+                a=select(product.a, True),
                 a_q=select_expert(product.a_q, expert, span),
-                b=own(product.b, wgrad),
-                b_q=mine,
-                bias=own(product.bias, False),
+                b=select(product.b, wgrad),
+                b_q=selected_b,
+                bias=select(product.bias, False),
                 out=part(product.out),
                 again=lambda: part(product.again()),
             )
@@ -149,10 +150,10 @@ class Grouped(DenseOps):
 
 
 def grouped_gemms(x: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
-    """x [R, K] -> [R, N] in x's dtype (autocast's under autocast); padding rows hold anything.
+    """Return x [R, K] times the weights, [R, N] in x's dtype or autocast's; padding rows are undefined.
 
-    The call's weight is the parameter itself, [E, N, K] or transposed; ``bias`` [E, N]. Not for ``torch.compile`` to
-    trace.
+    The weight of ``call`` is the parameter itself, [E, N, K] or transposed; ``bias`` is [E, N]. ``torch.compile``
+    cannot trace this function.
     """
     if not is_whole(call.weight):
         raise RuntimeError(
@@ -164,9 +165,10 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
 
 
 def run_each_expert(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
-    """(``run(expert, its rows)`` of every expert with rows, where its rows are, else zeros; how many experts ran).
+    """Return (results of ``run(expert, rows)`` for each expert with rows, zeros elsewhere; number of experts that ran).
 
-    With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.
+    Without any rows the first expert runs on an empty tensor, so that its weights are in the graph. Waits for the
+    device.
     """
     filled = list(expert_spans(groups)) or [(0, slice(0, 0))]
     parts = []

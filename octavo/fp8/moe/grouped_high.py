@@ -1,7 +1,8 @@
-"""Grouped GEMMs in high precision: for the projections and GEMMs of experts that a plan keeps out of FP8.
+"""Grouped GEMMs in high precision, for the projections and GEMMs of experts that do not run in FP8.
 
-Rows lie as :mod:`octavo.fp8.kernels.groups` says. Padding rows may hold anything, so they are taken out first. BF16 on
-CUDA uses torch's grouped product, which waits for nothing; everywhere else a loop over the experts reads their sizes.
+Rows have the layout of :mod:`octavo.fp8.kernels.groups`. Padding rows are undefined, so they are set to zero first.
+BF16 on CUDA uses torch's grouped product, which does not synchronize; otherwise a loop over the experts reads their
+sizes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 from octavo.base import accelerator
 from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, real_rows
 
-_WIDTH = 8  # torch's grouped product loads 16 bytes at a time: rows of both operands begin at multiples of that
+_WIDTH = 8  # torch's grouped product loads 16 bytes at a time, so rows must begin at multiples of 16 bytes
 
 
 def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """y [R, N] in x's dtype: each expert's rows x [R, K] times its w [E, N, K] transposed, plus its bias [E, N].
+    """Return y [R, N] in x's dtype: rows x [R, K] times the transposed w [E, N, K] of their expert, plus bias [E, N].
 
-    Padding rows hold anything, also rows of the next expert.
+    Padding rows are undefined.
     """
     w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if _is_native(x, w):
@@ -33,7 +34,7 @@ def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
 
 
 def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """dx [R, K]: each expert's rows dy [R, N] times its w [E, N, K]."""
+    """Return dx [R, K]: rows dy [R, N] times w [E, N, K] of their expert."""
     w = w.to(dy.dtype)
     if _is_native(dy, w):
         return _grouped_mm(dy, w, groups)
@@ -41,7 +42,7 @@ def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for one without rows."""
+    """Return dw [E, N, K]: the transposed dy [R, N] times x [R, K] of each expert; zero for experts without rows."""
     dy, x = without_padding(dy, groups), without_padding(x, groups)
     if _is_native(dy, x):
         dw = F.grouped_mm(dy.t(), x, offs=groups.starts[1:])
@@ -54,24 +55,25 @@ def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tens
 
 
 def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
-    """db [E, N], fp32: the sum of each expert's rows dy [R, N], in a fixed order."""
+    """Return db [E, N] in fp32: the sum of the rows dy [R, N] of each expert, in a fixed order."""
     tiles = without_padding(dy, groups).view(-1, TILE, dy.shape[1]).sum(1, dtype=torch.float32)
     is_of_expert = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
     return (is_of_expert.double() @ tiles.double()).float()
 
 
 def expand_to_rows(values: Tensor, groups: Groups) -> Tensor:
-    """[E, N] -> [R, N]: the values of each row's expert (of the first expert for rows after the last one's)."""
+    """Expand [E, N] to [R, N]: the values of each row's expert. Unused rows at the end get those of the first
+    expert."""
     return values.index_select(0, groups.tiles.clamp(min=0).repeat_interleave(TILE))
 
 
 def without_padding(x: Tensor, groups: Groups) -> Tensor:
-    """x [R, N] with zeros in padding rows, whatever they held."""
+    """Return x [R, N] with zeros in padding rows."""
     return torch.where(real_rows(groups).unsqueeze(1), x, 0)
 
 
 def _run_each_expert(x: Tensor, cols: int, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """``run(expert, its rows)`` where the rows of x lie, [R, cols]; zeros in padding rows."""
+    """Return [R, cols] with ``run(expert, rows)`` for each expert, and zeros in padding rows."""
     y = x.new_zeros(x.shape[0], cols)
     for expert, span in expert_spans(groups):
         y[span] = run(expert, x[span])
@@ -79,12 +81,12 @@ def _run_each_expert(x: Tensor, cols: int, groups: Groups, run: Callable[[int, T
 
 
 def _grouped_mm(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """Each expert's rows x [R, A] times its w [E, A, B], by torch's grouped product."""
+    """Return rows x [R, A] times w [E, A, B] of their expert, by torch's grouped product."""
     return F.grouped_mm(without_padding(x, groups), w, offs=groups.starts[1:])
 
 
 def _is_native(a: Tensor, b: Tensor) -> bool:
-    """Whether torch's grouped product takes these operands without a detour over the host."""
+    """Return True if torch's grouped product supports these operands without synchronizing."""
     return (
         a.dtype is torch.bfloat16
         and hasattr(F, "grouped_mm")

@@ -1,4 +1,4 @@
-"""From tokens to rows by expert and back, within a rank; see :mod:`octavo.fp8.kernels.groups` for how rows lie."""
+"""Map tokens to rows grouped by expert and back, within a rank; :mod:`octavo.fp8.kernels.groups` has the layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 class ToRows(torch.autograd.Function):
-    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Rows of padding hold some token or other."""
+    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Padding rows have arbitrary tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
@@ -28,8 +28,8 @@ class ToRows(torch.autograd.Function):
 
 
 class ToPairs(torch.autograd.Function):
-    """rows [R, H] -> [P, H]: the row of each pair; that of a pair without an expert holds some row or other, and so do
-    the gradients of padding rows."""
+    """rows [R, H] -> [P, H]: the row of each pair. Rows of pairs without an expert, and gradients of padding rows, are
+    arbitrary."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pair_of: Tensor, row_of: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class ToPairs(torch.autograd.Function):
 
 
 def gather_rows(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """hidden [M, H] -> [R, H]: the token of the pair in each row."""
+    """Return the token of the pair in each row: hidden [M, H] -> [R, H]."""
     return _select_rows(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
 
 
 def _select_rows(source: Tensor, index: Tensor) -> Tensor:
-    """Rows of ``source`` by index. One past the end takes the last row; of an empty source there are only zeros."""
+    """Select rows of ``source``. Indices past the end select the last row; an empty source gives zeros."""
     if not source.shape[0]:
         return source.new_zeros(index.shape[0], source.shape[1])
     return source.index_select(0, index.clamp(max=source.shape[0] - 1))

@@ -1,4 +1,4 @@
-"""Who watches: GEMM counts and health figures, which layers report to one recorder."""
+"""GEMM counts and health metrics, which layers report to one recorder."""
 
 from octavo.fp8.observe.counts import record_gemms, report_replay
 from octavo.fp8.observe.health import Health

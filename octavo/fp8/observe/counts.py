@@ -1,13 +1,13 @@
-"""Count the GEMMs that really ran: the code that runs them reports them, nothing is computed from shapes.
+"""Count the GEMMs that actually ran: the code that runs a GEMM reports it, and nothing is inferred from shapes.
 
-Every GEMM of an FP8 layer reports itself under one of four words and the backend that ran it:
+Each GEMM of an FP8 layer is reported with one of four kinds and the backend that ran it:
 
 * ``fwd``        the forward
-* ``recompute``  the same forward run again inside a backward (activation checkpointing)
+* ``recompute``  a forward that is rerun inside a backward (activation checkpointing)
 * ``dgrad``, ``wgrad``  the two GEMMs of the backward
 
-A GEMM kept in high precision reports the backend :data:`HIGH`. So do, while a counter is open, the linear layers that
-the plan left in high precision: the share of FP8 is a counted figure and not a computed one. Counts may be nested.
+GEMMs in high precision are reported with the backend :data:`HIGH`. While a counter is active this includes the linear
+layers that the plan leaves in high precision, so the share of FP8 is counted, not computed. Counters may be nested.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ Key = tuple[str, str, str]  # (layer, gemm, backend)
 
 
 class GemmCounts(Mapping[Key, int]):
-    """``counts[(layer, gemm, backend)]`` -> calls, 0 for what never ran; ``counts.flops`` the same keys (2 M N K each).
+    """``counts[(layer, gemm, backend)]`` -> calls, 0 if it never ran; ``counts.flops`` has the same keys (2 M N K
+    each).
 
-    ``expected`` counts, per (layer, "dgrad" or "wgrad", "fwd" or "recompute"), the forwards that made such a GEMM
-    necessary, and ``ran`` the GEMMs that ran, by the kind of forward they belong to. ``no_grad`` counts, per layer,
-    the forwards that ran without a graph (``torch.no_grad``, or the first run of a reentrant checkpoint).
-    A GEMM of all experts in one counts as one of each expert, those without tokens included. ``idle`` counts, per
-    layer of experts that run one by one, the experts that a forward gave no token.
+    ``expected`` counts, per (layer, "dgrad" or "wgrad", "fwd" or "recompute"), the forwards that require such a GEMM,
+    and ``ran`` the GEMMs that ran, by the kind of their forward. ``no_grad`` counts, per layer, the forwards without a
+    graph (``torch.no_grad``, or the first run of a reentrant checkpoint). A grouped GEMM counts once per expert,
+    including experts without tokens. ``idle`` counts, per layer whose experts run one by one, the experts that got no
+    token in a forward.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[Key] = Counter()
         self._flops: Counter[Key] = Counter()
-        self._owed: list[tuple[Key, int, Tensor]] = []
+        self._pending_flops: list[tuple[Key, int, Tensor]] = []
         self.expected: Counter[Key] = Counter()
         self.ran: Counter[Key] = Counter()
         self.no_grad: Counter[str] = Counter()
@@ -47,9 +48,9 @@ class GemmCounts(Mapping[Key, int]):
 
     @property
     def flops(self) -> Counter[Key]:
-        """FLOPs by key. Reading them waits for a device that counted rows of its own (experts)."""
-        while self._owed:
-            key, each, rows = self._owed.pop()
+        """FLOPs by key. Waits for the device if it holds row counts of experts."""
+        while self._pending_flops:
+            key, each, rows = self._pending_flops.pop()
             self._flops[key] += each * int(rows.sum())
         return self._flops
 
@@ -66,7 +67,7 @@ class GemmCounts(Mapping[Key, int]):
         return f"GemmCounts({self.total()} GEMMs of {len({k[0] for k in self.calls})} layers)"
 
     def total(self, gemm: str | None = None, layer: str | None = None, fp8: bool | None = None) -> int:
-        """Calls, all or of one gemm, one layer, FP8 only (True) or high precision only (False)."""
+        """Count calls, optionally of one gemm, one layer, only FP8 (True) or only high precision (False)."""
         return sum(
             n
             for (a, g, b), n in self.calls.items()
@@ -74,32 +75,33 @@ class GemmCounts(Mapping[Key, int]):
         )
 
     def due(self, layer: str, gemm: str) -> int:
-        """How many backward GEMMs the forwards made necessary.
+        """Return how many backward GEMMs the forwards require.
 
-        A checkpointed forward expects one twice when its first run already builds a graph (non-reentrant); the backward
-        then goes only through that first run. Reentrant, only the recomputation expects it and gets it. So what the
-        recomputations expect is due where any of it ran, or where no first run expects anything.
+        With non-reentrant checkpointing both runs of a forward build a graph and expect the GEMM, but the backward uses
+        only the first graph. With reentrant checkpointing only the recomputation expects it. So the GEMMs expected by
+        recomputations count if any of them ran, or if no first run expects one.
         """
         first = self.expected[(layer, gemm, "fwd")]
         ran = self.ran[(layer, gemm, "recompute")] or not first
         return first + (self.expected[(layer, gemm, "recompute")] if ran else 0)
 
     def add(self, other: GemmCounts) -> None:
-        """What ``other`` counted ran again: a replayed graph, whose tensors of sizes hold what this replay made."""
+        """Add the counts of ``other``, a CUDA graph that was replayed; its size tensors hold the values of this
+        replay."""
         for name in ("calls", "_flops", "expected", "ran", "no_grad", "idle"):
             getattr(self, name).update(getattr(other, name))
-        self._owed += [(key, each, rows.clone()) for key, each, rows in other._owed]
+        self._pending_flops += [(key, each, rows.clone()) for key, each, rows in other._pending_flops]
 
-    # What the recorder calls: see `recorder.Counter`.
+    # Called by the recorder: see `recorder.Counter`.
 
     def on_gemm(self, layer: str, gemm: str, backend: str, flops: int, sizes: Tensor | None) -> None:
         key = (layer, gemm, backend)
         if sizes is None:
             self.calls[key] += 1
             self._flops[key] += flops
-        else:  # the sizes may live on a device; they are added up when `flops` is read, after the step
+        else:  # sizes may be on a device; they are summed when `flops` is read, after the step
             self.calls[key] += sizes.shape[0]
-            self._owed.append((key, flops, sizes))
+            self._pending_flops.append((key, flops, sizes))
 
     def on_expect(self, layer: str, gemm: str, kind: str, calls: int) -> None:
         self.expected[(layer, gemm, kind)] += calls
@@ -116,26 +118,26 @@ class GemmCounts(Mapping[Key, int]):
 
 @contextmanager
 def record_gemms() -> Iterator[GemmCounts]:
-    """Count the GEMMs that are recorded inside and not run, without a report to other counters. For a graph that is
-    captured, whose replays then report themselves by :func:`report_replay`."""
+    """Count the GEMMs of a CUDA graph capture, which are recorded and not run; other counters do not see them. Replays
+    report them with :func:`report_replay`."""
     with recorder.mute_reports(), count_gemms() as tape:
         yield tape
 
 
 def report_replay(tape: GemmCounts) -> None:
-    """Report the GEMMs of a recorded graph that ran to all counters that are open now."""
+    """Report the GEMMs of a replayed graph to all active counters."""
     for counter in recorder.counters():
         if isinstance(counter, GemmCounts):
             counter.add(tape)
 
 
 _lock = threading.Lock()
-_counts = 0  # how many `count_gemms` are open
+_counts = 0  # number of active `count_gemms` contexts
 
 
 @contextmanager
 def count_gemms() -> Iterator[GemmCounts]:
-    """Count the GEMMs that run inside, whichever thread runs them."""
+    """Count the GEMMs that run inside the context, on any thread."""
     counts = GemmCounts()
     with recorder.attach(counter=counts):
         _watch_modules(+1)
@@ -145,12 +147,12 @@ def count_gemms() -> Iterator[GemmCounts]:
             _watch_modules(-1)
 
 
-# --- linear layers in high precision, counted only while a counter is open --------------------------------------------
+# --- linear layers in high precision, counted only while a counter is active -----------------------------------------
 
 
 class HighPrecisionGemms(NamedTuple):
-    """The GEMMs of a module that stays in high precision: (name, N, K) each. ``routed``: the second argument holds
-    top-k indices, one row of work for each."""
+    """The GEMMs of a module that stays in high precision, each as (name, N, K). ``routed``: the second argument of its
+    forward holds top-k indices, and each index is one row of work."""
 
     gemms: tuple[tuple[str, int, int], ...]
     routed: bool
@@ -161,12 +163,13 @@ _hook: Any = None
 
 
 def watch_module(module: nn.Module, watched: HighPrecisionGemms) -> None:
-    """Let counters see this module, which the plan keeps in high precision."""
+    """Make counters see a module that the plan keeps in high precision."""
     module.__dict__[_MARK] = watched
 
 
 def _watch_modules(change: int) -> None:
-    """One hook for all modules, present only while a counter is open: without one a module pays nothing."""
+    """Add or remove one hook for all modules; it exists only while a counter is active, so it costs nothing
+    otherwise."""
     global _hook, _counts
     with _lock:
         _counts += change
@@ -191,19 +194,19 @@ def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         rows = inputs[1].numel() if len(inputs) > 1 and isinstance(inputs[1], Tensor) else 0
     else:
         rows = x.numel() // max(watched.gemms[0][2], 1)
-    # Read now: whether a gradient is due is decided by the forward, and may change before the backward.
+    # Read now: the forward decides whether a gradient is needed, and the flags may change before the backward.
     needs_x = x.requires_grad
     needs_w = any(p.requires_grad and p.dim() > 1 for p in module._parameters.values() if p is not None)
-    seen = [(recorder.begin(name, False, False, grad=True), 2 * rows * n * k) for name, n, k in watched.gemms]
-    for one, flops in seen:
-        one.gemm("fwd", HIGH, flops)
+    records = [(recorder.begin(name, False, False, grad=True), 2 * rows * n * k) for name, n, k in watched.gemms]
+    for record, flops in records:
+        record.gemm("fwd", HIGH, flops)
 
     def backward(_: Tensor) -> None:
-        for one, flops in seen:
+        for record, flops in records:
             if needs_x:
-                one.gemm("dgrad", HIGH, flops)
+                record.gemm("dgrad", HIGH, flops)
             if needs_w:
-                one.gemm("wgrad", HIGH, flops)
+                record.gemm("wgrad", HIGH, flops)
 
     if isinstance(y, Tensor) and y.requires_grad:
         y.register_hook(backward)

@@ -1,7 +1,7 @@
 """The error of each layer's FP8 operands, taken during ordinary training steps.
 
-``with health() as h:`` around a forward *and* its backward. For that step every layer also keeps x in high precision,
-to compute the weight gradient once more and compare: health costs memory and time, so take it every few steps.
+Put ``with health() as h:`` around a forward *and* its backward. In that step each layer also keeps x in high precision,
+to compute the weight gradient again and compare. This costs memory and time, so collect health only every few steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ METRICS = ("sqnr", "underflow", "saturation")
 
 
 class Health:
-    """Figures per layer, averaged over the calls of a step (micro-batches, experts)."""
+    """Metrics per layer, averaged over the calls of a step (micro-batches, experts)."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, dict[str, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
+        self._metrics: dict[str, dict[str, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
         self._cosines: dict[str, list[float]] = defaultdict(list)
         self._nan: Counter[str] = Counter()
 
@@ -32,12 +32,12 @@ class Health:
         """``{layer: {"x": {"sqnr", "underflow", "saturation"}, "w", "dy", "x_wgrad", "dy_wgrad", "dw_cosine",
         "nan_codes"}}``.
 
-        sqnr in dB (inf for an operand that FP8 holds exactly), underflow and saturation as shares from 0 to 1.
-        ``x``, ``w`` and ``dy`` are the operands of fwd and dgrad, ``*_wgrad`` the operands of wgrad; a role whose GEMM
-        did not run in FP8 is absent, and so is ``dw_cosine`` where no weight gradient was computed.
+        sqnr is in dB (inf if FP8 represents the operand exactly), underflow and saturation are shares from 0 to 1.
+        ``x``, ``w`` and ``dy`` are the operands of fwd and dgrad, ``*_wgrad`` the operands of wgrad. A role is absent
+        if its GEMM did not run in FP8, and ``dw_cosine`` is absent if no weight gradient was computed.
         """
         out: dict[str, dict[str, Any]] = {}
-        for layer, roles in self._figures.items():
+        for layer, roles in self._metrics.items():
             row: dict[str, Any] = {
                 role: {f: _finite_mean(v[i] for v in roles[role]) for i, f in enumerate(METRICS)}
                 for role in ROLES
@@ -50,32 +50,32 @@ class Health:
         return out
 
     def summary(self) -> dict[str, float]:
-        """Worst and median over the layers, flat and finite: ``x_sqnr_min``, ``x_sqnr_median``, ``x_underflow_max``,
-        ``x_underflow_median``, ``x_saturation_max`` (and the other roles), ``dw_cosine_min``, ``dw_cosine_median``,
-        ``nan_codes`` (their sum). A figure that no layer has is absent."""
+        """Return the worst value and the median over the layers as finite numbers: ``x_sqnr_min``, ``x_sqnr_median``,
+        ``x_underflow_max``, ``x_underflow_median``, ``x_saturation_max`` (likewise for the other roles),
+        ``dw_cosine_min``, ``dw_cosine_median``, and the sum ``nan_codes``. Metrics that no layer has are absent."""
         table = self.table()
         out: dict[str, float] = {}
         for role in ROLES:
-            for figure in METRICS:
-                values = [row[role][figure] for row in table.values() if role in row]
+            for metric in METRICS:
+                values = [row[role][metric] for row in table.values() if role in row]
                 values = [v for v in values if math.isfinite(v)]
                 if not values:
                     continue
-                worst, word = (min(values), "min") if figure == "sqnr" else (max(values), "max")
-                out[f"{role}_{figure}_{word}"] = worst
-                if figure != "saturation":
-                    out[f"{role}_{figure}_median"] = statistics.median(values)
+                worst, word = (min(values), "min") if metric == "sqnr" else (max(values), "max")
+                out[f"{role}_{metric}_{word}"] = worst
+                if metric != "saturation":
+                    out[f"{role}_{metric}_median"] = statistics.median(values)
         cosines = [row["dw_cosine"] for row in table.values() if "dw_cosine" in row]
         if cosines:
             out["dw_cosine_min"], out["dw_cosine_median"] = min(cosines), statistics.median(cosines)
         out["nan_codes"] = float(sum(self._nan.values()))
         return out
 
-    # What the recorder calls: see `recorder.Watcher`.
+    # Called by the recorder: see `recorder.Watcher`.
 
-    def on_operand(self, layer: str, role: str, figures: metrics.OperandMetrics) -> None:
-        self._nan[layer] += figures.nan_codes
-        self._figures[layer][role].append(figures[: len(METRICS)])
+    def on_operand(self, layer: str, role: str, values: metrics.OperandMetrics) -> None:
+        self._nan[layer] += values.nan_codes
+        self._metrics[layer][role].append(values[: len(METRICS)])
 
     def on_gradient(self, layer: str, cosine: float) -> None:
         if math.isfinite(cosine):
@@ -84,13 +84,14 @@ class Health:
 
 @contextmanager
 def health() -> Iterator[Health]:
-    """Collect health figures from the forwards and backwards that run inside (both must)."""
+    """Collect health metrics from forwards and backwards; both must run inside the context."""
     collector = Health()
     with recorder.attach(watcher=collector):
         yield collector
 
 
 def _finite_mean(values: Iterator[float]) -> float:
-    all_ = list(values)
-    finite = [v for v in all_ if math.isfinite(v)]
-    return statistics.fmean(finite) if finite else all_[0]
+    """Return the mean of the finite values, or the first value if none is finite."""
+    all_values = list(values)
+    finite = [v for v in all_values if math.isfinite(v)]
+    return statistics.fmean(finite) if finite else all_values[0]

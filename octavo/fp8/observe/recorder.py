@@ -1,14 +1,14 @@
-"""The one place that layers report to: which GEMMs ran, on which operands, with which gradients.
+"""The recorder: layers report to it which GEMMs ran, with which operands and gradients.
 
-A layer calls :func:`begin` once a forward and keeps the result for its backward. Listeners attach themselves from
-outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`), watchers of figures (:mod:`octavo.fp8.observe.health`),
-judges, which see the operands of GEMMs in high precision, also of GEMMs that do not run in FP8
-(:mod:`octavo.fp8.adapting.judge`), and checkers, which see the result of an FP8 GEMM that they chose
-(:mod:`octavo.fp8.proof.checking`). Without listeners a report only looks at an empty list.
+A layer calls :func:`begin` once per forward and keeps the result for its backward. There are four kinds of listeners:
+counters of GEMMs (:mod:`octavo.fp8.observe.counts`), watchers of metrics (:mod:`octavo.fp8.observe.health`), operand
+observers, which see the high-precision operands of every GEMM, including GEMMs that do not run in FP8
+(:mod:`octavo.fp8.adapting.judge`), and a checker, which sees the results of selected FP8 GEMMs
+(:mod:`octavo.fp8.proof.checking`). Without listeners a report only reads an empty list.
 
-The forward of a layer runs as one of two kinds, ``fwd`` or ``recompute`` (the same again inside a backward, under
-activation checkpointing); inside :func:`uncounted` it reports nothing. Listeners are process-wide, because a
-backward may run on autograd's own threads.
+A forward has one of two kinds: ``fwd``, or ``recompute`` if activation checkpointing reruns it inside a backward.
+Inside :func:`uncounted` it reports nothing. Listeners are process-wide, because autograd may run a backward on its own
+threads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ HIGH = "high"
 
 
 class Counter(Protocol):
-    """Counts GEMMs. ``sizes`` [experts]: the rows of each expert, where one GEMM of all experts is reported; the FLOPs
-    are then per row."""
+    """Counts GEMMs. For grouped GEMMs ``sizes`` [experts] has the rows of each expert, and ``flops`` is per row."""
 
     def on_gemm(self, layer: str, gemm: str, backend: str, flops: int, sizes: Tensor | None) -> None: ...
 
@@ -46,26 +45,26 @@ class Counter(Protocol):
 
 
 class Watcher(Protocol):
-    """Receives figures of operands and gradients."""
+    """Receives metrics of operands and gradients."""
 
-    def on_operand(self, layer: str, role: str, figures: metrics.OperandMetrics) -> None: ...
+    def on_operand(self, layer: str, role: str, values: metrics.OperandMetrics) -> None: ...
 
     def on_gradient(self, layer: str, cosine: float) -> None: ...
 
 
 class OperandObserver(Protocol):
-    """Receives both operands of GEMMs in high precision: x [M, K] and w [N, K] of fwd, dy [M, N] and w of dgrad, dy and
-    x of wgrad; one expert at a time."""
+    """Receives both operands of each GEMM in high precision: x [M, K] and w [N, K] for fwd, dy [M, N] and w for dgrad,
+    dy and x for wgrad. Experts are reported one at a time."""
 
     def on_product(self, layer: str, gemm: str, a: Tensor, b: Tensor) -> None: ...
 
 
 class Result(NamedTuple):
-    """The result of one FP8 GEMM: a x b of fwd (x, w), dgrad (dy, w) or wgrad (dy, x); of experts, for one expert.
+    """The result of one FP8 GEMM a x b: fwd (x, w), dgrad (dy, w) or wgrad (dy, x). For experts, of one expert.
 
-    ``a`` and ``b`` are what ``a_q`` and ``b_q`` were cast from in high precision; None where that is not at hand, or
-    nothing was cast. ``noted``: the scales of x and dy were noted before, in the histories of delayed scaling. ``out``
-    is as the step goes on with it, and ``again()`` the same GEMM once more.
+    ``a`` and ``b`` are the high-precision tensors that ``a_q`` and ``b_q`` were cast from, or None if they are not
+    available or nothing was cast. ``noted``: the scales of x and dy came from the histories of delayed scaling. ``out``
+    is the result that the step uses, and ``again()`` runs the same GEMM again.
     """
 
     gemm: str
@@ -81,13 +80,13 @@ class Result(NamedTuple):
 
 
 class Checker(Protocol):
-    """Computes the results of some FP8 GEMMs of a step again."""
+    """Recomputes the results of some FP8 GEMMs of a step."""
 
     def gemms_of(self, layer: str) -> Collection[str]:
-        """The GEMMs of a layer that it asks for. The same all through a step: layers save for it what they save."""
+        """Return the GEMMs of a layer to check. Constant during a step, because layers save tensors for it."""
 
     def pick(self, count: int) -> int:
-        """Which of ``count`` experts it wants to see."""
+        """Return the index of the expert to check, out of ``count``."""
 
     def on_result(self, layer: str, result: Result) -> None: ...
 
@@ -96,8 +95,8 @@ _lock = threading.Lock()
 _counters: list[Counter] = []
 _watchers: list[Watcher] = []
 _observers: list[OperandObserver] = []
-_checkers: list[Checker] = []  # one at most
-_muted = 0  # how many `muted` are open that had watchers or judges before
+_checkers: list[Checker] = []  # at most one
+_muted = 0  # active `mute_reports` contexts that removed watchers or observers
 
 
 @contextmanager
@@ -107,9 +106,9 @@ def attach(
     observer: OperandObserver | None = None,
     checker: Checker | None = None,
 ) -> Iterator[None]:
-    """Report what runs inside to a listener, on any thread. Raises RuntimeError for a second checker."""
+    """Report everything that runs inside the context, on any thread. Raises RuntimeError for a second checker."""
     if checker is not None and _checkers:
-        raise RuntimeError("A step is checked already; there can be one checker at a time.")
+        raise RuntimeError("A checker is already attached to this step; only one checker can be attached at a time.")
     with _lock:
         _counters.extend(() if counter is None else (counter,))
         _watchers.extend(() if watcher is None else (watcher,))
@@ -135,27 +134,27 @@ def mute_reports() -> Iterator[None]:
     """
     global _muted
     with _lock:
-        held = list(_counters), list(_watchers), list(_observers)
+        removed = list(_counters), list(_watchers), list(_observers)
         _counters.clear()
         _watchers.clear()
         _observers.clear()
-        _muted += bool(held[1] or held[2])
+        _muted += bool(removed[1] or removed[2])
     try:
         yield
     finally:
         with _lock:
-            _counters[:], _watchers[:], _observers[:] = held
-            _muted -= bool(held[1] or held[2])
+            _counters[:], _watchers[:], _observers[:] = removed
+            _muted -= bool(removed[1] or removed[2])
 
 
 def counters() -> tuple[Counter, ...]:
-    """The counters that are attached now."""
+    """Return the attached counters."""
     return tuple(_counters)
 
 
 def is_watching() -> bool:
-    """Whether blocks run as single layers, for figures of each. A checker sees of fused ones what there is to see, so
-    that a step computes what it computes without."""
+    """Return True if blocks must run as single layers, so that each layer can be measured. A checker does not require
+    this: it checks fused blocks as they are, so that it does not change the step."""
     return bool(_watchers or _observers or _muted)
 
 
@@ -163,17 +162,19 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def observer_hook(hook: Hook) -> Hook:
-    """Mark a hook on all modules that only watches, so that blocks run as they run without it."""
+    """Mark a global module hook that only observes, so that fused blocks stay fused."""
     hook._octavo_watches = True  # type: ignore[attr-defined]
     return hook
 
 
 class LayerRecord:
-    """One forward of one layer, and its backward. ``heard``: counters are open. ``watched``: the layer
-    saves x in high precision for figures. ``judged``: a judge wants the operands of its GEMMs. ``checked``: the GEMMs
-    whose results a checker wants. ``shown``: False where its codes were not cast from the operands that it reports, as
-    within a fused block. ``counters``: those attached now, none for a dummy; without any there is nothing to report
-    with :meth:`gemm`."""
+    """One forward of one layer, and its backward.
+
+    ``counters`` are the attached ones, or none if the forward is not counted; then :meth:`gemm` has nothing to report.
+    ``keeps_x``: the layer saves x in high precision for metrics. ``is_observed``: an observer receives the operands of
+    its GEMMs. ``checked_gemms``: the GEMMs whose results are checked. ``shows_operands``: False if the codes were not
+    cast from the reported operands, as in a fused block.
+    """
 
     __slots__ = (
         *("calls", "checked_gemms", "counted", "counters", "has_counters", "is_observed", "keeps_x", "kind"),
@@ -193,7 +194,7 @@ class LayerRecord:
         self.shows_operands = True
 
     def gemm(self, gemm: str, backend: str, flops: int) -> None:
-        """A GEMM that runs: "fwd", "dgrad" or "wgrad"; ``flops`` of one row where experts run grouped."""
+        """Report a GEMM: "fwd", "dgrad" or "wgrad". ``flops`` is per row for grouped experts."""
         for counter in self.counters:
             if gemm == "fwd":
                 counter.on_gemm(self.layer, self.kind, backend, flops, self.sizes)
@@ -202,39 +203,39 @@ class LayerRecord:
                 counter.on_ran(self.layer, gemm, self.kind, self.calls)
 
     def operand(self, role: str, x: Tensor, q: Quantized) -> None:
-        """An operand and its codes; an empty one has no figures."""
+        """Report an operand and its codes; an empty operand has no metrics."""
         if x.numel() and _watchers:
-            figures = metrics.operand_metrics(x, q)
+            values = metrics.operand_metrics(x, q)
             for watcher in _watchers:
-                watcher.on_operand(self.layer, role, figures)
+                watcher.on_operand(self.layer, role, values)
 
     def gradient(self, dw: Tensor, dy: Tensor, x: Tensor) -> None:
-        """A weight gradient dw [N, K], held against dyT x in fp32, from dy [M, N] and x [M, K] in high precision."""
+        """Report a weight gradient dw [N, K]: compare it with dyT x in fp32, of dy [M, N] and x [M, K]."""
         if x.numel() and _watchers:
             cosine = metrics.cosine(dw, dy.float().t() @ x.float())
             for watcher in _watchers:
                 watcher.on_gradient(self.layer, cosine)
 
     def product(self, gemm: str, a: Tensor, b: Tensor) -> None:
-        """The operands of a GEMM in high precision; with an empty operand there is nothing to judge."""
+        """Report the high-precision operands of a GEMM, unless one is empty."""
         if a.numel() and b.numel():
-            for judge in _observers:
-                judge.on_product(self.layer, gemm, a, b)
+            for observer in _observers:
+                observer.on_product(self.layer, gemm, a, b)
 
     def pick(self, count: int) -> int:
-        """Which of ``count`` experts is to be checked."""
+        """Return the index of the expert to check, out of ``count``."""
         return _checkers[0].pick(count) if _checkers else 0
 
     def result(self, product: Result) -> None:
-        """The result of a GEMM in ``checked``; without rows there is nothing to check."""
+        """Report the result of a GEMM in ``checked_gemms``, unless it is empty."""
         if product.out.numel():
             for checker in _checkers:
                 checker.on_result(self.layer, product)
 
 
 def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> LayerRecord:
-    """A forward of a layer begins. Where ``dgrad`` and ``wgrad`` will be due, counters expect them; ``grad``: gradients
-    are enabled; ``sizes``: see :class:`Counter`."""
+    """Begin the forward of a layer. ``dgrad``, ``wgrad``: whether counters expect these GEMMs; ``grad``: whether
+    gradients are enabled; ``sizes``: see :class:`Counter`."""
     seen = LayerRecord(layer, phase(), sizes)
     if seen.has_counters:
         for counter in _counters:
@@ -247,7 +248,7 @@ def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None
 
 
 def record_idle_experts(layer: str, experts: int) -> None:
-    """Experts of a layer that runs them one by one got no token, in a forward that counts."""
+    """Report experts that got no token, in a counted forward of a layer that runs its experts one by one."""
     if _counters and phase() == Phase(counted=True, recompute=False):
         for counter in _counters:
             counter.on_idle(layer, experts)
@@ -257,16 +258,16 @@ def record_idle_experts(layer: str, experts: int) -> None:
 
 
 class Phase(NamedTuple):
-    """Why a forward runs: ``counted`` is False on behalf of a dummy, ``recompute`` is True inside a backward."""
+    """Why a forward runs: ``counted`` is False inside :func:`uncounted`, ``recompute`` is True inside a backward."""
 
     counted: bool
     recompute: bool
 
 
 class _Spans:
-    """Sequence numbers of the autograd nodes that one thread made inside uncounted(): a checkpoint that recomputes a
-    dummy's forward is recognised by the node in whose backward it happens. Each thread numbers its own nodes, upwards,
-    so that spans come sorted."""
+    """Sequence numbers of the autograd nodes that one thread created inside uncounted(). A recomputation of such a
+    forward is recognized by the node whose backward runs it. Each thread numbers its nodes in ascending order, so
+    spans are sorted."""
 
     def __init__(self) -> None:
         self.firsts: list[int] = []
@@ -283,13 +284,13 @@ class _Spans:
         return at >= 0 and number < self.lasts[at]
 
 
-_MOST_SPANS = 1 << 16  # blocks of a thread whose backward may still be to come
+_MOST_SPANS = 1 << 16  # spans per thread whose backward may still be pending
 _all_spans: WeakSet[_Spans] = WeakSet()
 _state = threading.local()
 
 
 def _spans() -> _Spans:
-    """The spans of this thread."""
+    """Return the spans of this thread."""
     if not hasattr(_state, "spans"):
         _state.spans = _Spans()
         _all_spans.add(_state.spans)
@@ -298,9 +299,10 @@ def _spans() -> _Spans:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Forwards inside, their recomputations and their backwards enter no amax history, health figure or GEMM count.
+    """Exclude forwards inside the context, their recomputations and backwards from amax histories, health and counts.
 
-    For work whose result is multiplied by zero: the dummy image that keeps a sharded vision tower in step.
+    For results that are multiplied by zero, such as a dummy image that keeps the ranks of a sharded vision tower in
+    step.
     """
     spans, first = _spans(), torch.autograd._get_sequence_nr()
     _state.depth = getattr(_state, "depth", 0) + 1
@@ -314,16 +316,16 @@ def uncounted() -> Iterator[None]:
 
 
 def phase() -> Phase:
-    """The phase of a forward that starts now."""
+    """Return the phase of a forward that starts now."""
     recompute = torch._C._current_graph_task_id() != -1
     counted = getattr(_state, "depth", 0) == 0
     if not recompute:
         if not hasattr(_state, "spans"):
-            _spans()  # marks a thread that makes nodes
+            _spans()  # marks this thread as one that creates nodes
     elif counted and _all_spans:
         node = torch._C._current_autograd_node()
         if node is not None:
-            # Autograd's own threads (one a GPU) create no nodes: there the node may come from any thread.
+            # Autograd's own threads (one per GPU) create no nodes, so there the node may come from any thread.
             thread_spans = getattr(_state, "spans", None)
             counted = not any(
                 s.contains(node._sequence_nr())

@@ -40,5 +40,5 @@ def step_on_cpu(
     chunks = [(piece, *ends) for piece in pieces for ends in adamw._chunks(piece, adamw.CPU_CHUNK)]
     if factor is not None and not isinstance(factor, Tensor):
         factor = adamw._fp32(factor)
-    cpu.run([(p, Scalars.of(hyper, p.step), first, last) for p, first, last in chunks], hyper, factor)
+    cpu.run([(p, Scalars.compute(hyper, p.step), first, last) for p, first, last in chunks], hyper, factor)
     adamw._step_edges(adamw.find_edges(pieces), hyper, factor, agree)

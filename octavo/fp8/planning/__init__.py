@@ -1,4 +1,4 @@
-"""The plan: what every layer will run in and why, on paper, in a file and applied."""
+"""Plans: the recipe and backend of each layer, with reasons. Plans can be printed, saved, loaded and applied."""
 
 from octavo.fp8.planning.apply import Fusion, unfuse
 from octavo.fp8.planning.checks import collect_kernel_checks

@@ -1,6 +1,6 @@
-"""Apply a plan in place: layers become FP8 layers, blocks get another forward, weights become FP8 between steps.
+"""Apply a plan to a model in place: convert layers, replace the forwards of blocks, and convert weights to FP8.
 
-:func:`fuse` fuses gated MLPs and norms of a model with FP8 layers, without a plan.
+:func:`fuse` fuses the gated MLPs and norms of a model that has FP8 layers, without a plan.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ _HIGH = Recipe(OFF, "high precision", None, None, None)
 
 
 def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Module:
-    """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
+    """Apply a plan in place and return the model. Parameters keep their names, shapes and values.
 
-    ``others``: plans of the same model that :func:`switch_plan` will be called with. Layers that one of them has in
-    FP8 become FP8 layers too, and compute in high precision while this plan has them so. Where torch or Triton is newer
-    than tested, the kernels of the plans are first compared with the reference (:mod:`octavo.fp8.kernels.self_check`).
+    ``others``: further plans of the same model, for later calls of :func:`switch_plan`. Layers that are FP8 in any of
+    them are converted now, and compute in high precision while this plan requires that. With untested versions of torch
+    or Triton the kernels are first compared with the reference (:mod:`octavo.fp8.kernels.self_check`).
 
     Raises:
-        PlanError: a layer cannot turn as the others have it; the plan is another model's, FP8 was applied before, or
-            experts turn out not to compute what the loop over experts computes (two random ones in place of those on
-            the meta device).
-        SelfCheckError: a kernel computes otherwise than the reference, or does not run, in a version not tested.
+        PlanError: a layer cannot switch between the plans; the plan is for a different model; FP8 was applied before;
+            or the FP8 forward of experts does not match the stock module (on the meta device, two random experts are
+            compared instead).
+        SelfCheckError: with an untested version, a kernel fails or its results differ from the reference.
     """
     others = tuple(others)
     modules = dict(model.named_modules())
-    done = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
-    if done:
+    converted = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
+    if converted:
         raise PlanError(
-            f"FP8 was applied to this model before ({done[0]!r} is an FP8 layer). Apply a plan once, to a stock model."
+            f"FP8 is already applied to this model ({converted[0]!r} is an FP8 layer). Apply one plan to a stock model."
         )
     _check_same_model(model, plan)
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
-    # Checked before any layer is converted: a plan that cannot be switched to must not leave a half-converted model.
+    # Checked before any layer is converted, so that an error does not leave a partly converted model.
     pairs = [pair for other in others for pair in _changed_rows(plan, other)]
     for old, new in pairs:
         if (why := _why_not_switchable(plan, old, new)) is not None:
             raise PlanError(_switch_error(old, new, why))
-    also = frozenset(old.name for old, _ in pairs)
-    _check_modules(modules, by_module, also)
+    switchable = frozenset(old.name for old, _ in pairs)
+    _check_modules(modules, by_module, switchable)
     device = torch.device(plan.device)
     run_checks(collect_kernel_checks((plan, *others), device), device)
     for name, rows in by_module.items():
         module = modules[name]
-        if not any(r.fp8 or r.name in also for r in rows):
+        if not any(r.fp8 or r.name in switchable for r in rows):
             gemms = tuple((r.name, *r.shape) for r in rows)
             counts.watch_module(module, counts.HighPrecisionGemms(gemms, routed=rows[0].kind == "experts"))
         elif rows[0].kind == "experts":
@@ -77,29 +77,32 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
         else:
             assert isinstance(module, nn.Linear)
             convert(module, _make_site(rows[0]))
-    _apply_weights(model, plan, also)
+    _apply_weights(model, plan, switchable)
     _apply_blocks(model, plan.blocks)
     return model
 
 
 def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
-    """Switch a model from the plan that was applied to another plan of the same layers; returns the names of the
-    layers that changed. Parameters, gradients and the layers whose row is the same are not touched.
+    """Switch a model from the applied plan to another plan of the same layers; return the names of changed layers.
 
-    Raises PlanError, before anything is changed, for a row without an FP8 layer, and for a recipe that cannot be
-    exchanged: one with amax histories, or of weights that are stored as codes.
+    Parameters, gradients and layers with an unchanged row are not modified. Raises PlanError, before any change, if a
+    row has no FP8 layer, or if its recipe cannot change: delayed scaling, and weights that are stored as codes.
     """
-    turned = []
+    switched = []
     for old, new in _changed_rows(before, after):
         module = model.get_submodule(new.row.module)
         stock = not isinstance(module, CachesWeights)
-        why = "it is no FP8 layer (apply the plan with the others)" if stock else _why_not_switchable(after, old, new)
+        why = (
+            "it is not an FP8 layer (pass this plan to apply as well)"
+            if stock
+            else _why_not_switchable(after, old, new)
+        )
         if why is not None:
             raise PlanError(_switch_error(old, new, why))
-        turned.append((get_sites(module)[_parameter_name(new)], new))
-    for site, new in turned:
+        switched.append((get_sites(module)[_parameter_name(new)], new))
+    for site, new in switched:
         site.set_recipe(new.recipe or _HIGH, new.selections)
-    return tuple(new.name for _, new in turned)
+    return tuple(new.name for _, new in switched)
 
 
 def _changed_rows(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
@@ -111,11 +114,11 @@ def _changed_rows(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
 
 
 def _why_not_switchable(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
-    """Why a row must keep its recipe for a whole run; None if it may change."""
+    """Return why a row must keep its recipe for the whole run, or None if it can change."""
     if new.row.codes is not None or plan.policy.param_of(new.component):
-        return "its weight is kept as codes of one recipe"
+        return "its weight is stored as codes of one recipe"
     if any(row.recipe is not None and row.recipe.delayed is not None for row in (old, new)):
-        return "the amax histories of delayed scaling belong to one recipe"
+        return "the amax histories of delayed scaling are specific to a recipe"
     return "the head keeps one recipe for the whole run" if new.kind == HEAD else None
 
 
@@ -134,22 +137,22 @@ def _parameter_name(row: PlanRow) -> str:
 
 @share_trials()
 def _check_modules(
-    modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]], also: Collection[str] = ()
+    modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]], switchable: Collection[str] = ()
 ) -> None:
-    """Raises PlanError, before anything is changed, for a module that cannot be converted as it is now."""
+    """Raise PlanError, before any change, for a module that cannot be converted."""
     for name, rows in by_module.items():
-        if not any(r.fp8 or r.name in also for r in rows):
+        if not any(r.fp8 or r.name in switchable for r in rows):
             continue
         module = modules[name]
         if "forward" in module.__dict__:
             raise PlanError(
-                f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
-                "which would bypass FP8. Apply the plan first and add the hooks afterwards."
+                f"the forward of {name!r} was replaced on the instance after the plan was made (an accelerate hook?), "
+                "which would bypass FP8. Apply the plan first, and add hooks afterwards."
             )
         why = _why_experts_differ(module) if rows[0].kind == "experts" else None
         if why is not None:
             raise PlanError(
-                f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
+                f"{name!r} cannot be converted: {why}. Make a new plan for the loaded model; it will skip this module."
             )
 
 
@@ -161,12 +164,12 @@ def _make_site(row: PlanRow) -> Site:
     return Site(row.name, row.recipe or _HIGH, row.selections)
 
 
-def _apply_weights(model: nn.Module, plan: Plan, also: Collection[str]) -> None:
-    """What the policy says of weights between steps: whether their codes are kept, and which weights are FP8."""
+def _apply_weights(model: nn.Module, plan: Plan, switchable: Collection[str]) -> None:
+    """Apply the settings for weights between steps: ``weight_codes`` to caches, and ``param`` to parameters."""
     sites: dict[tuple[str, str], Site] = {}
     keep = plan.policy.weight_codes != "recast"
     for row in plan.rows:
-        if not row.fp8 and row.name not in also:
+        if not row.fp8 and row.name not in switchable:
             continue
         parameter = _parameter_name(row)
         site = get_sites(model.get_submodule(row.row.module))[parameter]
@@ -178,8 +181,7 @@ def _apply_weights(model: nn.Module, plan: Plan, also: Collection[str]) -> None:
 
 @share_trials()
 def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
-    """What is planned of blocks, in a model with FP8 layers. Raises PlanError where the loaded model does not allow
-    it."""
+    """Fuse blocks and make them save FP8, as planned. Raises PlanError if the loaded model does not support it."""
     feeds = {name: layers for name, _, layers in rmsnorm.norms_and_layers(model)}
     attention = {a.name: a for a in attention_output.find_attention_modules(model)}
     for block in blocks:
@@ -197,11 +199,11 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
         else:
             why_not = layernorm.save_as_codes(module) if block.kind == NORM else mlp.save_as_codes(module)
         if why_not is not None:
-            what = "be fused with its FP8 layers" if block.fused else "keep FP8 for its backward"
+            what = "be fused with its FP8 layers" if block.fused else "save FP8 for its backward"
             fix = "use fuse='off'" if block.fused else "use activations='bf16'"
             raise PlanError(
-                f"The {block.kind} {block.name!r} was planned to {what} and cannot: {why_not}. Plan again on the "
-                f"loaded model, or {fix}."
+                f"the {block.kind} {block.name!r} was planned to {what}, but it cannot: {why_not}. Make a new plan for "
+                f"the loaded model, or {fix}."
             )
 
 
@@ -209,49 +211,50 @@ def _check_same_model(model: nn.Module, plan: Plan) -> None:
     present = {r.name: (r.kind, r.shape, r.codes) for r in describe_layers(model, plan.components)}
     planned = {r.name: (r.kind, r.shape, r.row.codes) for r in plan.rows}
 
-    def shown(row: tuple[str, tuple[int, int], object] | None) -> str:
+    def describe(row: tuple[str, tuple[int, int], object] | None) -> str:
         codes = "" if row is None or row[2] is None else f" with frozen FP8 codes ({row[2]})"
-        return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
+        return "missing" if row is None else f"{row[0]} {list(row[1])}{codes}"
 
     for name in [*planned, *present]:
         if not _is_same_row(planned.get(name), present.get(name)):
-            has, wants = shown(present.get(name)), shown(planned.get(name))
+            in_model, in_plan = describe(present.get(name)), describe(planned.get(name))
             raise PlanError(
-                f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
-                "model."
+                f"This plan is for a different model: {name!r} is {in_plan} in the plan and {in_model} in the model. "
+                "Make a plan for this model."
             )
 
 
 def _is_same_row(
     planned: tuple[str, tuple[int, int], Any] | None, present: tuple[str, tuple[int, int], Any] | None
 ) -> bool:
-    """Whether a row is the one that was planned. That all scales of codes are powers of two is known only once they are
-    read: a plan for any scales serves them too."""
+    """Return True if a row matches the planned one. Codes whose scales are all powers of two match a plan for fp32
+    scales, because that is known only after the scales are read."""
     if planned is None or present is None or None in (planned[2], present[2]):
         return planned == present
-    mine, theirs = planned[2], present[2]
-    scales = mine.scale == theirs.scale or (mine.scale, theirs.scale) == ("fp32", "pow2")
-    return planned[:2] == present[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
+    plan_cast, model_cast = planned[2], present[2]
+    scales = plan_cast.scale == model_cast.scale or (plan_cast.scale, model_cast.scale) == ("fp32", "pow2")
+    formats = (plan_cast.format, plan_cast.block) == (model_cast.format, model_cast.block)
+    return planned[:2] == present[:2] and formats and scales
 
 
 class Fusion(NamedTuple):
-    """The result of :func:`fuse` for a gated MLP or a norm: ``reason`` is None if it is fused now, else why not."""
+    """Result of :func:`fuse` for a gated MLP or a norm. ``reason``: why it is not fused, or None if it is."""
 
     names: tuple[str, ...]
     reason: str | None
 
 
 def fuse(model: nn.Module) -> tuple[Fusion, ...]:
-    """Fuse gated MLPs into one function, and norms with the FP8 layers that read their output, where possible.
+    """Fuse gated MLPs into one function, and norms with the FP8 layers after them, where possible.
 
-    Returns one :class:`Fusion` for each gated MLP and norm next to an FP8 layer. Parameters, names and state dicts
-    stay the same; :func:`unfuse` undoes it.
+    Returns one :class:`Fusion` for each gated MLP and norm with an FP8 layer. Parameters, names and state dicts do not
+    change; :func:`unfuse` undoes the fusion.
     """
     return tuple(Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *rmsnorm.convert(model)))
 
 
 def unfuse(model: nn.Module) -> None:
-    """Restore the stock forward of norms, MLPs and the output of attention."""
+    """Restore the stock forwards of norms, MLPs and attention outputs."""
     for module in list(model.modules()):
         if not (isinstance(module, SwappedModule) and module.runs_in_high_precision):
             unswap(module)

@@ -1,4 +1,4 @@
-"""Parameters exchanged for weights that are FP8 between steps, with the casts that their layers ask for."""
+"""Replace parameters by weights that are FP8 between steps, with the casts that their layers need."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from octavo.fp8.weights.shards import is_whole
 
 
 def convert_to_fp8_weights(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> None:
-    """Make FP8 weights of the parameters that ``sites`` names, by module and parameter.
+    """Replace the parameters in ``sites``, which has (module, parameter) keys, by FP8 weights.
 
-    A parameter that several layers share becomes one only if all of them ask for FP8 codes; frozen FP8 weights stay.
-    ``keep``: whether the codes of shards are kept between two gathers. Raises PlanError for a parameter that is sharded
-    already.
+    A parameter that several layers share is replaced only if all of them use FP8 codes. Frozen FP8 weights are not
+    changed. ``keep``: whether codes of shards are kept between two gathers. Raises PlanError for a sharded parameter.
     """
     modules = dict(model.named_modules())
     users: dict[int, list[tuple[str, str]]] = {}
@@ -30,58 +29,56 @@ def convert_to_fp8_weights(model: nn.Module, sites: Mapping[tuple[str, str], Sit
         for parameter, value in module._parameters.items():
             if value is not None:
                 users.setdefault(id(value), []).append((name, parameter))
-    for used in users.values():
-        first, name = used[0]
+    for uses in users.values():
+        first, name = uses[0]
         if is_frozen(modules[first]._parameters[name]):
             continue
-        each = [required_casts(modules[user[0]], user[1], sites[user]) if user in sites else [] for user in used]
-        if all(each):
-            casts = tuple(dict.fromkeys(need for needs in each for need in needs))
+        needs_by_use = [required_casts(modules[use[0]], use[1], sites[use]) if use in sites else [] for use in uses]
+        if all(needs_by_use):
+            casts = tuple(dict.fromkeys(need for needs in needs_by_use for need in needs))
             weight = _make_fp8_weight(modules[first]._parameters[name], casts, keep, f"{first}.{name}")
-            for where, parameter in used:
+            for where, parameter in uses:
                 modules[where]._parameters[parameter] = weight
                 modules[where].__dict__["_fp8_param"] = True
-            _share_cache(modules, used)
+            _share_cache(modules, uses)
 
 
 def _make_fp8_weight(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.Parameter:
     if not is_whole(old):
-        raise PlanError(
-            f"{name} is sharded already, and FP8 weights are made of whole ones. Call fp8.apply before fully_shard."
-        )
+        raise PlanError(f"{name} is already sharded. Call fp8.apply before fully_shard.")
     new = nn.Parameter(Fp8Weight.of(old.detach(), Source(casts, old.shape, keep)), requires_grad=old.requires_grad)
     new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
     new.grad = old.grad
     return new
 
 
-def _share_cache(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> None:
-    """One cache for layers that share a weight: its codes are the same."""
-    first = get_sites(modules[used[0][0]])[used[0][1]].codes
-    for name, parameter in used[1:]:
+def _share_cache(modules: Mapping[str, nn.Module], uses: list[tuple[str, str]]) -> None:
+    """Share one cache among layers with a common weight, whose codes are equal."""
+    first = get_sites(modules[uses[0][0]])[uses[0][1]].codes
+    for name, parameter in uses[1:]:
         site = get_sites(modules[name])[parameter]
         if site.codes is not None and first is not None and site.codes.keep == first.keep:
             site.codes = first
 
 
 def get_sites(module: nn.Module) -> dict[str, Site]:
-    """Parameter of an FP8 layer, or of a module of FP8 experts -> where its GEMMs run."""
+    """Return parameter name -> site of its GEMMs, for an FP8 layer or a module of FP8 experts."""
     sites = module.__dict__.get("_sites")
     return sites if sites is not None else {"weight": module.__dict__["_site"]}
 
 
 def required_casts(module: nn.Module, name: str, site: Site) -> list[Need]:
-    """The casts of a weight that the GEMMs of its layer ask for: one or two, none if no FP8 GEMM multiplies by it."""
+    """Return the casts of a weight for the GEMMs of its layer: one or two, or none if no FP8 GEMM uses it."""
     weight, recipe = module._parameters[name], site.recipe
     assert weight is not None
-    turned, grouped = False, False
+    transposed, grouped = False, False
     if weight.dim() == 3:
-        turned = bool(getattr(module, "is_transposed", False))
+        transposed = bool(getattr(module, "is_transposed", False))
         device = device_of(module) if weight.is_meta else weight.device
         grouped = why_not_grouped(recipe, site.selections, device) is None
     needs: list[Need] = []
     if recipe.fwd is not None:
-        needs.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))
+        needs.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, transposed, grouped))
     if recipe.dgrad is not None and not site.shares_weight:
-        needs.append(Need(recipe.dgrad.b, site.selections["dgrad"].backend, 0, turned, grouped))
+        needs.append(Need(recipe.dgrad.b, site.selections["dgrad"].backend, 0, transposed, grouped))
     return needs

@@ -1,19 +1,19 @@
-"""A plan as a file: saved, read by people, edited, used again.
+"""Plan files: save, load and edit plans.
 
-The file is JSON: a policy, laid down layer by layer. ``layers`` is the part to edit, a list of rules; a later line wins
-over an earlier one, and what no line names stays in high precision::
+The file is JSON with the policy of each layer. ``layers``, the part to edit, is a list of rules: later lines override
+earlier ones, and layers that no line matches stay in high precision::
 
     {"match": "model.layers.*.mlp.up_proj", "recipe": "blockwise", "format": "e4m3", "backend": "triton", "why": "..."},
     {"match": "model.layers.0.**", "recipe": "off"}
 
-``recipe`` is a recipe's name or "off"; ``format``, ``fwd``, ``dgrad``, ``wgrad`` are those of a rule; ``steps`` are the
-first and the last step in which a line holds, absent for all; ``backend`` is a name, or one for each GEMM, or absent
-for the registry's choice; ``why`` and ``ms`` are remarks.
+``recipe`` is the name of a recipe or "off"; ``format``, ``fwd``, ``dgrad``, ``wgrad`` are as in a rule; ``steps`` are
+the first and the last step of a line, or absent for all steps; ``backend`` is a name, a name for each GEMM, or absent
+to let the registry choose; ``why`` and ``ms`` are remarks.
 
-``fuse_blocks`` is the policy's ``fuse``; ``activations`` what blocks keep for backward, bf16 or fp8, of the whole model
-("") and of components that differ; ``param`` likewise whether weights are FP8 between steps; ``weight_codes`` is
-keep, recast or both. ``model`` and ``machine`` say what the plan was made for; :func:`load_plan` refuses another model
-and another GPU. Files of 0.4.0 have ``sisters`` as well: what ran as one GEMM is separate now, and a note says so.
+``fuse_blocks`` is ``fuse`` of the policy. ``activations`` (bf16 or fp8) and ``param`` (true or false) have the setting
+of the whole model under "" and those of components that differ. ``weight_codes`` is keep, recast or both. ``model`` and
+``machine`` describe the model and the machine of the plan; :func:`load_plan` rejects other models and GPUs. Files of
+0.4.0 also have ``sisters``, layers that ran as one GEMM; they run separately now, and a note reports that.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, describe_layers
 
 HELP = (
-    "Edit only layers. A line gives a recipe to the layers whose names match; a later line wins over an earlier one.",
+    "Edit only layers. A line sets the recipe of the layers whose names match; later lines override earlier ones.",
     f"recipe: {join_words((OFF, *NAMES), 'or')}. format: {join_words(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
-    "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
-    "are remarks.",
-    "steps: the first and the last step in which a line holds, as in [1, 100]; leave it out for all.",
-    "match: a glob over dotted names; * stays within a segment, ** spans any number of them.",
-    "Use it with fp8.plan: FILE in a configuration, or fp8.load_plan(FILE, model).",
+    "bf16, or a recipe whose casts the GEMM uses. backend: a name that octavo doctor lists; omit it to choose "
+    "automatically. why and ms are remarks.",
+    "steps: the first and the last step of a line, as in [1, 100]; omit it for all steps.",
+    "match: a glob over dotted names; * matches within a segment, ** matches any number of segments.",
+    "Use the file with fp8.plan: FILE in a configuration, or with fp8.load_plan(FILE, model).",
 )
 
 
 def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) -> dict[str, Any]:
-    """What a plan file holds, as JSON types; ``now``: with all that this plan says, as in a run's plan.json. ``spans``
-    of a schedule become lines that hold only in their steps."""
+    """Return the contents of a plan file as JSON types. ``now``: also include this plan's own JSON, as in plan.json of
+    a run. ``spans`` of a schedule become lines with ``steps``."""
     timed = [line for s in spans if s.plan is not plan for line in make_lines(s.plan.rows, plan.rows, s[:2])]
     return {
         **({} if now is None else now.to_json()),
@@ -72,18 +72,19 @@ def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) ->
 
 
 def _by_component(policy: Policy, setting: str) -> dict[str, Any]:
-    """A setting of the whole model, under an empty name, and of the components that differ."""
-    whole = getattr(policy, setting)
+    """Return a setting of the whole model under the key "", and of the components that differ."""
+    default = getattr(policy, setting)
     parts = {name: getattr(part, setting) for name, part in policy.components.items()}
-    return {"": whole, **{name: value for name, value in parts.items() if value not in (None, whole)}}
+    return {"": default, **{name: value for name, value in parts.items() if value not in (None, default)}}
 
 
 def save_plan(plan: Plan, path: str | Path, spans: Iterable[Span] = ()) -> Path:
-    """Write a plan to a file, with ``spans`` of its schedule, one line for each line of layers; written aside and
-    renamed."""
+    """Write a plan, with the ``spans`` of its schedule, to a file and return the path. The write is atomic."""
     path = Path(path)
     if not path.name or path.is_dir():
-        raise PlanError(f"A plan cannot be saved to {str(path)!r}: that is a folder. Name a file, such as plan.json.")
+        raise PlanError(
+            f"A plan cannot be saved to {str(path)!r}, which is a folder. Give a file name, such as plan.json."
+        )
     fields = document(plan, spans=spans)
     lists = {
         key: ",\n".join(f"    {json.dumps(line)}" for line in fields.pop(key)) for key in ("help", "model", "layers")
@@ -104,27 +105,27 @@ def load_plan(
     other_machine: bool = False,
     backend: str = "auto",
 ) -> Plan:
-    """The plan of a file, for ``model``.
+    """Load a plan for ``model``.
 
     Args:
-        path: a file of :func:`save_plan`, or the ``plan.json`` of a run.
-        model: the model that it was made for, real or on the meta device.
-        components: as for :func:`octavo.fp8.planning.decide`; None: those in the file.
-        other_machine: take the recipes although the GPU is another one, and choose backends again.
-        backend: the backend of every FP8 GEMM where backends are chosen again; "auto": the registry's choice.
+        path: a file written by :func:`save_plan`, or the ``plan.json`` of a run.
+        model: the model that the plan was made for; it may be on the meta device.
+        components: as for :func:`octavo.fp8.plan`. Default: the components in the file.
+        other_machine: use the recipes even if the GPU differs, and choose backends again.
+        backend: backend of all FP8 GEMMs if backends are chosen again; "auto" lets the registry choose.
 
     Raises:
-        PlanError: a file that is no plan; one for another GPU or another model, with the differences; a line that
-            cannot be read or met, with its place.
+        PlanError: the file is not a plan; it was made for a different GPU or model; or a line is invalid or cannot be
+            met. The message has the differences, or the line.
     """
     path = Path(path)
     fields, text = read_document(path)
-    then, here = Machine(**fields["machine"]), Machine.detect(device_of(model))
-    elsewhere = (then.gpu, then.capability) != (here.gpu, here.capability)
-    if elsewhere and not other_machine:
+    saved, current = Machine(**fields["machine"]), Machine.detect(device_of(model))
+    is_other_gpu = (saved.gpu, saved.capability) != (current.gpu, current.capability)
+    if is_other_gpu and not other_machine:
         raise PlanError(
-            f"{path} was made for {_describe_gpu(then)}, and this is {_describe_gpu(here)}: what is fast there need "
-            "not be fast here. Measure on this machine (octavo plan FILE --measure --save), or leave fp8.plan out."
+            f"{path} was made for {_describe_gpu(saved)}, but this is {_describe_gpu(current)}, where other recipes "
+            "may be faster. Measure on this machine (octavo plan FILE --measure --save), or leave fp8.plan out."
         )
     if components is None and fields.get("components") is not None:
         components = {k: tuple(v) for k, v in fields["components"].items()}
@@ -132,24 +133,26 @@ def load_plan(
     _check_model(path, fields["model"], describe_layers(model, components))
     try:
         planned = plan(model, policy, components, fields.get("tokens"), micro_steps=fields["micro_steps"])
-    except PlanError as error:  # a line is named by its file and place already
+    except PlanError as error:  # errors of lines already contain the path
         raise PlanError(str(error) if path.name in str(error) else f"{path}: {printable(error)}") from error
     rows = (
         replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in planned.rows
     )
     changes = [*_notes_on_old_fusion(path.name, fields, planned)]
-    changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
-    if elsewhere:
+    changed = [d for d in saved.differences(current) if not d.startswith(("gpu", "capability"))]
+    if is_other_gpu:
         changes.append(
-            f"{path.name} was made for {_describe_gpu(then)}: its recipes are kept, backends are chosen again"
+            f"{path.name} was made for {_describe_gpu(saved)}: recipes are kept, and backends are chosen again"
         )
-    elif changed and not here.emulated:
-        changes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
+    elif changed and not current.emulated:
+        changes.append(
+            f"{path.name} was made with different versions; measure again to update it: {'; '.join(changed)}"
+        )
     return replace(planned, rows=tuple(rows), notes=(*planned.notes, *changes), changes=tuple(changes))
 
 
 def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
-    """What a file asks for; ``other_machine``: without its backends, on ``backend``."""
+    """Return the policy of a file; with ``other_machine`` its backends are replaced by ``backend``."""
     activations, param = (dict(fields.get(setting) or {}) for setting in ("activations", "param"))
     return Policy(
         recipe=OFF,
@@ -166,22 +169,23 @@ def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine
 
 
 def _notes_on_old_fusion(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str]:
-    """Notes on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
+    """Yield notes on layers of the plan file ``name`` that version 0.4.0 ran as one GEMM."""
     layers = [row.name.removesuffix(".base_layer").rpartition(".") for row in plan.rows]
-    ones: list[str] = []
+    fused: list[str] = []
     for match, names in [(x["match"], x.get("names")) for x in fields.get("sisters") or [] if x["fuse"] == "on"]:
         lasts = {last for holder, _, last in layers if (matches(match, holder) if match else not holder)}
         if lasts.intersection(names.split() if names else lasts):
-            ones.append(f"{names or 'siblings'} of {match or 'the model'}")
+            fused.append(f"{names or 'siblings'} of {match or 'the model'}")
         else:
-            yield f"{name}: {match!r} in sisters, from version 0.4.0, names no layer of this model and is ignored"
-    if ones:
-        what = f"{', '.join(ones[:3])}{' and others' if ones[3:] else ''} as one GEMM"
-        yield f"{name} is of version 0.4.0, which ran {what}: each layer runs its own now, on one cast of their input"
+            yield f"{name}: {match!r} in sisters, from version 0.4.0, matches no layer of this model and is ignored"
+    if fused:
+        layers_text = f"{', '.join(fused[:3])}{' and others' if fused[3:] else ''} as one GEMM"
+        now = "now each layer runs a separate GEMM on a shared cast"
+        yield f"{name} is from version 0.4.0, which ran {layers_text}; {now}"
 
 
 def _summarize_model(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The linear maps of a model; those that differ only in their numbers are counted together."""
+    """Return the linear maps of a model, with one entry per group of repeated layers."""
     counts = Counter((template(r.name), r.kind, r.shape, r.experts) for r in rows)
     return [
         {"name": name, "kind": kind, "shape": list(shape), **({"experts": experts} if experts else {}), "layers": n}
@@ -190,7 +194,9 @@ def _summarize_model(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
-    def shown(lines: Sequence[Any]) -> dict[str, str]:
+    """Raise PlanError if the rows differ from the saved ones."""
+
+    def describe(lines: Sequence[Any]) -> dict[str, str]:
         out: dict[str, list[str]] = {}
         for line in lines:
             experts = f" ({line['experts']} experts)" if line.get("experts") else ""
@@ -200,12 +206,18 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
             )
         return {name: ", ".join(sorted(kinds)) for name, kinds in out.items()}
 
-    was, now = shown(saved), shown(_summarize_model(rows))
-    differ = [n for n in dict.fromkeys([*was, *now]) if was.get(n) != now.get(n)]
+    expected, present = describe(saved), describe(_summarize_model(rows))
+    differ = [n for n in dict.fromkeys([*expected, *present]) if expected.get(n) != present.get(n)]
     if differ:
-        first = "; ".join(f"{n}: {was.get(n, 'nothing')} there, {now.get(n, 'nothing')} here" for n in differ[:5])
+        first = "; ".join(
+            f"{n}: {expected.get(n, 'nothing')} in the file, {present.get(n, 'nothing')} in the model"
+            for n in differ[:5]
+        )
         rest = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
-        raise PlanError(f"{path} was made for another model: {first}{rest}. Plan this model (octavo plan FILE --save).")
+        raise PlanError(
+            f"{path} was made for a different model: {first}{rest}. Make a plan for this model (octavo plan FILE "
+            "--save)."
+        )
 
 
 def _describe_gpu(machine: Machine) -> str:

@@ -1,7 +1,6 @@
-"""The form of a plan file: what each key holds, and the lines of ``layers``, which are rules that carry backends.
+"""Validation of plan files: the value of each key, and the lines of ``layers``, which are rules with backends.
 
-People edit the lines. All else is checked as well, so that a file that was damaged or cut together is refused with the
-key, and not by whatever stumbles over it.
+Users edit the lines. All other keys are checked too, so that a damaged file is rejected with the name of the key.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import ACTIVATIONS, AUTO, OFF, WEIGHT_CODES, PlanError, Rule
 
 FORMAT = 1
-#: each line is held against each layer; the largest models, every layer for itself, come to some 1,000
-MOST_LINES = 4096
+#: each line is matched with each layer; the largest models have about 1,000 lines, with one line per layer
+MAX_LINES = 4096
 _RULE = ("match", "recipe", "format", *GEMMS)
 _FIELDS = (*_RULE, "steps", "backend", "why", "ms")
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], str]:
-    """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
+    """Return (contents, text) of a plan file. Raises PlanError if it cannot be read or is not a plan."""
     text = safe_read.read_text(path, PlanError)
     try:
         document = safe_read.parse_json(text, path, PlanError, wanted=None)
@@ -37,30 +36,27 @@ def read_document(path: Path) -> tuple[dict[str, Any], str]:
             raise
         cause = error.__cause__
         raise PlanError(
-            f"{path}, line {cause.lineno}, column {cause.colno}: {cause.msg}. JSON wants a comma between two entries, "
-            "none after the last one, and double quotes."
+            f"{path}, line {cause.lineno}, column {cause.colno}: {cause.msg}. JSON needs double quotes, commas between "
+            "entries, and no comma after the last entry."
         ) from cause
     if not isinstance(document, dict) or "octavo_plan" not in document:
         old = isinstance(document, dict) and {"rows", "policy"} <= document.keys()
-        what = "is the plan.json of an older run, which only tells its plan" if old else "is no plan"
-        raise PlanError(f"{path} {what} (octavo_plan is missing). Write one with octavo plan FILE --save.")
+        what = "is the plan.json of an older run, which cannot be loaded" if old else "is not a plan"
+        raise PlanError(f"{path} {what} (the key octavo_plan is missing). Write one with octavo plan FILE --save.")
     if document["octavo_plan"] != FORMAT or isinstance(document["octavo_plan"], bool):
         raise PlanError(
             f"{path} is not a plan of this version of Octavo: octavo_plan is {_short_repr(document['octavo_plan'])}, "
             f"and this version reads {FORMAT}. Write a new plan with octavo plan FILE --save."
         )
-    for key, (fits, wanted) in _KEYS.items():
-        if not fits(document.get(key)):
-            state = f"it is {_short_repr(document[key])}" if key in document else "it is missing"
-            raise PlanError(
-                f"{path} has no usable {key!r}: {state}, where {wanted} belongs. Edit only layers, or save the plan "
-                "again."
-            )
-    # Each line is matched with each layer: a bound keeps a damaged or hostile file from taking hours.
-    if len(document["layers"]) > MOST_LINES:
-        raise PlanError(f"{path} has {len(document['layers']):,} lines in layers, and {MOST_LINES:,} are the most.")
+    for key, (is_valid, expected) in _KEYS.items():
+        if not is_valid(document.get(key)):
+            state = f"found {_short_repr(document[key])}" if key in document else "it is missing"
+            raise PlanError(f"{path}: {key!r} must be {expected}, {state}. Edit only layers, or save the plan again.")
+    # Each line is matched with each layer. Without a limit a malicious file could take hours.
+    if len(document["layers"]) > MAX_LINES:
+        raise PlanError(f"{path} has {len(document['layers']):,} lines in layers; at most {MAX_LINES:,} are allowed.")
     if not document["layers"]:
-        raise PlanError(f"{path} has no line in layers, so nothing would run in FP8. Use fp8.recipe: off for that.")
+        raise PlanError(f"{path} has no lines in layers, so nothing would run in FP8. Use fp8.recipe: off instead.")
     return document, text
 
 
@@ -80,26 +76,26 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _list_of(fits: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _dict_of(fits: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+def _dict_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-def _optional(fits: Check) -> Check:
-    return lambda value: value is None or fits(value)
+def _optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
 
 
 def _mapping_of(needed: Sequence[str], kinds: Mapping[str, Check]) -> Check:
-    """Whether a value is a mapping with these keys, ``needed`` ones among them, and what belongs under each."""
+    """Return a check for mappings: keys and their checks are ``kinds``, and ``needed`` keys are required."""
 
-    def fits(value: Any) -> bool:
+    def is_valid(value: Any) -> bool:
         known = isinstance(value, dict) and set(needed) <= value.keys() <= kinds.keys()
         return known and all(kinds[key](entry) for key, entry in value.items())
 
-    return fits
+    return is_valid
 
 
 _MACHINE = _mapping_of(
@@ -123,18 +119,18 @@ _LAYER = _mapping_of(
         "experts": _optional(lambda v: _is_count(v, 1)),
     },
 )
-_SISTERS = {  # of version 0.4.0; an empty match is the model itself
+_SISTERS = {  # from version 0.4.0; an empty match is the model itself
     "match": lambda v: v == "" or _is_text(v) and all(s == "**" or s and "**" not in s for s in v.split(".")),
     "fuse": lambda v: v in ("on", OFF),
     "names": _optional(_is_text),
     **dict.fromkeys(("why", "ms"), lambda v: True),
 }
 
-#: key -> (whether a value, None for an absent one, fits; what belongs there)
+#: key -> (check of the value, which is None if the key is absent; description of valid values)
 _KEYS: dict[str, tuple[Check, str]] = {
     "machine": (
         lambda v: _MACHINE(v) and not (v["gpu"] == "cpu" and v.get("capability") is not None),
-        "a GPU with its capability such as 9.0 (none for cpu) and versions",
+        "a GPU with its capability, such as 9.0 (none for cpu), and versions",
     ),
     "model": (_list_of(_LAYER), "a list of layers with name, kind, shape, layers"),
     "components": (
@@ -163,7 +159,7 @@ _KEYS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True)
 class Line(Rule):
-    """A rule of a file: ``place`` is the file and the line or entry; ``why`` its remark; ``backends`` what it names."""
+    """A rule of a plan file. ``place``: the file and the line or entry; ``why``: remark; ``backends``: of its GEMMs."""
 
     place: str = ""
     why: str = ""
@@ -179,8 +175,8 @@ class Line(Rule):
 
 
 def parse_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
-    """The lines with their places, the k-th "match" of them standing in the k-th line that has one; ``backends``:
-    whether theirs are taken. Raises PlanError for one that cannot be read."""
+    """Return the lines with their line numbers, which are those of the "match" keys in the text. ``backends``: whether
+    to use the backends of the lines. Raises PlanError for an invalid line."""
     start = text.find('"layers"')
     places = [text.count("\n", 0, m.start()) + 1 for m in re.finditer(r'"match"\s*:', text) if m.start() > start]
     lines, with_match = [], 0
@@ -199,52 +195,54 @@ def parse_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) -
 
 def _parse_line(item: Any, place: str, backends: bool) -> Line:
     if not isinstance(item, dict) or "match" not in item or "recipe" not in item:
-        raise PlanError(f'{item!r} is no line of a plan; write {{"match": a glob, "recipe": a name}}.')
+        raise PlanError(f'{item!r} is not a line of a plan; use {{"match": GLOB, "recipe": NAME}}.')
     unknown = [key for key in item if key not in _FIELDS]
     if unknown:
-        raise PlanError(f"unknown {', '.join(map(repr, unknown))}; a line has {', '.join(_FIELDS)}.")
+        raise PlanError(f"unknown keys {', '.join(map(repr, unknown))}; valid keys are {', '.join(_FIELDS)}.")
     name, why = item["recipe"], item.get("why") or ""
     if name == AUTO:
-        raise PlanError("a plan names recipes; 'auto' is what makes one")
+        raise PlanError("recipe 'auto' is not allowed in a plan; name a recipe")
     if name not in (OFF, *RECIPES):
         close = get_close_matches(str(name), (OFF, *RECIPES), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ";"
-        raise PlanError(f"recipe {name!r} does not exist{hint} a plan names one of {', '.join((OFF, *RECIPES))}.")
+        raise PlanError(f"recipe {name!r} does not exist{hint} use one of {', '.join((OFF, *RECIPES))}.")
     if not isinstance(why, str):
-        raise PlanError(f"why is a remark in words; found {why!r}.")
+        raise PlanError(f"why must be text, got {why!r}.")
     if (inner := re.fullmatch(r"[^()]*, (?:line|entry) \d+[^()]*\((.*)\)", why)) is not None:
-        why = inner[1]  # the remark of a plan that came from a file itself
+        why = inner[1]  # the remark of a plan that was itself loaded from a file
     backend = item.get("backend", AUTO)
     named = dict.fromkeys(GEMMS, backend) if isinstance(backend, str) else backend
     if not isinstance(named, dict) or any(g not in GEMMS or not isinstance(b, str) for g, b in named.items()):
-        raise PlanError(f"backend is a name, or a name for each of {', '.join(GEMMS)}; found {backend!r}.")
-    taken = tuple((gemm, b) for gemm, b in named.items() if backends and b != AUTO)
+        raise PlanError(f"backend must be a name, or a name for each of {', '.join(GEMMS)}, got {backend!r}.")
+    chosen = tuple((gemm, b) for gemm, b in named.items() if backends and b != AUTO)
     steps = item.get("steps")
     if steps is not None and not (isinstance(steps, list) and len(steps) == 2 and all(map(_is_count, steps))):
-        raise PlanError(f"steps are the first and the last one, as in [1, 100]; found {steps!r}.")
+        raise PlanError(f"steps must be the first and the last step, as in [1, 100], got {steps!r}.")
     settings = {key: item[key] for key in _RULE if key in item}
-    line = Line(**settings, steps=None if steps is None else (steps[0], steps[1]), place=place, why=why, backends=taken)
-    idle = [key for key in ("format", *GEMMS) if name == OFF and getattr(line, key) is not None]
-    if idle:
-        raise PlanError(f"{', '.join(idle)} has no effect where the recipe is off; remove it or set a recipe")
+    line = Line(
+        **settings, steps=None if steps is None else (steps[0], steps[1]), place=place, why=why, backends=chosen
+    )
+    unused = [key for key in ("format", *GEMMS) if name == OFF and getattr(line, key) is not None]
+    if unused:
+        raise PlanError(f"{', '.join(unused)} has no effect if the recipe is off; remove it or set a recipe")
     if name != OFF:
         recipe(name, line.format, *(getattr(line, g) or "fp8" for g in GEMMS))
     return line
 
 
 def make_lines(
-    rows: Sequence[PlanRow], beside: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
+    rows: Sequence[PlanRow], main_rows: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
 ) -> list[dict[str, Any]]:
-    """One line for layers that differ only in their numbers, if a glob names exactly them; else one for each. With
-    ``beside``, only the layers that differ from these rows, as they run in ``steps``."""
-    able = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
-    if beside:
-        main = {r.name: r for r in beside}
-        able = [r for r in rows if (r.recipe, r.selections) != (main[r.name].recipe, main[r.name].selections)]
+    """Return the lines of rows: one for repeated layers if a glob matches exactly these, else one per layer. With
+    ``main_rows`` only layers that differ from these rows, as lines for ``steps``."""
+    listed = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
+    if main_rows:
+        main = {r.name: r for r in main_rows}
+        listed = [r for r in rows if (r.recipe, r.selections) != (main[r.name].recipe, main[r.name].selections)]
     span: dict[str, Any] = {} if steps is None else {"steps": list(steps)}
     names = [r.name for r in rows]
     groups: dict[str, dict[str, list[PlanRow]]] = {}
-    for row in able:
+    for row in listed:
         alike = json.dumps({k: v for k, v in _line_fields(row).items() if k not in ("why", "ms")})
         groups.setdefault(template(row.name), {}).setdefault(alike, []).append(row)
     out: list[dict[str, Any]] = []

@@ -1,11 +1,11 @@
-"""What becomes of the modules around FP8 layers, and why the others stay: part of the plan. Nothing of it is measured.
+"""The part of a plan for norms, MLPs, experts and attention modules. It is not based on measurements.
 
-* ``fuse="on"``: which norms hand their codes on (:mod:`octavo.fp8.blocks.rmsnorm`) and which gated MLPs run as one
-  (:mod:`octavo.fp8.blocks.gated_mlp`).
-* ``activations="fp8"``, of a component: which norms and MLPs keep FP8 codes for their backward, and which output layers
-  of attention keep none (:mod:`octavo.fp8.dense.sources`).
+* ``fuse="on"``: which norms pass FP8 codes to the next layers (:mod:`octavo.fp8.blocks.rmsnorm`), and which gated MLPs
+  run as one function (:mod:`octavo.fp8.blocks.gated_mlp`).
+* ``activations="fp8"`` of a component: which norms and MLPs save FP8 codes for their backward, and which output layers
+  of attention save none (:mod:`octavo.fp8.dense.sources`).
 
-One row a module holds both answers; a module that stays is in the plan with the reason.
+Each module has one row for both settings; modules that do not change are listed with the reason.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def plan_blocks(
     saving: Collection[str] = (),
     components: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[PlanBlock, ...]:
-    """The modules of ``model`` around linear layers, as far as the policy asks for them.
+    """Return the blocks of ``model`` that the policy affects.
 
     Args:
-        rows: the linear layers as they will run.
+        rows: the planned linear layers.
         on: whether to fuse norms and gated MLPs with their FP8 layers.
-        saving: the components whose blocks are to keep FP8 for backward.
+        saving: the components whose blocks save FP8 for backward.
         components: component -> globs of module names, as for the plan.
     """
     blocks = _plan_fusion(model, _make_lookup(model, rows)) if on else {}
     if saving:
         for block in _plan_saving(model, rows, saving, components):
-            before = blocks.get(block.name)
-            blocks[block.name] = block if before is None else replace(before, saves=block.saves, why=block.why)
+            fused = blocks.get(block.name)
+            blocks[block.name] = block if fused is None else replace(fused, saves=block.saves, why=block.why)
     return tuple(blocks.values())
 
 
 def components_saving_fp8(policy: Policy, components: Mapping[str, tuple[str, ...]] | None) -> tuple[str, ...]:
-    """The components whose blocks keep FP8 for their backward."""
+    """Return the components whose blocks save FP8 for backward."""
     known = {"foundation", *(CONVENTIONS if components is None else components)}
     return tuple(sorted(c for c in known if policy.activations_of(c) == "fp8"))
 
@@ -73,7 +73,7 @@ def _make_lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
 
 
 def _plan_fusion(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
-    """The norms and gated MLPs next to an FP8 layer, by name."""
+    """Return the norms and gated MLPs with an FP8 layer, by name."""
     out: dict[str, PlanBlock] = {}
     for name, module in model.named_modules():
         if gated_mlp.is_gated_mlp(module):
@@ -94,7 +94,7 @@ def _fusion_block(name: str, kind: str, why: str | None) -> PlanBlock:
 def _plan_saving(
     model: nn.Module, rows: Sequence[PlanRow], saving: Collection[str], components: Mapping[str, tuple[str, ...]] | None
 ) -> list[PlanBlock]:
-    """The norms, MLPs and attention modules of the components that are to keep FP8."""
+    """Return the norms, MLPs, experts and attention modules of the components that save FP8."""
     component, out = component_namer(components), []
     attention = {a.name: a for a in attention_output.find_attention_modules(model)}
     by_name = {r.name: r for r in rows}
@@ -119,9 +119,9 @@ def _plan_saving(
 
 def _why_output_keeps_input(row: PlanRow) -> str | None:
     if row.row.frozen:
-        return "its output layer is frozen and keeps no input"
+        return "its output layer is frozen and saves no input"
     assert row.recipe is not None
-    return "its output layer keeps its input for wgrad in high precision" if row.recipe.wgrad is None else None
+    return "its output layer saves its input for wgrad in high precision" if row.recipe.wgrad is None else None
 
 
 def _saving_block(name: str, kind: str, why: str | None) -> PlanBlock:
@@ -130,17 +130,16 @@ def _saving_block(name: str, kind: str, why: str | None) -> PlanBlock:
 
 _FUSED = ((MLP, "run as one function"), (NORM, "pass their codes to the layers after them"))
 _SAVED = (
-    (NORM, "norms keep FP8 codes of their input"),
-    (MLP, "gated MLPs keep gate and up in FP8"),
-    (PLAIN, "MLPs keep the input of their activation in FP8"),
-    (EXPERTS, "modules of experts keep gate and up in FP8, and their answers where a router is trained"),
-    (ATTENTION, "output layers of attention keep no codes of what attention keeps"),
+    (NORM, "norms save FP8 codes of their input"),
+    (MLP, "gated MLPs save gate and up in FP8"),
+    (PLAIN, "MLPs save the input of their activation in FP8"),
+    (EXPERTS, "modules of experts save gate and up in FP8, and their outputs if the router is trained"),
+    (ATTENTION, "attention output layers save no codes, because attention saves their input"),
 )
 
 
 def describe_blocks(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
-    """What a reader should know: what is fused and what keeps FP8, and what stays, each kind of name and reason
-    once."""
+    """Return notes on which blocks are fused, which save FP8, and which are unchanged and why."""
     out = []
     for kind, how in _FUSED:
         count = sum(b.fused for b in blocks if b.kind == kind)
@@ -149,14 +148,14 @@ def describe_blocks(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
     out += _describe_unchanged("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
     counts = [(sum(b.saves is True for b in blocks if b.kind == kind), how) for kind, how in _SAVED]
     if any(count for count, _ in counts):
-        done = ", ".join(f"{count} {how}" for count, how in counts if count)
-        out.append(f"activations: {done}; under torch.compile they run and keep as the stock model does")
-    out += _describe_unchanged("activations stay", [(b, b.why) for b in blocks if b.saves is False])
+        changes = ", ".join(f"{count} {how}" for count, how in counts if count)
+        out.append(f"activations: {changes}; under torch.compile they run and save like the stock model")
+    out += _describe_unchanged("activations unchanged", [(b, b.why) for b in blocks if b.saves is False])
     return tuple(out)
 
 
-def _describe_unchanged(what: str, staying: Sequence[tuple[PlanBlock, str]]) -> list[str]:
-    kinds = Counter((block.kind, template(block.name), why) for block, why in staying)
+def _describe_unchanged(what: str, unchanged: Sequence[tuple[PlanBlock, str]]) -> list[str]:
+    kinds = Counter((block.kind, template(block.name), why) for block, why in unchanged)
     return [
         f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()
     ]

@@ -1,8 +1,8 @@
-"""A plan: its rows, its totals and how it is printed. Made by `decide`, put into effect by `apply`.
+"""Plans: rows, totals and their printed form. `decide` makes them, `apply` applies them to a model.
 
-Rules may hold only in some steps of a run, such as the first and the last ones in high precision. Then the run has a
-schedule of plans, one for each span of steps. A layer that any of them has in FP8 is an FP8 layer in all of them, and
-computes in high precision where a plan says so. Modules around linear layers follow the main plan.
+Rules may apply only in some steps, for instance to run the first and the last steps in high precision. Then a run has a
+schedule with one plan per span of steps. A layer that is FP8 in any plan is an FP8 layer in all of them, and computes
+in high precision in the spans whose plan requires that. Modules around linear layers follow the main plan.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from octavo.fp8.policy.policy import Policy
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in the order of the model, ``blocks`` around them (norms, gated MLPs), and ``notes`` on what else
-    matters; of a plan that was loaded, ``changes`` are the notes on what differs from when it was made."""
+    """``rows`` in the order of the model, ``blocks`` around them (norms, gated MLPs), and ``notes`` for the user.
+
+    ``changes``: notes of a loaded plan on differences from the machine and versions that it was made with.
+    """
 
     rows: tuple[PlanRow, ...]
     policy: Policy
@@ -36,18 +38,18 @@ class Plan:
 
     @cached_property
     def share(self) -> float:
-        """Share of the linear FLOPs of a training step in FP8, 0 to 1; lm_head and patch embedding are outside."""
+        """Share of the linear FLOPs of a training step in FP8, 0 to 1, without lm_head and patch embedding."""
         return share(self.rows)
 
     def share_of(self, component: str) -> float:
-        """The same within one component. Raises KeyError for one that the model lacks."""
+        """Return the share of FP8 within one component. Raises KeyError for an unknown component."""
         if component not in self.parts:
             raise KeyError(f"the model has no component {component!r}; it has {', '.join(self.parts)}")
         return share(r for r in self.rows if r.component == component)
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """The components, in the order of the model."""
+        """Names of the components in the order of the model."""
         return components(self.rows)
 
     def __repr__(self) -> str:
@@ -58,19 +60,19 @@ class Plan:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """The table for a notebook."""
+        """Return the table as HTML, for notebooks."""
         return html_table(self.rows, self.notes)
 
     def backends(self) -> list[BackendLine]:
-        """The backend of each GEMM and why, once for each recipe and shape."""
+        """Return the backend of each GEMM and the reason, once per recipe and shape."""
         return backends(self.rows)
 
     def table(self) -> str:
-        """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
+        """Return the plan as plain text: one line per group of repeated layers, then totals and notes."""
         return table(self.rows, self.notes)
 
     def to_json(self) -> dict[str, object]:
-        """Everything as JSON types; equal plans give equal dictionaries."""
+        """Return the plan as JSON types; equal plans give equal dictionaries."""
         return {
             "policy": self.policy.to_json(),
             "device": self.device,
@@ -85,7 +87,7 @@ class Plan:
 
 
 class Span(NamedTuple):
-    """The steps ``first`` to ``last``, both of them included, and their plan."""
+    """The plan of the steps ``first`` to ``last``, inclusive."""
 
     first: int
     last: int
@@ -94,8 +96,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``main``: the plan outside of the spans of rules. ``spans`` follow each other without gaps; without any, the main
-    plan holds in every step."""
+    """The plans of a run. ``main``: the plan of steps outside of all spans. ``spans`` are contiguous; if there are
+    none, the main plan applies to all steps."""
 
     main: Plan
     spans: tuple[Span, ...] = ()
@@ -105,7 +107,7 @@ class Schedule:
         return f"Schedule({spans or summary(self.main.rows)})"
 
     def at(self, step: int) -> Plan:
-        """The plan of a step; steps before the first span use its plan, steps after the last one the last plan."""
+        """Return the plan of a step. Steps after the last span use its plan."""
         for span in self.spans:
             if step <= span.last:
                 return span.plan
@@ -113,12 +115,12 @@ class Schedule:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Each plan once, the main one first."""
+        """The distinct plans, starting with the main plan."""
         distinct = [self.main]
-        distinct += [span.plan for span in self.spans if not any(span.plan is one for one in distinct)]
+        distinct += [span.plan for span in self.spans if not any(span.plan is plan for plan in distinct)]
         return tuple(distinct)
 
     @property
     def parts(self) -> frozenset[str]:
-        """The components that any plan has in FP8."""
-        return frozenset(row.component for one in self.plans for row in one.rows if row.fp8)
+        """Components with FP8 layers in any plan."""
+        return frozenset(row.component for plan in self.plans for row in plan.rows if row.fp8)

@@ -1,4 +1,4 @@
-"""The entries of a plan: one layer, one block."""
+"""The entries of a plan: layers and blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from octavo.fp8.policy.topology import Row
 
 
 class Times(NamedTuple):
-    """What was measured of a row's case: the candidates, the best FP8 one, and seconds a micro-step in high precision,
-    of that best one and as planned. Both rows of a module of experts hold the time of the whole module."""
+    """Measurements of a row's case: all candidates, the name of the best FP8 candidate, and seconds per micro-step in
+    high precision, with that candidate and as planned. Both rows of a module of experts have the time of the module."""
 
     case: Case
     measured: Measured
@@ -38,9 +38,12 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One layer of a plan. ``recipe`` is None in high precision; ``reason`` says what decided or forbids FP8;
-    ``selections`` holds the backend of each FP8 GEMM; ``flops`` counts all three GEMMs of one step (two if frozen).
-    ``times`` is what was measured; ``decided`` is True where a measurement or the table chose, not the policy."""
+    """One layer of a plan.
+
+    ``recipe`` is None in high precision; ``reason`` explains the choice; ``selections`` has the backend of each FP8
+    GEMM; ``flops`` counts the three GEMMs of a step (two if frozen). ``times`` are measurements; ``decided`` is True if
+    a measurement or the table chose the recipe, and False if the policy did.
+    """
 
     row: Row
     recipe: Recipe | None
@@ -73,7 +76,7 @@ class PlanRow:
 
     @property
     def backend(self) -> Selection | None:
-        """The backend of the first FP8 GEMM, with the reason and what was rejected; None in high precision."""
+        """Backend of the first FP8 GEMM, with the reason and rejected backends; None in high precision."""
         return next(iter(self.selections.values()), None)
 
     def __repr__(self) -> str:
@@ -84,7 +87,7 @@ class PlanRow:
 
     @property
     def fp8_flops(self) -> float:
-        """The part of ``flops`` that runs in FP8."""
+        """The FLOPs that run in FP8."""
         gemms = GEMMS[:2] if self.row.frozen else GEMMS
         return self.flops * sum(g in self.selections for g in gemms) / len(gemms)
 
@@ -107,8 +110,8 @@ class PlanRow:
 class PlanBlock:
     """A norm, an MLP or an attention module.
 
-    ``fused``: whether it runs together with its FP8 layers; ``reason``: why, or why not ("" where that was
-    not asked). ``saves``: whether it keeps FP8 for its backward (None: not asked); ``why``: the reason.
+    ``fused``: whether it is fused with its FP8 layers; ``reason``: why or why not, or "" if not requested. ``saves``:
+    whether it saves FP8 for its backward, or None if not requested; ``why``: the reason.
     """
 
     name: str
@@ -124,12 +127,12 @@ class PlanBlock:
 
 
 def share(rows: Iterable[PlanRow]) -> float:
-    """Share of the linear FLOPs of rows in FP8, 0 to 1; lm_head and patch embedding are outside."""
+    """Return the share of linear FLOPs in FP8, 0 to 1, without lm_head and patch embedding."""
     inside = [r for r in rows if r.kind not in OUTSIDE]
     total = sum(r.flops for r in inside)
     return sum(r.fp8_flops for r in inside) / total if total else 0.0
 
 
 def components(rows: Iterable[PlanRow]) -> tuple[str, ...]:
-    """The components of rows, in the order of the model."""
+    """Return the components of the rows in the order of the model."""
     return tuple(dict.fromkeys(r.component for r in rows))

@@ -1,16 +1,16 @@
-"""A plan as plain text, with what sizes cost that tensor cores do not take as they are (3420 in Qwen2.5-VL's tower).
+"""Plans as plain text, and the cost of padding for sizes that tensor cores do not support (3420 in Qwen2.5-VL's tower).
 
-A recipe asked for by name leaves no layer in high precision for its size (the table of ``auto`` does on a GPU, and the
-row's reason says so). Codes lie in buffers whose sides are multiples (:mod:`octavo.fp8.kernels`,
-``layout``): of 16, and along a contraction of the recipe's block where that is larger. What is missing is zeros, which
-are multiplied too. With a weight [N, K] the forward contracts K, dgrad N and wgrad tokens:
+An explicit recipe converts layers of every size (the table of ``auto`` skips some on a GPU, and the row's reason says
+so). Code buffers are zero-padded to multiples of 16, and along the contraction to the block of the recipe if that is
+larger (:mod:`octavo.fp8.kernels`, ``layout``). With a weight [N, K] the forward contracts K, dgrad N and wgrad tokens.
+The padding adds this part of the work:
 
     part = mean over the GEMMs in FP8 of  N' K' / (N K) - 1
 
-That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as BF16 kernels do, which is not
-counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.pads_results``):
-y, whose width is N, dx and dw, whose width is K, each where that is no multiple of 16. Such a copy moves 4 bytes an
-element, which next to a GEMM over 1280 inputs is much more than the zeros.
+This counts the padding of code buffers. The tiles of 64 to 256 in kernels, which BF16 kernels have too, are not
+counted. Some backends write padded results and copy the real columns out (``Backend.pads_results``): y of width N, dx
+and dw of width K, if that is not a multiple of 16. Such a copy moves 4 bytes per element, which for a GEMM with 1280
+inputs costs much more than the padding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from octavo.fp8.kernels import ALIGN, Backend, padded_sizes
 from octavo.fp8.planning.rows import PlanRow, components, share
 from octavo.fp8.policy.globs import template
 
-_SHOWN = 3  # kinds of layers whose sizes are filled up
+_SHOWN = 3  # kinds of padded layers that are listed
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
 
 
 class BackendLine(NamedTuple):
-    """Where one GEMM of a recipe and shape runs, why, and each backend that was passed over with its reason."""
+    """The backend of one GEMM of a recipe and shape, the reason, and the rejected backends with their reasons."""
 
     recipe: str
     shape: tuple[int, int]
@@ -44,7 +44,7 @@ class BackendLine(NamedTuple):
 
 
 def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
-    """One line for each distinct recipe, shape and GEMM that runs in FP8."""
+    """Return one line per distinct recipe, shape and GEMM that runs in FP8."""
     backend_lines = [
         BackendLine(r.recipe.summary(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
         for r in rows
@@ -55,7 +55,7 @@ def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
 
 
 def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
-    """The lines, then totals, reasons, shares and notes."""
+    """Return the table, followed by totals and notes."""
     body = lines(rows)
     widths = [max(len(line[i]) for line in [HEAD, *body]) for i in range(len(HEAD))]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [HEAD, *body]]
@@ -64,7 +64,7 @@ def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
 
 
 def summary(rows: Sequence[PlanRow]) -> str:
-    """One line: the recipes in use, how many layers run in FP8, and in which GEMMs."""
+    """Return one line with the recipes, the number of FP8 layers and their GEMMs."""
     recipes = list(dict.fromkeys(row.recipe.summary() for row in rows if row.recipe is not None))
     used = {gemm for row in rows for gemm in row.selections}
     gemms = "/".join(gemm for gemm in GEMMS if gemm in used)
@@ -73,12 +73,12 @@ def summary(rows: Sequence[PlanRow]) -> str:
 
 
 def html_table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
-    """The text of :func:`table` as an HTML table, followed by a list of its sentences."""
-    # Imported where a notebook asks for it: html brings two modules of tables of entities.
+    """Return the contents of :func:`table` as an HTML table and a list."""
+    # Imported only for notebooks, because html imports two large tables of entities.
     from html import escape
 
     def cells(tag: str, texts: Iterable[str]) -> str:
-        # Notebooks align cells to the right, which is for numbers.
+        # Notebooks align cells to the right by default.
         return "".join(f'<{tag} style="text-align: left">{escape(text)}</{tag}>' for text in texts)
 
     body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines(rows))
@@ -87,7 +87,7 @@ def html_table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
 
 
 def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:
-    """The cells under :data:`HEAD`, one line for layers that differ only in their numbers."""
+    """Return the cells under :data:`HEAD`, with one line per group of repeated layers."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
         key = (
@@ -104,7 +104,7 @@ def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Names that differ in numbers as one: ``layers.{0..27}.mlp.up_proj``."""
+    """Combine names that differ only in numbers: ``layers.{0..27}.mlp.up_proj``."""
     columns = list(zip(*(n.split(".") for n in names), strict=True))
     return ".".join(_fold_segment(list(dict.fromkeys(c))) for c in columns)
 
@@ -127,7 +127,7 @@ def _make_line(rows: list[PlanRow]) -> tuple[str, ...]:
     row = rows[0]
     shape = f"{row.shape[0]} x {row.shape[1]}"
     if row.row.experts is not None:
-        active = f", {row.row.experts_per_token} a token" if row.row.experts_per_token else ""
+        active = f", {row.row.experts_per_token} per token" if row.row.experts_per_token else ""
         shape += f" ({row.row.experts} experts{active})"
     notes = [row.reason]
     if row.row.frozen:
@@ -151,25 +151,25 @@ def _backend_names(row: PlanRow) -> str:
 
 
 def totals(rows: Sequence[PlanRow]) -> list[str]:
-    """What is FP8, what is not and why, and the share of linear FLOPs, one sentence each."""
+    """Return sentences on FP8 layers, layers in high precision with reasons, and the share of linear FLOPs."""
     fp8 = [r for r in rows if r.fp8]
     params = sum(r.row.params for r in rows) or 1
     inside = sum(r.row.params for r in fp8)
-    out = [f"FP8: {len(fp8)} of {len(rows)} linear layers, {inside:,} of {params:,} parameters in them"]
+    out = [f"FP8: {len(fp8)} of {len(rows)} linear layers, with {inside:,} of {params:,} parameters"]
     reasons = Counter(r.reason for r in rows if not r.fp8)
     out += [f"high precision: {count} ({reason})" for reason, count in reasons.items()]
     parts = {c: [r for r in rows if r.component == c] for c in components(rows)}
     shares = [f"{c} {100 * share(members):.1f} %" for c, members in parts.items() if any(r.share for r in members)]
     out.append(
-        f"linear FLOPs in FP8: {100 * share(rows):.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding "
-        "do not count"
+        f"linear FLOPs in FP8: {100 * share(rows):.1f} % ({', '.join(shares) or 'none'}), without lm_head and patch "
+        "embedding"
     )
     return out
 
 
 def describe_padding(rows: Sequence[PlanRow]) -> list[str]:
-    """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
-    one for each of the most expensive kinds; none where every size is taken as it is."""
+    """Return notes on padded layers: the total cost, and one line for each of the most expensive kinds; none if no
+    layer is padded."""
     kinds: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
     for row in rows:
         runs = {gemm: s.backend for gemm, s in row.selections.items() if gemm != "wgrad" or not row.row.frozen}
@@ -186,7 +186,7 @@ def describe_padding(rows: Sequence[PlanRow]) -> list[str]:
     rest = f"; the {_SHOWN} most expensive of {len(kinds)} kinds:" if len(kinds) > _SHOWN else ":"
     part = _percent(sum(flops.values()) / total)
     return [
-        f"{count} have sizes that tensor cores take filled up with zeros, {part} of all layers' FLOPs more{rest}",
+        f"{count} have sizes that are padded for tensor cores, which adds {part} to the FLOPs of all layers{rest}",
         *(f"{fold(row.name for row in kinds[key])}: {_padding_text(*key[1:])}" for key in shown),
     ]
 
@@ -194,7 +194,7 @@ def describe_padding(rows: Sequence[PlanRow]) -> list[str]:
 def _padding_text(shape: tuple[int, int], padded_to: Padding, cut: Sequence[str]) -> str:
     (n, k), (wide, deep) = shape, padded_to.sizes
     copies = f", {' and '.join(cut)} copied out" if cut else ""
-    return f"{n} x {k} as {wide} x {deep}, {_percent(padded_to.part)} more{copies}"
+    return f"{n} x {k} padded to {wide} x {deep}, {_percent(padded_to.part)} more{copies}"
 
 
 def _percent(part: float) -> str:
@@ -204,20 +204,20 @@ def _percent(part: float) -> str:
 
 
 class Padding(NamedTuple):
-    """The largest N' and K' of a layer's GEMMs, and the part that they multiply more (0.01: a hundredth)."""
+    """The largest N' and K' of a layer's GEMMs, and the added work as a fraction."""
 
     sizes: tuple[int, int]
     part: float
 
 
 def compute_padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Padding:
-    """What a weight [N, K] is filled up to in the GEMMs (of fwd, dgrad, wgrad) that the recipe runs in FP8."""
+    """Compute the padding of a weight [N, K] over the given GEMMs (fwd, dgrad, wgrad) that the recipe runs in FP8."""
     n, k = shape
     sizes_of_gemms = []
     for name in gemms:
         if (casts := recipe.gemm(name)) is None:
             continue
-        if name == "wgrad":  # dy and x: N and K are the free sides of both
+        if name == "wgrad":  # N and K are the free dimensions of dy and x
             sizes = padded_sizes(1, n, casts.a, 0)[0], padded_sizes(1, k, casts.b, 0)[0]
         else:
             contracted = int(name == "fwd")
@@ -231,7 +231,8 @@ def compute_padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]
 
 
 def copied_results(shape: tuple[int, int], backends: Mapping[str, Backend]) -> tuple[str, ...]:
-    """Which results (y, dx, dw) of a weight [N, K] are copied out of wider ones, by the backend of each GEMM."""
+    """Return which results (y, dx, dw) of a weight [N, K] are copied out of padded ones, by the backend of each
+    GEMM."""
     n, k = shape
     widths = {"fwd": ("y", n), "dgrad": ("dx", k), "wgrad": ("dw", k)}
     named = (widths[gemm] for gemm, backend in backends.items() if backend.pads_results)

@@ -1,4 +1,4 @@
-"""What is asked for, and what a model holds that it can be asked of."""
+"""FP8 policies, and the layers of a model that they apply to."""
 
 from octavo.fp8.policy.globs import covers, matches, nearest, template
 from octavo.fp8.policy.topology import Row

@@ -1,4 +1,4 @@
-"""What a policy says of each linear layer of a model, and what forbids FP8 there."""
+"""Apply a policy to each linear layer of a model, and find layers that cannot run in FP8."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def decide_layers(
     tokens: Mapping[str, int] | None = None,
     step: int | None = None,
 ) -> list[LayerDecision]:
-    """(row, what the policy says of it in ``step``, what forbids FP8 or None) for every linear map. Raises PlanError as
-    plan."""
+    """Return (row, decision of the policy in ``step``, reason against FP8 or None) for each linear map.
+
+    Raises PlanError as :func:`octavo.fp8.plan` does.
+    """
     rows = describe_layers(model, components)
     check_names(policy, rows, tokens, components or ())
     policy = policy.at(step)
@@ -55,38 +57,41 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the GEMMs will run: where the weights are; for a meta model where this process
-    computes."""
-    first = next((p.device for p in model.parameters() if not p.is_meta), None)
-    return first or accelerator.default_device()
+    """Return the device that the GEMMs will run on: the device of the weights, or for a meta model this process's."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    return device or accelerator.default_device()
 
 
 def requests_head(policy: Policy, row: Row) -> bool:
-    """Whether a head is meant: by its component's recipe, or by a rule that names it. A glob that happens to match does
-    not."""
+    """Return True if the policy requests FP8 for this head: by the recipe of its component, or by a rule with its exact
+    name. A matching glob is not enough."""
     component = policy.components.get(HEAD)
     named = any(rule.match == row.name and rule.recipe is not None for rule in policy.rules)
     return row.kind == HEAD and (named or (component is not None and component.recipe is not None))
 
 
 def _why_gate_stays(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | None:
-    """Why a layer that says how fast a state is forgotten, a number or two a head, stays: ``in_proj_a`` and
-    ``in_proj_b`` of Qwen3.5's recurrent layers, ``in_proj_ba`` of Qwen3-Next's. None for any other, and for one that a
-    rule names, as plan files of runs do that were begun when they did not stay."""
+    """Return why a decay gate of a recurrent layer, with one or two outputs per head, stays in high precision.
+
+    Such gates are ``in_proj_a`` and ``in_proj_b`` of Qwen3.5, and ``in_proj_ba`` of Qwen3-Next. None for other layers,
+    and for gates that a rule names, as plan files of older runs do.
+    """
     decay = modules[row.module.rpartition(".")[0]]._parameters.get("A_log")
     gates = row.kind == "linear" and decay is not None and row.shape[0] in (decay.numel(), 2 * decay.numel())
     return GATE if gates and not any(_is_named_by(rule, row) for rule in policy.rules) else None
 
 
 def _is_named_by(rule: Rule, row: Row) -> bool:
-    """Whether a rule gives a layer a recipe by its own name, at whatever depth."""
+    """Return True if a rule sets the recipe of a layer and ends in its name."""
     same_name = rule.match.rpartition(".")[2] == row.name.rpartition(".")[2]
     return same_name and rule.recipe is not None and applies(rule, row)
 
 
 def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None], head: bool) -> str | None:
-    """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once. ``head``:
-    it is a head, and meant."""
+    """Return why this row cannot run in FP8, or None if it can. ``head``: it is a head that the policy requests in FP8.
+
+    Modules of experts are run once per class and size; ``verdicts`` has the results.
+    """
     if row.kind in STAYS and not head:
         return CONVOLUTION if row.kind == "patch_embed" and row.component.endswith("_projector") else STAYS[row.kind]
     if row.kind == "subclass" or (head and type(module) not in (nn.Linear, Linear)):
@@ -107,7 +112,7 @@ def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | 
     return verdicts[key]
 
 
-OUTSIDE = ("lm_head", "patch_embed")  # rows of their own, outside the share of linear FLOPs
+OUTSIDE = ("lm_head", "patch_embed")  # kinds that are excluded from the share of linear FLOPs
 
 STAYS = {
     "lm_head": "lm_head stays in high precision",
@@ -115,53 +120,54 @@ STAYS = {
     "router": "router stays in high precision",
 }
 GATE = "gate of a recurrence stays in high precision"
-"""Its error is multiplied into all that a state remembers."""
+"""Errors of a decay gate accumulate in the recurrent state."""
 CONVOLUTION = "convolution stays in high precision"
-"""Of a projector, such as GLM's ``downsample``: what is no patch embedding, though it merges squares as one does."""
+"""For a projector, such as GLM's ``downsample``, which merges patches but is not a patch embedding."""
 
 
 def applies(rule: Rule, row: Row) -> bool:
-    """True if the rule speaks of this row; a module of experts may be named for both of its rows."""
+    """Return True if the rule matches this row; the name of a module of experts matches both of its rows."""
     return matches(rule.match, row.name) or (row.kind == "experts" and matches(rule.match, row.module))
 
 
 def check_names(
     policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int] | None, parts: Collection[str] = ()
 ) -> None:
-    """Components and rules must name something that exists. ``parts``: components that the model has, some maybe
-    without a linear layer, such as a projector that is a parameter."""
-    # A misspelt name would otherwise do nothing in silence, and train another model than was asked for.
-    here = tuple(dict.fromkeys(r.component for r in rows))
+    """Raise PlanError if a component or a rule names something that does not exist. ``parts``: the components of the
+    model, including those without a linear layer, such as a projector that is a parameter."""
+    # A misspelled name would otherwise be ignored silently, and the wrong model would be trained.
+    present = tuple(dict.fromkeys(r.component for r in rows))
     for word, requested in (("component", policy.components), ("tokens of component", tokens or {})):
         for component in requested:
-            if component not in here and (word == "component" or (requested[component] and component not in parts)):
+            if component not in present and (word == "component" or (requested[component] and component not in parts)):
                 raise PlanError(
-                    f"{word} {component!r} was asked for, but this model has no linear layers there; it has "
-                    f"{', '.join(here) or 'none at all'}. Leave {component!r} out."
+                    f"{word} {component!r} was requested, but this model has no linear layers there; its components "
+                    f"are {', '.join(present) or 'none'}. Remove {component!r}."
                 )
     if tokens is not None:
-        missing = [c for c in here if c not in tokens and any(r.component == c and r.kind not in OUTSIDE for r in rows)]
+        needed = (c for c in present if any(r.component == c and r.kind not in OUTSIDE for r in rows))
+        missing = [c for c in needed if c not in tokens]
         if missing:
             raise PlanError(
-                f"tokens says nothing about {', '.join(missing)}; give every component its tokens a forward, 0 for "
-                "none."
+                f"tokens has no entry for {', '.join(missing)}; set the tokens per forward of every component (0 for "
+                "none)."
             )
         wrong = {c: n for c, n in tokens.items() if not isinstance(n, int) or isinstance(n, bool) or n < 0}
         if wrong or not any(tokens.values()):
             counts = ", ".join(f"{c}: {n!r}" for c, n in (wrong or tokens).items()) or "nothing"
             raise PlanError(
-                f"tokens holds {counts}; give every component a whole number of tokens a forward, 0 for none, and at "
-                "least one of them some."
+                f"tokens has {counts}; set a whole number of tokens per forward for every component (0 for none), and "
+                "at least one above 0."
             )
     names = [r.name for r in rows]
     for rule in policy.rules:
         if not any(applies(rule, r) for r in rows):
-            close = nearest(rule.match, names)
-            hint = f"The nearest names are {', '.join(close)}" if close else "No linear layer has a name like it"
+            similar = nearest(rule.match, names)
+            hint = f"The nearest names are {', '.join(similar)}" if similar else "No linear layer has a similar name"
             deeper = any(matches(f"{rule.match}.**", n) for n in names)
             fix = (
-                f"write '{rule.match}.**' to mean what is inside that module"
+                f"use '{rule.match}.**' to match everything in that module"
                 if deeper
-                else "'**.' in front reaches any depth"
+                else "a leading '**.' matches at any depth"
             )
             raise PlanError(f"{rule.title} matches no linear layer of this model. {hint}; {fix}.")

@@ -1,8 +1,8 @@
 """Globs on dotted module names, for rules, components and freezing.
 
-A pattern is anchored (it must describe the whole name) and works on segments: ``*`` and ``?`` stay within one segment,
-``**`` matches any number of segments, also none. ``**.layers.0.**`` names everything in every layer 0,
-``model.layers.*.mlp.*_proj`` the projections of every MLP.
+A pattern is anchored (it must match the whole name) and works on segments: ``*`` and ``?`` stay within one segment,
+``**`` matches zero or more segments. ``**.layers.0.**`` matches everything in each layer 0,
+``model.layers.*.mlp.*_proj`` the projections of all MLPs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a glob. Raises ValueError for an empty segment or a ``**`` glued to other text."""
+    """Compile a glob to a regular expression. Raises ValueError for an empty segment, or ``**`` next to other text."""
     segments = pattern.split(".")
     if any(not s for s in segments):
         raise ValueError(f"the pattern {pattern!r} has an empty segment; write names like 'model.layers.*.mlp.**'")
     if any("**" in s and s != "**" for s in segments):
         raise ValueError(f"in the pattern {pattern!r} '**' must stand alone between dots, as in '**.q_proj'")
-    # Neighbours that say the same twice would be tried against each other in every split: once is enough.
+    # Repeated wildcards would make matching exponential: collapse them.
     segments = [s for s, before in zip(segments, ["", *segments], strict=False) if not s == before == "**"]
     segments = [s if s == "**" else re.sub(r"[*?]+", _normalize_wildcards, s) for s in segments]
     out, dot = "", False  # dot: the next segment must be preceded by one
@@ -40,29 +40,30 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
 
 def _normalize_wildcards(run: re.Match[str]) -> str:
-    """``*?*?`` as ``??*``: two of any, and more."""
+    """Rewrite ``*?*?`` as ``??*``."""
     return "?" * run[0].count("?") + "*" * ("*" in run[0])
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if the whole dotted ``name`` is described by ``pattern``."""
+    """Return True if ``pattern`` matches the whole dotted ``name``."""
     return compile_glob(pattern).fullmatch(name) is not None
 
 
 def covers(pattern: str, name: str) -> bool:
-    """True if ``pattern`` describes ``name`` or a module that contains it: ``model.visual`` covers all inside."""
+    """Return True if ``pattern`` matches ``name`` or a module that contains it: ``model.visual`` covers its
+    children."""
     segments = name.split(".")
     regex = compile_glob(pattern)
     return any(regex.fullmatch(".".join(segments[:i])) for i in range(len(segments), 0, -1))
 
 
 def template(name: str) -> str:
-    """``name`` with its numbers replaced by ``*``: what repeated layers have in common."""
+    """Replace the numbers of ``name`` by ``*``, so that repeated layers have the same result."""
     return ".".join("*" if s.isdigit() else s for s in name.split("."))
 
 
 def nearest(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The existing names closest to a pattern that matched none, repeated layers folded into one with ``*``."""
+    """Return the names closest to a pattern that matched none; repeated layers appear once, with ``*``."""
     wanted = [s for s in pattern.split(".") if s != "**"]
     text = ".".join(wanted)
     scores: dict[str, float] = {}

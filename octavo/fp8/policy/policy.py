@@ -1,8 +1,8 @@
-"""The request: a recipe for the whole model, for components and for names; the later and narrower setting wins.
+"""Policies: recipes for the whole model, for components and for names. Narrower and later settings win.
 
-A :class:`Policy` knows no model; :func:`octavo.fp8.planning.decide` applies it to one. At every level None means "as
-above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none
-to the table of :mod:`octavo.fp8.measuring.choose`.
+A :class:`Policy` does not depend on a model; :func:`octavo.fp8.plan` applies it to one. At every level None inherits
+the setting of the level above. The recipe ``"auto"`` chooses among ``candidates`` by measurements, or without
+measurements by the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
 class PlanError(Fp8Error, ValueError):
-    """A plan that cannot be made or cannot be applied: what was asked, what was found, and the fix."""
+    """A plan that cannot be made or applied. The message has the request, the cause and a fix."""
 
 
 @dataclass(frozen=True)
 class ComponentPolicy:
-    """The settings of one component. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
-    ``dgrad``, ``wgrad``: fp8, bf16 or the recipe whose casts that GEMM has; ``activations``: bf16 or fp8; ``param``:
-    whether its weights are FP8 between steps. None: as the whole model; but ``lm_head`` is off until its recipe is
-    given by name, and keeps its weight in high precision."""
+    """Settings of one component; None inherits from the whole model.
+
+    ``recipe``: name of a recipe, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``, ``dgrad``, ``wgrad``: fp8, bf16
+    or the recipe whose casts the GEMM uses; ``activations``: bf16 or fp8; ``param``: whether its weights are FP8
+    between steps. ``lm_head`` is off unless its recipe is set by name, and its weight is always kept in high precision.
+    """
 
     recipe: str | None = None
     format: str | None = None
@@ -50,9 +52,10 @@ class ComponentPolicy:
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings of the layers whose names ``match`` (an anchored glob on dotted segments, as in
-    ``**.layers.0.**``). ``steps``: the first and the last step in which it holds, counted from 1; outside of them it
-    does not exist. None: it always holds."""
+    """Settings of the layers whose names match the glob ``match``, such as ``**.layers.0.**``.
+
+    ``steps``: first and last step of the rule, counted from 1. It is ignored in other steps. None applies it always.
+    """
 
     match: str
     recipe: str | None = None
@@ -67,46 +70,46 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """The name of this level in a reason."""
+        """Name of this rule in reasons."""
         return f"rule {self.match}"
 
     def holds(self, step: int | None) -> bool:
-        """Whether it holds in a step; of None, a step outside of all spans, whether it always does."""
+        """Return True if the rule applies in ``step``, or if ``step`` is None: if it applies in all steps."""
         return self.steps is None or (step is not None and self.steps[0] <= step <= self.steps[1])
 
     @property
     def title(self) -> str:
-        """The name of this rule in errors."""
+        """Name of this rule in errors."""
         return f"rule {self.match!r}"
 
     @property
     def why(self) -> str:
-        """A remark, which follows the source; lines of a plan file have one."""
+        """Remark that follows the source; lines of a plan file have one."""
         return ""
 
     @property
     def backends(self) -> tuple[tuple[str, str], ...]:
-        """(GEMM, backend) of those that it names; lines of a plan file do."""
+        """(GEMM, backend) pairs that the rule sets; only lines of a plan file do."""
         return ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.match, str):
-            raise PlanError(f"A rule matches names by a glob such as '**.layers.0.**'; found match={self.match!r}.")
+            raise PlanError(f"match must be a glob such as '**.layers.0.**', got {self.match!r}.")
         try:
             compile_glob(self.match)
         except ValueError as error:
-            raise PlanError(f"A rule cannot be read: {error}.") from None
+            raise PlanError(f"Invalid rule: {error}.") from None
         if not any(getattr(self, f) is not None for f in _SETTINGS):
             raise PlanError(
-                f"{self.title} says nothing: give it one of {', '.join(_SETTINGS)} (recipe='off' keeps layers "
-                "in high precision), or take it out."
+                f"{self.title} has no effect: set one of {', '.join(_SETTINGS)} (recipe='off' keeps layers in high "
+                "precision), or remove it."
             )
         if self.steps is not None:
             object.__setattr__(self, "steps", tuple(self.steps))
             if not _are_steps(self.steps):
                 raise PlanError(
-                    f"{self.title}: steps={self.steps!r} are no steps; give the first and the last one, counted from "
-                    "1, as in (1, 100)."
+                    f"{self.title}: steps={self.steps!r} must be the first and the last step, counted from 1, as in "
+                    "(1, 100)."
                 )
 
 
@@ -120,29 +123,27 @@ class Policy:
     """Which layers run in FP8, and how.
 
     Args:
-        recipe: of every component, the projector included: one of ``fp8.RECIPES``; "auto" (the fastest by measurement,
-            see :func:`octavo.fp8.planning.decide`); or "off" (then components and rules may still switch parts on).
-            None: "blockwise"; but where components are named (other than to be "off"), only those run in FP8, and all
-            others are "off".
-        format: "e4m3", "hybrid" or None for the recipe's default.
-        fwd, dgrad, wgrad: "fp8", "bf16", or a recipe whose casts that GEMM has.
-        components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
-        rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
-        activations: what blocks keep for backward besides the inputs of FP8 layers: "bf16", as they come; or "fp8",
-            wherever FP8 can hold it (:mod:`octavo.fp8.dense.sources`).
-        weight_codes: "keep" the FP8 codes of weights from one optimizer step to the next (a byte a parameter; two where
-            forward and dgrad cast weights in two layouts), "recast" them at each use, or keep "both" layouts of those
-            that forward and dgrad share (two bytes), so that no backward turns them.
-        param: whether weights of FP8 layers are FP8 between steps, with their high-precision values as a master.
+        recipe: recipe of all components, including projectors: one of ``fp8.RECIPES``; "auto" (the fastest by
+            measurement, see :func:`octavo.fp8.plan`); or "off" (components and rules can still enable parts). None
+            selects "blockwise", or, if any component has settings other than "off", only those components run in FP8.
+        format: "e4m3", "hybrid", or None for the default of the recipe.
+        fwd, dgrad, wgrad: "fp8", "bf16", or a recipe whose casts the GEMM uses.
+        components: component name -> :class:`ComponentPolicy`, the name of a recipe, or a mapping with its fields.
+        rules: :class:`Rule` objects, or mappings with their fields. Later rules override earlier ones.
+        activations: how blocks save other tensors than inputs of FP8 layers for backward: "bf16" saves them unchanged,
+            "fp8" saves FP8 codes where possible (:mod:`octavo.fp8.dense.sources`).
+        weight_codes: "keep" keeps the FP8 codes of weights between optimizer steps (1 byte per parameter, or 2 if
+            forward and dgrad use two casts); "recast" casts at each use; "both" keeps two layouts of codes that forward
+            and dgrad share (2 bytes), so that the backward does not transpose them.
+        param: whether weights of FP8 layers are FP8 between steps, with a master in high precision.
         backend: "auto", or the backend that must run every FP8 GEMM.
-        candidates: the recipes that "auto" chooses among.
-        fuse: "on" fuses gated MLPs and the norms before FP8 layers with those layers, wherever they can be; "off"
-            nothing. "auto" is a word of version 0.4.0, which measured whether q, k and v pay as one GEMM; they are
-            GEMMs of their own now, and "auto" is "off".
+        candidates: the recipes that "auto" chooses from.
+        fuse: "on" fuses gated MLPs, and norms with the FP8 layers after them, where possible; "off" fuses nothing.
+            "auto" is accepted for version 0.4.0, which measured whether to run q, k and v as one GEMM, and means "off".
 
     Raises:
-        PlanError: for names that do not exist and pairs that cannot be.
-        BackendError: for a backend that does not exist.
+        PlanError: for unknown names and unsupported combinations.
+        BackendError: for an unknown backend.
     """
 
     recipe: str | None = None
@@ -161,7 +162,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
-            raise PlanError(f"components maps a component's name to its ComponentPolicy; found {self.components!r}.")
+            raise PlanError(f"components must map component names to ComponentPolicy, got {self.components!r}.")
         parts = {k: _parse_level(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
         if self.recipe is None:
             named = [k for k, part in parts.items() if k != HEAD and part.recipe != OFF]
@@ -169,7 +170,7 @@ class Policy:
             object.__setattr__(self, "recipe", OFF if named else DEFAULT_RECIPE)
         object.__setattr__(self, "components", parts)
         if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
-            raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
+            raise PlanError(f"rules must be a sequence of Rule objects, got {self.rules!r}. Use a tuple.")
         head = parts.get(HEAD, ComponentPolicy())
         if head.recipe in (AUTO, *_DELAYED) or head.param or head.activations:
             raise PlanError(
@@ -188,7 +189,7 @@ class Policy:
         if self.fuse not in FUSE:
             raise PlanError(f"fuse={self.fuse!r} does not exist; use 'off' or 'on'.")
         if self.backend != "auto":
-            registry.get(self.backend)  # off or not: a name that does not exist is an error here
+            registry.get(self.backend)  # raises for an unknown name, even if the recipe is off
         for where, level in self._levels():
             self._check_words(where, level)
         for where, name in self._recipes():
@@ -197,15 +198,15 @@ class Policy:
         candidates = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
         unknown = [c for c in candidates if c not in RECIPES]
         if unknown or not candidates:
-            listed = ", ".join(map(repr, unknown)) or "none"
-            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {listed}.")
+            names = ", ".join(map(repr, unknown)) or "none"
+            raise PlanError(f"candidates of 'auto' must be recipes ({', '.join(RECIPES)}), got {names}.")
         object.__setattr__(self, "candidates", tuple(dict.fromkeys(candidates)))
 
     def __repr__(self) -> str:
         return _short_repr(self)
 
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
-        """Check the words of a level, also if it is off: an invalid one would only fail once it is switched on."""
+        """Raise PlanError for an invalid word, even if the level is off: it would otherwise fail when it is enabled."""
         words = (("format", FORMATS), *((gemm, PRECISIONS) for gemm in GEMMS))
         for name, allowed in words:
             value = getattr(level, name)
@@ -214,14 +215,14 @@ class Policy:
                 raise PlanError(f"{where}: {name}={value!r} does not exist; use {' or '.join(map(repr, allowed))}.")
         if isinstance(level.recipe, Recipe):
             raise PlanError(
-                f"{where}: recipe takes a name, found the Recipe object {level.recipe.name!r}. Write "
-                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad as further arguments."
+                f"{where}: recipe must be a name, got the Recipe object {level.recipe.name!r}. Use "
+                f"recipe={level.recipe.name!r}, and set format, fwd, dgrad and wgrad separately."
             )
         if not isinstance(level.recipe, str | None):
-            raise PlanError(f"{where}: recipe takes a name, one of {_recipe_names()}; found {level.recipe!r}.")
+            raise PlanError(f"{where}: recipe must be one of {_recipe_names()}, got {level.recipe!r}.")
 
     def _levels(self) -> list[tuple[str, Policy | ComponentPolicy | Rule]]:
-        """The whole model, components and rules, each with its name in errors."""
+        """Return the whole model, components and rules, each with its name in errors."""
         parts = ((f"component {k!r}", c) for k, c in self.components.items())
         return [("the whole model", self), *parts, *((r.title, r) for r in self.rules)]
 
@@ -229,25 +230,25 @@ class Policy:
         return [(where, level.recipe) for where, level in self._levels() if level.recipe is not None]
 
     def activations_of(self, component: str) -> str:
-        """What blocks of a component keep: the component's setting, else the one of the whole model."""
+        """Return ``activations`` of a component: its own setting, or the setting of the whole model."""
         part = self.components.get(component)
         return self.activations if part is None or part.activations is None else part.activations
 
     def param_of(self, component: str) -> bool:
-        """Whether weights of a component are FP8 between steps: its own setting, else the one of the whole model."""
+        """Return ``param`` of a component: its own setting, or the setting of the whole model."""
         part = self.components.get(component)
-        if component == HEAD:  # the embedding may be the same tensor, and looks values up
+        if component == HEAD:  # the embedding may be the same tensor, and reads values
             return False
         return self.param if part is None or part.param is None else part.param
 
     def at(self, step: int | None) -> Policy:
-        """What is asked for in a step, in which only rules that hold exist; None: in one outside of all spans."""
+        """Return the policy of one step, with only the rules that apply in it. None: a step outside of all spans."""
         if all(rule.steps is None for rule in self.rules):
             return self
         return replace(self, rules=tuple(replace(r, steps=None) for r in self.rules if r.holds(step)))
 
     def spans(self, steps: int) -> tuple[tuple[int, int], ...]:
-        """The steps 1 to ``steps`` in stretches (first, last) in each of which the same rules hold."""
+        """Split the steps 1 to ``steps`` into spans (first, last) in which the same rules apply."""
         timed = [rule.steps for rule in self.rules if rule.steps is not None]
         edges = {1, steps + 1} | {edge for first, last in timed for edge in (first, last + 1) if edge <= steps}
         cuts = sorted(edges)
@@ -255,12 +256,12 @@ class Policy:
 
     @property
     def requests_fp8(self) -> bool:
-        """True if any level asks for FP8 by a recipe's name; "auto" is content with high precision."""
+        """True if any level names an FP8 recipe; "auto" accepts high precision."""
         return any(name not in (OFF, AUTO) for _, name in self._recipes())
 
     @property
     def requests_auto(self) -> bool:
-        """True if any level leaves the recipe to measurements."""
+        """True if any level has the recipe "auto"."""
         return any(name == AUTO for _, name in self._recipes())
 
     def to_json(self) -> dict[str, object]:
@@ -275,8 +276,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """The levels of a policy laid over each other for one layer; ``source`` names the level that chose the recipe, and
-    ``why`` is its remark; ``backends`` holds (GEMM, backend) where the last rule names some."""
+    """The resolved settings of a policy for one layer. ``source``: the level that set the recipe, and ``why`` its
+    remark; ``backends``: the (GEMM, backend) pairs of the last rule."""
 
     recipe: str
     format: str | None
@@ -288,19 +289,19 @@ class Decision:
     backends: tuple[tuple[str, str], ...] = ()
 
     def overlay(self, level: ComponentPolicy | Rule, source: str) -> Decision:
-        """This decision with what ``level`` asks put on top."""
+        """Return this decision with the settings of ``level`` applied."""
         settings: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
         if isinstance(level, Rule):
             settings |= {"why": level.why, "backends": level.backends}
         return replace(self, **settings, source=source) if settings else self
 
     def reason(self, word: str = "") -> str:
-        """Who decided, ``word``, and the remark."""
+        """Return the source, followed by ``word`` and the remark."""
         return f"{self.source}{word}" + (f" ({self.why})" if self.why else "")
 
     def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
-        """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
-        other settings exclude), else the one. Raises PlanError for a pair that cannot be."""
+        """Return the allowed recipes by name: none if off; for auto the ``candidates`` that are compatible with the
+        other settings; else one. Raises PlanError if no recipe is compatible."""
         out: dict[str, Recipe] = {}
         errors: list[str] = []
         for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
@@ -314,8 +315,8 @@ class Decision:
 
 
 def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
-    """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
-    assert policy.recipe is not None  # settled when the policy was made
+    """Return the decision for a layer of ``component`` that matches ``rules``, in their order."""
+    assert policy.recipe is not None  # set by __post_init__
     decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
     level = policy.components.get(component)
     if component == HEAD and (level is None or level.recipe is None):
@@ -331,13 +332,13 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
 
 
 def _parse_level(kind: Any, value: Any, where: str) -> Any:
-    """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
+    """Return a level unchanged, or construct it from a mapping or, for a component, from the name of a recipe."""
     if isinstance(value, kind):
         return value
     if kind is ComponentPolicy and isinstance(value, str):
         return ComponentPolicy(recipe=value)
     if not isinstance(value, Mapping):
-        raise PlanError(f"{where}: found {value!r} where a {kind.__name__} or a mapping with its fields belongs.")
+        raise PlanError(f"{where} must be a {kind.__name__} or a mapping with its fields, got {value!r}.")
     known = [f.name for f in fields(kind)]
     unknown = [k for k in value if k not in known]
     if unknown or (kind is Rule and "match" not in value):
@@ -347,7 +348,7 @@ def _parse_level(kind: Any, value: Any, where: str) -> Any:
 
 
 def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:
-    """The call that makes it, without the settings that are the defaults."""
+    """Return the constructor call, without settings that have their default."""
     defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(level)}
     settings = {name: getattr(level, name) for name in defaults}
     shown = [f"{name}={value!r}" for name, value in settings.items() if value != defaults[name]]

@@ -1,20 +1,19 @@
-"""Linear layers that a recipe for the whole model leaves in high precision until a rule names them.
+"""Linear layers that stay in high precision unless a rule names them.
 
 =============== ================================================== ===================================================
-layer           how it is recognised                               why
+layer           how it is recognized                               why
 =============== ================================================== ===================================================
-adapter         a part that PEFT (or another library, by the name  a rank of 16 is filled up to 16 or 128 in FP8, and
-                ``lora_*``) adds to a layer or a model             ``fp8.apply`` before PEFT does not touch it either
-output layer    ``score``, ``classifier``, ``v_head`` and the      logits, rewards and values are read as numbers; few
-                like; the last layer by registration of a network  outputs are mostly zeros that fill up a tile
-                without ``lm_head`` if it is narrow; any layer
-                from more inputs to fewer than 16 outputs
-time embedding  by the names that diffusion models use             its rows are the batch, and its values are angles
-router          as many outputs as experts in the same block       its order of experts is a decision, not a value
+adapter         a module that PEFT adds to a layer or a model, or  FP8 pads a rank of 16 to up to 128, and fp8.apply
+                any child named ``lora_*``                         before PEFT does not convert it either
+output layer    ``score``, ``classifier``, ``v_head`` and similar  logits, rewards and values need precision; with few
+                names; a narrow last layer (by registration) of a  outputs a tile is mostly padding
+                network without ``lm_head``; any layer with fewer
+                than 16 outputs and more inputs
+time embedding  names that diffusion models use                    its rows are the batch, and its values are angles
+router          as many outputs as experts in the same block       small errors change which experts are selected
 =============== ================================================== ===================================================
 
-Nothing is imported to recognise a layer: PEFT's classes are known by their module, their ``adapter_layer_names`` and
-the children that they have.
+PEFT is not imported: its classes are recognized by their module, their ``adapter_layer_names`` and their children.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ ADAPTER, OUTPUT, TIME, ROUTER = (
     f"{what} {_UNLESS}" for what in ("adapter", "output layer", "time embedding", "router")
 )
 ORIGINAL = f"original of a modules_to_save copy {_UNLESS}"
-ADDED = (
-    "its weight is the sum of a base and PEFT's adapter (target_parameters), made in each forward: no codes of it last"
-)
+ADDED = "its weight is the sum of a base and PEFT's adapter (target_parameters), recomputed in each forward"
 
 _OUTPUTS = (
     *("score", "classifier", "v_head", "value_head", "reward_head", "score_head", "classification_head", "cls_head"),
@@ -46,14 +43,14 @@ _TIMES = (
     *("time_embed", "time_embedding", "time_embedder", "timestep_embed", "timestep_embedding", "timestep_embedder"),
     *("t_embed", "t_embedder", "time_mlp", "time_proj", "time_in", "time_text_embed"),
 )
-# Children of PEFT's own modules that hold the stock model or layer.
+# Children of PEFT's modules that contain the stock model or layer.
 _STOCK = {*WRAPPED, "base_model", "model", "transformer_backbone", "word_embeddings"}
 
 
 def reasons_to_stay(rows: Sequence[Row], modules: Mapping[str, nn.Module], policy: Policy) -> dict[str, str]:
-    """The reason of each row (by its name) that stays in high precision because it is one of the table above.
+    """Return row name -> reason for each row that the table above keeps in high precision.
 
-    ``modules``: the modules of the model by name, the model itself as "".
+    ``modules``: the modules of the model by name; the model itself has the name "".
     """
     reasons: dict[str, str] = {}
     parts = {row.name: _adapter_part(row.module, modules) for row in rows}
@@ -64,9 +61,9 @@ def reasons_to_stay(rows: Sequence[Row], modules: Mapping[str, nn.Module], polic
         if part:
             reason = ORIGINAL if part[0] == "original_module" else ADAPTER
         elif row.kind == "experts" and _has_adapted_parameter(row.module, modules):
-            reasons[row.name] = ADDED  # whatever a rule says: the codes would be those of the base, without the adapter
+            reasons[row.name] = ADDED  # despite any rule: codes would contain only the base, without the adapter
             continue
-        elif row.kind != "linear" or row.component == HEAD:  # the component's own recipe decides on a head
+        elif row.kind != "linear" or row.component == HEAD:  # a head is decided by the recipe of its component
             continue
         else:
             part = tuple(unwrapped(row.name).split("."))[-1:]
@@ -79,7 +76,7 @@ def reasons_to_stay(rows: Sequence[Row], modules: Mapping[str, nn.Module], polic
 
 
 def _adapter_part(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """The end of a module's name that an adapter library added, as ("lora_A", "default"); () for a stock layer."""
+    """Return the part of a module name that an adapter library added, such as ("lora_A", "default"), or ()."""
     segments = name.split(".") if name else []
     for depth, child in enumerate(segments):
         parent = modules.get(".".join(segments[:depth]))
@@ -90,7 +87,7 @@ def _adapter_part(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...
 
 
 def _is_adapter_child(parent: nn.Module, child: str) -> bool:
-    """Whether ``child`` is a part of an adapter and no part of what the adapter was put around."""
+    """Return True if ``child`` belongs to an adapter, and not to the layer that the adapter wraps."""
     if child == "original_module":
         return "modules_to_save" in parent._modules
     declared = getattr(parent, "adapter_layer_names", ())
@@ -102,7 +99,7 @@ def _is_adapter_child(parent: nn.Module, child: str) -> bool:
 
 
 def _has_adapted_parameter(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether PEFT's wrapper of parameters is around a module of experts: it has the parameter's name."""
+    """Return True if PEFT's ParamWrapper wraps a module of experts."""
     while name.rpartition(".")[2] == "base_layer":
         name = name.rpartition(".")[0]
         if isinstance(getattr(modules[name], "parameter_name", None), str):
@@ -118,7 +115,7 @@ def _reason_by_name(row: Row) -> str:
 
 
 def _is_router(row: Row, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a layer has an output for each expert of the block that it (or the module around it) is in."""
+    """Return True if a layer has as many outputs as its block, or the parent of its block, has experts."""
     path = unwrapped(row.name)
     for _ in range(2):
         path, _, child = path.rpartition(".")
@@ -133,8 +130,8 @@ def _is_router(row: Row, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def last_layer(rows: Sequence[Row]) -> Row | None:
-    """The last linear layer by registration, which gives the output of a plain network; None where a head is known, and
-    of a network of one layer, which is what the caller wants in FP8."""
+    """Return the last registered linear layer, the output layer of a plain network. None if the model has a known head,
+    or only one layer, which the caller wants in FP8."""
     linear = [row for row in rows if row.kind in ("linear", "subclass")]
     if len(linear) < 2 or any(HEAD in (row.kind, row.component) for row in rows):
         return None
@@ -142,14 +139,14 @@ def last_layer(rows: Sequence[Row]) -> Row | None:
 
 
 def _is_narrow(shape: tuple[int, int]) -> bool:
-    """Fewer outputs than inputs, and an eighth of them at most, or so few that an eighth and more would be zeros."""
+    """Return True if outputs are few: at most 1/8 of the inputs, less than a tile, or more than 1/8 padding."""
     outputs, inputs = shape
     zeros = -outputs % ALIGN
     return outputs < inputs and (8 * outputs <= inputs or outputs < ALIGN or 8 * zeros > outputs)
 
 
 def _rule_names_part(rule: Rule, row: Row, part: Sequence[str]) -> bool:
-    """Whether a rule gives a layer a recipe by a word of ``part``; a glob that happens to match does not."""
+    """Return True if a rule sets the recipe of a layer and names a segment of ``part``, not only by a wildcard."""
     words = [segment for segment in rule.match.split(".") if segment.strip("*?")]
     named = any(fnmatchcase(segment_name, word) for segment_name in part for word in words)
     return rule.recipe is not None and named and matches(rule.match, row.name)

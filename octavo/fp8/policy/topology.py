@@ -1,8 +1,7 @@
-"""The linear maps of a module tree, one row each, before anything is decided.
+"""List the linear maps of a model, one row each.
 
-A row names the module, what it is (``kind``), the part of the model it belongs to (``component``) and its shape (N, K)
-in the words of the arithmetic (y[M, N] = x[M, K] wT). Nothing is computed and no weight is read, so that a model on
-the meta device serves as well as a real one.
+A row has the name of the module, its ``kind``, the part of the model that it belongs to (``component``) and its shape
+(N, K), as in y[M, N] = x[M, K] wT. No weight is read, so models on the meta device are supported.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.fp8.moe.experts import PROJECTIONS, is_experts
 from octavo.fp8.policy.globs import covers
 from octavo.fp8.weights.frozen import codes_cast
 
-# Names that vision-language models give to their parts; families of octavo.models say theirs exactly.
+# Common module names in vision-language models; the families in octavo.models declare theirs explicitly.
 _PROJECTORS = (
     *("merger", "merger_list", "deepstack_merger_list", "multi_modal_projector", "mm_projector", "image_projector"),
     *("visual_projection", "connector", "modality_projection", "aligner", "mlp1"),
@@ -42,24 +41,24 @@ CONVENTIONS: Mapping[str, tuple[str, ...]] = {
     "image_encoder": tuple(f"**.{part}" for part in _TOWERS),
 }
 _HEADS = ("lm_head", "embed_out", "output_layer")
-_PATCH = (
+_PATCH_EMBEDDINGS = (
     *("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder", "patchify"),
     *("patch_projection", "video_patch_projection"),  # Kosmos 2.5's and Nemotron's, which are linear layers
 )
 _ROUTERS = ("gate", "router", "shared_expert_gate", "wg")
 WRAPPED = ("base_layer", "original_module")
-"""Under which names PEFT's wrappers hold the layer that they were put around."""
+"""Names of the wrapped layer in PEFT's wrappers."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One linear map of a model.
 
-    ``shape`` is (N, K) = (outputs, inputs), per expert where ``experts`` says how many share the row;
-    ``experts_per_token`` of them work on each token. ``params`` counts weights and biases of the whole row.
-    ``tied`` lists the other names of the same weight. ``frozen``: the weight asks for no gradient; ``codes``: the cast
-    of its codes, if it is a frozen FP8 weight (:mod:`octavo.fp8.weights.frozen`), else None.
-    ``module`` is the name of the module that owns the weight (a row of experts is one of its parameters).
+    ``shape`` is (N, K) = (outputs, inputs), per expert if the row has ``experts``, of which each token uses
+    ``experts_per_token``. ``params`` counts all weights and biases of the row. ``tied`` has the other names of the
+    weight. ``frozen``: the weight requires no gradient; ``codes``: the cast of a frozen FP8 weight
+    (:mod:`octavo.fp8.weights.frozen`), or None for other weights. ``module``: name of the module that owns the weight;
+    a row of experts is one of its parameters.
     """
 
     name: str
@@ -78,7 +77,7 @@ class Row:
 
     @property
     def parameter(self) -> str:
-        """The name of the weight among the model's parameters."""
+        """Name of the weight in ``model.named_parameters()``."""
         return self.name if self.kind == "experts" else f"{self.name}.weight" if self.name else "weight"
 
     def to_json(self) -> dict[str, Any]:
@@ -88,11 +87,11 @@ class Row:
 
 
 def describe_layers(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None = None) -> tuple[Row, ...]:
-    """The rows of a model in the order of ``named_modules``.
+    """Return the rows of a model in the order of ``named_modules``.
 
-    ``components`` maps a component's name to globs of module names (a glob also covers what is inside the module); the
-    most specific glob wins, so that a merger inside the tower belongs to the projector. What none covers is
-    ``foundation``. Without it, conventional names decide.
+    ``components`` maps component names to globs of module names, which also cover child modules. The most specific glob
+    wins, so a merger inside the tower can belong to the projector. Modules that no glob covers are ``foundation``. None
+    uses common module names.
     """
     shared = _names_by_weight(model)
     head = _output_embeddings(model)
@@ -111,7 +110,7 @@ def describe_layers(model: nn.Module, components: Mapping[str, tuple[str, ...]] 
 
 
 def unwrapped(name: str) -> str:
-    """The name that a layer had before PEFT put a wrapper around it: ``gate.base_layer`` was ``gate``."""
+    """Return the name of a layer before PEFT wrapped it: ``gate`` for ``gate.base_layer``."""
     while name.rpartition(".")[2] in WRAPPED:
         name = name.rpartition(".")[0]
     return name
@@ -120,12 +119,12 @@ def unwrapped(name: str) -> str:
 def _make_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module], head: nn.Module | None) -> Iterator[Row]:
     stock = unwrapped(name)
     last, kind_name = stock.rpartition(".")[2], type(module).__name__
-    of_patches = any(s in _PATCH for s in name.split("."))
+    of_patches = any(s in _PATCH_EMBEDDINGS for s in name.split("."))
     if is_experts(module):
         yield from _make_expert_rows(name, module, modules)
     elif isinstance(module, nn.Linear):
-        if any(one in module._modules for one in WRAPPED):
-            return  # some wrappers of PEFT's (RandLora, VBLoRA) are nn.Linear by class, and hold the layer inside
+        if any(child in module._modules for child in WRAPPED):
+            return  # some PEFT wrappers (RandLora, VBLoRA) are nn.Linear subclasses that contain the layer
         if module is head or (head is None and last in _HEADS):
             kind = "lm_head"
         elif of_patches:
@@ -167,13 +166,13 @@ def _make_expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Mod
 
 
 def _find_top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:
-    """How many experts work on a token: from the block, its router or the configuration."""
+    """Return the number of experts per token from the block, its router or the configuration, or None."""
     parent = modules.get(unwrapped(name).rpartition(".")[0]) if name else None
-    places: list[Any] = [module, parent, *(parent.children() if parent is not None else ())]
-    places += [c for c in (getattr(module, "config", None), getattr(parent, "config", None)) if c is not None]
-    for place in places:
+    owners: list[Any] = [module, parent, *(parent.children() if parent is not None else ())]
+    owners += [c for c in (getattr(module, "config", None), getattr(parent, "config", None)) if c is not None]
+    for owner in owners:
         for attribute in ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"):
-            value = getattr(place, attribute, None)
+            value = getattr(owner, attribute, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
@@ -187,14 +186,14 @@ def _is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    if get is None:
+    get_head = getattr(model, "get_output_embeddings", None)
+    if get_head is None:
         return None
     try:
-        head = get()
-    except (NotImplementedError, AttributeError):  # models without a head say so in either way
+        head = get_head()
+    except (NotImplementedError, AttributeError):  # models without a head raise either
         return None
-    while isinstance(head, nn.Module) and not isinstance(head, nn.Linear):  # a wrapper of PEFT's
+    while isinstance(head, nn.Module) and not isinstance(head, nn.Linear):  # a PEFT wrapper
         inner = next((head._modules[name] for name in WRAPPED if name in head._modules), None)
         if inner is None:
             break
@@ -216,12 +215,12 @@ def _get_weight(row: Row, module: nn.Module) -> torch.Tensor:
 
 
 def component_namer(components: Mapping[str, tuple[str, ...]] | None) -> Callable[[str], str]:
-    """Module name -> component, by the globs that :func:`describe_layers` takes, the most specific first."""
+    """Return a function from module name to component, by the globs of :func:`describe_layers`."""
     order = []
     for rank, (component, globs) in enumerate((CONVENTIONS if components is None else components).items()):
         for glob in globs:
             literal = sum(not set(s) & set("*?") for s in glob.split("."))
-            # For conventional names only their order says that a projector inside the tower is a projector.
+            # Common names are tried in order, so that a projector inside the tower is a projector.
             order.append(((0 if components is None else -literal), rank, glob, component))
     order.sort()
     return lambda name: next((c for _, _, glob, c in order if covers(glob, name)), "foundation")

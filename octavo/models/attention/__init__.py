@@ -1,1 +1,1 @@
-"""Attention kernels, put into a model through transformers' own registry."""
+"""Attention kernels, selected through transformers' registry."""

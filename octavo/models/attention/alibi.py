@@ -2,8 +2,8 @@
 
     score(i, j) = q_i k_j * scale - slope_h * (i - j)        for j <= i
 
-Only distances count, so a sample of a packed row needs only its own length. Distances are measured from the query, not
-from the end of the row: small numbers are the near keys', and 16-bit formats represent them exactly.
+Only distances matter, so a sample of a packed row needs only its own length. Distances are measured from the query, not
+from the end of the row: nearby keys have small distances, which 16-bit formats represent exactly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 
 def slopes(heads: int, largest: float = 8, device: torch.device | str | None = None) -> Tensor:
-    """Slopes, fp32 [heads]: 2^(-largest * n / N) for n = 1 ... N, where N is `heads` rounded up to a power of two. If N
-    is larger than `heads`, slopes with even n come first, then slopes with odd n, cut to `heads`, as in MPT."""
+    """Return slopes, fp32 [heads]: 2^(-largest * n / N) for n = 1 ... N, where N is `heads` rounded up to a power of
+    two. If N is larger than `heads`, slopes with even n come first, then slopes with odd n, cut to `heads`, as in
+    MPT."""
     power = 2 ** math.ceil(math.log2(heads))
     values = torch.pow(2.0, -torch.arange(1, power + 1, dtype=torch.float32, device=device) * (largest / power))
     return values if power == heads else torch.cat([values[1::2], values[::2]])[:heads]
@@ -25,11 +26,11 @@ def slopes(heads: int, largest: float = 8, device: torch.device | str | None = N
 def causal(
     slope: Tensor, first: int, queries: int, keys: int, dtype: torch.dtype, mask: Tensor | None = None
 ) -> Tensor:
-    """The bias to add to scores, [1 or B, H, queries, keys]; the lowest number of the dtype where a key is masked.
+    """Return the bias to add to scores, [1 or B, H, queries, keys]; the minimum of the dtype where a key is masked.
 
     ``slope``: fp32 [H]. ``first``: the position of the first query among the keys.
 
-    ``mask``: boolean (True: seen) or additive, [B, 1, queries, keys]; None: causal.
+    ``mask``: boolean (True: visible) or additive, [B, 1, queries, keys], or None for a causal mask.
     """
     query = torch.arange(first, first + queries, device=slope.device)[:, None]
     away = query - torch.arange(keys, device=slope.device)[None]

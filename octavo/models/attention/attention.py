@@ -1,14 +1,14 @@
 """Custom attention functions in a Hugging Face model, through transformers' registry.
 
     models.use_attention(model, fp8.blocks.grouped_attention)
-    models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
+    models.use_attention(model, kernel="cudnn")          torch's attention, with this kernel where supported
     models.use_kernel(model, "varlen", "image_encoder")  all images of a batch in one call
 
 The function replaces ``sdpa`` and receives the same masks (sliding windows are part of them), in the text and the
 vision part, and once for each sample of a packed row (:mod:`octavo.models.forward.packed`). Vision towers of the
-Qwen-VL families call their attention once for each image, without a mask. Calls that the function does not support
-use stock attention: forwards without gradient, paged caches, position biases, and queries of another length than their
-keys (decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) are passed only with packed
+Qwen-VL families call their attention once for each image, without a mask. Calls that the function does not support use
+stock attention: forwards without gradient, paged caches, position biases, and queries whose length differs from that of
+the keys (decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) are passed only with packed
 rows, and apply within each sample.
 """
 
@@ -46,17 +46,18 @@ KERNELS = {
 """torch's kernels of ``sdpa``, in order of fallback; math supports every input."""
 
 PACKAGES = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
-"""transformers' names for kernels of other packages -> whether the package is installed. They run rows of unequal
-length without padding."""
+"""transformers' names for kernels of other packages -> function that checks whether the package is installed. These
+kernels run rows of different lengths without padding."""
 
 VARLEN = "varlen"
-FLEX = "flex"  # torch's flex attention for all samples of a pack, as transformers calls it
-IMAGES = "octavo_flash_images"  # towers make one call for all images only if the name contains "flash"
+FLEX = "flex"  # torch's flex attention for all samples of a pack, called through transformers
+IMAGES = "octavo_flash_images"  # towers make a single call for all images only if the name contains "flash"
 _kernels: dict[str, str | None] = {}  # registered name -> kernel
 
 
 def prefer_kernel(kernel: str | None) -> AbstractContextManager[object]:
-    """A context in which torch computes attention by this kernel, with the others of :data:`KERNELS` as fallback."""
+    """Return a context in which torch computes attention by this kernel, with the others of :data:`KERNELS` as
+    fallback."""
     if kernel not in KERNELS:
         return nullcontext()
     others = [] if kernel == "math" else [backend for name, backend in KERNELS.items() if name != kernel]
@@ -68,14 +69,14 @@ def use_attention(
 ) -> str:
     """Replace the attention of a model, or of one of its components (``foundation``, ``image_encoder``).
 
-    ``attention``: the function (None: torch's). ``kernel``: the kernel that torch uses (None: the kernel of an earlier
-    call, else torch's choice). Returns the name under which it is registered.
+    ``attention``: the function, or None for torch's. ``kernel``: the kernel that torch uses, or None for the kernel of
+    an earlier call or torch's choice. Returns the name under which it is registered.
 
-    A tower that takes all images in one call is left unchanged. A saved ``config.json`` has no trace of the change.
+    A tower that processes all images in one call is left unchanged. The change is not saved in ``config.json``.
     ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Raises:
-        ModelError: a part of the model uses another attention than sdpa (its own kernels, or eager).
+        ModelError: a part of the model does not use sdpa (custom kernels, or eager).
     """
     names: dict[int, str] = {}
     parts = [(path, part) for path, part in _parts(model, component) if part.config._attn_implementation != IMAGES]
@@ -85,25 +86,25 @@ def use_attention(
             continue
         if current != STOCK and current not in _kernels:
             raise ModelError(
-                f"{path or type(model).__name__} computes attention by {current!r}, and only {STOCK!r} can be replaced "
+                f"{path or type(model).__name__} uses attention {current!r}, but only {STOCK!r} can be replaced "
                 f"by {kernel or (STOCK if attention is None else attention.__name__)}. Load the model with "
                 f"attn_implementation={STOCK!r}, or leave its attention as it is"
             )
         names[id(part.config)] = _register(attention, kernel or _kernels.get(current))
     _set(model, names)
-    if left := [
+    if unchanged := [
         path or type(model).__name__ for path, p in parts if p.config._attn_implementation != names[id(p.config)]
     ]:
         raise ModelError(
-            f"{', '.join(left)} of {type(model).__name__} would not take another attention function in this version of "
-            "transformers. Leave its attention as it is"
+            f"{', '.join(unchanged)} of {type(model).__name__} cannot use a different attention function in this "
+            "version of transformers. Leave its attention as it is"
         )
     return names.get(id(model.config)) or next(iter(names.values()))
 
 
 def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, PreTrainedModel]]:
-    """The parts of a model, or of one component: a tower is recognised by its configuration. The audio tower is left
-    out: it keeps torch's attention, which supports the mask of its padding."""
+    """Return the parts of a model, or of one component: a tower is recognized by its configuration. The audio tower is
+    excluded: it keeps torch's attention, which supports its padding mask."""
     audio = getattr(model.config, "audio_config", None)
     parts = [
         (path, m)
@@ -118,7 +119,7 @@ def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, Pre
 
 def _register(attention: Attention | None, kernel: str | None) -> str:
     """Register an attention function with transformers; returns its name."""
-    # A number replaces the kernel's name, because transformers handles every name with "flash" as one of its own.
+    # A number replaces the kernel's name, because transformers treats every name with "flash" as one of its kernels.
     number = [] if kernel is None else [str([*KERNELS, FLEX].index(kernel))]
     name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
     _kernels[name] = kernel
@@ -135,34 +136,35 @@ def _set(model: PreTrainedModel, names: Mapping[int, str]) -> None:
 
 
 def uses_octavo_attention(model: nn.Module) -> bool:
-    """Whether a model or its decoder computes attention by a function that :func:`use_attention` registered."""
+    """Return whether a model or its decoder computes attention by a function that :func:`use_attention` registered."""
     return cast(PreTrainedConfig, model.config)._attn_implementation in _kernels
 
 
 @contextmanager
 def disable_masks(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which no part of a model builds a mask or inspects positions to decide whether it needs one: rows
-    have one length, and attention is causal by itself. Raises ModelError for layers with a window, which is a mask."""
+    """Context in which no part of a model builds a mask or inspects positions to decide whether it needs one: all rows
+    have the same length, and attention is causal by itself. Raises ModelError for layers with a window, which needs a
+    mask."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
     kinds = {kind for config in configs for kind in getattr(config, "layer_types", None) or ()}
     if windows := sorted(kinds - {"full_attention"}):
-        raise ModelError(f"{type(model).__name__} has layers of {', '.join(windows)}, which need their own masks")
-    before = [(config, config._attn_implementation) for config in configs]
-    if other := [name for _, name in before if name not in ALL_ATTENTION_FUNCTIONS]:
-        raise ModelError(f"{type(model).__name__} computes attention by {other[0]!r}, which takes no is_causal")
-    for config, name in before:
+        raise ModelError(f"{type(model).__name__} has layers of type {', '.join(windows)}, which need a mask")
+    original = [(config, config._attn_implementation) for config in configs]
+    if unregistered := [name for _, name in original if name not in ALL_ATTENTION_FUNCTIONS]:
+        raise ModelError(f"{type(model).__name__} uses attention {unregistered[0]!r}, which does not support is_causal")
+    for config, name in original:
         unmasked = f"octavo_unmasked_{name}"  # transformers builds masks only for names in its registry of masks
         ALL_ATTENTION_FUNCTIONS.register(unmasked, ALL_ATTENTION_FUNCTIONS[name])
         config._attn_implementation = unmasked
     try:
         yield
     finally:
-        for config, name in before:
+        for config, name in original:
             config._attn_implementation = name
 
 
 def available_kernels() -> tuple[str, ...]:
-    """The available kernels: torch's and the kernels of installed packages."""
+    """Return the available kernels: torch's and the kernels of installed packages."""
     return (*KERNELS, *(name for name, is_available in PACKAGES.items() if is_available()))
 
 
@@ -193,7 +195,7 @@ def _use_images(model: PreTrainedModel) -> None:
     """Let the vision tower compute attention for all images in one call."""
     tower: PreTrainedConfig | None = getattr(model.config, "vision_config", None)
     if tower is None or not hasattr(tower, "spatial_merge_size"):
-        raise ModelError(f"{type(model).__name__} has no tower whose images differ in size, and varlen is for those")
+        raise ModelError(f"{type(model).__name__} has no tower with images of different sizes, which varlen requires")
     ALL_ATTENTION_FUNCTIONS.register(IMAGES, _image_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMAGES, segments.make_mask)
     tower._attn_implementation = IMAGES  # set_attn_implementation looks for names with "flash" on the hub
@@ -206,25 +208,26 @@ def _image_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise ModelError(
-            f"{type(module).__name__} does not say where images end in this version of transformers. Use "
+            f"{type(module).__name__} does not pass the ends of images in this version of transformers. Use "
             "model.attention: sdpa"
         )
     return segments.attend_images(query, key, value, cu_seq_lens_q, int(max_length_q), scaling, dropout), None
 
 
 def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel, without fallback. Raises RuntimeError,
-    or the package's error, for inputs that the kernel does not support."""
+    """Compute attention of q [B, H, T, D] over k and v [B, H_kv, T, D] with this kernel and without fallback. Raises
+    RuntimeError, or an error of the kernel's package, for inputs that the kernel does not support."""
     if kernel == VARLEN:
         if not segments.supports_varlen(q, v):
             raise RuntimeError(
-                "flash attention for rows of several samples takes CUDA, 16 bits and heads of up to "
-                f"{segments.MAX_HEAD_DIM} in eights, found {q.device.type}, {q.dtype} and {q.shape[-1]}"
+                "flash attention for rows of several samples needs CUDA, a 16-bit dtype and a head dimension of at "
+                f"most {segments.MAX_HEAD_DIM} that is a multiple of 8, got {q.device.type}, {q.dtype} and "
+                f"{q.shape[-1]}"
             )
         edges = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
         return segments.varlen(q, k, v, edges, q.shape[2], None, causal)[None].transpose(1, 2)
     if kernel == FLEX:
-        row = segments.Segments.of((0, q.shape[2]), q.device)
+        row = segments.Segments.from_edges((0, q.shape[2]), q.device)
         return _flex(SimpleNamespace(training=True), row, q, k, v, None).transpose(1, 2)
     if kernel in PACKAGES:
         if not PACKAGES[kernel]():
@@ -239,7 +242,7 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
 def _flex(
     module: nn.Module | SimpleNamespace, row: segments.Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention [1, T, H, D] of all spans of a packed row, by one call of flex attention."""
+    """Compute attention [1, T, H, D] of all spans of a packed row, by one call of flex attention."""
     out: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](module, q, k, v, row.blocks, scaling=scale)[0]
     return out
 
@@ -247,7 +250,7 @@ def _flex(
 def _transformers_attention(
     attention: Attention | None, kernel: str | None = None
 ) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function with the arguments and results of transformers' registry: q, k, v [B, H, T, D] ->
+    """Return an attention function with the arguments and results of transformers' registry: q, k, v [B, H, T, D] ->
     ([B, T, H, D], None)."""
 
     def forward(
@@ -263,46 +266,51 @@ def _transformers_attention(
     ) -> tuple[Tensor, None]:
         slopes: Tensor | None = kwargs.pop("alibi_slopes", None)
         special = [name for name in ("softcap", "position_bias", "cache", "s_aux") if kwargs.get(name) is not None]
-        # Custom functions implement only a causal or masked softmax in training; all else is left to stock attention.
+        # Custom functions implement only a causal or masked softmax in training; stock attention handles everything
+        # else.
         stock = attention is None or special or not is_grad_enabled()
 
-        def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool | None) -> tuple[Tensor, None]:
+        def run_stock(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool | None) -> tuple[Tensor, None]:
             heads_and_weights: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
                 module, q, k, v, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
             )
             return heads_and_weights
 
-        def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        def run_custom(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             assert attention is not None
             return attention(q, k, v, mask, scale=scaling, is_causal=causal, dropout=dropout)
 
-        def sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if slopes is not None:
                 assert isinstance(attention_mask, segments.Segments)
                 bias = attention_mask.bias(slopes, q.shape[2], k.shape[2], q.dtype)
-                return plain(q, k, v, bias, False)[0].transpose(1, 2) if stock else ours(q, k, v, bias, False)
-            if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each attends to all earlier ones and itself
+                return run_stock(q, k, v, bias, False)[0].transpose(1, 2) if stock else run_custom(q, k, v, bias, False)
+            if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each attends to all earlier tokens and itself
                 seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-                return plain(q, k, v, seen.tril(k.shape[2] - q.shape[2])[None, None], False)[0].transpose(1, 2)
+                return run_stock(q, k, v, seen.tril(k.shape[2] - q.shape[2])[None, None], False)[0].transpose(1, 2)
             use_stock = stock or q.shape[2] == 1
-            return plain(q, k, v, None, True)[0].transpose(1, 2) if use_stock else ours(q, k, v, None, True)
+            return run_stock(q, k, v, None, True)[0].transpose(1, 2) if use_stock else run_custom(q, k, v, None, True)
 
         with prefer_kernel(kernel):
             if isinstance(attention_mask, segments.Segments):
-                if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
-                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
-                                     "is not computed sample by sample. Set data.packing: false")  # fmt: skip
+                if unsupported := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
+                    raise ModelError(
+                        f"{type(module).__name__} uses {unsupported[0]} in the attention of a packed row, which is not "
+                        "computed sample by sample. Set data.packing: false"
+                    )
                 if slopes is not None and kernel == FLEX:
                     raise ModelError(f"{type(module).__name__} adds ALiBi's bias to scores, which Octavo does not pass "
                                      "to flex attention. Use another kernel (model.attention)")  # fmt: skip
                 row = attention_mask
                 flex = partial(_flex, module, row, scale=scaling) if kernel == FLEX else None
-                at_once = kernel is None and slopes is None
-                return segments.attend(row, query, key, value, scaling, dropout, sample, at_once, module, flex), None
+                allow_varlen = kernel is None and slopes is None
+                return segments.attend(
+                    row, query, key, value, scaling, dropout, attend_sample, allow_varlen, module, flex
+                ), None
             if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
-                return plain(query, key, value, attention_mask, is_causal)
+                return run_stock(query, key, value, attention_mask, is_causal)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            heads = ours(query, key, value, attention_mask, bool(causal) and attention_mask is None)
+            heads = run_custom(query, key, value, attention_mask, bool(causal) and attention_mask is None)
         return heads.transpose(1, 2).contiguous(), None
 
     return forward

@@ -23,7 +23,7 @@ class ImageFeatures(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
 
     def rows(self) -> Tensor:
-        """The features of all images, concatenated: [tokens of all images, H]."""
+        """Return the features of all images, concatenated: [tokens of all images, H]."""
         assert self.pooler_output is not None
         features = self.pooler_output
         return features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)

@@ -61,12 +61,12 @@ REPLACED_FAMILIES = (mpt.MPTConfig.model_type,)
 
 
 def may_name_code(model_type: object) -> bool:
-    """Whether folders of this `model_type` may name code (`auto_map`), because Octavo implements the family."""
+    """Return whether folders of this `model_type` may name code (`auto_map`), because Octavo implements the family."""
     return model_type in REPLACED_FAMILIES or is_custom(model_type)
 
 
 def is_custom(model_type: object) -> bool:
-    """Whether models of this `model_type` are built by Octavo's own classes."""
+    """Return whether models of this `model_type` are built by Octavo's own classes."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     return family is not None and CONFIG_MAPPING[family.config.model_type] is family.config
 

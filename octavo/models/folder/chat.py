@@ -1,10 +1,10 @@
-"""Running chat templates, which are untrusted programs: each is tried once under limits, and no rendering is unbounded.
+"""Runs chat templates, which are untrusted programs: each is tried once under limits, and every rendering is bounded.
 
-jinja's sandbox denies a template files and attributes, but not nested loops, `"a" * 10**11` or `10 ** 10**10`. So a
+jinja's sandbox denies access to files and attributes, but not nested loops, `"a" * 10**11` or `10 ** 10**10`. So a
 template is tried when its processor is loaded, on short conversations, in a child process with limited time and memory:
-Python cannot interrupt a power or limit the length of a string. A row may still take another path through the template,
-so every rendering has a deadline too, which costs a few microseconds and interrupts Python code. Its length is checked
-before a tokenizer receives it: for 100 MB tokenizers need minutes and gigabytes, and panic.
+Python cannot interrupt a power or limit the length of a string. A row may still take a different path through the
+template, so every rendering also has a deadline, which costs a few microseconds and interrupts Python code. The length
+is checked before a tokenizer receives the text: for 100 MB, tokenizers need minutes and gigabytes, and panic.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from octavo.base import safe_read
 from octavo.models.errors import ModelError
 
-#: limit of CPU time of the trial, and of any rendering; published templates take milliseconds
+#: limit of CPU seconds of the trial and of each rendering; published templates take milliseconds
 SECONDS = 5
-#: limit of wall-clock time of the trial, for a busy machine
+#: limit of wall-clock seconds of the trial, long enough for a busy machine
 TRIAL_TIMEOUT = 120
 #: limit of bytes that the trial may allocate in addition to the memory of the process
 MEMORY = 1 << 30
 #: limit of characters that a template may write for a few words, and of the template itself
 LENGTH = 1 << 20
-#: limit of characters that a template may write beyond that for each character of a conversation: JSON escapes, indents
+#: limit of additional characters per character of a conversation: JSON escapes, indentation
 GROWTH = 8
 #: the files in which a folder may have its template, in order of precedence
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -52,56 +52,56 @@ _RESERVED = re.compile("(messages|tools|documents|add_generation_prompt|continue
 
 
 def check_template(processor: Any, folder: Path) -> None:
-    """Try the chat template of a processor or a tokenizer, if it has one; once in a process for each template.
+    """Try the chat template of a processor or tokenizer, if it has one; once per template and process.
 
-    Raises ModelError, naming the file, for a template that does not end, that needs or writes more than any template
-    should, or that refuses every conversation: user; user and assistant; with a system message; twenty turns.
+    Raises ModelError, naming the file, for a template that does not terminate, that exceeds the limits of memory or
+    length, or that rejects every conversation: user; user and assistant; with a system message; twenty turns.
     """
     template = processor.chat_template
-    kind = f"{type(processor).__name__} {template!r} {getattr(processor, 'template_args', {})!r}"
-    if not template or kind in _checked:
+    key = f"{type(processor).__name__} {template!r} {getattr(processor, 'template_args', {})!r}"
+    if not template or key in _checked:
         return
-    if why := _run_trial(processor) if len(kind) <= LENGTH else f"has {len(kind):,} characters, and no template has":
+    if why := _run_trial(processor) if len(key) <= LENGTH else f"has {len(key):,} characters; the limit is {LENGTH:,}":
         file = next((folder / name for name in FILES if (folder / name).exists()), folder)
         raise ModelError(
-            f"{file}: the chat template {safe_read.printable(why)}. Take the template of the original model."
+            f"{file}: the chat template {safe_read.printable(why)}. Use the template of the original model."
         )
-    _checked.add(kind)
+    _checked.add(key)
 
 
 def _run_trial(processor: Any) -> str | None:
-    """The fault of a template, found in a child process, as the end of a sentence; None if it has none."""
+    """Render a template in a child process and return its fault as the end of a sentence, or None if it has none."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         _render_and_exit(processor, writer)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        answered = select.select([pipe], [], [], TRIAL_TIMEOUT)[0]
-        if not answered:
+        is_ready = select.select([pipe], [], [], TRIAL_TIMEOUT)[0]
+        if not is_ready:
             os.kill(child, signal.SIGKILL)
         result = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not answered or status == -signal.SIGXCPU:
-        return f"does not end: {SECONDS} s of processor time were not enough for a few words"
+    if not is_ready or status == -signal.SIGXCPU:
+        return f"does not terminate: a few words took more than {SECONDS} s of processor time"
     if status:
-        return f"ends the process that runs it ({signal.Signals(-status).name if status < 0 else status})"
+        return f"crashes the process that runs it ({signal.Signals(-status).name if status < 0 else status})"
     lengths, errors = json.loads(result)
     if memory := [error for error in errors if error.startswith("MemoryError")]:
         return f"needs more than {MEMORY >> 20} MiB of memory for a few words ({memory[0]})"
     if max(lengths, default=0) > LENGTH:
         return f"writes {max(lengths):,} characters or more for a few words"
-    return None if lengths else f"refuses every conversation that was tried ({errors[0]})"
+    return None if lengths else f"rejects every conversation that was tried ({errors[0]})"
 
 
 def _render_and_exit(processor: Any, writer: int) -> NoReturn:
-    """The child process: render, write lengths and errors as JSON, and exit without the parent's exit handlers."""
+    """Render in the child process, write lengths and errors as JSON, and exit without the parent's exit handlers."""
     code = 1
     try:
         _set_limit(resource.RLIMIT_CORE, 0)
         _set_limit(resource.RLIMIT_CPU, SECONDS)
         statm = Path("/proc/self/statm")
-        if statm.exists():  # other systems do not report the current size, to which the limit is added
+        if statm.exists():  # other systems do not report the current size, to which the limit must be added
             _set_limit(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY)
         lengths, errors = [], []
         for turns in _CONVERSATIONS:
@@ -117,9 +117,9 @@ def _render_and_exit(processor: Any, writer: int) -> NoReturn:
         os._exit(code)
 
 
-def _set_limit(which: int, most: int) -> None:
+def _set_limit(which: int, limit: int) -> None:
     hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(which, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _render_turns(processor: Any, turns: Sequence[tuple[str, str]]) -> str:
@@ -129,7 +129,7 @@ def _render_turns(processor: Any, turns: Sequence[tuple[str, str]]) -> str:
 
 
 def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-    """A conversation's text by the template of a processor or tokenizer. Raises ModelError with the template's
+    """Render a conversation with the template of a processor or tokenizer. Raises ModelError with the template's
     error."""
     try:
         with deadline():
@@ -141,16 +141,16 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
         raise
     except Exception as cause:  # templates raise jinja's errors and any of Python's
         roles = ", ".join(str(message["role"]) for message in messages)
-        said = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
-        raise ModelError(f"the chat template refuses the roles {roles} ({safe_read.printable(said)}).") from cause
+        message = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
+        raise ModelError(f"the chat template rejects the roles {roles} ({safe_read.printable(message)}).") from cause
 
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """A context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
+    """Context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
 
-    A signal handler checks every second, so a suspended machine causes no error. Only the main thread of a process
-    receives signals: in other threads nothing is limited. A timer of the caller is restored afterwards.
+    A signal handler checks the CPU time every second, so a suspended machine causes no error. Only the main thread
+    receives signals, so other threads have no limit. A timer of the caller is restored afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -159,7 +159,7 @@ def deadline() -> Iterator[None]:
 
     def check_time(*_: object) -> None:
         if time.thread_time() - start >= SECONDS:
-            raise ModelError(f"the chat template does not end: {SECONDS} s were not enough for this conversation")
+            raise ModelError(f"the chat template does not terminate: this conversation took more than {SECONDS} s")
 
     handler = signal.signal(signal.SIGALRM, check_time)
     timer = signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
@@ -173,13 +173,13 @@ def deadline() -> Iterator[None]:
 def render_plain(
     owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> str | None:
-    """A conversation by the template of `owner`, a processor or tokenizer, and `variables`, without transformers' code
-    around it: for a few words that code costs three times as much as the template, and finding the answers of a row
-    takes two renderings for each. None if that code might have an effect: for conversations with anything but roles,
-    texts, reasoning under both its names and placeholders of images.
+    """Render a conversation with the template of `owner`, a processor or tokenizer, and `variables`, without
+    transformers' wrapper. For a few words the wrapper costs three times as much as the template, and locating the
+    answers of a row takes two renderings per answer. Returns None if the wrapper might have an effect: for
+    conversations with anything other than roles, texts, reasoning under both of its names and placeholders of images.
     """
-    plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}
-    if not plain or options.get("tokenize", True) or type(conversation) is not list or not conversation:
+    is_plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}
+    if not is_plain or options.get("tokenize", True) or type(conversation) is not list or not conversation:
         return None
     for message in conversation:
         if type(message) is not dict or message.keys() not in _PLAIN_KEYS or type(message["role"]) is not str:
@@ -190,74 +190,74 @@ def render_plain(
         if type(content) is not str and not (type(content) is list and all(map(_is_plain, content))):
             return None
     template = _compile_jinja_template(owner.chat_template)
-    # The same arguments as in transformers' render_jinja_template.
-    named = {
+    # Same arguments as in transformers' render_jinja_template.
+    template_context = {
         **tokenizer.special_tokens_map,
         **variables,
         "add_generation_prompt": options.get("add_generation_prompt", False),
     }
-    pieces = template.generate(messages=conversation, tools=None, documents=None, **named)
+    pieces = template.generate(messages=conversation, tools=None, documents=None, **template_context)
     return _join(pieces, _length_limit(conversation, variables))
 
 
 def _length_limit(*values: object) -> int:
-    """The limit of characters in a rendering of these values."""
+    """Return the maximum number of characters in a rendering of these values."""
     count, level = 0, list(values)
     while level:
-        below: list[object] = []
+        next_level: list[object] = []
         for value in level:
             if isinstance(value, str):
                 count += len(value)
             elif isinstance(value, Mapping):
-                below += value
-                below += value.values()
+                next_level += value
+                next_level += value.values()
             elif isinstance(value, list | tuple):
-                below += value
-        level = below
+                next_level += value
+        level = next_level
     return LENGTH + GROWTH * count
 
 
-def _join(pieces: Iterable[str], most: int) -> str:
-    """A rendering from its pieces. Raises ModelError as soon as they are longer than `most`."""
+def _join(pieces: Iterable[str], limit: int) -> str:
+    """Join the pieces of a rendering. Raises ModelError as soon as they are longer than `limit`."""
     parts, length = [], 0
     for piece in pieces:
         parts.append(piece)
         length += len(piece)
-        if length > most:
-            raise _length_error(length, most)
+        if length > limit:
+            raise _length_error(length, limit)
     return "".join(parts)
 
 
 class LongRendering(ModelError):
-    """A rendering of at least `length` characters, which is above the limit."""
+    """Raised for a rendering of at least `length` characters, which is above the limit."""
 
     length = 0
 
 
-def _length_error(length: int, most: int) -> LongRendering:
+def _length_error(length: int, limit: int) -> LongRendering:
     error = LongRendering(
         f"the chat template writes {length:,} characters or more for a conversation of "
-        f"{(most - LENGTH) // GROWTH:,}, and {most:,} are the most; take the template of the original model"
+        f"{(limit - LENGTH) // GROWTH:,}; the limit is {limit:,}. Use the template of the original model"
     )
     error.length = length
     return error
 
 
 def check_rendering(rendering: Any, *sources: object) -> Any:
-    """Return a rendering, a text or several, that tokenizers take; other values are not checked. `sources`: the
-    conversation and its tools. Raises ModelError for a text that is far longer than these, and for half a character (a
-    lone surrogate)."""
+    """Return a rendering, one or several texts, after checking it; values that are not texts are returned as they are.
+    `sources`: the conversation and its tools. Raises ModelError for a text that is far longer than these, and for a
+    lone surrogate, which tokenizers reject."""
     for text in rendering if isinstance(rendering, list) else [rendering]:
         if not isinstance(text, str):
             return rendering
-        if len(text) > LENGTH and len(text) > (most := _length_limit(*sources)):
-            raise _length_error(len(text), most)
+        if len(text) > LENGTH and len(text) > (limit := _length_limit(*sources)):
+            raise _length_error(len(text), limit)
         try:
             text.encode()
         except UnicodeEncodeError as cause:
             raise ModelError(
-                f"the chat template writes half a character (the lone surrogate \\u{ord(text[cause.start]):04x}), "
-                "which no tokenizer takes; correct the template, or the text that it renders"
+                f"the chat template writes a lone surrogate (\\u{ord(text[cause.start]):04x}), which tokenizers "
+                "reject; correct the template, or the text that it renders"
             ) from cause
     return rendering
 
@@ -270,23 +270,23 @@ def _is_plain(part: object) -> bool:
 
 
 class WithDeadline:
-    """A base class for processors: their `apply_chat_template` under a deadline, and with `check_rendering`.
-    `template_args`: variables of the template for every rendering."""
+    """Base class for processors: applies a deadline and `check_rendering` in `apply_chat_template`. `template_args`:
+    variables of the template for every rendering."""
 
     template_args: Mapping[str, Any] = MappingProxyType({})
     tokenizer: Any
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        args_of_template = self.template_args
+        variables = self.template_args
         with deadline():
-            text = None if args else render_plain(self, self.tokenizer, conversation, kwargs, args_of_template)
+            text = None if args else render_plain(self, self.tokenizer, conversation, kwargs, variables)
             if text is None:
-                text = super().apply_chat_template(conversation, *args, **{**args_of_template, **kwargs})  # type: ignore[misc]
+                text = super().apply_chat_template(conversation, *args, **{**variables, **kwargs})  # type: ignore[misc]
             return check_rendering(text, conversation, kwargs)
 
 
 def template_variables(template: str) -> set[str]:
-    """The variables that a template reads and that only the caller can set."""
+    """Return the variables that a template reads and only the caller can set."""
     parsed = _compile_jinja_template(template).environment.parse(template)
     return {name for name in meta.find_undeclared_variables(parsed) if not _RESERVED.match(name)}
 
@@ -294,14 +294,14 @@ def template_variables(template: str) -> set[str]:
 def set_template_args(processor: Any, args: Mapping[str, Any], folder: Path) -> None:
     """Set the variables of a processor's chat template, and try the template with them (`check_template`). Raises
     ModelError for a variable that the template does not read, which jinja would silently ignore."""
-    refused = f"{folder}: the chat template has no place for the variable %s (data.template_args)"
+    rejected = f"{folder}: the chat template does not accept the variable %s (data.template_args)"
     if reserved := [name for name in args if _RESERVED.match(name)]:
-        raise ModelError(f"{refused % reserved[0]}, which Octavo sets itself. Remove it.")
+        raise ModelError(f"{rejected % reserved[0]}, which is reserved for Octavo. Remove it.")
     processor.template_args = dict(args)
     check_template(processor, folder)
     template = processor.chat_template
     known = template_variables(template) if args and type(template) is str else set()
     for name in (name for name in args if name not in known):
-        close = get_close_matches(name, known, 1, 0.7)
-        fix = f"Did you mean {close[0]}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."
-        raise ModelError(f"{refused % safe_read.printable(name)}, which it does not read. {fix}")
+        matches = get_close_matches(name, known, 1, 0.7)
+        fix = f"Did you mean {matches[0]}?" if matches else f"It reads {', '.join(sorted(known)) or 'none'}."
+        raise ModelError(f"{rejected % safe_read.printable(name)}, which it does not read. {fix}")

@@ -1,7 +1,8 @@
 """The files of a Hugging Face folder: config.json and safetensors, checked for completeness before a model is built.
 
-Only data is read, by `octavo.base.safe_read`; pickled weights are refused. The files that transformers opens itself
-(tokenizer, processor, template, generation settings) are read here first, so that it gets no pipes and no broken JSON.
+Only data is read, with `octavo.base.safe_read`; pickled weights are rejected. The files that transformers opens itself
+(tokenizer, processor, template, generation settings) are read here first, so that transformers never opens pipes or
+broken JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from octavo.models.folder import headers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # the usual suffixes of pickles
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # common suffixes of pickle files
 QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
-#: files of a model besides config.json and weights: tokenizer, processor, chat template, generation settings, and for
-#: a sealed model the note of its key (octavo.base.seal_note)
+#: files of a model other than config.json and weights: tokenizer, processor, chat template, generation settings, and
+#: for a sealed model the note of its key (octavo.base.seal_note)
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -46,7 +47,8 @@ COMPANIONS = (
 )
 #: the folders of a model that is stored in three (VILA, NVILA), each with its config.json and weights
 PARTS = ("llm", "vision_tower", "mm_projector")
-#: words in keys of config.json and of an image processor's settings -> the largest accepted value, by the first match
+#: words in keys of config.json and of an image processor's settings -> the largest accepted value; the first match
+#: counts
 _MAX_VALUES = {
     "depthwise": 1 << 24, "num_patches": 1 << 16, "vocab_size": 1 << 26,  # before words that they contain
     "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 1 << 15, "head": 1 << 16, "labels": 1 << 16,
@@ -55,19 +57,19 @@ _MAX_VALUES = {
 }  # fmt: skip
 _MAX_INTEGER = 1 << 31  # the largest accepted integer under other keys
 #: keys of config.json (and ends of keys) whose values must be above zero, and those that must not be below it: with
-#: other numbers a model loads and computes wrong results. A window of -3 hides all tokens, a base of 0 makes angles
+#: invalid numbers a model loads but computes wrong results: a window of -3 hides all tokens, a base of 0 makes angles
 #: infinite
 _ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_embeddings", "experts_per_tok",
                "moe_k", "partial_rotary_factor", "query_pre_attn_scalar", "low_freq_factor", "high_freq_factor",
                "long_factor", "short_factor")  # fmt: skip
 _NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section", "layer_rope_theta")
 _PER_LAYER_KEY = "layer_rope_theta"  # 0 means that the layer has no rotary embedding (granitemoe_swa)
-#: and those that must be 1 at most, because they are shares
+#: and those that must be at most 1, because they are fractions
 _AT_MOST_ONE = ("dropout", "partial_rotary_factor")
 #: keys of the number of experts for each token, and of the number of experts
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-#: tables of rotary embeddings: only in them must `factor` be above zero
+#: settings of rotary embeddings: `factor` must be above zero only in these
 _ROPE = ("rope_scaling", "rope_parameters")
 _MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers; transformers writes infinity
 _WHOLE = safe_read.ValueCheck(lambda value: type(value) is int, "a whole number")
@@ -84,22 +86,23 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "b
 
 
 def is_weights(file: Path) -> bool:
-    """Whether a file contains weights, by its name."""
+    """Return whether a file name is that of a weights file."""
     return file.name.endswith(".safetensors")
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """A context without progress bars and warnings of transformers: Octavo checks what it would warn about."""
+    """Context without progress bars and warnings of transformers: Octavo runs the checks that the warnings are
+    about."""
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    loud = level < transformers_logging.ERROR  # only then: setting a level visits all loggers of the process
+    is_verbose = level < transformers_logging.ERROR  # only if needed: setting a level visits all loggers of the process
     transformers_logging.disable_progress_bar()
-    if loud:
+    if is_verbose:
         transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if loud:
+        if is_verbose:
             transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
@@ -107,7 +110,7 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def wrap_errors(subject: str) -> Iterator[None]:
-    """A quiet context for transformers and its libraries: all their errors become a ModelError that begins with
+    """Quiet context for transformers and its libraries: all their errors become a ModelError that begins with
     `subject` ("FOLDER: the tokenizer cannot be loaded"). A field of a wrong type can raise any exception, and panics of
     tokenizers' Rust code are not even subclasses of Exception."""
     try:
@@ -123,9 +126,9 @@ def wrap_errors(subject: str) -> Iterator[None]:
 
 @contextmanager
 def open_plain(folder: Path) -> Iterator[Path]:
-    """A context with a model folder for libraries that open its files by name (configuration, tokenizer, processor,
-    templates): the folder itself or, if such files are encrypted, a temporary folder of links to plain text in memory.
-    It contains no weights, which Octavo reads itself, a piece at a time.
+    """Context that yields a model folder for libraries that open its files by name (configuration, tokenizer,
+    processor, templates): the folder itself or, if such files are encrypted, a temporary folder of links to plain text
+    in memory. It contains no weights, which Octavo reads piece by piece.
 
     Raises ModelError if a file is damaged, or if its key is not set.
     """
@@ -149,27 +152,28 @@ def open_plain(folder: Path) -> Iterator[Path]:
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:
-    """`PARTS` for a model that is stored in three folders, else ()."""
+    """Return `PARTS` for a model that is stored in three folders, else ()."""
     return PARTS if all((folder / part / "config.json").is_file() for part in PARTS) else ()
 
 
 def require_one_folder(folder: Path, what: str) -> None:
-    """Raise ModelError for a model that is stored in three folders, which `what` does not support."""
+    """Raise ModelError for a model that is stored in three folders; `what` names the command that does not support
+    it."""
     if parts := parts_of(folder):
         raise ModelError(
-            f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes only models in one folder. "
+            f"{folder} is stored in three folders ({', '.join(parts)}), but {what} supports only models in one folder. "
             f"`octavo export {folder} DIR --format bf16` writes it as one."
         )
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """The path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
-    places = (folder / name, *(folder / part / name for part in parts_of(folder)))
-    return next((file for file in places if os.path.lexists(file)), places[0])
+    """Find the path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
+    candidates = (folder / name, *(folder / part / name for part in parts_of(folder)))
+    return next((file for file in candidates if os.path.lexists(file)), candidates[0])
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file. Raises ModelError when it is missing, broken or no object."""
+    """Read a JSON object from a file. Raises ModelError if it is missing, invalid or not an object."""
     if not os.path.lexists(file):
         raise ModelError(f"{file} is missing: {file.parent} is {_describe_folder(file.parent)}")
     return safe_read.read_json(file, ModelError)
@@ -177,8 +181,8 @@ def read_json(file: Path) -> dict:
 
 def check_sizes(file: Path) -> None:
     """Raise ModelError for numbers in a configuration that no model can have: numbers of modules that would take
-    forever to build, sizes of images that fit into no memory, numbers that are not finite or below the minimum of their
-    field; and for a `model_type` that is no text."""
+    forever to build, image sizes that do not fit into memory, numbers that are not finite or below the minimum of their
+    field; and for a `model_type` that is not a string."""
     level: list[tuple[str, Any]] = [("", read_json(file))]
     while level:
         key, node = level.pop()
@@ -189,15 +193,15 @@ def check_sizes(file: Path) -> None:
             level += [(key, one) for one in node]
         elif isinstance(node, int | float) and not isinstance(node, bool):
             if not math.isfinite(node) and (math.isnan(node) or key != _MAY_BE_INFINITE):
-                raise ModelError(f"{file} gives {key}={node}, which is no finite number. Correct the field.")
+                raise ModelError(f"{file} has {key}={node}, which is not a finite number. Correct the field.")
             _check_sign(file, key, node)
             most = next((most for word, most in _MAX_VALUES.items() if word in key), None)
             if most is None and isinstance(node, int) and "theta" not in key:
                 most = _MAX_INTEGER
             if most is not None and not abs(node) <= most:
-                raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Correct the field.")
+                raise ModelError(f"{file} has {key}={node}, but the maximum is {most}. Correct the field.")
         if key == "model_type" and not isinstance(node, str):
-            raise ModelError(f"{file} gives model_type={node!r:.80}, which is no text. Correct the field.")
+            raise ModelError(f"{file} has model_type={node!r:.80}, which is not a string. Correct the field.")
 
 
 def _check_sign(file: Path, key: str, value: float) -> None:
@@ -205,25 +209,24 @@ def _check_sign(file: Path, key: str, value: float) -> None:
     above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE))) and not key.endswith(_PER_LAYER_KEY)
     if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
         least = "above 0" if above else "0 or above"
-        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Correct the field.")
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}; it must be {least}. Correct the field.")
     if key.endswith(_AT_MOST_ONE) and value > 1:
-        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be 1 at most. Correct the field.")
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}; it must be at most 1. Correct the field.")
 
 
 def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
-    """Raise ModelError if a token takes more experts than there are, with which no forward completes."""
+    """Raise ModelError if a token uses more experts than there are, because no forward would complete."""
     counts = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
     for key in _EXPERTS_PER_TOKEN:
         if type(taken := part.get(key)) is int and taken > max(counts, default=0) > 1:  # dense siblings have 0 or 1
             raise ModelError(
-                f"{file} gives {key}={taken}, and it must be {max(counts)} at most, the number of experts. Correct the "
-                "field."
+                f"{file} has {key}={taken}; it must be at most {max(counts)}, the number of experts. Correct the field."
             )
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ModelError for a generation_config.json that transformers refuses, when it loads it or when it generates: a
-    field of a wrong type, tokens that are no numbers or beyond the vocabulary."""
+    """Raise ModelError for a generation_config.json that transformers rejects when it loads it or when it generates: a
+    field of a wrong type, token ids that are not integers or outside the vocabulary."""
     file = find_file(folder, "generation_config.json")
     if not os.path.lexists(file):
         return
@@ -235,16 +238,16 @@ def check_generation_config(folder: Path) -> None:
         named = settings.get(key)
         for one in named if isinstance(named, list) else [] if named is None else [named]:
             if type(one) is not int:
-                raise ModelError(f"{file}: {key} is {named!r:.80}; it is the number of a token, or a list of numbers.")
+                raise ModelError(f"{file}: {key} is {named!r:.80}; it must be a token id, or a list of token ids.")
             if type(rows) is int and one >= rows:
-                raise ModelError(f"{file}: {key} names token {one}, and the vocabulary of config.json ends at {rows}.")
+                raise ModelError(f"{file}: {key} has token {one}, but the vocabulary of config.json has {rows} tokens.")
     safe_read.check_schema(settings, _GENERATION, file, ModelError)
     with wrap_errors(f"{file} cannot be used"):
         GenerationConfig.from_dict(settings).validate()
 
 
 def _describe_folder(folder: Path) -> str:
-    """What a folder is that lacks files of a model, with the fix, as the end of a sentence."""
+    """Describe a folder in which files of a model are missing, with the fix, as the end of a sentence."""
     if (folder / "adapter_config.json").is_file():
         return (
             "a PEFT adapter. Pass its base here and the adapter separately (`lora.adapter` continues to train it), or "
@@ -256,21 +259,21 @@ def _describe_folder(folder: Path) -> str:
 
 
 def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
-    """The headers of a folder's safetensors files, checked for completeness; no tensor is read.
+    """Return the headers of a folder's safetensors files, checked for completeness; no tensor is read.
 
-    indexed: whether to use the index; None: only without model.safetensors.
+    indexed: whether to use the index, or None to use it only if there is no model.safetensors.
 
-    Raises ModelError when there are no such files (mentioning pickles if there are any), when a shard of the index is
-    missing or truncated, or when a shard lacks a tensor that the index places in it.
+    Raises ModelError if there are no such files (mentioning pickles if there are any), if a shard of the index is
+    missing or truncated, or if a tensor is not in the shard that the index names.
     """
     if parts := parts_of(folder):
         return [_add_prefix(part, header) for part in parts for header in check_weight_files(folder / part)]
     index = folder / INDEX
     if indexed is None:
         indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
-    placed = weight_map(index) if indexed else {}
+    tensor_files = weight_map(index) if indexed else {}
     file_headers = []
-    for name in sorted(set(placed.values())) or [SINGLE]:
+    for name in sorted(set(tensor_files.values())) or [SINGLE]:
         file = folder / name
         if not os.path.lexists(file):
             raise ModelError(missing_weights_error(file, indexed))
@@ -281,53 +284,62 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
                 raise ModelError(f"{error}.") from error
             raise ModelError(f"{file} is damaged or truncated ({file.stat().st_size} bytes): {error}.") from error
         present = {entry.name for entry in header.entries}
-        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in present):
+        if missing := sorted(
+            tensor for tensor, shard in tensor_files.items() if shard == name and tensor not in present
+        ):
             raise ModelError(
-                f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
-                "both again."
+                f"{file} does not contain {missing[0]!r} ({len(missing)} such tensors), although {index.name} lists it "
+                "there. Download both again."
             )
         file_headers.append(header)
     return file_headers
 
 
 def _add_prefix(part: str, header: headers.Header) -> headers.Header:
-    """The header of a file in one of three folders, with the folder's name as prefix of its tensors."""
+    """Return the header of a file in one of three folders, with the folder's name as prefix of its tensors."""
     entries = tuple(replace(entry, name=f"{part}.{entry.name}") for entry in header.entries)
     return replace(header, file=f"{part}/{header.file}", entries=entries)
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file of an index. Raises ModelError if it is damaged or names files outside the folder."""
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+    """Return the mapping of an index from tensor names to files. Raises ModelError if it is damaged or names files
+    outside the folder."""
+    tensor_files = read_json(index).get("weight_map")
+    if (
+        not isinstance(tensor_files, dict)
+        or not tensor_files
+        or not all(isinstance(file, str) for file in tensor_files.values())
+    ):
         raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
-    if outside := [name for name in placed.values() if Path(name).name != name]:
+    if outside := [name for name in tensor_files.values() if Path(name).name != name]:
         raise ModelError(f"{index} names {outside[0]!r}, which is not a file of this folder. Write the index again.")
-    return placed
+    return tensor_files
 
 
 def find_pickles(folder: Path) -> list[str]:
-    """The names of files in a folder with a suffix of pickles."""
+    """Return the names of files in a folder that have a suffix of pickles."""
     return sorted(p.name for p in folder.glob("*") if p.name.endswith(PICKLES) and p.is_file())
 
 
 def missing_weights_error(file: Path, indexed: bool) -> str:
-    """The error for a folder that lacks this file of weights."""
+    """Return the error message for a folder in which this weights file is missing."""
     folder = file.parent
     if indexed:
-        return f"{file} is missing, though {INDEX} names it. Download the shard again."
+        return f"{file} is missing, although {INDEX} names it. Download the shard again."
     if pickled := find_pickles(folder):
         return (
-            f"{folder} holds only pickled weights ({', '.join(pickled[:3])}); a pickle can run code when it is read, "
-            "so Octavo reads only safetensors. Save the model with save_pretrained (safetensors is its format) first."
+            f"{folder} contains only pickled weights ({', '.join(pickled[:3])}); a pickle can run code when it is "
+            "read, so Octavo reads only safetensors. Save the model with save_pretrained (safetensors is its format) "
+            "first."
         )
-    return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."
+    return f"{folder} contains no {file.name} and no {INDEX}: there are no weights to load."
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files of COMPANIONS in a folder, including broken links; for a model in three folders, those in each."""
-    homes = (folder, *(folder / part for part in parts_of(folder)))
-    return sorted({file for home in homes for pattern in COMPANIONS for file in home.glob(pattern)})
+    """Return the files of COMPANIONS in a folder, including broken links; for a model in three folders, those in
+    each."""
+    folders = (folder, *(folder / part for part in parts_of(folder)))
+    return sorted({file for home in folders for pattern in COMPANIONS for file in home.glob(pattern)})
 
 
 def check_companions(folder: Path, copied: bool = False) -> None:
@@ -348,13 +360,13 @@ def refuse_outside(file: Path, folder: Path) -> None:
     """Raise ModelError for a file that is a link out of the folder and would be copied."""
     if (target := safe_read.link_target_outside(file, folder)) is not None:
         raise ModelError(
-            f"{safe_read.printable(file)} is a link out of its folder, to {safe_read.printable(target)}, and no other "
-            "folder's file is copied. Replace the link by the file, if it should be copied."
+            f"{safe_read.printable(file)} is a link to a file outside its folder, {safe_read.printable(target)}, which "
+            "is not copied. Replace the link by the file if it should be copied."
         )
 
 
 def read_companion(file: Path) -> bytes:
-    """The contents of one of COMPANIONS, parsed to check its format. Raises ModelError."""
+    """Return the contents of one of COMPANIONS after parsing it to check its format. Raises ModelError."""
     raw = safe_read.read_bytes(file, ModelError)
     if file.suffix in (".json", ".jinja", ".txt"):
         text = safe_read.decode(raw, file, ModelError)
@@ -382,7 +394,8 @@ def write_config(
     encrypted: encryption.Folder | None = None,
 ) -> None:
     """Write the source's config.json to `target` with the dtype and the quantization of the written weights, and
-    without the names of code (`auto_map`), which is not copied. For a model in three folders, in each of them."""
+    without the names of code (`auto_map`), which is not copied. For a model in three folders, this is done in each of
+    them."""
     for part in parts_of(source):
         (target / part).mkdir(exist_ok=True)
         write_config(source / part, target / part, dtype, encrypted=encrypted)

@@ -1,7 +1,7 @@
-"""Reading and writing headers of safetensors files: the tensors of a file and their places.
+"""Reads and writes headers of safetensors files: the tensors of a file and their offsets.
 
-    n (8 bytes, little-endian) | n bytes of JSON | the tensors' bytes, end to end
-    {"name": {"dtype": "F8_E4M3", "shape": [N, K], "data_offsets": [begin, end]}, ...}
+    n (8 bytes, little-endian) | n bytes of JSON | the bytes of the tensors, without gaps {"name": {"dtype": "F8_E4M3",
+    "shape": [N, K], "data_offsets": [begin, end]}, ...}
 
 Loading, verification and conversion use this reader. It is as strict as safetensors' own library, names the fault, and
 keeps the JSON unchanged, so that a conversion can be reversed bit for bit.
@@ -30,13 +30,13 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: word for word, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # bytes of a header: safetensors' own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 
 
 class HeaderError(ValueError):
-    """Why a file is not a complete safetensors file, and the fix.
+    """Raised if a file is not a complete safetensors file; the message has the reason and the fix.
 
-    kind  "truncated" (bytes are missing), "pickle", "unread" (it cannot be opened), or "header" (all others)
+    kind  "truncated" (bytes are missing), "pickle", "unread" (it cannot be opened), or "header" (anything else)
     """
 
     def __init__(self, why: str, kind: str = "header", fix: str = "Download or write it again") -> None:
@@ -80,14 +80,14 @@ class Header:
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file is a pickle or torch's zip of one, by its first bytes."""
+    """Return whether the first bytes of a file are those of a pickle or torch's zip of one."""
     with safe_read.open_file(file) as opened:
         start = opened.read(4)
     return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)
 
 
 def read(file: Path) -> Header:
-    """The header of a file, checked against the file's size. Raises HeaderError."""
+    """Read the header of a file and check it against the file's size. Raises HeaderError."""
     try:
         opened = safe_read.open_file(file)
     except safe_read.Unreadable as error:
@@ -95,32 +95,32 @@ def read(file: Path) -> Header:
     with opened, _convert_errors():
         size = safe_read.size_of(opened)
         length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
-        # A length may have the same first bytes as a pickle, so they are decisive only if the rest is no header.
+        # A header length may look like the start of a pickle, so the bytes are decisive only if no header follows.
         if (first != b"{" or length > size - 8) and is_pickle(file):
-            why = "it is a pickle with the name of another format, which can run code when it is read"
+            why = "it is a pickle with the suffix of a different format, and a pickle can run code when it is read"
             raise HeaderError(why, "pickle", "Save the model as safetensors")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             kind = "header" if size >= 8 and length > _MAX_HEADER_BYTES else "truncated"
-            raise HeaderError(f"it has {size} bytes and announces a header of {length}", kind)
+            raise HeaderError(f"it has {size} bytes but declares a header of {length} bytes", kind)
         opened.seek(8)
         raw = opened.read(length)
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise HeaderError(f"its header is no JSON ({error})") from error
+        raise HeaderError(f"its header is not JSON ({error})") from error
     header = parse(file.name, text)
     end = 8 + length + header.size
     if size != end:
         cut = next((e.name for e in header.entries if 8 + length + e.begin + e.size > size), None)
-        consequence = f", so that {cut} and what follows is cut" if cut is not None else ""
+        consequence = f", so {cut} and the tensors after it are truncated" if cut is not None else ""
         kind = "truncated" if size < end else "header"
-        raise HeaderError(f"it has {size} bytes where its header announces {end}{consequence}", kind)
+        raise HeaderError(f"it has {size} bytes, but its header declares {end}{consequence}", kind)
     return header
 
 
 @contextmanager
 def _convert_errors() -> Iterator[None]:
-    """A context in which errors of a damaged encrypted file become HeaderErrors."""
+    """Context in which errors of a damaged encrypted file become HeaderErrors."""
     try:
         yield
     except encryption.VaultError as error:
@@ -128,21 +128,21 @@ def _convert_errors() -> Iterator[None]:
 
 
 def parse(file: str, text: str) -> Header:
-    """The header of this JSON. Raises HeaderError."""
+    """Parse the JSON of a header. Raises HeaderError."""
     try:
         table = safe_read.parse_json(text, "its header")
     except safe_read.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), fix="") from error
     words = table.pop("__metadata__", None) or {}
     if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
-        raise HeaderError("its __metadata__ is no table of texts, which every reader of safetensors requires")
-    # An empty tensor begins where the next one does, and comes before it.
+        raise HeaderError("its __metadata__ is not an object of strings, which all readers of safetensors require")
+    # An empty tensor begins at the same offset as the next one, and is sorted before it.
     entries = sorted((_entry(name, info) for name, info in table.items()), key=lambda e: (e.begin, e.size))
     end = 0
     for entry in entries:
         if entry.begin != end:
             raise HeaderError(
-                f"{entry.name} begins at byte {entry.begin} after the header, and the tensor before it ends at {end}"
+                f"{entry.name} begins at byte {entry.begin} after the header, but the previous tensor ends at {end}"
             )
         end += entry.size
     return Header(file, text, tuple(entries))
@@ -152,18 +152,21 @@ def _entry(name: str, info: Any) -> Entry:
     info = info if isinstance(info, dict) else {}
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise HeaderError(f"{name} has the dtype {dtype!r}, which Octavo does not know; it knows {', '.join(DTYPES)}")
+        raise HeaderError(
+            f"{name} has the dtype {dtype!r}, which Octavo does not support; it supports {', '.join(DTYPES)}"
+        )
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
             raise HeaderError(f"{name} has the shape {shape!r} and the offsets {offsets!r}")
     entry = Entry(name, dtype, tuple(shape), offsets[0] if offsets else 0)
     if offsets != [entry.begin, entry.begin + entry.size]:
-        raise HeaderError(f"{name} is {dtype} {shape}, {entry.size} bytes, and has the offsets {offsets!r}")
+        raise HeaderError(f"{name} is {dtype} {shape}, {entry.size} bytes, but has the offsets {offsets!r}")
     return entry
 
 
 def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
-    """The header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write it."""
+    """Return the header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write
+    it."""
     entries: list[Entry] = []
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -176,7 +179,7 @@ def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> H
 
 
 def make_index(headers: Iterable[Header]) -> str:
-    """The text of model.safetensors.index.json for these files."""
+    """Create the text of model.safetensors.index.json for these files."""
     headers = tuple(headers)
     index = {
         "metadata": {"total_size": sum(header.size for header in headers)},

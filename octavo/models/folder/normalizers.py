@@ -1,4 +1,4 @@
-"""Refuses tokenizers that multiply texts: a normalizer is data in the model's folder, and may replace a letter by
+"""Rejects tokenizers that multiply texts: a normalizer is data in the model's folder and may replace a letter by
 megabytes.
 
 The tokenizers library allocates the memory and aborts the process if that fails, which Python cannot catch. So the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: limit of the growth factor of a text; published tokenizers have 1 to 11 ("<|newline|>" for a line break)
 MAX_GROWTH = 64
-#: limit of characters that are added to a text once
+#: limit of characters that are added once per text
 MAX_ADDED = 1 << 16
 
 
@@ -34,21 +34,21 @@ def check_growth(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         part = getattr(backend, name, None)
         if part is None:
             continue
-        whole = 1.0
+        growth = 1.0
         for number, step in enumerate(_steps(json.loads(part.__getstate__())), 1):
-            whole *= _growth_factor(step)
+            growth *= _growth_factor(step)
             added = len(step.get("prepend") or "")
-            much = f"up to {whole:,.0f} times as long, and {MAX_GROWTH} times" if whole > MAX_GROWTH else ""
-            much = f"{added:,} characters longer, and {MAX_ADDED:,}" if added > MAX_ADDED else much
-            if much:
+            fault = f"up to {growth:,.0f} times as long; the limit is {MAX_GROWTH}" if growth > MAX_GROWTH else ""
+            fault = f"{added:,} characters longer; the limit is {MAX_ADDED:,}" if added > MAX_ADDED else fault
+            if fault:
                 raise ModelError(
-                    f"{folder}/tokenizer.json: its {name} makes a text {much} are the most. Take the tokenizer of the "
+                    f"{folder}/tokenizer.json: its {name} makes a text {fault}. Use the tokenizer of the "
                     f"original model. (Step {number}: {printable(json.dumps(step)[:80])})"
                 )
 
 
 def _steps(part: object) -> list[dict[str, Any]]:
-    """The steps of a part, with sequences replaced by their steps."""
+    """Return the steps of a part, with sequences replaced by their steps."""
     if not isinstance(part, dict):
         return []
     inner = part.get("normalizers") or part.get("decoders")
@@ -58,7 +58,7 @@ def _steps(part: object) -> list[dict[str, Any]]:
 
 
 def _growth_factor(step: dict[str, Any]) -> float:
-    """The largest growth factor of a text in a step."""
+    """Return the largest growth factor of a text in a step."""
     if step.get("type") == "Precompiled":
         return _charsmap_factor(step.get("precompiled_charsmap"))
     if step.get("type") != "Replace":
@@ -71,7 +71,7 @@ def _growth_factor(step: dict[str, Any]) -> float:
 
 
 def _matches_empty(pattern: str) -> bool:
-    """Whether an expression may match between any two characters; True if Python cannot parse it."""
+    """Return whether an expression may match between any two characters; True if Python cannot parse it."""
     try:
         return re.compile(pattern).match("") is not None
     except (re.error, RecursionError, OverflowError):
@@ -79,12 +79,12 @@ def _matches_empty(pattern: str) -> bool:
 
 
 def _charsmap_factor(charsmap: Any) -> float:
-    """The largest growth factor of SentencePiece's table of replacements: the table has its size in bytes, a trie, and
-    then all replacements, each ended by a zero. Replacements of up to 64 bytes count as 1: Unicode's own have up to 18
-    characters."""
+    """Return the largest growth factor of SentencePiece's table of replacements: the table has its size in bytes, a
+    trie, and then all replacements, each ended by a zero. Replacements of up to 64 bytes count as 1: Unicode's own have
+    up to 18 characters."""
     try:
         raw = base64.b64decode(charsmap or "")
     except (binascii.Error, TypeError, ValueError):
-        return 1.0  # the library has read it, or none would be loaded
+        return 1.0  # the library has already accepted the table
     texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
     return max(1.0, max(map(len, texts)) / 64)

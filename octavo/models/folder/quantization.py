@@ -1,4 +1,4 @@
-"""The block `quantization_config` of an FP8 checkpoint's config.json, read and written.
+"""Reads and writes the block `quantization_config` of an FP8 checkpoint's config.json.
 
     method              on disk, with X.weight (float8_e4m3fn, [N, K])           written by
     ------------------  -------------------------------------------------------  -------------------------------------
@@ -41,7 +41,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
 #: names of the scales of an FP8 KV cache (`octavo.checkpoint.verify.cache_scales` lists the programs that write them)
 _CACHE_SCALE = re.compile(r"(^|\.)((q|k|v|kv|prob)_scale|kv_cache_scale|(q|k|v|kv)_proj\.output_scale)$")
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
-_FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
+_FORMATS = ("float-quantized", "naive-quantized")  # older versions use the second name for the same format
 _FIX = (
     "Use the checkpoint in BF16 (`load_in_fp8` quantizes it while loading), or one in DeepSeek's block format or "
     "compressed-tensors `float-quantized`."
@@ -82,7 +82,7 @@ class Quantization:
         return fp8.CastSpec("e4m3", block, "fp32")
 
     def grid(self, n: int, k: int) -> tuple[int, int]:
-        """The shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
+        """Return the shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
         if self.kind == "tensor":
             return (1, 1)
         if self.block is None:
@@ -90,8 +90,8 @@ class Quantization:
         return (-(-n // self.block[0]), -(-k // self.block[1]))
 
     def covers(self, name: str, types: Iterable[str] = ("Linear",)) -> bool:
-        """Whether the linear layer of this name is in FP8 by the rule of the method's library (fp8: transformers;
-        compressed-tensors: itself). `types`: the names of the module's class and its base classes."""
+        """Return whether the linear layer of this name is in FP8 by the rule of the method's library (for fp8:
+        transformers). `types`: the names of the module's class and its base classes."""
         if self.method == "fp8":
             return not matches_pattern(name, self.skipped)
         types = tuple(types)
@@ -103,12 +103,12 @@ class Quantization:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers use; it belongs to no weight."""
+    """Return whether a tensor of this name is a scale of an FP8 KV cache, which only servers use."""
     return _CACHE_SCALE.search(name) is not None
 
 
 def matches_exactly(name: str, names: Iterable[str]) -> bool:
-    """vLLM's rule for `fp8`: the full name is in the list; for experts, the name of one of them is."""
+    """Apply vLLM's rule for `fp8`: the full name is in the list, or for experts the name of one of them."""
     names = tuple(names)
     if name.endswith(".experts"):
         return any(name in other for other in names if "experts" in other)
@@ -116,16 +116,16 @@ def matches_exactly(name: str, names: Iterable[str]) -> bool:
 
 
 def matches_parts(name: str, names: Iterable[str]) -> bool:
-    """SGLang's rule for `fp8` (since 2026-04): an entry matches consecutive whole parts of the name: `mlp.gate` matches
-    `layers.0.mlp.gate` and not `layers.0.mlp.gate_up_proj`; with or without the prefix `model.`."""
+    """Apply SGLang's rule for `fp8` (since 2026-04): an entry matches consecutive whole parts of the name: `mlp.gate`
+    matches `layers.0.mlp.gate` and not `layers.0.mlp.gate_up_proj`; with or without the prefix `model.`."""
     return any(
         f".{form}." in f".{name}." for other in names for form in (other.strip("."), other.removeprefix("model."))
     )
 
 
 def matches_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """transformers' rule for `fp8`: a regular expression that matches from the start to a dot or the end, or a suffix
-    of the name.
+    """Apply transformers' rule for `fp8`: a regular expression that matches from the start to a dot or the end, or a
+    suffix of the name.
 
     In earlier versions (5.17) a match may end anywhere, so `layers.1` also matches `layers.11`: only full names mean
     the same in all versions.
@@ -138,16 +138,16 @@ def matches_pattern(name: str, patterns: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=64)
 def _compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """One expression for all patterns, for speed: a list may have thousands of names of layers."""
+    """Compile all patterns to one expression, for speed: a list may have thousands of layer names."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     return re.compile(f"(?:{'|'.join(f'(?:{p})' for p in patterns)}){boundary}")
 
 
 def matches_target(name: str, targets: Iterable[str], types: Iterable[str] = ("Linear",)) -> bool:
-    """compressed-tensors' rule: the full name, `re:` with an expression that matches from the start, or a class of the
-    module."""
-    exactly, expressions = _split_targets(tuple(targets))
-    return name in exactly or any(t in exactly for t in types) or any(one.match(name) for one in expressions)
+    """Apply compressed-tensors' rule: the full name, `re:` with an expression that matches from the start, or a class
+    of the module."""
+    literals, expressions = _split_targets(tuple(targets))
+    return name in literals or any(t in literals for t in types) or any(one.match(name) for one in expressions)
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +157,7 @@ def _split_targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.P
 
 
 def read_quantization(folder: str | Path) -> Quantization | None:
-    """The quantization of a folder by its config.json; None for a folder in high precision.
+    """Read the quantization of a folder from its config.json; None for a folder in high precision.
 
     Raises ModelError, with the fix, for a method, a format or a layout that Octavo does not read.
     """
@@ -166,7 +166,7 @@ def read_quantization(folder: str | Path) -> Quantization | None:
     if block is None:
         if (other := file.with_name("hf_quant_config.json")).exists():
             raise ModelError(
-                f"{other} describes weights quantized by NVIDIA's ModelOpt, and {file} has no quantization; Octavo "
+                f"{other} describes weights quantized by NVIDIA's ModelOpt, but {file} has no quantization; Octavo "
                 f"does not read that format. {_FIX}"
             )
         return None
@@ -174,7 +174,8 @@ def read_quantization(folder: str | Path) -> Quantization | None:
 
 
 def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization block of a config.json, at the top or in `text_config`; None without one."""
+    """Return the quantization block of a config.json, at the top level or in `text_config`, or None if there is
+    none."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in QUANTIZED_KEYS:
@@ -184,23 +185,23 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def parse(block: object, where: str = "quantization_config") -> Quantization:
-    """A `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
+    """Parse a `quantization_config`; `where`: the file, for error messages. Raises ModelError."""
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
-    with wrap_errors(f"{where}: quantization_config has a field of another type"):
+    with wrap_errors(f"{where}: quantization_config has a field of a wrong type"):
         if method == "fp8":
             return _parse_fp8(block, where)
         if method == "compressed-tensors":
             return _parse_compressed(block, where)
     raise ModelError(
-        f"{where} holds quantized weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
-        f"{' and '.join(METHODS)} in FP8. {_FIX}"
+        f"{where} has quantized weights (quant_method {method!r}); Octavo reads only FP8 checkpoints of "
+        f"{' and '.join(METHODS)}. {_FIX}"
     )
 
 
 def parse_autofp8(block: object, where: str = "quantization_config") -> Quantization | None:
-    """A `quantization_config` of AutoFP8 as a Quantization; None for any other.
+    """Parse a `quantization_config` of AutoFP8; return None for any other.
 
     It is method fp8 with one scale for each tensor: `X.weight_scale`, and with activation_scheme static also
     `X.input_scale`. vLLM and SGLang read it. transformers, which reads only `weight_scale_inv`, does not, and Octavo
@@ -218,7 +219,7 @@ def parse_autofp8(block: object, where: str = "quantization_config") -> Quantiza
 
 
 def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
-    # Every field that would change the meaning of codes or scales is refused unless it has the one known value.
+    # Every field that changes the meaning of codes or scales must have the one supported value.
     size = block.get("weight_block_size")
     if size is None:
         raise ModelError(
@@ -238,8 +239,8 @@ def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
             raise ModelError(f"{where}: {key} is {block[key]!r}; Octavo reads {' and '.join(known)}. {_FIX}")
     if block.get("modules_to_convert"):
         raise ModelError(
-            f"{where}: modules_to_convert {block['modules_to_convert']} puts more than linear layers into FP8, which "
-            f"Octavo does not read. {_FIX}"
+            f"{where}: modules_to_convert {block['modules_to_convert']} puts layers other than linear ones into FP8, "
+            f"which Octavo does not read. {_FIX}"
         )
     skipped = block.get("modules_to_not_convert")
     if skipped is None:
@@ -259,7 +260,9 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
         raise ModelError(f"{where}: quantization_status is {status!r}; only 'compressed' has codes. {_FIX}")
     sparse = block.get("sparsity_config") or {}
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
-        raise ModelError(f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads dense ones. {_FIX}")
+        raise ModelError(
+            f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads only dense weights. {_FIX}"
+        )
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError(f"{where}: config_groups is missing or empty, so no layer is named as quantized. {_FIX}")
@@ -270,10 +273,12 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
         if not isinstance(group, Mapping):
             raise ModelError(f"{at} is {group!r}, not an object. Write it again.")
         if group.get("weights") is None:
-            continue  # a group only of activations or of the KV cache
+            continue  # a group that has only activations or the KV cache
         form = group.get("format") or block.get("format")
         if form not in _FORMATS:
-            raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_FIX}")
+            raise ModelError(
+                f"{at} has format {form!r}; Octavo reads only 'float-quantized' of compressed-tensors. {_FIX}"
+            )
         layout = _parse_weights(group["weights"], at)
         layouts.setdefault(layout, []).extend(_parse_names(group.get("targets"), f"{at}.targets"))
         inputs = group.get("input_activations")
@@ -281,7 +286,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
     if len(layouts) != 1:
         raise ModelError(
             f"{where}: config_groups quantize weights in {len(layouts)} ways "
-            f"({', '.join(k for k, _ in layouts) or 'none'}); Octavo reads checkpoints with one. {_FIX}"
+            f"({', '.join(k for k, _ in layouts) or 'none'}); Octavo reads only checkpoints with one. {_FIX}"
         )
     ((kind, size), targets), *_ = layouts.items()
     skipped = _parse_names(block.get("ignore"), f"{where}: ignore")
@@ -292,14 +297,14 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | None]:
-    """(kind, block) of the scheme of a group's weights."""
+    """Return (kind, block) of the scheme of a group's weights."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"{at}.weights is {weights!r}, not an object. Write it again.")
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     for key, value in wanted.items():
         if (stated := weights.get(key, defaults[key])) != value:
-            raise ModelError(f"{at}.weights.{key} is {stated!r}, and Octavo reads only {value!r} (FP8). {_FIX}")
+            raise ModelError(f"{at}.weights.{key} is {stated!r}, but Octavo reads only {value!r} (FP8). {_FIX}")
     strategy = weights.get("strategy")
     if strategy not in _STRATEGIES:
         raise ModelError(f"{at}.weights.strategy is {strategy!r}; Octavo reads {', '.join(_STRATEGIES)}. {_FIX}")
@@ -312,9 +317,9 @@ def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | Non
 
 
 def _parse_pair(value: Any, where: str) -> tuple[int, int]:
-    whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int for side in value)
-    if not whole or any(side < 1 for side in value):
-        raise ModelError(f"{where} is {value!r}; two whole numbers are needed, as in [128, 128]. Correct it.")
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int for side in value)
+    if not is_pair or any(side < 1 for side in value):
+        raise ModelError(f"{where} is {value!r}; it must be two integers, such as [128, 128]. Correct it.")
     return value[0], value[1]
 
 
@@ -333,21 +338,21 @@ def _check_pattern(pattern: str, where: str) -> None:
         try:
             re.compile(pattern.removeprefix("re:"))
         except re.error as error:
-            raise ModelError(f"{where}: {pattern!r} is no regular expression: {error}. Write it again.") from error
+            raise ModelError(f"{where}: {pattern!r} is not a regular expression: {error}. Write it again.") from error
 
 
 def to_config(quantization: Quantization) -> dict[str, Any]:
-    """The `quantization_config` of a Quantization: `parse` returns the same Quantization for it.
+    """Return the `quantization_config` of a Quantization; `parse` inverts this.
 
     fp8 has every key that vLLM, SGLang and transformers read, compressed-tensors the keys that its version 0.20 writes.
     Raises ModelError for a Quantization that the method cannot express.
     """
     q = quantization
-    # Keys that are None are written too, as compressed-tensors itself does.
+    # Keys that are None are also written, as in compressed-tensors.
     if q.method == "fp8":
         if q.kind != "block" or q.block is None or q.activations != "dynamic" or q.targets != ("Linear",):
             raise ModelError(
-                f"quant_method 'fp8' holds blocks with dynamic activations, not {q}; use compressed-tensors."
+                f"quant_method 'fp8' supports only blocks with dynamic activations, not {q}; use compressed-tensors."
             )
         block: dict[str, Any] = {
             "quant_method": "fp8",
@@ -359,7 +364,7 @@ def to_config(quantization: Quantization) -> dict[str, Any]:
         return block if q.scale_format == "float" else {**block, "scale_fmt": q.scale_format}
     if q.scale_format != "float":
         raise ModelError(
-            f"compressed-tensors has no scales of {q.scale_format} here; use method 'fp8', or float scales."
+            f"compressed-tensors does not support {q.scale_format} scales; use method 'fp8', or float scales."
         )
     weights = _quantization_arguments({"row": "channel"}.get(q.kind, q.kind), dynamic=False)
     if q.block is not None:

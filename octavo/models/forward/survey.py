@@ -1,5 +1,4 @@
-"""A survey of all models of images or sound and text in the installed transformers: described, planned or refused, and
-why.
+"""A survey of all models of images or audio and text in the installed transformers: which are supported, and why not.
 
 A model is built from the default of its configuration class, on the meta device; a released model is described from its
 folder. `octavo doctor --families` prints the table, which is also in docs/families.md.
@@ -61,8 +60,8 @@ class FamilySupport:
 
 
 def survey() -> Iterator[FamilySupport]:
-    """The families in the order of their names, those that Octavo registers with transformers among them. A few
-    seconds in all: most of them for importing their code."""
+    """Yield the families sorted by name, including those that Octavo registers with transformers. Takes a few seconds,
+    mostly for importing their code."""
     classes = config_classes()
     for model_type in sorted(classes):
         with silence_transformers():
@@ -70,22 +69,22 @@ def survey() -> Iterator[FamilySupport]:
 
 
 def config_classes() -> dict[str, type[PreTrainedConfig]]:
-    """model_type -> the class of its configuration, of all of them."""
+    """Return model_type -> configuration class for all families."""
     classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
     return classes | {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
 
 
 def summary(families: Sequence[FamilySupport]) -> str:
-    """The number of families with each kind of support, as a sentence."""
+    """Return the number of families with each kind of support, as a sentence."""
     counts = Counter(one.here for one in families)
     parts = ", ".join(f"{here} {counts[here]}" for here in SUPPORT_LEVELS)
     by_octavo = sum(is_custom(one.model_type) for one in families)
-    known = f"transformers {transformers.__version__}, {by_octavo} of Octavo's own"
+    known = f"transformers {transformers.__version__}, {by_octavo} implemented by Octavo"
     return f"{len(families)} families of images, sound and text ({known}): {parts}."
 
 
 def survey_family(config_class: type[PreTrainedConfig]) -> FamilySupport:
-    """Survey one family, by its default configuration."""
+    """Survey one family with its default configuration."""
     name = config_class.model_type
     try:
         config = full_default_config(config_class)
@@ -109,8 +108,8 @@ def survey_family(config_class: type[PreTrainedConfig]) -> FamilySupport:
 
 
 def full_default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The default configuration with all of its parts, including those that are None by default, as Gemma 4's tower.
-    Raises ModelError if the class has no default."""
+    """Return the default configuration with all sub-configurations, including those that are None by default, such as
+    Gemma 4's tower. Raises ModelError if the class has no default."""
     with wrap_errors(f"no default configuration of {config_class.__name__}"):
         config = config_class()
         left = {
@@ -122,8 +121,8 @@ def full_default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfi
 
 
 def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
-    """The fields of :class:`FamilySupport` from ``tower`` on; the audio projector is listed with the audio tower,
-    except modules inside it."""
+    """Return the fields of :class:`FamilySupport` from ``tower`` on; the audio projector is listed with the audio
+    tower, except modules inside it."""
     audio_projector, projector = (
         tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
         for name in ("audio_projector", "image_projector")
@@ -135,11 +134,11 @@ def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, 
 
 
 def _without_name(sentence: str, name: str) -> str:
-    """A sentence about a family, without the family's name at its beginning."""
+    """Return a sentence about a family without the leading name of the family."""
     return sentence.removeprefix(f"model_type {name!r} ")
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence of an error of transformers, shortened to fit a line."""
+    """Return the first sentence of an error of transformers, shortened to fit a line."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {textwrap.shorten(text, 90, placeholder=' ...')}"

@@ -1,11 +1,11 @@
 """Processors of models that take audio: text and audio samples in, the model's tensors out.
 
 The stock feature extractor computes the spectrogram of a sound (:mod:`octavo.models.structure.audio_shapes`); each
-placeholder in the text is repeated for each token of its sound. A class also has what the data package needs to know
-of a family:
+placeholder in the text is repeated for each token of its sound. A class also has the properties of a family that the
+data package needs:
 
     inputs         tensors for the model, and what the first dimension of each counts (octavo.data.encoding.sample)
-    sound_limits   samples per second, and samples of the shortest and longest sound
+    sound_limits   samples per second, and numbers of samples of the shortest and longest sound
 """
 
 from __future__ import annotations
@@ -41,18 +41,22 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
     def __call__(
         self, text: Sequence[str], audio: Sequence[np.ndarray] | None = None, images: Any = None, **options: Any
     ) -> BatchFeature:
-        """`input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds, bins,
-        frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
+        """Return `input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds,
+        bins, frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
         `return_tensors`. Raises ModelError for images, and if the numbers of placeholders and sounds differ."""
         if images is not None and len(images):
-            raise ModelError(f"{len(images)} images were given to a model of audio and text, which takes no images.")
+            raise ModelError(
+                f"{len(images)} images were passed to a model of audio and text, which does not take images."
+            )
         texts, sounds = [text] if isinstance(text, str) else list(text), [] if audio is None else list(audio)
-        places = sum(one.count(self.audio_token) for one in texts)
-        if places != len(sounds):
-            raise ModelError(f"{len(sounds)} sounds were given for {places} placeholders {self.audio_token}.")
+        num_placeholders = sum(prompt.count(self.audio_token) for prompt in texts)
+        if num_placeholders != len(sounds):
+            raise ModelError(
+                f"{len(sounds)} sounds were passed for {num_placeholders} placeholders {self.audio_token}."
+            )
         inputs: dict[str, Any] = {}
         if sounds:
-            # "max_length": the tower takes sounds of its full length only
+            # "max_length": the tower takes only sounds of full length
             features = self.feature_extractor(
                 sounds, sampling_rate=self.feature_extractor.sampling_rate, padding="max_length",
                 return_attention_mask=True, return_tensors=options.get("return_tensors"),
@@ -60,7 +64,7 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
             masks = features["attention_mask"]
             inputs = {"input_features": features["input_features"], "feature_attention_mask": masks}
             expanded = iter([self.audio_token * self._tokens(int(sum(mask))) for mask in masks])
-            texts = [re.sub(re.escape(self.audio_token), lambda _: next(expanded), one) for one in texts]
+            texts = [re.sub(re.escape(self.audio_token), lambda _: next(expanded), prompt) for prompt in texts]
         options.pop("return_mm_token_type_ids", None)
         encoded = self.tokenizer(texts, **options)
         encoded.pop("token_type_ids", None)
@@ -72,7 +76,7 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
 
 
 def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Qwen2AudioTextProcessor:
-    """The processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
+    """Load the processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
     file = folder / "preprocessor_config.json"
     if not file.exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
@@ -81,19 +85,19 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None)
             check_sizes(folder / name)
     config = stock_config(folder)
     with wrap_errors(f"{folder}: the feature extractor cannot be loaded"):
-        with open_plain(folder) as plain:
-            extractor = WhisperFeatureExtractor.from_pretrained(plain, local_files_only=True)
+        with open_plain(folder) as plain_folder:
+            extractor = WhisperFeatureExtractor.from_pretrained(plain_folder, local_files_only=True)
         processor = Qwen2AudioTextProcessor(extractor, tokenizer, chat_template=template)
-    hearing = audio_of(config)
-    sizes, wanted = (extractor.feature_size, extractor.nb_max_frames), (hearing.bins, hearing.frames)
-    if sizes != wanted:
+    audio_shape = audio_of(config)
+    sizes, expected = (extractor.feature_size, extractor.nb_max_frames), (audio_shape.bins, audio_shape.frames)
+    if sizes != expected:
         raise ModelError(
-            f"{file} makes sounds of {sizes[0]} bins x {sizes[1]} frames, and the tower of config.json takes "
-            f"{wanted[0]} x {wanted[1]}. Take both from one model."
+            f"{file} gives spectrograms of {sizes[0]} bins x {sizes[1]} frames, but the tower of config.json takes "
+            f"{expected[0]} x {expected[1]}. Take both from one model."
         )
     if processor.audio_token_id != config.audio_token_id:
         raise ForeignTokenizerError(
-            f"{folder}: {processor.audio_token} is token {processor.audio_token_id} of the tokenizer, and config.json "
-            f"looks for sounds at {config.audio_token_id} (audio_token_index). Take both from one model."
+            f"{folder}: {processor.audio_token} is token {processor.audio_token_id} of the tokenizer, but "
+            f"{config.audio_token_id} in config.json (audio_token_index). Take both from one model."
         )
     return processor

@@ -1,4 +1,4 @@
-"""The files of a model other than its weights, written to a new folder: copied, or merged from three folders.
+"""Writes the files of a model other than its weights to a new folder: copied, or merged from three folders.
 
 The tensors of a model in three folders already have the names of the one-folder layout. Its configuration is converted
 to that layout, and the tokens of media, which VILA adds when it loads a tokenizer, are saved with the tokenizer.
@@ -24,7 +24,7 @@ def write_companions(
     source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None = None
 ) -> EndToken | None:
     """Write config.json, tokenizer, processor, chat template and generation settings of `source` to the folder
-    `target`, for weights of this dtype and quantization.
+    `target`, for weights with this dtype and quantization.
 
     Returns the token that ends answers in the chat template if the generation settings of `source` do not stop at it;
     the settings of `target` do. Raises ModelError for files that cannot be read or copied.

@@ -1,11 +1,11 @@
 """Videos of a batch as images: to a vision tower, a time step of a video is an image.
 
 In the towers of Qwen3-VL and Qwen2.5-VL a step (the frames that share a patch) attends only to itself, it has an
-image's rotary angles, and its features replace the embeddings of its tokens, whatever their placeholder. A video of t
-steps is therefore passed as t images, and a batch of images and videos runs the tower once, like a batch of
-images: all ranks gather its weights equally often, each layer's GEMMs are counted once, and images and steps are dealt
-to ranks by the same code. Only the positions of tokens in time differ; they are computed before the forward
-(:func:`octavo.models.forward.paged.prompt_positions`).
+image's rotary angles, and its features replace the embeddings of its tokens, independently of the placeholder. A video
+of t steps is therefore passed as t images, and a batch of images and videos runs the tower once, like a batch of
+images: all ranks gather its weights equally often, each layer's GEMMs are counted once, and images and steps are
+distributed over ranks by the same code. Only the positions of tokens in time differ; they are computed before the
+forward (:func:`octavo.models.forward.paged.prompt_positions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 VIDEO = 2
-"""Kind of a video's placeholder in `mm_token_type_ids`."""
+"""Value of a video's placeholder in `mm_token_type_ids`."""
 VIDEO_INPUTS = ("video_grid_thw", "second_per_grid_ts")
 """Inputs of videos that determine the positions of their tokens: grids in patches, and seconds of a time step."""
 
@@ -28,23 +28,23 @@ class _HasRopeIndex(Protocol):
     """A model that computes positions for rotary embeddings with three axes."""
 
     def get_rope_index(self, input_ids: Tensor, **media: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [3, B, T] and the offset of the next position in each row."""
+        """Return int64 [3, B, T] and the offset of the next position in each row."""
 
 
 def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any]:
-    """A batch in host memory with its videos as images; the same values if it has none.
+    """Return a batch in host memory with its videos converted to images; a batch without videos is unchanged.
 
-    merge: patches of a token, in each direction · image: the placeholder token of an image. `pixel_values`,
+    merge: patches per token, in each direction · image: the placeholder token of an image. `pixel_values`,
     `image_grid_thw`, `input_ids` and `mm_token_type_ids` cover images and steps, in the order of their tokens.
     """
     if "video_grid_thw" not in batch:
         return dict(batch)
-    of_videos = batch["video_grid_thw"]
-    steps = of_videos.repeat_interleave(of_videos[:, 0], dim=0)
+    video_grids = batch["video_grid_thw"]
+    steps = video_grids.repeat_interleave(video_grids[:, 0], dim=0)
     steps[:, 0] = 1
     kinds, ids = batch["mm_token_type_ids"], batch["input_ids"]
     pixels, grid = batch["pixel_values_videos"], steps
-    # The model fills placeholders in the order of the text, so images and steps are sorted by their first tokens.
+    # The model fills placeholders in text order, so images and steps are sorted by their first tokens.
     if "image_grid_thw" in batch:
         grid = torch.cat([batch["image_grid_thw"], steps])
         first_tokens = [
@@ -66,20 +66,20 @@ def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any
 
 
 def _first_tokens(where: Tensor, grid: Tensor, merge: int) -> Tensor:
-    """The first token of each image or step, counted over the whole batch."""
+    """Return the first token of each image or step, counted over the whole batch."""
     counts = grid.prod(-1) // merge**2
     return where.flatten().nonzero().flatten()[counts.cumsum(0) - counts]
 
 
 def batch_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
-    """Positions of the tokens of padded rows [B, T] with videos: int64 [3, B, T], from the model's ``get_rope_index``
-    and, in time, from :func:`set_times`."""
+    """Return positions of the tokens of padded rows [B, T] with videos: int64 [3, B, T], from the model's
+    ``get_rope_index`` and, in time, from :func:`set_times`."""
     return set_times(model, _stock_positions(model, batch), _kinds(batch), batch)
 
 
 def why_not_stock_times(model: PreTrainedModel, batch: Mapping[str, Any]) -> str | None:
-    """Why transformers' own forward would place the videos of a batch [B, T] wrongly in time, or None. Its positions
-    are compared with :func:`batch_positions`, so this holds for every version."""
+    """Return why transformers' forward would assign wrong timestamps to the videos of a batch [B, T], or None if it
+    does not. Its positions are compared with :func:`batch_positions`, so the check works for every version."""
     if "second_per_grid_ts" not in batch:
         return None
     stock = _stock_positions(model, batch)
@@ -101,13 +101,13 @@ def _stock_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor
 
 
 def _kinds(batch: Mapping[str, Any]) -> Tensor:
-    """Kinds of tokens [B, T], 0 for padding."""
+    """Return the kinds of tokens [B, T], 0 for padding."""
     kinds: Tensor = batch["mm_token_type_ids"]
     return kinds * batch["attention_mask"].bool() if "attention_mask" in batch else kinds
 
 
 def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: Mapping[str, Any]) -> Tensor:
-    """Positions [3, B, T] with the times of Qwen2.5-VL's videos; unchanged for other families.
+    """Return positions [3, B, T] with the times of Qwen2.5-VL's videos; unchanged for other families.
 
     The token of time step ``k`` is at ``start + floor(k * tokens_per_second * second_per_grid_ts)`` (Qwen2.5-VL,
     arXiv 2502.13923; transformers 5.23 and 5.24). transformers 5.17 truncates the seconds to an integer first, so all
@@ -123,10 +123,10 @@ def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: 
     positions = positions.clone()
     for grid, seconds in zip(videos["video_grid_thw"].tolist(), videos["second_per_grid_ts"], strict=True):
         steps, tokens = grid[0], grid[1] * grid[2] // vision.spatial_merge_size**2
-        of_video = slice(first, first := first + steps * tokens)
-        row, column = rows[of_video], columns[of_video]
+        token_slice = slice(first, first := first + steps * tokens)
+        row, column = rows[token_slice], columns[token_slice]
         interval = torch.as_tensor(seconds, dtype=torch.float32) * vision.tokens_per_second
         times = (torch.arange(steps) * interval).long().repeat_interleave(tokens).to(positions.device)
-        # the height of a video's first token is where it starts
+        # the height of a video's first token is the video's start
         positions[0, row, column] = positions[1, row[:1], column[:1]] + times
     return positions

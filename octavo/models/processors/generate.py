@@ -1,7 +1,7 @@
-"""Greedy answers to a conversation, whatever the settings in generation_config.json.
+"""Greedy answers to a conversation, independent of the settings in generation_config.json.
 
 transformers takes options that a call does not set from the model's generation settings, so a repetition penalty or
-beams of the folder would change a greedy answer. Only the tokens that end or pad an answer are taken from the settings.
+beams of the folder would change a greedy answer. Only the tokens that end or pad an answer come from the settings.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def generate(
     max_new_tokens: int = 32,
     videos: Sequence[Any] = (),
 ) -> str:
-    """The model's greedy answer to `messages`, decoded without special tokens.
+    """Return the model's greedy answer to `messages`, decoded without special tokens.
 
-    messages, images, videos  as :func:`encode_conversation` takes them
+    messages, images, videos  see :func:`encode_conversation`
 
     :func:`ignored_settings` lists the generation settings of the model that have no effect. The settings and the mode
     of the model are restored afterwards. Raises ModelError as :func:`encode_conversation` does, when max_new_tokens is
-    below one, if the installed transformers gives a video's tokens other times than training, and if a score is NaN, in
-    which case the most likely token would be arbitrary.
+    below one, if the installed transformers assigns different timestamps to video tokens than training did, and if a
+    score is NaN, in which case the most likely token would be arbitrary.
     """
     if max_new_tokens < 1:
-        raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
+        raise ModelError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     batch = encode_conversation(processor, messages, images, videos=videos).to(model.device)
     if (why := why_not_stock_times(model, batch)) is not None:
         raise ModelError(why)
@@ -62,7 +62,9 @@ def generate(
     )
     training = model.training
     model.eval()
-    model.generation_config = settings  # else transformers takes options that `settings` does not set from the model's
+    model.generation_config = (
+        settings  # otherwise transformers takes options that `settings` does not set from the model
+    )
     generator = cast("GenerativePreTrainedModel", model)
     check = LogitsProcessorList([_check_scores])
     try:
@@ -82,74 +84,77 @@ def encode_conversation(
     answered: bool = False,
     videos: Sequence[Any] = (),
 ) -> BatchFeature:
-    """A conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and the inputs of images.
-    `answered`: the conversation ends with its answer.
+    """Encode a conversation up to an answer as the model's tensors: `input_ids` [1, P] and the inputs of images. With
+    `answered` the conversation includes its answer.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
     images    one PIL image for each image part, in reading order
-    videos    one `octavo.data` Shot for each video part (`{"type": "video"}`), likewise
+    videos    one `octavo.data` Shot for each video part (`{"type": "video"}`), in reading order
 
     Raises ModelError when the numbers of images and image parts, or of videos and video parts, differ, when there is no
     message or no chat template, and for errors of the processor.
     """
     if images and isinstance(processor, TextProcessor):
         raise ModelError(
-            f"{len(images)} images were given, and the model is text-only. Leave them out, or use a vision-language "
-            "model."
+            f"{len(images)} images were passed to a text-only model. Leave them out, or use a vision-language model."
         )
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     parts = sum(part.get("type") == "image" for content in contents for part in content)
     if parts != len(images):
-        raise ModelError(f"the messages hold {parts} image parts but {len(images)} images were given; they must agree.")
+        raise ModelError(
+            f"the messages have {parts} image parts, but {len(images)} images were passed; the numbers must agree."
+        )
     parts = sum(part.get("type") == "video" for content in contents for part in content)
     if parts != len(videos):
-        raise ModelError(f"the messages hold {parts} video parts but {len(videos)} videos were given; they must agree.")
+        raise ModelError(
+            f"the messages have {parts} video parts, but {len(videos)} videos were passed; the numbers must agree."
+        )
     if videos and getattr(processor, "videos", None) is None:
-        raise ModelError(f"{len(videos)} videos were given, and Octavo takes no videos for this model.")
+        raise ModelError(f"{len(videos)} videos were passed, but Octavo does not support videos for this model.")
     if not messages:
-        raise ModelError("there are no messages: an answer needs at least one.")
+        raise ModelError("there are no messages; at least one is required.")
     if not processor.chat_template:
         raise ModelError(
-            "the model's folder has no chat template (chat_template.jinja), so a question cannot be written for it. "
+            "the model's folder has no chat template (chat_template.jinja), so the prompt cannot be formatted. "
             "Add the template of its chat version; a base model has none."
         )
     text = chat.render(processor, messages, add_generation_prompt=not answered)
     # add_special_tokens=False: the template has written the special tokens, and <s> must not be added twice.
     token = getattr(processor, "image_token", None)
-    places = 0 if token is None else text.count(token)
+    num_placeholders = 0 if token is None else text.count(token)
     try:
-        if places != len(images):  # transformers 5.17 does not check this
-            raise ValueError(f"the text has {places} places for {len(images)} images")
+        if num_placeholders != len(images):  # transformers 5.17 does not check this
+            raise ValueError(f"the text has {num_placeholders} placeholders for {len(images)} images")
         rows = [list(images)] if images and getattr(processor, "images_by_row", False) else list(images)
         inputs: dict[str, Any] = {}
         if videos:
-            filming = cast("Qwen3VLImageTextProcessor", processor)  # one of those that take videos
-            inputs = filming.video_inputs(videos)
-            if (places := text.count(filming.video_token)) != len(videos):
-                raise ValueError(f"the text has {places} places for {len(videos)} videos")
+            video_processor = cast("Qwen3VLImageTextProcessor", processor)  # one of those that take videos
+            inputs = video_processor.video_inputs(videos)
+            if (num_placeholders := text.count(video_processor.video_token)) != len(videos):
+                raise ValueError(f"the text has {num_placeholders} placeholders for {len(videos)} videos")
         return processor(text=[text], images=rows or None, return_tensors="pt", add_special_tokens=False, **inputs)
     except ValueError as cause:
         raise ModelError(
-            f"the processor refuses the prompt or its images: {cause}. Pass each image with --image, not by its "
-            "placeholder in the text, and no image narrower than a patch."
+            f"the processor rejects the prompt or its images: {cause}. Pass each image with --image, not by its "
+            "placeholder in the text. Images must be at least one patch wide and high."
         ) from cause
 
 
 def ignored_settings(model: PreTrainedModel) -> str | None:
-    """A sentence about the generation settings of a model's folder that are ignored in answers and in evaluations; None
-    if there are none."""
+    """Return a sentence that lists the generation settings of a model's folder that answers and evaluations ignore, or
+    None if there are none."""
     settings = getattr(model, "generation_config", None)  # only models that generate have one
     stated = {} if settings is None else settings.to_diff_dict()
-    odd = {
+    ignored = {
         name: value
         for name, value in stated.items()
         if name not in _KEPT and not name.startswith("_") and value is not None and value is not False
         if name not in _NEUTRAL_AT_1 or value != 1
     }
-    if not odd:
+    if not ignored:
         return None
-    shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in odd.items())
-    return f"the model's generation settings {shown} are ignored: answers are greedy unless sampling is asked for"
+    shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in ignored.items())
+    return f"the model's generation settings {shown} are ignored: answers are greedy unless sampling is enabled"
 
 
 def _check_scores(ids: Tensor, scores: Tensor) -> Tensor:
@@ -157,7 +162,7 @@ def _check_scores(ids: Tensor, scores: Tensor) -> Tensor:
     allowed."""
     if bool((scores.isnan() | (scores == torch.inf)).any()):
         raise ModelError(
-            f"the model gives NaN or infinity as the score of token {ids.shape[1]}: its outputs are no numbers, and "
-            "its answer would be arbitrary. Use an earlier checkpoint (--step), or high precision (--recipe off)."
+            f"the score of token {ids.shape[1]} is NaN or infinite: the model's logits are not finite, so its answer "
+            "would be arbitrary. Use an earlier checkpoint (--step), or high precision (--recipe off)."
         )
     return scores

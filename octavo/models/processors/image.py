@@ -1,7 +1,7 @@
-"""The image processor of a model folder: whether its files agree with config.json, and limits of image sizes.
+"""Checks that the image processor of a model folder agrees with config.json, and limits of image sizes.
 
-The record of a family (:mod:`octavo.base.model_families`) has the form in which its images are cut; the processors are
-in :mod:`octavo.models.processors.stock`.
+The record of a family (:mod:`octavo.base.model_families`) defines how its images are cut; the processors are in
+:mod:`octavo.models.processors.stock`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.models.folder.folder import read_json, wrap_errors
 from octavo.models.folder.processor_base import ProcessorTraits
 from octavo.models.structure.skeleton import stock_config
 
-_MAX_TOKENS = 1 << 16  # limit of tokens of a small image, whatever the decoder's number of positions
+_MAX_TOKENS = 1 << 16  # limit of tokens of a small image, in addition to the decoder's number of positions
 #: name of a size in Qwen's vision configuration -> its name in the image processor
 _SIZE_NAMES = {
     "patch_size": "patch_size",
@@ -33,27 +33,27 @@ def check_small_image(folder: Path, raw: Mapping[str, Any], image_processor: Any
     if "image_grid_thw" in batch:
         tokens = int(torch.as_tensor(batch["image_grid_thw"][0]).prod()) // image_processor.merge_size**2
         text = raw.get("text_config")
-        places = text.get("max_position_embeddings", _MAX_TOKENS) if isinstance(text, dict) else _MAX_TOKENS
-        if tokens > min(places, _MAX_TOKENS):
+        positions = text.get("max_position_embeddings", _MAX_TOKENS) if isinstance(text, dict) else _MAX_TOKENS
+        if tokens > min(positions, _MAX_TOKENS):
             raise ModelError(
-                f"{file} makes {tokens} tokens of an image of 64 x 64 pixels, and {min(places, _MAX_TOKENS)} are the "
-                "most here. Correct its sizes (min_pixels, size)."
+                f"{file} makes {tokens} tokens of an image of 64 x 64 pixels, and {min(positions, _MAX_TOKENS)} are "
+                "the most here. Correct its sizes (min_pixels, size)."
             )
 
 
 def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any, image_cut: str) -> None:
     """Raise ModelError, naming both files, unless images are cut for the vision encoder of config.json and have the
-    placeholders that it expects; only values that both sides state are compared."""
+    placeholders that it expects. Only values that are in both files are compared."""
     image, file, vision = processor.image_processor, "preprocessor_config.json", raw.get("vision_config") or {}
     check_media_ids(folder, raw, processor)
     stated: list[tuple[str, Any, str, Any]] = []
     if image_cut in _AREA_LIMITS:
         video = folder / "video_preprocessor_config.json"
         of_video = read_json(video) if video.exists() else {}
-        for theirs, ours in _SIZE_NAMES.items():
+        for config_value, processor_value in _SIZE_NAMES.items():
             stated += [
-                (theirs, vision.get(theirs), file, getattr(image, ours)),
-                (theirs, vision.get(theirs), video.name, of_video.get(ours)),
+                (config_value, vision.get(config_value), file, getattr(image, processor_value)),
+                (config_value, vision.get(config_value), video.name, of_video.get(processor_value)),
             ]
     elif all(key in vision for key in ("patch_size", "image_size")) and "downsample_ratio" in raw:
         with wrap_errors(f"{folder}/config.json: the tokens of a tile cannot be counted"):
@@ -61,41 +61,41 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any, image_
             ratio = raw["downsample_ratio"]
             tokens = int(image.size["height"] // tall * ratio) * int(image.size["width"] // wide * ratio)
         stated.append(("image_seq_length by its sizes", tokens, "processor_config.json", processor.image_seq_length))
-    for key, theirs, name, ours in stated:
-        if None not in (theirs, ours) and theirs != ours:
+    for key, config_value, name, processor_value in stated:
+        if None not in (config_value, processor_value) and config_value != processor_value:
             raise ModelError(
-                f"{folder}: config.json gives {key} {theirs!r:.80}, and {name} {ours!r:.80}: the model could not take "
-                "its images. Copy both files from one model."
+                f"{folder}: {key} is {config_value!r:.80} in config.json but {processor_value!r:.80} in {name}: the "
+                "model could not use its images. Copy both files from one model."
             )
 
 
-#: keys of config.json for the tokens that features of images and videos replace; models use no others
+#: keys of config.json for the tokens that features of images and videos replace
 _MEDIA_ID_KEYS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> None:
-    """Raise ModelError, naming the key and both numbers, unless config.json has the tokenizer's numbers for the tokens
-    of media. Keys that it lacks have the defaults of the model's class, which are the numbers of one published
-    vocabulary. With a wrong number a model ignores its images without an error.
+    """Raise ModelError, naming the key and both ids, unless config.json has the tokenizer's ids for the tokens of
+    media. Missing keys have the defaults of the model's class, which are the ids of one published vocabulary. With a
+    wrong id a model ignores its images without an error.
     """
     config = stock_config(folder).to_dict()
     for key in _MEDIA_ID_KEYS:
-        theirs, ours = config.get(key), _token_id(processor, key)
-        if theirs is None or ours in (None, theirs):
+        config_value, processor_value = config.get(key), _token_id(processor, key)
+        if config_value is None or processor_value in (None, config_value):
             continue
         if raw.get(key) is None:
             raise ForeignTokenizerError(
-                f"{folder}: config.json lacks {key}, for which the model's class takes {theirs}, and the tokenizer has "
-                f"{ours}: the model could not find its images. Add the key to config.json."
+                f"{folder}: config.json has no {key}; the default of the model's class is {config_value}, but the "
+                f"tokenizer has {processor_value}: the model could not find its images. Add the key to config.json."
             )
         raise ForeignTokenizerError(
-            f"{folder}: config.json gives {key} {theirs!r:.80}, and tokenizer_config.json {ours!r:.80}: the model "
-            "could not take its images. Copy both files from one model."
+            f"{folder}: {key} is {config_value!r:.80} in config.json but {processor_value!r:.80} in "
+            "tokenizer_config.json: the model could not use its images. Copy both files from one model."
         )
 
 
 def _token_id(processor: Any, key: str) -> int | None:
-    """The tokenizer's number of the token of a key of config.json; None if it is unknown."""
+    """Return the tokenizer's id of the token of a key of config.json, or None if it is unknown."""
     if key.startswith("image"):
         return getattr(processor, "feature_id", processor.image_token_id)
     text = getattr(processor, "video_token", None)
@@ -103,8 +103,8 @@ def _token_id(processor: Any, key: str) -> int | None:
 
 
 def computed_options(folder: Path, processor_class: type) -> dict[str, Any]:
-    """The arguments of `processor_class` besides image processor and tokenizer, computed from config.json. Raises
-    ModelError if processor_config.json contradicts them."""
+    """Return the arguments of `processor_class` other than image processor and tokenizer, computed from config.json.
+    Raises ModelError if processor_config.json contradicts them."""
     if not issubclass(processor_class, ProcessorTraits):
         return {}
     config = stock_config(folder)
@@ -116,7 +116,7 @@ def computed_options(folder: Path, processor_class: type) -> dict[str, Any]:
 
 
 def check_image_options(folder: Path, processor_class: type, image_processor: Any) -> None:
-    """Raise ModelError unless images are cut as config.json says, for the sizes that the model itself computes with."""
+    """Raise ModelError unless the image sizes that the model also uses agree with config.json."""
     if issubclass(processor_class, ProcessorTraits):
         wanted = processor_class.image_options(stock_config(folder))
         stated = {key: getattr(image_processor, key, None) for key in wanted}
@@ -128,40 +128,40 @@ def _require(folder: Path, name: str, wanted: Mapping[str, Any], stated: Mapping
     for key, value in wanted.items():
         if stated.get(key, value) != value:
             raise ModelError(
-                f"{folder}/{name} gives {key} {stated[key]!r:.80}, and by config.json it is {value!r:.80}: the model "
-                "could not take its images. Copy both files from one model."
+                f"{folder}/{name} has {key} {stated[key]!r:.80}, but config.json requires {value!r:.80}: the model "
+                "could not use its images. Copy both files from one model."
             )
 
 
 def set_size_limits(image_processor: Any, image_cut: str, limits: Mapping[str, int]) -> None:
-    """Limit the size of one image to `min_pixels` and `max_pixels` of `limits`, as described in `load_processor`.
+    """Limit the size of each image to `min_pixels` and `max_pixels` of `limits`, as described in `load_processor`.
     Raises ModelError for invalid limits."""
     if not limits:
         return
     low, high = limits.get("min_pixels"), limits.get("max_pixels")
     if low is not None and high is not None and low > high:
-        raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
+        raise ModelError(f"min_pixels {low} is larger than max_pixels {high}. Swap them or remove one.")
     by_edge = image_cut in _EDGE_UNITS
-    # A limit below `unit`, the pixels of one token or tile, could not be met by any image.
+    # No image can be smaller than `unit`, the pixels of one token or tile.
     if image_cut in _AREA_LIMITS:
-        unit, what, apply = (
+        unit, unit_name, apply = (
             (image_processor.patch_size * image_processor.merge_size) ** 2,
             "token",
             _AREA_LIMITS[image_cut],
         )
     elif image_cut in _TILE_CUTS:
-        unit, what, apply = image_processor.size["height"] * image_processor.size["width"], "tile", _limit_tiles
+        unit, unit_name, apply = image_processor.size["height"] * image_processor.size["width"], "tile", _limit_tiles
     elif by_edge and low is None:
-        unit, what, apply = _EDGE_UNITS[image_cut](image_processor) ** 2, "token or tile", _limit_edge
+        unit, unit_name, apply = _EDGE_UNITS[image_cut](image_processor) ** 2, "token or tile", _limit_edge
     else:
-        why = "enlarges images only by its own rule" if by_edge else "resizes images to one of fixed sizes"
+        why = "has a fixed rule for enlarging images" if by_edge else "resizes images to one of fixed sizes"
         raise ModelError(
             f"{' and '.join(limits)} cannot be applied to {type(image_processor).__name__}: this family {why}. "
             "Remove it."
         )
     for key, value in limits.items():
         if value < unit:
-            raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
+            raise ModelError(f"{key} {value} is smaller than one {unit_name} of this model. Use at least {unit}.")
     apply(image_processor, low, high, unit)
 
 

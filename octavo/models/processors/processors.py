@@ -1,7 +1,7 @@
 """The processor of a model folder: text and PIL images in, the model's tensors out.
 
 Models that take images get a processor of :mod:`octavo.models.processors.stock`. A text-only model gets
-`TextProcessor`, which has the same methods and refuses images.
+`TextProcessor`, which has the same methods and rejects images.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TextProcessor:
     def __call__(self, text: str | Sequence[str] | None = None, images: Any = None, **kwargs: Any) -> BatchFeature:
         if images is not None and len(images):
             raise ModelError(
-                f"{len(images)} images were given to a text-only model. Use a vision-language model, or rows without "
+                f"{len(images)} images were passed to a text-only model. Use a vision-language model, or rows without "
                 "images."
             )
         kwargs.pop("return_mm_token_type_ids", None)
@@ -68,8 +68,8 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError for
-        a rendering that no tokenizer takes (`chat.check_rendering`)."""
+        """Render the tokenizer's chat template with the variables `template_args`, under a deadline. Raises ModelError
+        for a rendering that tokenizers reject (`chat.check_rendering`)."""
         with deadline():
             text = render_plain(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
             if text is not None:
@@ -78,55 +78,59 @@ class TextProcessor:
             return check_rendering(rendering, conversation, kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        """The tokenizer's decode, of one sequence."""
+        """Decode one sequence with the tokenizer."""
         return cast(str, self.tokenizer.decode(*args, **kwargs))
 
     def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
-        """The tokenizer's batch_decode."""
+        """Decode several sequences with the tokenizer."""
         return self.tokenizer.batch_decode(*args, **kwargs)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """The tokenizer's save_pretrained."""
+        """Save the tokenizer."""
         self.tokenizer.save_pretrained(directory)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
-    its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
-    whole = Path(path)
-    check_companions(whole)
-    folder = find_file(whole, "tokenizer_config.json").parent  # of a model in three folders, the decoder's
+    """Load the tokenizer of a local folder. Raises ModelError if there is none, if it needs code from the folder, if
+    one of its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
+    model_folder = Path(path)
+    check_companions(model_folder)
+    folder = find_file(
+        model_folder, "tokenizer_config.json"
+    ).parent  # for a model in three folders, that of the decoder
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
-    instead: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if (folder / "config.json").exists():  # transformers reads the tokenizer's class from it
         check_sizes(folder / "config.json")
         if read_json(folder / "config.json").get("model_type") == MptConfig.model_type:
             # transformers' MptConfig refuses numbers that LLM-Foundry writes (clip_qkv: 6), and AutoTokenizer needs
             # only the class of the configuration.
-            instead["config"] = MptConfig()
+            overrides["config"] = MptConfig()
     with wrap_errors(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         with open_plain(folder) as plain:
-            tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True, trust_remote_code=False, **instead)
+            tokenizer = AutoTokenizer.from_pretrained(
+                plain, local_files_only=True, trust_remote_code=False, **overrides
+            )
         tokenizer.name_or_path = str(folder)
     check_growth(tokenizer, folder)
-    if parts_of(whole):
+    if parts_of(model_folder):
         add_media_tokens(tokenizer)
     if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:
         raise ModelError(
-            f"{folder}/tokenizer_config.json gives model_max_length={tokenizer.model_max_length!r:.80}: it is a number "
-            "of tokens."
+            f"{folder}/tokenizer_config.json has model_max_length={tokenizer.model_max_length!r:.80}; it must be a "
+            "number of tokens."
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json.")
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere; any id serves
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so any id works
     return tokenizer
 
 
 def load_for_chat(path: str | Path) -> Any:
-    """The object that renders conversations for a model folder: its processor if Octavo has one for the family and its
-    files exist, else its tokenizer, whose chat template is checked as a processor's is. Raises ModelError as
+    """Load the object that renders conversations for a model folder: its processor if Octavo has one for the family and
+    its files exist, else its tokenizer, whose chat template is checked like a processor's. Raises ModelError as
     :func:`load_processor`."""
     folder = Path(path)
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
@@ -140,7 +144,7 @@ def load_for_chat(path: str | Path) -> Any:
 
 
 def image_backend(processor: ProcessorMixin | TextProcessor) -> str | None:
-    """The library that a processor resizes images with: `torchvision`, `pil`, or None for text-only models."""
+    """Return the library with which a processor resizes images: `torchvision`, `pil`, or None for text-only models."""
     image_processor = processor.image_processor
     return None if image_processor is None else image_processor.backend
 
@@ -152,7 +156,7 @@ def load_processor(
     template_args: Mapping[str, object] | None = None,
     video: Mapping[str, object] | None = None,
 ) -> ProcessorMixin | TextProcessor:
-    """The processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
+    """Load the processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
     Pillow if torchvision is missing (`image_backend` returns which), and always with Pillow for videos.
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, rounded to whole tokens.
@@ -161,13 +165,14 @@ def load_processor(
 
     template_args            variables of the chat template, for each of its renderings
 
-    video                    settings of videos (:data:`octavo.models.processors.video.VIDEO_SETTINGS`); None: no videos
-                             are configured
+    video                    settings of videos (:data:`octavo.models.processors.video.VIDEO_SETTINGS`), or None if no
+    videos are configured
 
     Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
     token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
-    3), a chat template that does not end or refuses every conversation (`check_template`), variables that it does not
-    read (`chat.set_template_args`), and a tokenizer whose tokens are beyond the model's embedding (`check_vocabulary`).
+    3), a chat template that does not terminate or rejects every conversation (`check_template`), variables that it does
+    not read (`chat.set_template_args`), and a tokenizer whose ids are outside the model's embedding
+    (`check_vocabulary`).
     """
     folder = Path(path)
     processor = _load_processor(folder, max_pixels, min_pixels, video)
@@ -180,13 +185,13 @@ def load_processor(
 
 @contextmanager
 def _import_errors(what: str, package: str) -> Iterator[None]:
-    """Raise import errors of a package that was built for another torch as ModelError."""
+    """Convert import errors of a package that was built for a different torch to ModelError."""
     try:
         yield
     except (ImportError, RuntimeError, OSError) as cause:
         raise ModelError(
             f"transformers' {what} cannot be imported ({type(cause).__name__}: {str(cause).strip()[:200]}). "
-            f"Where {package} is named: install the build that belongs to this torch, or remove it; Octavo needs none."
+            f"If it names {package}: install the build for this torch, or remove it; Octavo does not need it."
         ) from cause
 
 
@@ -197,19 +202,19 @@ def _load_processor(
     model_type = raw.get("model_type")
     if video is not None and model_type not in video_families():
         raise ModelError(
-            f"data.video is given, and Octavo takes no videos for model_type {model_type!r}, only for "
+            f"data.video is set, but Octavo does not support videos for model_type {model_type!r}, only for "
             f"{', '.join(video_families())}. Remove it, or use a model of these families."
         )
     tokenizer = load_tokenizer(folder)
-    both = {"max_pixels": max_pixels, "min_pixels": min_pixels}
-    limits = {key: value for key, value in both.items() if value is not None}
+    pixel_limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
+    limits = {key: value for key, value in pixel_limits.items() if value is not None}
     # Modules of processors are imported here: their imports of torchaudio, torchvision and Pillow may fail or be slow.
     if trains_on(model_type, "sound"):
         with _import_errors("feature extractors of sound", "torchaudio"):
             from octavo.models.processors import audio
 
         if limits:
-            raise ModelError(f"{', '.join(limits)} given, but {folder} is a model without images. Remove the limit.")
+            raise ModelError(f"{', '.join(limits)} is set, but {folder} is a model without images. Remove the limit.")
         return audio.load(folder, tokenizer, _chat_template(folder, tokenizer))
     if not trains_on(model_type, "images"):
         if "vision_config" in raw:
@@ -218,7 +223,7 @@ def _load_processor(
                 f"{', '.join(trained_families('images'))}."
             )
         if limits:
-            raise ModelError(f"{', '.join(limits)} given, but {folder} is a text-only model. Remove the limit.")
+            raise ModelError(f"{', '.join(limits)} is set, but {folder} is a text-only model. Remove the limit.")
         return TextProcessor(tokenizer)
     from PIL import Image
 
@@ -240,7 +245,8 @@ def _load_processor(
         deviations = image_processor.image_std
         if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
             raise ModelError(
-                f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
+                f"{folder}/preprocessor_config.json has image_std={deviations}; pixels are divided by it, so it must "
+                "not be 0."
             )
     image.check_image_options(folder, processor_class, image_processor)
     image.set_size_limits(image_processor, record.image_cut, limits)
@@ -267,7 +273,9 @@ def _image_seq_length(folder: Path, raw: Mapping[str, Any]) -> int:
     entry = read_json(file) if file.exists() else {}
     stated = entry.get("image_seq_length", raw.get("image_seq_length", 256))
     if type(stated) is not int or stated < 1:
-        raise ModelError(f"{file} (or config.json) gives image_seq_length={stated!r:.80}: it is a number from 1.")
+        raise ModelError(
+            f"{file} (or config.json) has image_seq_length={stated!r:.80}; it must be an integer of at least 1."
+        )
     return stated
 
 

@@ -1,10 +1,10 @@
-"""Processors of models that take images: text and PIL images in, the model's tensors out.
+"""Processors of models that take images: they convert text and PIL images to the model's tensors.
 
 They are the stock classes of AutoProcessor without the video processor, which needs torchvision: without torchvision,
 AutoProcessor fails or silently returns only the tokenizer. The classes here are thin subclasses whose `__init__` has no
-`video_processor`; for families that train on videos, :mod:`octavo.models.processors.video` replaces it. The further
+`video_processor`; for families that train on videos, :mod:`octavo.models.processors.video` replaces it. The other
 properties of a family are defined in :mod:`octavo.models.folder.processor_base`. Two stock classes cannot be created
-without packages that only videos need; the missing parts of them are here.
+without packages that only videos need; this module has the missing parts.
 
 `image_class` of each is the image processor that AutoProcessor uses, which computes with torchvision, or its PIL form
 if torchvision is not installed, which resizes slightly differently (`processors.image_backend` returns which). This
@@ -84,39 +84,40 @@ class _Shot(Protocol):
 
 
 class _VideoTraits:
-    """The properties of a processor for videos that the data package needs: `videos` (None: it takes none), their
-    tensors in `inputs`, whether `frames_are_images`, and `why_not_images`: why prompts of the generation engine cannot
-    contain them as images (None: they can)."""
+    """The properties of a processor for videos that the data package needs: `videos`, or None if it does not support
+    them; their tensors in `inputs`; whether `frames_are_images`; and `why_not_images`, the reason why prompts of the
+    generation engine cannot contain videos as images, or None if they can."""
 
     videos: VideoProcessor | None = None
-    video_processor: VideoProcessor | None = None  # the same, where stock code looks for it
+    video_processor: VideoProcessor | None = None  # the name that stock code uses
     frames_are_images = False
     why_not_images: ClassVar[str | None] = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of processor_config.json, without the two that cannot be written as JSON."""
+        """Return the fields of processor_config.json, without the two that cannot be written as JSON."""
         left_out = {"videos", "video_processor"}
         return {key: value for key, value in super().to_dict().items() if key not in left_out}  # type: ignore[misc]
 
     def video_text(self, shot: _Shot) -> str:
-        """The text of a video, with its placeholders."""
+        """Return the text of a video, with its placeholders."""
         assert self.videos is not None
-        about: dict[str, Any] = {"video_metadata": [metadata(shot.total, shot.fps, shot.indices)]}
+        video_info: dict[str, Any] = {"video_metadata": [metadata(shot.total, shot.fps, shot.indices)]}
         if self.videos.tile is None:
-            about["video_grid_thw"] = np.array([self.videos.grid(len(shot.indices), *shot.size)])
+            video_info["video_grid_thw"] = np.array([self.videos.grid(len(shot.indices), *shot.size)])
         else:
-            about["pixel_values_videos"] = [np.empty((len(shot.indices), 0))]
-        return self.replace_video_token(about, 0)  # type: ignore[attr-defined]
+            video_info["pixel_values_videos"] = [np.empty((len(shot.indices), 0))]
+        return self.replace_video_token(video_info, 0)  # type: ignore[attr-defined]
 
     def as_images(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of tensors in host memory, with its videos as images (:mod:`octavo.models.processors.frames`)."""
+        """Return a batch of tensors in host memory, with its videos as images
+        (:mod:`octavo.models.processors.frames`)."""
         assert self.videos is not None
         return as_images(batch, self.videos.merge, self.image_token_id)  # type: ignore[attr-defined]
 
     def video_inputs(self, shots: Sequence[_Shot]) -> dict[str, Any]:
-        """The arguments of a call for decoded videos; `frames` of each belong to its `indices`."""
-        described = [metadata(shot.total, shot.fps, shot.indices) for shot in shots]
-        return {"videos": [shot.frames for shot in shots], "video_metadata": described} if shots else {}
+        """Return the arguments of a call for decoded videos; `frames` of each belong to its `indices`."""
+        metadata_list = [metadata(shot.total, shot.fps, shot.indices) for shot in shots]
+        return {"videos": [shot.frames for shot in shots], "video_metadata": metadata_list} if shots else {}
 
 
 class Qwen3VLImageTextProcessor(_VideoTraits, _WithoutVideo, Qwen3VLProcessor):
@@ -147,8 +148,8 @@ class InternVLImageTextProcessor(_VideoTraits, WithDeadline, InternVLProcessor):
     frames_are_images = True
 
     def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **options: Any) -> BatchFeature:
-        """The stock call if there are no videos; with videos, the tiles of images and frames in the order of the text.
-        The stock class takes only videos of one length."""
+        """Call the stock class if there are no videos, else return the tiles of images and frames in the order of the
+        text. The stock class supports only videos of equal length."""
         if videos is None:
             return super().__call__(images=images, text=text, **options)
         texts = [text] if isinstance(text, str) else text
@@ -158,13 +159,13 @@ class InternVLImageTextProcessor(_VideoTraits, WithDeadline, InternVLProcessor):
         clips = iter(batch.pop("pixel_values_videos"))
         counts = iter([] if images is None else np.asarray(batch.pop("num_patches")).tolist())
         tiles = np.empty(0) if images is None else np.asarray(batch["pixel_values"])
-        in_order, at = [], 0
+        ordered_tiles, at = [], 0
         for token in order:
             if token == self.image_token:
-                in_order.append(tiles[at : (at := at + next(counts))])
+                ordered_tiles.append(tiles[at : (at := at + next(counts))])
             else:
-                in_order.append(next(clips))
-        batch["pixel_values"] = np.concatenate(in_order)
+                ordered_tiles.append(next(clips))
+        batch["pixel_values"] = np.concatenate(ordered_tiles)
         return BatchFeature(dict(batch), tensor_type=options.get("return_tensors"))
 
     def __init__(
@@ -192,8 +193,8 @@ class OneVision15ImageTextProcessor(Qwen25VLImageTextProcessor):
 
 
 class PixtralImageTextProcessor(ProcessorTraits, ProcessorMixin):
-    """The equivalent of PixtralProcessor, which cannot be imported without torchvision: rows of image tokens, a break
-    token after each row and the end token after the last."""
+    """Equivalent to PixtralProcessor, which cannot be imported without torchvision: rows of image tokens, a break token
+    after each row and the end token after the last."""
 
     image_class = PixtralImages
     inputs = {"image_sizes": "image"}
@@ -227,19 +228,20 @@ class PixtralImageTextProcessor(ProcessorTraits, ProcessorMixin):
         return super()._process_images(images, **{**options, "patch_size": self.cell})
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **_: object) -> str:
-        """The text of one image."""
+        """Return the text of one image."""
         height, width = (int(side) // self.cell for side in image_inputs["image_sizes"][image_idx])
         row = self.image_token * width + self.image_break_token
         return (row * height).removesuffix(self.image_break_token) + self.image_end_token
 
-    def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of an image: shrunk to the longest edge, then cut into whole cells, with a mark after each row."""
+    def image_tokens(self, size: tuple[int, int], only_image: bool) -> int:
+        """Return the number of tokens of an image, which is shrunk to the longest edge and cut into whole cells, with a
+        break token after each row."""
         ratio = max(1.0, max(size) / self.image_processor.size["longest_edge"])
         tall, wide = (-(-int(side / ratio) // self.cell) for side in size)
         return tall * (wide + 1)
 
     def trimmed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Pixels, cut to the largest image of the row."""
+        """Return the pixels, cropped to the largest image of the row."""
         height, width = np.asarray(row["image_sizes"]).max(axis=0)
         return {"pixel_values": row["pixel_values"][..., :height, :width]}
 
@@ -269,24 +271,25 @@ class LlavaOnevisionImageTextProcessor(TraitsWithoutVideo, LlavaOnevisionProcess
     def image_options(config: PreTrainedConfig) -> dict[str, Any]:
         return {"image_grid_pinpoints": config.image_grid_pinpoints, "size": _square(config.vision_config.image_size)}
 
-    def tiles(self, size: Sequence[int], alone: bool) -> int:
-        """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it
-        is the only image of its row."""
-        if not alone:
+    def tiles(self, size: Sequence[int], only_image: bool) -> int:
+        """Return the number of tiles of an image of (height, width), including the tile of the full image.
+        `only_image`: whether it is the only image of its row."""
+        if not only_image:
             return 1
         tall, wide = select_best_resolution(tuple(map(int, size)), self.image_processor.image_grid_pinpoints)
         side = self.image_processor.size["height"]
         return 1 + (tall // side) * (wide // side)
 
-    def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of an image; one of several has the tokens of its tile and a line break."""
-        return super().image_tokens(size, alone) if alone else self.num_image_tokens + 1
+    def image_tokens(self, size: tuple[int, int], only_image: bool) -> int:
+        """Return the number of tokens of an image; if a row has several, each has the tokens of its tile and a line
+        break."""
+        return super().image_tokens(size, only_image) if only_image else self.num_image_tokens + 1
 
     def trimmed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Pixels, cut to the largest number of tiles of an image in the row."""
+        """Return the pixels, cropped to the largest number of tiles of an image in the row."""
         sizes = np.asarray(row["image_sizes"])
-        most = max(self.tiles(size, len(sizes) == 1) for size in sizes)
-        return {"pixel_values": row["pixel_values"][:, :most]}
+        max_tiles = max(self.tiles(size, len(sizes) == 1) for size in sizes)
+        return {"pixel_values": row["pixel_values"][:, :max_tiles]}
 
 
 class _PlainTemplates(ProcessorMixin):
@@ -299,7 +302,7 @@ class _PlainTemplates(ProcessorMixin):
 class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcessor):
     """SmolVLMProcessor for images and text, without num2words, which is needed for the lengths of videos.
 
-    Tiles are concatenated, [tiles, 1, channels, height, width], as if each were a row of the batch; the stock class
+    Tiles are concatenated, [tiles, 1, channels, height, width], as if each were a row of the batch. The stock class
     pads each row with empty tiles, which the model discards.
     """
 
@@ -346,8 +349,8 @@ class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcess
             batch[name] = np.concatenate(tiles)[:, None]
         return batch, texts
 
-    def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of the text that replaces the image's placeholder."""
+    def image_tokens(self, size: tuple[int, int], only_image: bool) -> int:
+        """Return the number of tokens of the text that replaces the image's placeholder."""
         _, rows, columns = self.image_processor.get_number_of_image_patches(*size)
         return self._count_tokens(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
 
@@ -369,8 +372,9 @@ class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
     def options(config: PreTrainedConfig) -> dict[str, Any]:
         return {"image_seq_length": config.mm_tokens_per_image}
 
-    def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens of the text that replaces the image's placeholder; an image with crops (pan and scan) has more."""
+    def image_tokens(self, size: tuple[int, int], only_image: bool) -> int:
+        """Return the number of tokens of the text that replaces the image's placeholder. An image with crops (pan and
+        scan) has more."""
         return self._count_tokens(self.full_image_sequence)
 
     @staticmethod
@@ -386,13 +390,13 @@ class Glm4vImageTextProcessor(TraitsWithoutVideo, Glm4vProcessor):
 
 class Ernie45VLImageTextProcessor(TraitsWithoutVideo, Ernie4_5_VLMoeProcessor):
     """Ernie4_5_VLMoeProcessor for images and text. `moe_mm_token_type_ids` select experts of text or of images; the
-    marks around an image count as part of it."""
+    tokens around an image count as part of it."""
 
     image_class = ErnieImages
     inputs = {"moe_mm_token_type_ids": "token"}
 
     def create_moe_mm_token_type_ids(self, input_ids: Any) -> Any:
-        """The stock result, row by row, because the stock class takes only rows of one length."""
+        """Return the stock result row by row, because the stock class supports only rows of equal length."""
         if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], list):
             return [super(Ernie45VLImageTextProcessor, self).create_moe_mm_token_type_ids(row) for row in input_ids]
         return super().create_moe_mm_token_type_ids(input_ids)
@@ -419,4 +423,4 @@ PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
         NvilaProcessor,
     )
 }
-"""Processors by name; records of families (:mod:`octavo.base.model_families`) have these names."""
+"""Processors by the names that records of families (:mod:`octavo.base.model_families`) use."""

@@ -1,4 +1,4 @@
-"""The tokens that end answers: those at which generation stops, and the one that a model learns in training.
+"""The tokens that end answers: those at which generation stops, and the one that the model learns in training.
 
 A chat template ends each answer with a token (`<|im_end|>`), which the model learns as part of the answer. Generation
 stops at the tokens of generation_config.json. In the folder of a base model the two differ: generation stops only at
@@ -22,9 +22,9 @@ from octavo.models.folder.folder import find_file, parts_of, read_json
 from octavo.models.processors.processors import load_for_chat, load_tokenizer
 
 SETTINGS = "generation_config.json"
-_ANSWER = "Octavo"  # a word that templates write unchanged
+_ANSWER = "Octavo"  # a word that templates do not change
 _QUESTION = ("user", "What is this?")
-#: the second one is for templates that require a system message
+#: the second conversation is for templates that require a system message
 _CONVERSATIONS = ((_QUESTION, ("assistant", _ANSWER)), (("system", "Be brief."), _QUESTION, ("assistant", _ANSWER)))
 #: keys of config.json that become generation settings in transformers if a folder has no generation_config.json
 _FROM_CONFIG = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -42,11 +42,12 @@ class EndToken:
 
 
 def answer_end_token(processor: Any, stops: Sequence[int] = ()) -> EndToken | None:
-    """The token with which the chat template of a processor or a tokenizer ends an answer, and which a model learns.
+    """Return the token with which the chat template of a processor or a tokenizer ends an answer, and which a model
+    learns.
 
-    None without a chat template, if the template ends answers with no token of the vocabulary (GLM's: the token of the
-    next turn ends them), and if the text after an answer already contains one of `stops`: Phi-3's template closes the
-    last answer with `<|end|>` and `<|endoftext|>`.
+    Returns None if there is no chat template, if the template does not end answers with a token of the vocabulary (GLM:
+    the token of the next turn ends them), and if the text after an answer already contains one of `stops` (Phi-3's
+    template ends the last answer with `<|end|>` and `<|endoftext|>`).
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     if not getattr(processor, "chat_template", None):
@@ -61,7 +62,7 @@ def answer_end_token(processor: Any, stops: Sequence[int] = ()) -> EndToken | No
 
 
 def _text_after_answer(processor: Any) -> str:
-    """The text that the template writes after an answer; "" if it takes none of the conversations."""
+    """Return the text that the template writes after an answer, or "" if it rejects all conversations."""
     in_parts = any(getattr(processor, name, None) is not None for name in ("image_processor", "sound_limits"))
     for turns in _CONVERSATIONS:
         for parts in (in_parts, not in_parts):  # the template of a tokenizer without its processor may require parts
@@ -70,7 +71,7 @@ def _text_after_answer(processor: Any) -> str:
             ]
             try:
                 written = chat.render(processor, messages)
-            except ModelError:  # this template takes another one of the conversations, or none
+            except ModelError:  # this template may accept a different conversation
                 continue
             before, answer, tail = written.rpartition(_ANSWER)
             if answer:
@@ -79,8 +80,8 @@ def _text_after_answer(processor: Any) -> str:
 
 
 def stop_ids(settings: Any, processor: Any) -> list[int]:
-    """The tokens that end an answer: the tokens in a model's generation `settings` (else the tokenizer's end token),
-    and the token with which the chat template ends answers."""
+    """Return the tokens that end an answer: the tokens in a model's generation `settings` (else the tokenizer's end
+    token), and the token with which the chat template ends answers."""
     tokenizer = getattr(processor, "tokenizer", processor)
     ids = _as_list(getattr(settings, "eos_token_id", None)) or _as_list(tokenizer.eos_token_id)
     learned = answer_end_token(processor, ids)
@@ -88,8 +89,8 @@ def stop_ids(settings: Any, processor: Any) -> list[int]:
 
 
 def stated_stop_ids(folder: Path) -> list[int]:
-    """The tokens that end an answer by a model folder's generation_config.json, else by its config.json, from which
-    transformers then takes the settings. Raises ModelError for a file that is no JSON object."""
+    """Return the tokens that end an answer according to a model folder's generation_config.json or, if it is missing,
+    config.json, as in transformers. Raises ModelError for a file that is not a JSON object."""
     file = find_file(folder, SETTINGS)
     if os.path.lexists(file):
         return _as_list(read_json(file).get("eos_token_id"))
@@ -99,9 +100,9 @@ def stated_stop_ids(folder: Path) -> list[int]:
 
 
 def required_stop_ids(folder: Path, learned: EndToken, tokenizer: Any | None = None) -> list[int]:
-    """The tokens that a folder's settings must contain so that other programs stop where Octavo does
-    (:func:`stop_ids`): the present ones, or if there are none the end token of the `tokenizer` (None: it is loaded),
-    and the `learned` one. Raises ModelError."""
+    """Return the tokens that a folder's settings must contain so that other programs stop where Octavo does
+    (:func:`stop_ids`): the existing ones, or if there are none the end token of the `tokenizer` (loaded if None), and
+    the `learned` one. Raises ModelError."""
     stated = stated_stop_ids(folder)
     if not stated:
         stated = _as_list((load_tokenizer(folder) if tokenizer is None else tokenizer).eos_token_id)
@@ -109,12 +110,13 @@ def required_stop_ids(folder: Path, learned: EndToken, tokenizer: Any | None = N
 
 
 def missing_end_token(folder: Path, processor: Any | None = None) -> EndToken | None:
-    """The token with which the chat template ends answers, if the folder's settings do not stop at it, else None.
+    """Return the token with which the chat template ends answers, if the folder's settings do not stop at it, else
+    None.
 
-    processor  of the folder; None: it is loaded
+    processor  of the folder; loaded if None
 
-    None also for a folder whose tokenizer cannot be loaded, which `octavo verify` reports. Raises
-    ForeignTokenizerError for a tokenizer of another model, and ModelError as :func:`stated_stop_ids`.
+    Also returns None for a folder whose tokenizer cannot be loaded, which `octavo verify` reports. Raises
+    ForeignTokenizerError for a tokenizer of a different model, and ModelError as :func:`stated_stop_ids`.
     """
     if processor is None:
         try:
@@ -124,9 +126,9 @@ def missing_end_token(folder: Path, processor: Any | None = None) -> EndToken | 
         except ModelError:  # weights can be written without a tokenizer
             return None
     tokenizer = getattr(processor, "tokenizer", processor)
-    # With a settings file, transformers uses nothing else; without it, the defaults of the configuration's class.
-    silent = [] if os.path.lexists(find_file(folder, SETTINGS)) else _as_list(tokenizer.eos_token_id)
-    return answer_end_token(processor, stated_stop_ids(folder) or silent)
+    # transformers uses only the settings file if there is one, else the defaults of the configuration's class.
+    default_ids = [] if os.path.lexists(find_file(folder, SETTINGS)) else _as_list(tokenizer.eos_token_id)
+    return answer_end_token(processor, stated_stop_ids(folder) or default_ids)
 
 
 def add_end_token(source: Path, written: Path, encrypted: encryption.Folder | None = None) -> EndToken | None:
@@ -150,7 +152,7 @@ def add_end_token(source: Path, written: Path, encrypted: encryption.Folder | No
 
 
 def _decoder_folder(folder: Path) -> Path:
-    """The folder of the language model, which has the generation settings."""
+    """Return the folder of the language model, which has the generation settings."""
     parts = parts_of(folder)
     return folder / parts[0] if parts else folder
 

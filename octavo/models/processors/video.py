@@ -1,4 +1,4 @@
-"""Videos to the tensors of a family, without torchvision: the choice of frames, their size, the order of patches.
+"""Converts videos to the tensors of a family without torchvision: choice of frames, frame size, order of patches.
 
 The formulas are the same as in transformers' video processors (`Qwen3VLVideoProcessor`, `Qwen2VLVideoProcessor`,
 `InternVLVideoProcessor`), on numpy arrays; a test compares both. Frames are resized one by one as they are decoded, so
@@ -6,7 +6,7 @@ that no video is in memory at its original size. A :class:`VideoProcessor` takes
 processor; the text for a video is written by the stock processor.
 
 Values that are neither in the configuration nor in the folder's video_preprocessor_config.json come from the family's
-record (`VideoRecord`), not from the installed transformers, so that another version changes no run.
+record (`VideoRecord`), not from the installed transformers, so that upgrading transformers does not change results.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MAX_ASPECT_RATIO = 200  # the largest aspect ratio, as in transformers
 
 @dataclass(frozen=True)
 class VideoProcessor:
-    """How a family takes videos.
+    """Converts the videos of a family to tensors; has the interface of a stock video processor.
 
-    kind      its `model_type`; the record's `VideoRecord.budget` is what the limits of pixels apply to
+    kind      its `model_type`; `VideoRecord.budget` of its record defines what the limits of pixels apply to
     patch, merge, depth   pixels of a patch and patches of a token, in each direction, and frames of a patch
     tile      (height, width) of a frame that is an image of one tile (InternVL)
     fps       frames sampled per second; `min_frames` and `max_frames` limit their number
@@ -82,12 +82,12 @@ class VideoProcessor:
         return {name: getattr(self, name) for name in VIDEO_SETTINGS if getattr(self, name) is not None}
 
     def indices(self, total: int, fps: float) -> list[int]:
-        """The frames to take of a video of `total` frames at `fps` frames per second. Raises ValueError for a video of
-        too few frames."""
+        """Return the indices of the sampled frames of a video of `total` frames at `fps` frames per second. Raises
+        ValueError for a video with too few frames."""
         if total < self.depth:
-            raise ValueError(f"has {total} frame(s), and the model takes {self.depth} at least")
+            raise ValueError(f"has {total} frame(s), but the model needs at least {self.depth}")
         sampled = total / fps * self.fps
-        # Each branch rounds as the video processor of its family does: Qwen3-VL, Qwen2.5-VL, InternVL.
+        # Each branch rounds like the video processor of its family: Qwen3-VL, Qwen2.5-VL, InternVL.
         if self.together:
             count = min(max(int(sampled), self.min_frames), self.max_frames, total)
             return np.linspace(0, total - 1, count).round().astype(int).tolist()
@@ -99,8 +99,8 @@ class VideoProcessor:
         return torch.arange(total / count / 2, total, total / count).int().tolist()
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that frames are resized to. Raises ValueError for an extreme aspect ratio, and for too few
-        frames."""
+        """Return the (height, width) to which frames are resized. Raises ValueError for an extreme aspect ratio, and
+        for too few frames."""
         if self.tile is not None:
             return self.tile
         assert self.min_pixels is not None and self.max_pixels is not None
@@ -111,7 +111,7 @@ class VideoProcessor:
                 most = max(min(most, share), int(least * 1.05))
             return _fit_size(1, 1, height, width, unit, least, most)
         if frames < self.depth:
-            raise ValueError(f"has {frames} frame(s) to take, and the model takes {self.depth} at least")
+            raise ValueError(f"has {frames} sampled frame(s), but the model needs at least {self.depth}")
         if self.cap_pixels_per_frame:
             share = max(min(self.max_video_tokens * unit * unit, most // frames), int(least * 1.05))
             most = share * frames
@@ -121,20 +121,21 @@ class VideoProcessor:
         return _fit_size(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Tokens of this many frames of a video of this size, without the text between them."""
+        """Return the number of tokens of `frames` frames of a video of this size, without the text between them."""
         if self.tile is not None:
             return frames * self.tile_tokens
         tall, wide = self.size(frames, height, width)
         return -(-frames // self.depth) * (tall // (self.patch * self.merge)) * (wide // (self.patch * self.merge))
 
     def grid(self, frames: int, height: int, width: int) -> list[int]:
-        """(t, h, w) in patches, of this many frames that are already resized."""
+        """Return (t, h, w) in patches for `frames` frames that are already resized."""
         return [-(-frames // self.depth), height // self.patch, width // self.patch]
 
     def __call__(
         self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: object
     ) -> BatchFeature:
-        """The output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and resized
+        """Return the output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and
+        resized
         frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
         scaled = [self._normalize(np.asarray(video)) for video in videos]
         batch: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
@@ -159,18 +160,17 @@ class VideoProcessor:
 
 
 def metadata(total: int, fps: float, indices: Sequence[int]) -> VideoMetadata:
-    """The metadata that stock processors take, of a video of `total` frames at `fps` with the chosen frames
+    """Return the metadata that stock processors expect for a video of `total` frames at `fps` with the sampled frames
     `indices`."""
     return VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
 
 
 def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """A size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area times
+    """Return a size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area
+    times
     `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
-        raise ValueError(
-            f"is a strip of {width} x {height} pixels; the longer side may be {_MAX_ASPECT_RATIO} times the other"
-        )
+        raise ValueError(f"is a strip of {width} x {height} pixels; the aspect ratio is limited to {_MAX_ASPECT_RATIO}")
     tall, wide = round(height / unit) * unit, round(width / unit) * unit
     if counted * tall * wide > most:
         beta = math.sqrt(frames * height * width / most)
@@ -184,8 +184,8 @@ def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, lea
 def load_video_processor(
     folder: Path, record: FamilyRecord, image_processor: Any, settings: Mapping[str, Any], tile_tokens: int = 0
 ) -> VideoProcessor:
-    """How the model of a folder takes videos: by `settings` (of :data:`VIDEO_SETTINGS`, None: not set), else by its
-    video_preprocessor_config.json, else by the family's record, which must have `video`.
+    """Create the video processor of a model folder from `settings` (the keys :data:`VIDEO_SETTINGS`, None if not set),
+    else its video_preprocessor_config.json, else the family's record, which must have `video`.
 
     Raises ModelError for invalid values, and for limits of pixels if frames have a fixed size.
     """
@@ -202,11 +202,15 @@ def load_video_processor(
     if record.video.budget == "tile":
         limits = [n for n in ("min_pixels", "max_pixels", "cap_pixels_per_frame") if settings.get(n) is not None]
         if limits:
-            raise ModelError(f"data.video.{limits[0]}: {folder} makes every frame one tile of a fixed size. Remove it.")
+            raise ModelError(
+                f"data.video.{limits[0]}: {folder} uses one tile of fixed size for every frame. Remove it."
+            )
         side = image_processor.size
         tile = (int(side["height"]), int(side["width"]))
         if "height" in size and (size["height"], size["width"]) != tile:
-            raise ModelError(f"{file} makes frames of {dict(size)}, and the tower takes tiles of {tile}. Correct it.")
+            raise ModelError(
+                f"{file} has frames of size {dict(size)}, but the tower takes tiles of {tile}. Correct it."
+            )
         stated = {name: value for name, value in stated.items() if value is not None and "pixels" not in name}
         layout = {"tile": tile, "tile_tokens": tile_tokens}
     else:
@@ -214,13 +218,13 @@ def load_video_processor(
         stated |= {name: value for name, value in edges.items() if value is not None}
         images = image_processor
         layout = {"patch": images.patch_size, "merge": images.merge_size, "depth": images.temporal_patch_size}
-    set_here = {name: value for name, value in settings.items() if value is not None}
-    values: dict[str, Any] = {**record.video.settings, **stated, **set_here}
+    user_settings = {name: value for name, value in settings.items() if value is not None}
+    values: dict[str, Any] = {**record.video.settings, **stated, **user_settings}
     for name in ("mean", "std"):
         value = values[name]
         if not isinstance(value, list | tuple) or not all(type(n) in (int, float) and math.isfinite(n) for n in value):
             shown = safe_read.printable(repr(value))[:80]
-            raise ModelError(f"{file if entries else folder} gives image_{name} {shown}: it is three numbers.")
+            raise ModelError(f"{file if entries else folder} has image_{name} {shown}; it must be three numbers.")
         values[name] = tuple(value)
     videos = VideoProcessor(record.model_type, **values, **layout)
     _check(videos, file if entries else folder)
@@ -232,20 +236,25 @@ def _check(videos: VideoProcessor, file: Path) -> None:
         value = getattr(videos, name)
         whole = type(value) is int or (name == "fps" and type(value) is float and math.isfinite(value))
         if value is not None and not (whole and 0 < value <= 1 << 40):
-            raise ModelError(f"{file} gives {name} {safe_read.printable(repr(value))[:80]}: it is a number above 0.")
+            raise ModelError(
+                f"{file} gives {name} {safe_read.printable(repr(value))[:80]}; it must be a number above 0."
+            )
     for name in ("frames", "pixels"):
         low, high = getattr(videos, f"min_{name}"), getattr(videos, f"max_{name}")
         if low is not None and high is not None and low > high:
-            raise ModelError(f"data.video.min_{name} is {low}, above max_{name}, {high}. Swap them or remove one.")
+            raise ModelError(f"data.video.min_{name} is {low}, larger than max_{name} {high}. Swap them or remove one.")
     if len(videos.mean) != 3 or len(videos.std) != 3 or 0 in videos.std:
-        raise ModelError(f"{file} gives image_mean {videos.mean} and image_std {videos.std}: they are three numbers.")
+        raise ModelError(
+            f"{file} gives image_mean {videos.mean} and image_std {videos.std}; each must be three numbers, and no std "
+            "may be 0."
+        )
     if videos.max_frames < videos.depth:
-        raise ModelError(f"data.video.max_frames is {videos.max_frames}, and the model takes {videos.depth} at least.")
+        raise ModelError(f"data.video.max_frames is {videos.max_frames}, but the model needs at least {videos.depth}.")
     cell = (videos.patch * videos.merge) ** 2
     if videos.max_pixels is not None and videos.max_pixels < cell:
-        raise ModelError(f"data.video.max_pixels {videos.max_pixels} is less than one token. Give at least {cell}.")
+        raise ModelError(f"data.video.max_pixels {videos.max_pixels} is smaller than one token. Use at least {cell}.")
 
 
 def describe_videos(videos: VideoProcessor) -> dict[str, Any]:
-    """All values that affect the encoding of a video, for a run's record and for the keys of caches."""
+    """Return all values that affect the encoding of a video, for a run's record and for cache keys."""
     return asdict(replace(videos))

@@ -1,8 +1,8 @@
-"""How LLaVA-OneVision (2024) cuts an image, computed from the configuration and the image's size.
+"""Tiles and tokens of an image in LLaVA-OneVision (2024), computed from the configuration and the image size.
 
-The only image of a row becomes one tile of the whole image and the tiles of a grid, the best of `image_grid_pinpoints`.
+The only image of a row becomes one tile of the full image and the tiles of a grid, the best of `image_grid_pinpoints`.
 Padding is removed from the grid's features. They are downsampled if there are more than `vision_aspect_ratio` allows
-(anyres_max_9: as many as nine tiles have), and get a line break after each line. Several images in a row are not cut:
+(anyres_max_9: the features of nine tiles), and get a line break after each row. Several images in a row are not cut:
 each is one tile and one line break.
 """
 
@@ -16,13 +16,13 @@ from transformers.image_processing_utils import select_best_resolution
 
 
 def only_images(counts: Iterable[int]) -> list[bool]:
-    """Whether each image is the only one of its row; `counts`: images of each row, in order."""
+    """Return whether each image is the only one of its row; `counts`: number of images per row."""
     return [count == 1 for count in map(int, counts) for _ in range(count)]
 
 
 def count_tiles(config: PreTrainedConfig, size: Sequence[int], only_image: bool) -> int:
-    """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it is
-    the only image of its row."""
+    """Return the number of tiles of an image of (height, width), including the tile of the full image. `only_image`:
+    whether it is the only image of its row."""
     if not only_image:
         return 1
     rows, columns = _grid(config, size)
@@ -30,14 +30,15 @@ def count_tiles(config: PreTrainedConfig, size: Sequence[int], only_image: bool)
 
 
 def count_tokens(config: PreTrainedConfig, size: Sequence[int], only_image: bool) -> int:
-    """Placeholders of the same image, which its features replace, as transformers' model unpads and shrinks them."""
+    """Return the number of placeholders of an image, computed like transformers' unpadding and downsampling of its
+    features."""
     side = config.vision_config.image_size // config.vision_config.patch_size
     if not only_image:
         return side * side + 1
     rows, columns = _grid(config, size)
     (height, width), tall, wide = map(int, size), rows * side, columns * side
     if width / height > wide / tall:
-        tall -= (tall - int(round(height * (wide / width), 7))) // 2 * 2  # as much above as below
+        tall -= (tall - int(round(height * (wide / width), 7))) // 2 * 2  # equal parts above and below
     else:
         wide -= (wide - int(round(width * (tall / height), 7))) // 2 * 2
     most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
@@ -48,7 +49,8 @@ def count_tokens(config: PreTrainedConfig, size: Sequence[int], only_image: bool
 
 
 def closest_grid(config: PreTrainedConfig, wanted: int) -> tuple[int, int]:
-    """The (height, width) of the grid whose number of tiles is closest to `wanted`; of several, the most square one."""
+    """Return the (height, width) of the grid whose number of tiles is closest to `wanted`; among several, the most
+    square one."""
 
     def distance(size: Sequence[int]) -> tuple[int, float]:
         return abs(count_tiles(config, size, True) - wanted), abs(math.log(size[0] / size[1]))
@@ -58,7 +60,7 @@ def closest_grid(config: PreTrainedConfig, wanted: int) -> tuple[int, int]:
 
 
 def _grid(config: PreTrainedConfig, size: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of an image's tiles."""
+    """Return (rows, columns) of an image's tiles."""
     tall, wide = select_best_resolution(tuple(map(int, size)), config.image_grid_pinpoints)
     side = config.vision_config.image_size
     return tall // side, wide // side

@@ -43,13 +43,13 @@ class Family:
     """The description of one model.
 
     name             the family, e.g. "qwen3_vl"; for a text-only decoder its `model_type`
-    components       component -> globs over `named_modules` names; a component the model lacks is absent
+    components       component -> globs over `named_modules` names; missing components have no entry
     layer_globs      the repeating blocks: the units of FSDP2 sharding and of activation checkpointing
     has_vision       whether the model takes images
     language_model   module name of the decoder whose forward takes `inputs_embeds`
     tower            module name of the vision tower ("" without vision)
-    image_token_id   the placeholder id whose embedding an image feature replaces (None without vision)
-    audio_tower, audio_token_id   the same for audio; `has_audio`: whether the model takes audio
+    image_token_id   the placeholder id whose embedding an image feature replaces, or None for a model without vision
+    audio_tower, audio_token_id   tower and placeholder of audio; `has_audio`: whether the model takes audio
     """
 
     name: str
@@ -67,14 +67,15 @@ class Family:
         return bool(self.audio_tower)
 
     def component_of(self, module_name: str) -> str | None:
-        """The component of the module of this name, or None for a container of several components."""
+        """Return the component of the module of this name, or None for a container of several components."""
         for component, globs in self.components.items():
             if any(matches(glob, module_name) for glob in globs):
                 return component
         return None
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The repeating blocks, (name, module), in `named_modules` order; a block without parameters never runs."""
+        """Return the repeating blocks, (name, module), in `named_modules` order; blocks without parameters never run
+        and are skipped."""
         globs = self.layer_globs
         named = [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
         return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
@@ -96,9 +97,9 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
         )
     media = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
     takes_images, takes_audio = is_vision_config(config), is_audio_config(config)
-    # A model with a tower that transformers does not list as writing text, such as CLIP, is not a text-only decoder.
+    # A model with a tower that transformers does not list as generating text, such as CLIP, is not a text-only decoder.
     if media and not takes_images and not takes_audio:
-        raise Undescribed(model_or_config, f"it takes {' and '.join(media)}, and is no model that writes text to it")
+        raise Undescribed(model_or_config, f"it takes {' and '.join(media)}, but does not generate text")
     if takes_images or takes_audio:
         parts = find_tower_parts(model_or_config, takes_images, takes_audio)
     else:
@@ -120,10 +121,10 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
 
 def _check_complete(model: PreTrainedModel, family: Family) -> None:
     """Raise Undescribed unless every parameter has a component."""
-    homes = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
-    stray = [name for name, home in homes if home != VALUE_HEAD and family.component_of(home) is None]
-    if stray:
-        raise Undescribed(model, f"{len(stray)} parameters belong to no component, first {stray[0]!r}")
+    owners = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
+    unassigned = [name for name, owner in owners if owner != VALUE_HEAD and family.component_of(owner) is None]
+    if unassigned:
+        raise Undescribed(model, f"{len(unassigned)} parameters are in no component, first {unassigned[0]!r}")
 
 
 _HIGH_PRECISION: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (
@@ -134,10 +135,9 @@ _HIGH_PRECISION: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str,
 
 
 def high_precision_modules(model: nn.Module) -> dict[str, str]:
-    """The kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that the
-    model has.
+    """Return kind -> reason for the kinds of modules, other than linear layers, that a model keeps in high precision.
 
-    Printed with the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
+    Printed with the plan, which lists only linear layers. Source: NUMERICS, "Stays in high precision".
     """
     reasons: dict[str, str] = {}
     for module in model.modules():

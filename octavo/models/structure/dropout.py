@@ -1,11 +1,11 @@
-"""Switching off dropout of every form that a model may have, in place.
+"""Disables all forms of dropout of a model, in place.
 
 Log-probabilities of two models, or of one model at two times, can be compared only if neither draws random numbers.
-`model.eval()` would also switch off what training needs (amax histories, recomputation), so the probabilities
-themselves are set to 0. They are stored in three places:
+`model.eval()` would also disable what training needs (amax histories, recomputation), so the probabilities are set to 0
+instead. They are stored in three places:
 
-    nn.Dropout and its kind   `p` of each module: embeddings, residuals, PEFT's `lora_dropout`
-    modules' own numbers      `attention_dropout`, which stock attention hands to a function; `drop_prob` of stochastic
+    nn.Dropout variants       `p` of each module: embeddings, residuals, PEFT's `lora_dropout`
+    module attributes         `attention_dropout`, which stock attention passes to a function; `drop_prob` of stochastic
                               depth; `jitter_noise` of routers
     configurations            `layerdrop`, which some models read in each forward
 """
@@ -32,19 +32,19 @@ _RANDOM_ROUTERS = ("PhimoeTopKRouter",)
 def disable_dropout(model: nn.Module) -> tuple[str, ...]:
     """Set every dropout probability of a model and its adapters to 0.
 
-    Returns the probabilities that were not 0 in this and in earlier calls for the same model, for example
-    ``attention_dropout 0.5 (28 modules)``. The configuration objects of the model are changed; the config.json that is
-    copied from its folder keeps its values.
+    Returns the probabilities that this and earlier calls changed in the model, for example ``attention_dropout 0.5 (28
+    modules)``. The configuration objects of the model are changed; the config.json that is copied from its folder keeps
+    its values.
 
-    Raises ModelError for routers that draw experts at random in training, which no setting stops.
+    Raises ModelError for routers that sample experts in training, which no setting disables.
     """
     counts: Counter[tuple[str, float]] = Counter(getattr(model, _RECORD, {}))
     configs: dict[int, PreTrainedConfig] = {}
     for path, module in model.named_modules():
         if type(module).__name__ in _RANDOM_ROUTERS:
             raise ModelError(
-                f"{path} ({type(module).__name__}) draws the expert of each token at random in training, and no "
-                "setting stops it: log-probabilities of two such models cannot be compared. Use train.phase: sft"
+                f"{path} ({type(module).__name__}) samples the expert of each token in training, which no "
+                "setting disables: log-probabilities of two such models cannot be compared. Use train.phase: sft"
             )
         if isinstance(module, _DropoutNd) and module.p > 0:
             counts[_dropout_name(path), float(module.p)] += 1
@@ -65,13 +65,14 @@ _RECORD = "_octavo_dropout_off"
 
 
 def disabled_dropout(model: nn.Module) -> tuple[str, ...]:
-    """The probabilities that :func:`disable_dropout` set to 0 in this model, as text; empty if there were none."""
+    """Return the probabilities that :func:`disable_dropout` set to 0 in this model, as text; empty if there were
+    none."""
     counts: dict[tuple[str, float], int] = getattr(model, _RECORD, {})
     return tuple(f"{name} {p:g} ({n} module{'s' * (n > 1)})" for (name, p), n in counts.items())
 
 
 def _probabilities(attributes: Mapping[str, object]) -> list[tuple[str, float]]:
-    """The attributes with a name of dropout whose value is a probability above 0."""
+    """Return the attributes with a dropout name whose value is a probability above 0."""
     return [
         (name, value)
         for name, value in attributes.items()
@@ -80,7 +81,7 @@ def _probabilities(attributes: Mapping[str, object]) -> list[tuple[str, float]]:
 
 
 def _dropout_name(path: str) -> str:
-    """The part of a module's path that names the dropout: `lora_dropout` of `q_proj.lora_dropout.default`."""
+    """Return the part of a module's path that names the dropout: `lora_dropout` of `q_proj.lora_dropout.default`."""
     parts = path.split(".")
     return next((part for part in reversed(parts) if _DROPOUT_NAME.search(part)), parts[-1] or "dropout")
 

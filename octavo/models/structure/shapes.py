@@ -1,4 +1,4 @@
-"""Published models by their dimensions: for planning without weights or network; with random weights for benchmarks.
+"""Shapes of published models, for planning without weights or network, and for benchmarks with random weights.
 
 Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen3-*, Qwen/Qwen2.5-VL-7B-Instruct,
 OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B), LLM-Foundry's `mpt-1b.yaml`, and for
@@ -69,7 +69,7 @@ def _qwen3_vl_moe(expert: int, sizes: Sizes) -> PreTrainedConfig:
 
 
 def _decoder(vocab: int, sizes: Sizes, positions: int, **fields: object) -> dict[str, Any]:
-    """The fields of a decoder's configuration; `fields` are added and take precedence."""
+    """Return the fields of a decoder's configuration; `fields` are added and take precedence."""
     hidden, intermediate, layers, heads, kv_heads = sizes
     return {
         "vocab_size": vocab,
@@ -163,7 +163,7 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 
 
 def shape_model(name: str) -> tuple[PreTrainedModel, Family]:
-    """A published model on the meta device (BF16 shapes, no memory), and its description.
+    """Return a published model on the meta device (BF16 shapes, no memory), and its description.
 
     Raises ModelError for an unknown name, listing the known ones.
     """
@@ -172,11 +172,11 @@ def shape_model(name: str) -> tuple[PreTrainedModel, Family]:
 
 
 def shape_config(name: str) -> PreTrainedConfig:
-    """The configuration of a published model. Raises ModelError for an unknown name, listing the known ones."""
+    """Return the configuration of a published model. Raises ModelError for an unknown name, listing the known ones."""
     if name not in SHAPES:
         close = nearest(name, SHAPES, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ModelError(f"there is no published shape {name!r}{hint}; known: {', '.join(SHAPES)}.")
+        raise ModelError(f"unknown shape {name!r}{hint}; known shapes: {', '.join(SHAPES)}.")
     return SHAPES[name]()
 
 
@@ -187,11 +187,11 @@ def random_model(
     layers: int | None = None,
     vision_layers: int | None = None,
 ) -> PreTrainedModel:
-    """A model of a published shape (or a configuration) with random weights, in training mode.
+    """Return a model of a published shape (or a configuration) with random weights, in training mode.
 
     Args:
-        layers: keep only the first `layers` decoder blocks; None: all.
-        vision_layers: the same for the vision tower.
+        layers: keep only the first `layers` decoder blocks, or all if None. vision_layers: like `layers`, for the
+        vision tower.
 
     Raises ModelError for an unknown shape.
     """
@@ -203,8 +203,8 @@ def random_model(
 
 
 def shorten_config(config: PreTrainedConfig, layers: int | None, vision_layers: int | None = None) -> PreTrainedConfig:
-    """The configuration, changed in place to the first `layers` blocks of the decoder and the first `vision_layers`
-    blocks of the vision tower (None: all)."""
+    """Change the configuration in place to the first `layers` blocks of the decoder and the first `vision_layers`
+    blocks of the vision tower; None keeps all."""
     if layers is not None:
         _shorten(config.get_text_config(), layers)
     vision = getattr(config, "vision_config", None)

@@ -32,7 +32,7 @@ from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, open_plain, parts_of, read_json, wrap_errors
 from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
 
-#: the end of the names of architectures that score conversations
+#: suffix of architectures that score conversations
 SCORING_SUFFIX = "ForSequenceClassification"
 
 
@@ -40,21 +40,21 @@ class ModelClass(Protocol):
     """A class that builds models: one of transformers' Auto classes, or :func:`_scoring_class`."""
 
     def from_config(self, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-        """A model with random weights."""
+        """Return a model with random weights."""
 
     def from_pretrained(self, pretrained_model_name_or_path: Path, **options: Any) -> Any:
-        """A model with the weights of a folder; with `output_loading_info` also a dict of missing keys and others."""
+        """Return a model with the weights of a folder; with `output_loading_info` also a dict of missing keys and
+        others."""
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a local model folder.
+    """Read the configuration of a local model folder.
 
     For a folder in FP8 this is the configuration of the stock model; `read_quantization` returns how it is stored.
 
-    Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
-    from the folder (`auto_map`; Octavo runs none, and the families that it implements itself need none), when its
-    `model_type` is unknown to the installed transformers, or when its weights are quantized in a way that Octavo does
-    not read.
+    Raises ModelError if the folder or `config.json` is missing, if the JSON is invalid, if the model needs code from
+    the folder (`auto_map`; Octavo runs none, and the families that it implements need none), if its `model_type` is
+    unknown to the installed transformers, or if its weights have a quantization that Octavo does not read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -62,12 +62,13 @@ def read_config(path: str | Path) -> PreTrainedConfig:
             f"{folder} is not a folder: a model is loaded from a local Hugging Face folder (config.json, safetensors, "
             "tokenizer). Download it first, or make a small one with `octavo tiny`."
         )
-    read_quantization(folder)  # refuses what cannot be read
+    read_quantization(folder)  # raises for a quantization that cannot be read
     return stock_config(folder)
 
 
 def stock_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of the stock model of a folder, whatever the format of its weights. Raises ModelError."""
+    """Return the configuration of the stock model of a folder, independent of the format of its weights. Raises
+    ModelError."""
     if parts_of(folder):
         with wrap_errors(f"{folder}/config.json cannot be used"):
             return read_three_folders(folder)
@@ -76,7 +77,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
         check_parts(folder, raw["model_type"])
     if "auto_map" in raw and not may_name_code(raw.get("model_type")):
         raise ModelError(
-            f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
+            f"{folder}/config.json requires Python code from the folder (auto_map), which Octavo does not run. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
     check_sizes(folder / "config.json")
@@ -88,7 +89,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             with open_plain(folder) as plain:
                 config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(folder)
-    if hasattr(config, "auto_map"):  # or transformers would look for the code too
+    if hasattr(config, "auto_map"):  # otherwise transformers would look for the code
         del config.auto_map
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in QUANTIZED_KEYS:  # these describe the weights on disk, not the model
@@ -98,7 +99,8 @@ def stock_config(folder: Path) -> PreTrainedConfig:
 
 
 def _check_dtypes(file: Path) -> None:
-    """Refuse dtypes of a configuration that are not floating point: transformers would load weights in any dtype."""
+    """Raise ModelError for dtypes of a configuration that are not floating point: transformers would load weights in
+    any dtype."""
     raw = read_json(file)
     for part in (raw, *(one for key, one in raw.items() if isinstance(one, dict) and key not in QUANTIZED_KEYS)):
         for key in ("dtype", "torch_dtype"):
@@ -107,42 +109,42 @@ def _check_dtypes(file: Path) -> None:
             if named in (None, "auto") or isinstance(named, dict):  # a dict has one dtype for each part
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise ModelError(f"{file} gives {key}={named!r:.80}, and weights are bfloat16, float16 or float32.")
+                raise ModelError(f"{file} has {key}={named!r:.80}; weights must be bfloat16, float16 or float32.")
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration, of several parts, that takes images and writes text."""
+    """Return whether transformers has a composite model for this configuration that takes images and generates text."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and bool(config.sub_configs)
 
 
 def is_audio_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration, of several parts, that takes audio and writes text."""
+    """Return whether transformers has a composite model for this configuration that takes audio and generates text."""
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return known and getattr(config, "audio_config", None) is not None
 
 
 def why_too_long(config: PreTrainedConfig, length: int) -> str | None:
-    """Why a model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does, and
-    for all models except MPT, whose positions are computed or checked elsewhere."""
+    """Return why a model does not take rows of `length` tokens, as the end of a sentence with the fix, or None if it
+    does. Only MPT is checked here; positions of other models are computed or checked elsewhere."""
     return mpt.why_too_long(config, length) if isinstance(config, mpt.MPTConfig) else None
 
 
 def image_text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The model class that transformers has for a configuration of images and text; KeyError if there is none."""
+    """Return transformers' model class for a configuration of images and text. Raises KeyError if there is none."""
     return cast(type[PreTrainedModel], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class])
 
 
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> ModelClass:
-    """The class that builds the generating model of a configuration, or with `scores` the one that scores
+    """Return the class that builds the generating model of a configuration, or with `scores` the one that scores
     conversations. Raises ModelError."""
     if scores:
         if is_vision_config(config):
-            return _scoring_class(cast(Hashable, type(config)))  # mypy takes no class for hashable
+            return _scoring_class(cast(Hashable, type(config)))  # mypy does not consider classes hashable
         if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return AutoModelForSequenceClassification
         raise ModelError(
-            f"model_type {config.model_type!r} is neither a model of images and text nor a text model that "
-            "transformers knows to give scores."
+            f"model_type {config.model_type!r} is neither a model of images and text nor a text model for which "
+            "transformers has a scoring class."
         )
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
@@ -151,16 +153,16 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> ModelClass:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise ModelError(
-        f"model_type {config.model_type!r} is neither a model of images or sound and text nor a text-only decoder "
+        f"model_type {config.model_type!r} is neither a model of images or audio and text nor a text-only decoder "
         "that transformers knows."
     )
 
 
 @cache
 def _scoring_class(config_class: type[PreTrainedConfig]) -> ModelClass:
-    """Sequence classification by a vision-language family, for which transformers has no class: transformers' head for
-    text models (`score` without a bias over the last hidden state of the last token that is not padding) on the whole
-    family except its output projection. Weights have the names that vLLM and SGLang give such a model."""
+    """Create a sequence classification model of a vision-language family, for which transformers has no class:
+    transformers' head for text models (`score` without a bias, applied to the last hidden state of the last token that
+    is not padding) replaces the output projection. Weights have the names that vLLM and SGLang use."""
     writes = image_text_class(config_class)
     family = next(base for base in writes.__mro__ if base.__name__.endswith("PreTrainedModel"))
 
@@ -178,7 +180,7 @@ def _scoring_class(config_class: type[PreTrainedConfig]) -> ModelClass:
 def skeleton(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None, scores: bool = False
 ) -> PreTrainedModel:
-    """The model on the meta device, as from_pretrained builds it before it reads weights. Raises ModelError."""
+    """Build the model on the meta device, as from_pretrained does before it reads weights. Raises ModelError."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where = f" of {config.name_or_path}" if config.name_or_path else ""
     with wrap_errors(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
@@ -186,7 +188,7 @@ def skeleton(
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a folder or configuration on the meta device: shapes without memory. Reads no weights."""
+    """Build the model of a folder or configuration on the meta device, without memory. Reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
     model = skeleton(config, dtype)
     with wrap_errors(f"the weights of {config.model_type!r} cannot be tied"):

@@ -1,4 +1,4 @@
-"""Where the parts of a Hugging Face model are, found in the model itself.
+"""Finds the parts of a Hugging Face model by its structure.
 
     decoder    ``get_decoder()``: takes embeddings of tokens, including image tokens
     head       ``get_output_embeddings()`` of the model, else of its decoder; ``score`` of a model that returns scores
@@ -10,8 +10,8 @@
                with a frozen tower
     blocks     the outermost lists of modules in tower and decoder
 
-A model that breaks one of these rules is refused with that rule (:class:`Undescribed`). A text-only decoder is one list
-of blocks between token embeddings and an output projection.
+A model that violates one of these rules is rejected with that rule (:class:`Undescribed`). A text-only decoder is one
+list of blocks between token embeddings and an output projection.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PROJECTORS: Mapping[str, str] = {
     "head_linear": "Ovis maps to visual words, which a table turns into embeddings",
     "head_norm": "the norm of head_linear",
 }
-"""Names of the children of vision towers that lead into the language model, each with the reason for a rule by name:
-released models of one family differ in widths, and their components must not. SigLIP's ``head`` and MiniCPM's
-``vit_merger`` are no projectors.
+"""Names of children of vision towers that map into the language model, each with the reason for a rule by name:
+released models of a family differ in widths, but must have the same components. SigLIP's ``head`` and MiniCPM's
+``vit_merger`` are not projectors.
 """
 
 AUDIO_PROJECTORS: Mapping[str, str] = {
@@ -52,7 +52,7 @@ AUDIO_PROJECTORS: Mapping[str, str] = {
     "proj2": "the second of them",
     "post_proj_norm": "the norm after Muse's projection",
 }
-"""The same for audio towers."""
+"""Names of children of audio towers that map into the language model."""
 
 _UNSUPPORTED = {
     "tower": "a second tower",
@@ -64,7 +64,7 @@ _AUDIO = ("audio", "speech")
 
 
 class Undescribed(ModelError):
-    """A model whose parts the rules do not find; ``why`` is the broken rule, as the end of a sentence."""
+    """Raised for a model whose parts the rules do not find; ``why`` is the violated rule, as the end of a sentence."""
 
     def __init__(self, model: nn.Module, why: str) -> None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -85,7 +85,7 @@ class Parts:
 
 
 def find_text_parts(model: PreTrainedModel) -> Parts:
-    """The parts of a text-only decoder. Raises Undescribed."""
+    """Find the parts of a text-only decoder. Raises Undescribed."""
     _refuse_encoder_decoder(model)
     head, base = _find_head(model, model), model.base_model_prefix
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -93,14 +93,14 @@ def find_text_parts(model: PreTrainedModel) -> Parts:
     if head is None or embeddings is None or not base or not hasattr(model, base) or len(lists) != 1:
         raise Undescribed(
             model,
-            f"found output projection {head is not None}, token embeddings {embeddings is not None}, lists of blocks "
-            f"{lists}, and a text-only decoder is one list between token embeddings and an output projection",
+            f"a text-only decoder has one list of blocks between token embeddings and an output projection; found "
+            f"output projection {head is not None}, token embeddings {embeddings is not None}, lists {lists}",
         )
     return Parts({"foundation": (f"{base}.**",), "lm_head": (_module_names(model)[id(head)],)}, tuple(lists), base)
 
 
 def find_tower_parts(model: PreTrainedModel, takes_images: bool, takes_audio: bool) -> Parts:
-    """The parts of a model of text and images, or audio, or both. Raises Undescribed."""
+    """Find the parts of a model of text and images, or audio, or both. Raises Undescribed."""
     _refuse_encoder_decoder(model)
     names = _module_names(model)
     decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
@@ -111,7 +111,7 @@ def find_tower_parts(model: PreTrainedModel, takes_images: bool, takes_audio: bo
     if decoder in ("", base) or any(_is_inside(t, decoder) or _is_inside(decoder, t) for t in towers.values()):
         tower_names = " and ".join(towers.values())
         raise Undescribed(
-            model, f"its decoder is no separate module next to the tower {tower_names}: found {decoder or base}"
+            model, f"its decoder is not a separate module next to the tower {tower_names}: found {decoder or base}"
         )
     head_module = _find_head(model, model.get_submodule(decoder))
     if head_module is None:
@@ -132,8 +132,8 @@ def find_tower_parts(model: PreTrainedModel, takes_images: bool, takes_audio: bo
         components["audio_encoder"] = audio
     components |= {"foundation": cover_globs(model, decoder, {head}), "lm_head": (head,)}
     lists[decoder] = block_lists(model, decoder)
-    if lacking := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:
-        raise Undescribed(model, f"no list of blocks in {lacking[0]}")
+    if without_blocks := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:
+        raise Undescribed(model, f"no list of blocks in {without_blocks[0]}")
     return Parts(
         {name: globs for name, globs in components.items() if globs},
         tuple(name for blocks in lists.values() for name in blocks),
@@ -149,31 +149,32 @@ def _find_tower(model: PreTrainedModel, names: Mapping[int, str], modality: str,
 
 
 def _image_experts(model: nn.Module, decoder: str) -> tuple[str, ...]:
-    """Globs of the experts for images in the decoder's blocks (Ernie's). Like the projector they receive tokens only
-    where there are images, so they are planned, checked and frozen with it."""
+    """Return the globs of the experts for images in the decoder's blocks (Ernie). Like the projector they receive
+    tokens only if there are images, so they are planned, checked and frozen with it."""
     names = (name for name, _ in model.named_modules() if _is_inside(name, decoder) and name.endswith(".vision_moe"))
     return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in names))
 
 
-def cover_globs(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
-    """Globs of all modules in ``root`` except those in ``apart`` and their children; a single glob if ``root`` contains
-    none of ``apart``."""
-    if root in apart:
+def cover_globs(model: nn.Module, root: str, excluded: Collection[str]) -> tuple[str, ...]:
+    """Return the globs of all modules in ``root`` except those in ``excluded`` and their children; a single glob if
+    ``root`` contains none of ``excluded``."""
+    if root in excluded:
         return ()
-    if root and not any(_is_inside(name, root) for name in apart):
+    if root and not any(_is_inside(name, root) for name in excluded):
         return (f"{root}.**",)
     module = model.get_submodule(root)
     # A module with direct parameters, outside its children, needs a glob that matches only the module itself.
     itself = (root,) if root and next(module.parameters(recurse=False), None) is not None else ()
     children = (f"{root}.{name}" if root else name for name, _ in module.named_children())
-    return (*itself, *(glob for child in children for glob in cover_globs(model, child, apart)))
+    return (*itself, *(glob for child in children for glob in cover_globs(model, child, excluded)))
 
 
-def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[str]:
-    """Names of the outermost lists in ``root``, outside ``apart``, whose entries all have child modules."""
+def block_lists(model: nn.Module, root: str, excluded: Iterable[str] = ()) -> list[str]:
+    """Return the names of the outermost lists in ``root``, outside ``excluded``, whose entries all have child
+    modules."""
     names: list[str] = []
     for name, module in model.named_modules():
-        if not _is_inside(name, root) or any(_is_inside(name, other) for other in (*names, *apart)):
+        if not _is_inside(name, root) or any(_is_inside(name, other) for other in (*names, *excluded)):
             continue
         if isinstance(module, nn.ModuleList) and len(module) and all(any(entry.children()) for entry in module):
             names.append(name)
@@ -181,19 +182,19 @@ def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The token whose embedding an image feature replaces; None if the configuration has no such field."""
+    """Return the token whose embedding an image feature replaces; None if the configuration has no such field."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
 
 
 def audio_token(config: PreTrainedConfig) -> int | None:
-    """The token whose embedding an audio feature replaces; None if the configuration has no such field."""
+    """Return the token whose embedding an audio feature replaces; None if the configuration has no such field."""
     token = getattr(config, "audio_token_id", None)
     return getattr(config, "audio_token_index", None) if token is None else token
 
 
 def _projector_children(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
-    """The children of a tower that lead into the decoder, in the tower's order: those with a name in `known`, and
+    """Return the children of a tower that map into the decoder, in the tower's order: those with a name in `known`, and
     those with the decoder's width."""
     module, text = model.get_submodule(tower), cast(PreTrainedModel, model.get_submodule(decoder))
     widths = [_output_width(model.get_submodule(name)) for name in block_lists(model, tower)]
@@ -202,14 +203,14 @@ def _projector_children(model: nn.Module, tower: str, decoder: str, known: Colle
     return [
         f"{tower}.{name}"
         for name, child in module.named_children()
-        # Where blocks of the tower have the decoder's width, the width does not identify a projector.
+        # If blocks of the tower have the decoder's width, the width does not identify a projector.
         if name in known
         or (id(child) not in lists and decoder_width not in widths and _output_width(child) == decoder_width)
     ]
 
 
 def _output_width(module: nn.Module) -> int | None:
-    """The output width of the last linear layer in a module; None without one."""
+    """Return the output width of the last linear layer in a module, or None if it has none."""
     linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
     return linears[-1].out_features if linears else None
 
@@ -219,7 +220,7 @@ def _is_audio(glob: str) -> bool:
 
 
 def _refuse_other_modules(model: nn.Module, rest: Iterable[str]) -> None:
-    """Refuse modules outside towers and decoder that are no projector."""
+    """Raise Undescribed for modules outside towers and decoder that are not a projector."""
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]
@@ -229,7 +230,7 @@ def _refuse_other_modules(model: nn.Module, rest: Iterable[str]) -> None:
 
 def _refuse_encoder_decoder(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
-        raise Undescribed(model, "it is an encoder and a decoder, and Octavo trains decoders")
+        raise Undescribed(model, "it is an encoder-decoder model, and Octavo trains only decoders")
 
 
 def _find_head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
@@ -238,7 +239,7 @@ def _find_head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
         head: nn.Module | None = None if get_head is None else get_head()
         if head is not None:
             return head
-    return getattr(model, "score", None)  # of a classifier, such as a reward model
+    return getattr(model, "score", None)  # the head of a classifier, such as a reward model
 
 
 def _module_names(model: nn.Module) -> dict[int, str]:
@@ -246,5 +247,5 @@ def _module_names(model: nn.Module) -> dict[int, str]:
 
 
 def _is_inside(name: str, root: str) -> bool:
-    """Whether a module is `root` or is inside it."""
+    """Return whether a module is `root` or is inside it."""
     return not root or name == root or name.startswith(f"{root}.")

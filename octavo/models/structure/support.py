@@ -1,7 +1,7 @@
-"""Why a family is only described and planned, and does not train here.
+"""Determines why a family is only described and planned, and cannot be trained.
 
-:mod:`octavo.base.model_families` lists the families that train. The reason why another one does not comes from the
-arguments of its forward or, where these do not show it, from its record.
+:mod:`octavo.base.model_families` lists the families that train. The reason why another family does not train comes from
+the arguments of its forward or, if these do not show it, from its record.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _KNOWN_INPUTS = {
     *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "downsample_mode"),
     *("second_per_grid_ts", "router_labels", "self", "kwargs"),
 }
-"""Arguments that batches of some trained family have, and arguments of a forward that are no inputs."""
+"""Arguments in batches of at least one trained family, and arguments of a forward that are not inputs."""
 _SOUND = ("audio", "input_features", "feature_attention", "input_values", "chunk_sample")
 
 
 def why_not_trained(config: PreTrainedConfig) -> str | None:
-    """Why a model of this configuration is planned and not trained here, as the end of a sentence; None if it trains,
-    as every text-only decoder does."""
+    """Return why a model of this configuration can be planned but not trained, as the end of a sentence, or None if it
+    can be trained. All text-only decoders can be trained."""
     record = RECORDS.get(config.model_type)
     if record is not None:
         return record.why_not or None

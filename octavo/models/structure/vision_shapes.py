@@ -1,4 +1,4 @@
-"""How images of a family enter its vision tower: in patches, whole, or in tiles; computed from the configuration.
+"""Shapes of image inputs of a family, computed from the configuration: patches, whole images, or tiles.
 
 patches   rows of patches of whole images, and `image_grid_thw` (Qwen, GLM-4V, Ernie)
 whole     whole images, padded to the largest, and `image_sizes` (Pixtral)
@@ -22,19 +22,19 @@ from octavo.models.structure import anyres
 
 @dataclass(frozen=True)
 class Vision:
-    """How the images of one family enter its tower.
+    """The shapes of a family's image inputs.
 
     kind     "patches", "whole" or "tiles"
     patch    (height, width) of a patch in pixels
     channels channels of a pixel times frames of a patch
-    merge    patches that become one feature, in each direction (patches, whole)
+    merge    patches per feature, in each direction (patches, whole)
     tile     (height, width) of a tile; `least`: of the smallest tile that the tower takes
-    prefix   patches that the tower prepends to a tile's
+    prefix   patches that the tower prepends to those of a tile
     length   features of a tile; `ends`: placeholders for line breaks after them in the text, or their maximum
-    scales   tiles of each of several scales as a square: the tower receives an image at all scales, and an image of
-             fewer tiles than the last scale has at one scale (NVILA)
-    most     maximum of tiles of an image, if the configuration limits it
-    axes     dimensions of `pixel_values`; five: SmolVLM's [tiles, 1, ...], or [images, tiles, ...] of LLaVA-OneVision,
+    scales   tiles of each of several scales as a square: the tower receives an image at all scales, or at one scale if
+    it has fewer tiles than the last scale (NVILA) most     maximum number of tiles of an image, if the configuration
+    limits it axes     dimensions of `pixel_values`; five: SmolVLM's [tiles, 1, ...], or [images, tiles, ...] of
+    LLaVA-OneVision,
              which also takes the sizes of images and the number of images in each row (`sized`)
     """
 
@@ -58,7 +58,7 @@ class Vision:
         return (self.tile[0] // self.patch[0]) * (self.tile[1] // self.patch[1])
 
     def patches(self, batch: Mapping[str, Tensor]) -> list[int]:
-        """Patches through the tower of each image of a batch, or of each tile where there are tiles."""
+        """Return the number of tower patches of each image of a batch, or of each tile if there are tiles."""
         if self.kind == "patches":
             return batch["image_grid_thw"].prod(-1).tolist()
         if self.scales:
@@ -68,7 +68,7 @@ class Vision:
             sizes = batch["image_sizes"]
             return ((sizes[:, 0] // self.patch[0]) * (sizes[:, 1] // self.patch[1])).tolist()
         pixels = batch["pixel_values"]
-        if self.axes == 5:  # images are padded to the one of most tiles with zeros; no real tile is all zeros
+        if self.axes == 5:  # images are padded with zeros to the largest number of tiles; no real tile is all zeros
             pixels = pixels.flatten(0, 1)
             pixels = pixels[pixels.flatten(1).any(1)]
         cells = (pixels.shape[-2] // self.patch[0]) * (pixels.shape[-1] // self.patch[1])
@@ -76,11 +76,11 @@ class Vision:
 
     @property
     def smaller(self) -> int:
-        """Tiles of an image at all scales but the largest."""
+        """Number of tiles of an image at all scales except the largest."""
         return sum(self.scales[:-1])
 
     def seen(self, tiles: int) -> tuple[int, int]:
-        """(patches through the tower, features) of an image of at most `tiles` tiles."""
+        """Return (tower patches, features) of an image of at most `tiles` tiles."""
         if not self.scales:
             return tiles * (self.cells + self.prefix), tiles * self.length
         if tiles < self.scales[-1]:
@@ -88,14 +88,14 @@ class Vision:
         return self.cells * (tiles + self.smaller), tiles * self.length
 
     def features(self, patches: int) -> int:
-        """Features that the projector returns for this many patches of an image or tile."""
+        """Return the number of features that the projector returns for `patches` patches of an image or tile."""
         if self.scales:
             tiles = patches // self.cells
             return self.length * (tiles - self.smaller if tiles > self.smaller else tiles)
         return patches // self.merge**2 if self.kind != "tiles" else (patches - self.prefix) * self.length // self.cells
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The smallest black image, as arguments of `get_image_features`."""
+        """Return the smallest black image, as arguments of `get_image_features`."""
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         (tall, wide), merge = self.patch, self.merge
         # One branch for each form of `pixel_values`: patches, whole images, tiles at scales, tiles, sized tiles.
@@ -118,17 +118,17 @@ class Vision:
 
 
 def vision_of(config: PreTrainedConfig) -> Vision:
-    """How images enter the tower of a configuration's family, by the `image_cut` of its record. Raises ModelError for a
+    """Return the image shapes of a configuration, by the `image_cut` of its family's record. Raises ModelError for a
     family that Octavo does not know."""
     if getattr(config, "vision_config", None) is None:
-        raise ModelError(f"model_type {config.model_type!r} takes no images")
+        raise ModelError(f"model_type {config.model_type!r} does not take images")
     record = RECORDS.get(config.model_type)
     cut = record.image_cut if record is not None else ""
     if not cut:  # towers whose configuration identifies the form
         vision = config.vision_config
         cut = "patches" if hasattr(vision, "spatial_merge_size") else "whole" if vision.model_type == "pixtral" else ""
     if not cut:
-        raise ModelError(f"Octavo does not know how images enter the tower of model_type {config.model_type!r}")
+        raise ModelError(f"Octavo does not know the image inputs of model_type {config.model_type!r}")
     return _CUTS[cut](config, _pair(config.vision_config.patch_size), _channels(config.vision_config))
 
 
@@ -148,7 +148,7 @@ def _whole(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> V
 
 
 def _tile(config: PreTrainedConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
-    """The size of a tile, and its patches."""
+    """Return the size of a tile, and its patches."""
     tile = _pair(config.vision_config.image_size)
     return tile, (tile[0] // patch[0]) * (tile[1] // patch[1])
 
@@ -168,7 +168,7 @@ def _stacked_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: i
 def _anyres_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     most = max(anyres.count_tiles(config, size, True) for size in config.image_grid_pinpoints)
-    breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
+    breaks = tile[0] // patch[0]  # for a tile in a grid of one column; in wider grids tiles share line breaks
     return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
 
 

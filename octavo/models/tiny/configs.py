@@ -43,7 +43,7 @@ _CHECKPOINTS = Checkpoints()
 
 
 def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
-    """The fields of a Qwen3-VL configuration, dense or MoE."""
+    """Return the fields of a Qwen3-VL configuration, dense or MoE."""
     depth, mlp, deepstack = (4, 256, [1, 2]) if size == "small" else (2, 128, [0])
     tower = {"num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
     return {
@@ -192,6 +192,7 @@ CHECKPOINTS = Checkpoints(_CHECKPOINTS | audio_families.CHECKPOINTS | vision_fam
 
 
 def tiny_config(family: str, size: str = "mini", vocab: int = 512) -> PreTrainedConfig:
-    """The configuration without a tokenizer, for benchmarks: special tokens get the last ids of the vocabulary."""
+    """Return the configuration without a tokenizer, for benchmarks: special tokens get the last ids of the
+    vocabulary."""
     ids: dict[str, int] = defaultdict(lambda: vocab - 1 - len(ids))
     return CHECKPOINTS[family].config(size, vocab, ids)

@@ -65,8 +65,8 @@ def processor_files(
     video: Mapping[str, object] | None = None,
     **entries: object,
 ) -> dict[str, dict[str, object]]:
-    """The files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the video
-    file; Octavo reads the rest).
+    """Return the files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the
+    video file; Octavo reads the rest).
 
     image, entries   the fields of preprocessor_config.json and of processor_config.json besides the classes
     video            the fields in which frames of videos differ from images
@@ -85,7 +85,7 @@ def processor_files(
 
 
 def image_file(**entries: object) -> dict[str, dict[str, object]]:
-    """The only file of a family that has one for images and none for the processor."""
+    """Return the only file of a family that has one for images and none for the processor."""
     return {"preprocessor_config.json": {**_HALF, **entries}}
 
 
@@ -103,7 +103,7 @@ class VisionIds(TypedDict):
 
 
 def decoder_fields(size: str, vocab: int, **fields: object) -> dict[str, Any]:
-    """The fields of a decoder; `fields` are added and take precedence."""
+    """Return the fields of a decoder; `fields` are added and take precedence."""
     dims = {
         "small": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4},
         "mini": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -120,13 +120,13 @@ def decoder_fields(size: str, vocab: int, **fields: object) -> dict[str, Any]:
 
 
 def moe_decoder_fields(size: str, vocab: int, **fields: object) -> dict[str, Any]:
-    """The fields of a decoder of two layers with MLPs of eight experts, two of them for each token."""
+    """Return the fields of a decoder of two layers with MLPs of eight experts, two of them for each token."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     return {**decoder_fields(size, vocab, head_dim=32, **experts, **fields), "num_hidden_layers": 2}
 
 
 def qwen_vision_fields(out: int, **fields: object) -> dict[str, Any]:
-    """The fields of a tower for images of any size, whose 2 x 2 patches become one token."""
+    """Return the fields of a tower for images of any size, whose 2 x 2 patches become one token."""
     return {
         "hidden_size": 64,
         "num_heads": 4,
@@ -140,7 +140,7 @@ def qwen_vision_fields(out: int, **fields: object) -> dict[str, Any]:
 
 
 def vision_ids(ids: Ids) -> VisionIds:
-    """The numbers of Qwen's tokens for images and videos."""
+    """Return the numbers of Qwen's tokens for images and videos."""
     return {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -150,7 +150,7 @@ def vision_ids(ids: Ids) -> VisionIds:
 
 
 def rope_fields(rotated: int, **fields: object) -> dict[str, Any]:
-    """Rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
+    """Return rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
     half = rotated // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **fields}

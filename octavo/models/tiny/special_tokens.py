@@ -37,7 +37,7 @@ _GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% end
 
 
 def chatml_template(image: str, video: str = "") -> str:
-    """A template of ChatML turns; `image`, `video`: the texts for an image and for a video."""
+    """Return a template of ChatML turns; `image`, `video`: the texts for an image and for a video."""
     parts = _TEXT_PARTS.replace("IMAGE", image)
     if video:
         of_video = "{% elif part['type'] == 'video' or 'video' in part %}"
@@ -46,7 +46,7 @@ def chatml_template(image: str, video: str = "") -> str:
 
 
 def role_template(image: str, **turns: str) -> str:
-    """A template with a pattern for the turns of each role, in which `TEXT` is replaced by words and images."""
+    """Return a template with a pattern for the turns of each role, in which `TEXT` is replaced by words and images."""
     parts = _TEXT_PARTS.replace("IMAGE", image)
     written = []
     for role, turn in turns.items():

@@ -28,8 +28,8 @@ DEFAULT_TEXTS = (
 
 
 def train_tokenizer(special: SpecialTokens, texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts` and on built-in ones, from which role names and digits become
-    single tokens.
+    """Return a byte-level BPE tokenizer trained on `texts` and on built-in ones, from which role names and digits
+    become single tokens.
 
     Equal texts give an equal tokenizer. Ids: 256 bytes, the merges, then the special tokens.
     """

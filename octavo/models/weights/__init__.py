@@ -1,1 +1,1 @@
-"""Weights from files into models: names, shards, FP8 codes, loading and initialization."""
+"""Loads and initializes the weights of models: names, shards, FP8 codes."""

@@ -1,8 +1,8 @@
 """Loading a model from a folder when FP8 is involved: on disk, in the model, or both.
 
-In order: the requested layers, the mapping of tensors to parameters, whether codes have scales and agree with the
-configuration, then the parameters one by one, and finally the remaining work of from_pretrained (ties, buffers,
-generation settings). Everything except the values is checked before the first weight is read.
+In order: select the requested layers, map tensors to parameters, check that codes have scales and agree with the
+configuration, load the parameters one by one, and do the remaining work of from_pretrained (ties, buffers, generation
+settings). Everything except the values is checked before the first weight is read.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _CODE_KINDS = (*_QUANTIZED, "lm_head")
 
 
 def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single word
-    applies to the language model, and True means `row`. Raises ModelError for unknown names."""
+    """Return component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single
+    word applies to the language model, and True means `row`. Raises ModelError for unknown names."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
         load_in_fp8 = "row" if load_in_fp8 else None
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
-        raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
+        raise ModelError(f"load_in_fp8 is {load_in_fp8!r}; it must be {names}, or a mapping from components to these.")
     stated = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
     kinds = {component: parse_kind(str(kind)) for component, kind in stated.items() if kind is not None}
     for component, kind in kinds.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
         if kind not in FROZEN:
-            raise ModelError(f"load_in_fp8 asks for {stated[component]!r} in {component}; there are {names}.")
+            raise ModelError(f"load_in_fp8 has {stated[component]!r} for {component}; it must be {names}.")
     return kinds
 
 
@@ -64,7 +64,7 @@ class PreparedModel:
     stream: WeightStream
 
     def casts(self) -> dict[str, fp8.CastSpec]:
-        """Parameter -> the cast of its codes, for all parameters that become frozen FP8 weights. Reads scales."""
+        """Return parameter -> cast of its codes for all parameters that become frozen FP8 weights. Reads scales."""
         specs = {name: FROZEN[kind] for name, kind in self.stream.kinds.items()}
         if self.stream.keep_fp8:
             codes = [o for o in self.sources.origins if any(e.is_codes for e in o.stored) and o.converter is None]
@@ -83,16 +83,16 @@ def prepare(
     keep_fp8: bool,
     log: Callable[[str], None],
 ) -> PreparedModel:
-    """The model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for all
-    errors that headers show."""
-    # `build` comes first and everything that can be refused before the stream, so that errors cost no reading.
+    """Build the model of a folder without its weights; arguments as for `octavo.models.load`. Raises ModelError for all
+    errors that are visible in headers."""
+    # All checks run before the stream is created, so that errors are found before weights are read.
     model = build()
     paired, mapping, weights = map_tensors(folder, model, shards, quantization, keep_fp8)
     kinds = _select_kinds(folder, weights, mapping, wanted, quantization, keep_fp8)
     for note in paired.notes:
         log(note)
-    for bytes_read, other in mapping.duplicates:
-        log(f"{folder} offers one parameter twice: took {bytes_read}, {bytes_read.dtype}, not {other}, {other.dtype}")
+    for used, other in mapping.duplicates:
+        log(f"{folder} has two tensors for one parameter: using {used} ({used.dtype}), not {other} ({other.dtype})")
     if wanted and not keep_fp8 and quantization is not None:
         log("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
     dtypes = dtype_lookup(model, dtype)
@@ -107,20 +107,21 @@ def assemble(
     folder: Path, prepared: PreparedModel, device: torch.device, log: Callable[[str], None],
     progress: Callable[[int, int], None] | None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model with its weights, read as a stream. Raises ModelError for errors that only values show."""
+    """Read the weights as a stream and return the model. Raises ModelError for errors that are visible only in
+    values."""
     _fill(prepared.stream, prepared.sources.origins, progress)
     for note in prepared.stream.notes:
         log(note)
     model = finish_loading(prepared.model, folder, prepared.sources)
-    if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise ModelError(_unfilled_error(folder, left))
+    if unfilled := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise ModelError(_unfilled_error(folder, unfilled))
     return accelerator.move(model, device)
 
 
 def map_tensors(
     folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
 ) -> tuple[PairedWeights, Sources, dict[str, Row]]:
-    """(codes with their scales, the sources of each parameter, the linear layers by parameter) of a folder's tensors.
+    """Return (codes with their scales, sources of each parameter, linear layers by parameter) for a folder's tensors.
     Raises ModelError if they do not fit the model."""
     paired = pair_scales(shards.stored.values(), quantization, folder)
     rows = fp8.describe_layers(model, describe(model).components)
@@ -138,8 +139,8 @@ def frozen_casts(
     load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
 ) -> dict[str, fp8.CastSpec]:
-    """Parameter -> the cast of its codes, for all parameters that `load` would turn into frozen FP8 weights. Reads only
-    headers and scales. `model` is the folder's model on the meta device. Raises the ModelErrors that `load` raises
+    """Return parameter -> cast of its codes for all parameters that `load` would turn into frozen FP8 weights. Reads
+    only headers and scales. `model` is the folder's model on the meta device. Raises the ModelErrors that `load` raises
     before it reads a weight."""
     folder, wanted = Path(path), requested_kinds(load_in_fp8)
     quantization = read_quantization(folder)
@@ -151,7 +152,7 @@ def frozen_casts(
 
 
 def _check_complete(folder: Path, model: PreTrainedModel, mapping: Sources) -> None:
-    """Refuse missing, unknown and mis-shaped tensors, with the report of from_pretrained."""
+    """Raise ModelError for missing, unknown and mis-shaped tensors, with the report of from_pretrained."""
     loaded = {name for origin in mapping.origins for name in (origin.targets or (origin.name,))}
     missing = set(model.state_dict()) - loaded
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -173,15 +174,15 @@ def _check_complete(folder: Path, model: PreTrainedModel, mapping: Sources) -> N
 
 
 def check_dtype_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[Origin]) -> None:
-    """Raise ModelError for integers on disk where the model has floating-point values, and the reverse: transformers
-    would cast them."""
+    """Raise ModelError for integers on disk for floating-point parameters, and the reverse: transformers would cast
+    them."""
     for origin in origins:
         wanted = model.get_parameter_or_buffer(origin.name).dtype
         for entry in origin.stored:
             if entry.dtype.is_floating_point != wanted.is_floating_point:
                 raise ModelError(
-                    f"{folder}: {entry} holds {entry.dtype}, and {origin.name} is {wanted} in the model. Write the "
-                    "checkpoint again, or download it again."
+                    f"{folder}: {entry} is {entry.dtype}, but {origin.name} is {wanted} in the model. Write or "
+                    "download the checkpoint again."
                 )
 
 
@@ -197,8 +198,8 @@ def _filter_names(
 
 
 def _shape_mismatches(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(tensors on disk, their shape, the expected shape) of an origin that does not fit; conversion rules raise their
-    own errors."""
+    """Return (tensors on disk, their shape, the expected shape) of an origin that does not fit; conversion rules raise
+    their own errors."""
     if origin.converter is not None:
         return []
     wanted = tuple(model.get_parameter_or_buffer(origin.name).shape)
@@ -220,9 +221,9 @@ def check_loading_report(folder: Path, info: Mapping[str, Iterable[object]]) -> 
     """Raise ModelError if a loading report has keys that are missing, unexpected or mis-shaped, or errors."""
     wrong = []
     for key, what in (
-        ("missing_keys", "missing in the folder (transformers would fill it with random numbers)"),
+        ("missing_keys", "missing in the folder (transformers would initialize them randomly)"),
         ("unexpected_keys", "in the folder but unknown to the model"),
-        ("mismatched_keys", "of another shape than the model's"),
+        ("mismatched_keys", "with a different shape in the model"),
         ("error_msgs", "reported while loading"),
     ):
         if names := sorted(_format_entry(item) for item in info.get(key, ())):
@@ -235,7 +236,7 @@ def check_loading_report(folder: Path, info: Mapping[str, Iterable[object]]) -> 
 
 
 def _format_entry(item: object) -> str:
-    """A loading report's entry: a name, or (name, shape on disk, shape of the model)."""
+    """Return a loading report's entry: a name, or (name, shape on disk, shape of the model)."""
     if isinstance(item, tuple) and len(item) == 3:
         name, disk, model = item
         return f"{name} {tuple(disk)} instead of {tuple(model)}"
@@ -250,8 +251,8 @@ def _check_configured(
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> None:
-    """Refuse codes where the configuration has values, values where it has codes, and codes of layers that cannot hold
-    them: loaders that follow the configuration would misread them."""
+    """Raise ModelError if codes and the configuration disagree, or for codes of layers that cannot hold them: loaders
+    that follow the configuration would misread them."""
     if quantization is None:
         return
     # Both names are looked up: the list may have the name on disk or the name in the model.
@@ -262,20 +263,21 @@ def _check_configured(
             covered = all(quantization.covers(name) for name in names)
             if entry.is_codes and not covered:
                 raise ModelError(
-                    f"{folder}: {entry} holds FP8 codes, and by config.json that layer is not quantized: loaders that "
-                    "follow the list would take codes for values. Correct the list, or write the checkpoint again."
+                    f"{folder}: {entry} has FP8 codes, but according to config.json that layer is not quantized: "
+                    "loaders that follow the list would misread the codes as values. Correct the list, or write the "
+                    "checkpoint again."
                 )
             if covered and not entry.is_codes and row is not None and row.kind in _QUANTIZED:
                 raise ModelError(
-                    f"{folder}: {entry} holds {entry.dtype}, and by config.json that layer is in FP8 "
+                    f"{folder}: {entry} is {entry.dtype}, but according to config.json that layer is in FP8 "
                     f"({quantization.method}): other loaders would look for its scales. Add "
-                    f"{entry.name.removesuffix('.weight')!r} to the list of what is not quantized, or write the "
-                    "checkpoint again."
+                    f"{entry.name.removesuffix('.weight')!r} to the list of layers that are not quantized, or "
+                    "write the checkpoint again."
                 )
             if entry.is_codes and keep_fp8 and (row is None or row.kind not in _CODE_KINDS):
                 raise ModelError(
-                    f"{folder}: {entry} holds FP8 codes, and {origin.name} is no linear layer or experts; only these "
-                    "take codes. Load with keep_fp8=False: its values are dequantized."
+                    f"{folder}: {entry} has FP8 codes, but {origin.name} is not a linear layer or experts, which are "
+                    "the only ones that support codes. Load with keep_fp8=False to dequantize them."
                 )
 
 
@@ -287,32 +289,33 @@ def _select_kinds(
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> dict[str, str]:
-    """parameter -> kind, for parameters that are quantized during loading. Codes on disk must have the requested
-    kind."""
+    """Return parameter -> kind for parameters that are quantized during loading. Raises ModelError if codes on disk
+    have a different kind."""
     in_fp8 = {origin.name for origin in mapping.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
-    # Codes on disk are kept as they are: requantizing them to another kind would add a second rounding error.
+    # Codes on disk are kept: requantizing them to a different kind would add a second rounding error.
     kinds: dict[str, str] = {}
     for component, kind in wanted.items():
-        mine = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
-        if not mine:
+        selected = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
+        if not selected:
             known = sorted({row.component for row in rows.values() if row.kind in _QUANTIZED})
             raise ModelError(
-                f"load_in_fp8 asks for {component}, in which {folder} has no linear layer; those are in "
+                f"load_in_fp8 names {component}, but {folder} has no linear layers there; it has them in "
                 f"{', '.join(known) or 'no component'}."
             )
-        held = [name for name in mine if name in in_fp8]
-        if held and quantization is not None and quantization.spec.block != FROZEN[kind].block:
+        in_folder = [name for name in selected if name in in_fp8]
+        if in_folder and quantization is not None and quantization.spec.block != FROZEN[kind].block:
             raise ModelError(
-                f"load_in_fp8 asks for {NAME_OF_KIND[kind]} in {component}, and {folder} holds FP8 codes of "
-                f"{quantization} ({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes "
-                "as they are, or use the BF16 checkpoint."
+                f"load_in_fp8 has {NAME_OF_KIND[kind]} for {component}, but {folder} has FP8 codes of "
+                f"{quantization} ({in_folder[0]} and {len(in_folder) - 1} more). Remove load_in_fp8 to use these "
+                "codes, or use the BF16 checkpoint."
             )
-        kinds.update({name: kind for name in mine if name not in in_fp8})
+        kinds.update({name: kind for name in selected if name not in in_fp8})
     return kinds
 
 
 def dtype_lookup(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """The dtype of each parameter of a model on the meta device: its own, or fp32 if its family requires that."""
+    """Return a function from a parameter of a model on the meta device to its dtype, or fp32 if its family requires
+    it."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
 
@@ -324,7 +327,7 @@ def dtype_lookup(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
 
 
 def sort_by_offset(origins: Iterable[Origin]) -> list[Origin]:
-    """Origins in the order of their bytes in the files, so that files are read from beginning to end."""
+    """Sort origins by their position in the files, so that files are read sequentially."""
     return sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
 
 
@@ -343,7 +346,7 @@ _TRIM_BYTES = 32 << 20  # bytes to read between two trims of the heap
 
 
 def trim_heap_if_due(done: int, trimmed: int, last: bool = False) -> int:
-    """Trim the heap if enough was read since the last time, or at the end. Returns the bytes read at the last trim."""
+    """Trim the heap if enough was read since the last trim, or at the end. Returns the bytes read at the last trim."""
     if done - trimmed < _TRIM_BYTES and not last:
         return trimmed
     _trim_heap()
@@ -352,7 +355,7 @@ def trim_heap_if_due(done: int, trimmed: int, last: bool = False) -> int:
 
 def _trim_heap() -> None:
     """Return free memory of the C heap to the system. Weights are allocated between temporary buffers, and glibc keeps
-    the holes that these leave: 0.5 GB for a model of 1.1 GB. Other allocators have no such call and do not need it."""
+    the gaps that these leave: 0.5 GB for a model of 1.1 GB. Other allocators have no such call and do not need it."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
@@ -360,8 +363,8 @@ def _trim_heap() -> None:
 
 
 def finish_loading(model: PreTrainedModel, folder: Path, mapping: Sources) -> PreTrainedModel:
-    """The work of from_pretrained other than weights: ties, buffers, generation settings, eval mode. Weights may be
-    read before or after it."""
+    """Do the work of from_pretrained other than reading weights: ties, buffers, generation settings, eval mode. Weights
+    may be read before or after it."""
     loaded = {name for origin in mapping.origins for name in (origin.targets or (origin.name,))}
     model.tie_weights(missing_keys=set(model.state_dict()) - loaded, recompute_mapping=False)
     model._weight_conversions = mapping.rules  # type: ignore[assignment]
@@ -372,8 +375,8 @@ def finish_setup(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Set buffers, generation settings and eval mode. Raises ModelError for buffers without values."""
     keep_single_features(model)
     _make_buffers(model)
-    if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
-        raise ModelError(_unfilled_error(folder, left))
+    if unfilled := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
+        raise ModelError(_unfilled_error(folder, unfilled))
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (settings := find_file(folder, "generation_config.json")).exists():
         with open_plain(settings.parent) as plain:
@@ -383,8 +386,8 @@ def finish_setup(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def _unfilled_error(folder: Path, left: list[str]) -> str:
     return (
-        f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers initialises "
-        "them in a way that Octavo does not know. Load without FP8, in one process, or use transformers 5.23."
+        f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers initializes "
+        "them in a way that Octavo does not support. Load without FP8 in one process, or use transformers 5.23."
     )
 
 
@@ -396,21 +399,21 @@ def _make_buffers(model: PreTrainedModel) -> None:
         pretrained = module if isinstance(module, PreTrainedModel) else pretrained
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, pretrained)
-        mine = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
-        if not mine:
+        meta_buffers = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+        if not meta_buffers:
             return
-        for buffer_name, buffer in mine.items():
+        for buffer_name, buffer in meta_buffers.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        # Hide parameters from `_init_weights`, which would initialise them again; SigLIP's also draws a child's.
-        held = [(part, dict(part._parameters)) for part in module.modules()]
-        for part, parameters in held:
+        # Hide parameters from `_init_weights`, which would initialize them again; SigLIP's also draws those of a child.
+        hidden = [(part, dict(part._parameters)) for part in module.modules()]
+        for part, parameters in hidden:
             for parameter, value in parameters.items():
                 if value is not None:
                     meta = torch.empty_like(value, device="meta")
                     part._parameters[parameter] = nn.Parameter(meta, value.requires_grad)
         with torch.no_grad():
             pretrained._init_weights(module)
-        for part, parameters in held:
+        for part, parameters in hidden:
             part._parameters.update(parameters)
 
     visit(model, "", model)

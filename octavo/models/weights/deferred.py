@@ -1,9 +1,9 @@
 """Deferred loading: a model is built, frozen, converted and sharded on the meta device, and then filled with weights.
 
 If several ranks share a model, none of them needs all of it. So the model of a folder is built without memory (except
-for its buffers, which are small) and prepared for training. When each rank knows its rows of each parameter, these are
-read, cast and quantized (:mod:`octavo.models.weights.streaming`): a rank never holds more than its shard and a piece of
-one tensor.
+for buffers, which are small) and prepared for training. Once each rank knows its rows of each parameter, these are
+read, cast and quantized (:mod:`octavo.models.weights.streaming`): a rank never holds more than its shard and one piece
+of a tensor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeferredModel:
 
         Parameters are in the order of the files, the same on all ranks. `reduce_max` returns the maximum of 0-d amaxes
         over all ranks. With `split`, fp32 weights are BF16 with their lower halves (int16). Raises ModelError for
-        errors that only values show.
+        errors that are visible only in values.
         """
         stream = self.prepared.stream
 
@@ -95,8 +95,8 @@ def load_deferred(
     split: bool = False,
     log: Callable[[str], None] = lambda text: None,
 ) -> DeferredModel:
-    """The model of `models.load` with these arguments, or with `split` of `models.load_split`, before its parameters
-    are read. Raises ModelError for all errors that do not depend on values."""
+    """Build the model that `models.load`, or with `split` `models.load_split`, would return, without reading its
+    parameters. Raises ModelError for all errors that do not depend on values."""
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
     quantization, shards = open_folder(folder, log)
@@ -111,7 +111,7 @@ def load_deferred(
     prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, log)
     model, stream = prepared.model, prepared.stream
     if any(origin.converter is not None for origin in prepared.sources.origins):
-        stream.rules = build()  # an unchanged model for transformers' rules: `model` is changed before it is filled
+        stream.rules = build()  # an unmodified model for transformers' rules: `model` is modified before it is filled
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with shards:
         for origin in prepared.sources.origins:
@@ -130,7 +130,7 @@ def load_deferred(
 
 
 def find_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Parameter -> its module, and its name in the module."""
+    """Return parameter -> (its module, its name in the module)."""
     parts = ((name, name.rpartition(".")) for name in names)
     return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in parts}
 
@@ -138,7 +138,7 @@ def find_owners(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Mo
 def _record_dtypes(
     model: PreTrainedModel, dtype_of: Callable[[str], torch.dtype], split: bool
 ) -> Callable[[str], torch.dtype]:
-    """The dtypes of all parameters, recorded while they have the names of the folder's model."""
+    """Return the dtypes of all parameters, recorded while they have the names of the folder's model."""
     dtypes = {name: dtype_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: torch.bfloat16 if split else dtype for name, dtype in dtypes.items()}.__getitem__
 
@@ -157,8 +157,8 @@ def replace_meta_parameter(model: PreTrainedModel, name: str, dtype: torch.dtype
 
 
 def _drop_equal_ties(prepared: PreparedModel) -> None:
-    """If the folder has tied weights twice with equal values, leave out the second, as transformers does; with
-    different values, untie them. Reads both."""
+    """Handle tied weights that the folder contains twice: skip the second if the values are equal, as in transformers;
+    untie them if they differ. Reads both."""
     stream, origins = prepared.stream, {o.name: o for o in prepared.sources.origins if o.converter is None}
     ties: dict[str, str] = getattr(prepared.model, "all_tied_weights_keys", None) or {}
     for target, source in list(ties.items()):

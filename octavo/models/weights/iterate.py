@@ -1,7 +1,7 @@
-"""The weights of a folder one by one, under the names of the modules, without a model in memory.
+"""Iterates over the weights of a folder, by module names, without a model in memory.
 
-Exports use it. Checks and rules are the same as in loading (`assembly`, `sources`); the model is on the meta device,
-and each parameter has values in it only until it is passed on.
+Exports use it. Checks and rules are the same as in loading (`assembly`, `map_sources`); the model is on the meta
+device, and each parameter has values only until it has been yielded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from octavo.models.weights.streaming import WeightStream
 
 
 def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """(name, value) of a folder's parameters and persistent buffers, in the order of its files, in the dtype on disk.
+    """Yield (name, value) of a folder's parameters and persistent buffers, in the order of its files, in the dtype on
+    disk.
 
     FP8 weights are their codes ([N, K], or [E, N, K] for experts, in GEMM orientation) with fp32 scales; with
     `keep_fp8=False` they are dequantized to BF16. Tied parameters, of which the folder may contain one or both, are
-    returned once, under the first name. Raises ModelError as `models.load` does; for errors that headers show, before
-    the first value.
+    yielded once, under the first name. Raises ModelError like `models.load`; errors that are visible in headers are
+    raised before the first value.
     """
     folder = Path(path)
     quantization = read_quantization(folder)
@@ -41,41 +42,41 @@ def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str,
         weight_stream = WeightStream(
             shards, model, paired.scales, quantization, {}, dtypes.__getitem__, torch.device("cpu"), keep_fp8=keep_fp8
         )
-        yielded: set[str] = set()
+        yielded_names: set[str] = set()
         for origin in sorted(sources.origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin)):
             targets = origin.targets or (origin.name,)
-            names = {name: ties.get(name, name) for name in targets if ties.get(name, name) not in yielded}
+            names = {name: ties.get(name, name) for name in targets if ties.get(name, name) not in yielded_names}
             if not names:
                 continue
-            before = {
+            meta_tensors = {
                 name: model.get_parameter_or_buffer(name) for name in targets
-            }  # on meta; put back after the yield
+            }  # on meta; restored after the yield
             dtypes.update(dict.fromkeys(targets, _dtype(origin)))
             weight_stream.fill(origin)
             for name, first in names.items():
                 value = model.get_parameter_or_buffer(name)
-                yielded.add(first)
+                yielded_names.add(first)
                 yield first, codes_of_frozen(value) if is_frozen(value) else value.detach()
                 del value
-            for name, meta in before.items():
+            for name, meta in meta_tensors.items():
                 module, _, leaf = name.rpartition(".")
                 owner = model.get_submodule(module)
                 (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = meta
 
 
 def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
-    """Parameter or persistent buffer -> the dtype of its value from `iter_weights`; reads only headers."""
+    """Return parameter or persistent buffer -> the dtype of its value from `iter_weights`; reads only headers."""
     folder = Path(path)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
         model = empty(folder)
         _, sources, _ = map_tensors(folder, model, shards, quantization, True)
         ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        named = ((name, origin) for origin in sources.origins for name in origin.targets or (origin.name,))
-        return {ties.get(name, name): _dtype(origin) for name, origin in named}
+        pairs = ((name, origin) for origin in sources.origins for name in origin.targets or (origin.name,))
+        return {ties.get(name, name): _dtype(origin) for name, origin in pairs}
 
 
 def _dtype(origin: Origin) -> torch.dtype:
-    """The dtype of an origin's values: the widest of its tensors' dtypes, BF16 for codes."""
+    """Return the dtype of an origin's values: the widest of its tensors' dtypes, BF16 for codes."""
     dtypes = {torch.bfloat16 if entry.is_codes else entry.dtype for entry in origin.stored}
     return max(dtypes, key=lambda dtype: dtype.itemsize)

@@ -1,11 +1,10 @@
 """Models from local Hugging Face folders: built on the meta device, with weights streamed from safetensors.
 
-Only data is read: `config.json` and `*.safetensors`. Pickled weights and remote code are refused, and all quantized
-checkpoints except FP8 (`octavo.models.folder.quantization`). Every tensor is accounted for: a tensor that the model
-needs and the folder lacks (transformers would initialise it at random and only warn), or the reverse, is an error with
-its name.
+Only data is read: `config.json` and `*.safetensors`. Pickled weights, remote code and all quantized checkpoints except
+FP8 (`octavo.models.folder.quantization`) are rejected. A tensor that the model needs but the folder does not have
+(transformers would initialize it randomly and only warn), or the reverse, is an error that names it.
 
-A folder in high precision that is loaded as such is read by transformers. FP8 and encrypted weights are read by Octavo
+A folder in high precision is read by transformers. FP8 and encrypted weights are read by Octavo
 (`octavo.models.weights.assembly`): transformers' quantizers never run, and only the part being read is decrypted.
 """
 
@@ -68,21 +67,22 @@ def load(
                          image_encoder, image_projector. Embeddings, the output projection, routers, norms and the patch
                          embedding are not quantized
     keep_fp8             for a folder in FP8: True keeps the codes (frozen weights), False dequantizes them to `dtype`
-    log                  called with notes for the user: which of two sets of weights was used, what was not used
-    progress             called with (bytes read, total bytes) after every parameter, if FP8 is involved
-    scores               build the model that scores texts (sequence classification, a reward model), not the one that
+    log                  called with notes for the user: which of two sets of weights is used, which tensors are not
+    used progress             called with (bytes read, total bytes) after every parameter, if FP8 is involved scores
+    build the model that scores texts (sequence classification, a reward model), not the one that
                          generates
 
     The model is in eval mode, as from_pretrained returns it. Parameters that its code excludes from training (positions
-    of an audio tower) stay excluded, which from_pretrained does not ensure. Raises ModelError for anything missing,
-    truncated, unexpected, mis-shaped, unscaled, pickled or quantized in another way, naming the file or the tensor.
+    of an audio tower) stay excluded, which from_pretrained does not ensure. Raises ModelError, naming the file or
+    tensor, for tensors or files that are missing, truncated, unexpected, mis-shaped, unscaled, pickled or have an
+    unsupported quantization.
     """
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
     quantization, shards = open_folder(folder, log)
     codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
     cached = any(map(is_cache_scale, shards.stored))
-    # Everything that from_pretrained would load wrongly or not at all is assembled by Octavo.
+    # Octavo loads everything that from_pretrained would load incorrectly or not at all.
     if kinds or codes or cached or shards.differs_from_stock or parts_of(folder) or shards.encrypted:
         on = torch.device(device)
         with shards:
@@ -96,13 +96,13 @@ def load(
 
 
 def open_folder(folder: Path, log: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
-    """The quantization of a model folder and its tensors; `log` is called with a note if it has two sets of weights.
-    Raises ModelError for a folder that also contains an adapter, or that lacks files."""
+    """Return the quantization of a model folder and its tensors; `log` is called with a note if it has two sets of
+    weights. Raises ModelError for a folder that also contains an adapter or has missing files."""
     check_companions(folder)
     if os.path.lexists(folder / "adapter_config.json"):
         raise ModelError(
-            f"{folder} holds a model and an adapter_config.json, because of which transformers would load another "
-            "model in its place. Move the adapter to a separate folder (`lora.adapter`, or octavo merge)."
+            f"{folder} contains a model and an adapter_config.json, so transformers would load a different "
+            "model. Move the adapter to a separate folder (`lora.adapter`, or octavo merge)."
         )
     quantization = read_quantization(folder)
     shards, notes = open_weights(folder, quantization is not None)
@@ -112,8 +112,8 @@ def open_folder(folder: Path, log: Callable[[str], None]) -> tuple[Quantization 
 
 
 def check_no_integers(path: str | Path, model: PreTrainedModel) -> None:
-    """Raise ModelError, naming the tensor, if weights of a folder are integers. Reads only the headers of its files, of
-    which it may have none yet. `model` is the folder's model on the meta device."""
+    """Raise ModelError, naming the tensor, if weights of a folder are integers. Reads only the headers of its files;
+    there may be none yet. `model` is the folder's model on the meta device."""
     folder, headers = Path(path), []
     for home in (folder, *(folder / part for part in parts_of(folder))):
         for file in sorted(home.glob("*.safetensors")):
@@ -142,9 +142,7 @@ def _load_stock(
     check_loading_report(folder, info)
     if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(_nonfinite_error(folder, bad))
-    for name in _untrainable_names(
-        config, scores
-    ):  # tables of sinusoids; from_pretrained lets all parameters be trained
+    for name in _untrainable_names(config, scores):  # sinusoid tables; from_pretrained makes all parameters trainable
         model.get_parameter(name).requires_grad_(False)
     keep_single_features(model)
     return model
@@ -154,7 +152,8 @@ _UNTRAINABLE: dict[tuple[type, bool, str], list[str]] = {}
 
 
 def _untrainable_names(config: PreTrainedConfig, scores: bool) -> list[str]:
-    """The parameters that a model's own code excludes from training; cached for the next load in this process."""
+    """Return the parameters that a model's own code excludes from training; cached for the next load in this
+    process."""
     key = type(config), scores, config.to_json_string(use_diff=False)
     if key not in _UNTRAINABLE:
         model = skeleton(config, torch.float32, None, scores)
@@ -163,23 +162,24 @@ def _untrainable_names(config: PreTrainedConfig, scores: bool) -> list[str]:
 
 
 def _nonfinite_error(folder: Path, bad: list[str]) -> str:
-    """The error for parameters with NaN or infinity: it names the tensor on disk if the values are in the file."""
+    """Return the error message for parameters with NaN or infinity; it names the tensor on disk if the values are in
+    the file."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if fp8.find_nonfinite([(name, tensors.get_tensor(name))]):
                     return (
-                        f"{file}: {name} holds NaN or infinity ({len(bad)} weights of the model do). Download or write "
-                        "it again; `octavo verify` lists all such."
+                        f"{file}: {name} holds NaN or infinity ({len(bad)} weights of the model do). Download or "
+                        "write it again; `octavo verify` lists all of them."
                     )
-    return f"{folder}: {bad[0]} has values beyond the dtype it is loaded in, which would become infinite. Load in fp32."
+    return f"{folder}: {bad[0]} has values outside the range of the requested dtype. Load in fp32."
 
 
 def load_split(
     path: str | Path, device: str | torch.device = "cpu", attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """A model in BF16 and, by parameter name, the lower halves (int16, of the same shape) of its fp32 weights: both
-    together are the fp32 values exactly.
+    """Load a model in BF16 and, by parameter name, the lower halves (int16, of the same shape) of its fp32 weights:
+    both together are the fp32 values exactly.
 
     For an optimizer with weights of 16 + 16 bits (`fp8.AdamW`, master bf16+16; `set_low` takes them). A parameter
     whose lower halves are all zero has none: the dict is empty for a BF16 checkpoint, which is never in memory in fp32.
@@ -189,7 +189,7 @@ def load_split(
     ModelError as `load` does.
     """
     folder = Path(path)
-    read_config(folder)  # raises for a folder that is no model
+    read_config(folder)  # raises for a folder that is not a model
     dtypes = {DTYPES[entry.dtype] for header in check_weight_files(folder) for entry in header.entries}
     if read_quantization(folder) is None and not dtypes & WIDER_THAN_BF16:
         return load(folder, torch.bfloat16, device, attn_implementation), {}
@@ -197,7 +197,7 @@ def load_split(
 
 
 def split_model(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """The result of `load_split` for an fp32 model on the host, which is released parameter by parameter."""
+    """Convert an fp32 model on the host to the result of `load_split`; the model is released parameter by parameter."""
     config = copy.deepcopy(model.config)
     lower_halves: dict[str, torch.Tensor] = {}
     device = torch.device(device)
@@ -219,5 +219,5 @@ def split_model(model: PreTrainedModel, device: str | torch.device) -> tuple[Pre
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The number of parameters; tied ones count once."""
+    """Return the number of parameters; tied ones count once."""
     return sum(p.numel() for p in model.parameters())

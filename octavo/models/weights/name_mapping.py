@@ -1,15 +1,15 @@
-"""The mapping from tensors on disk to parameters, by transformers' own conversion rules.
+"""Maps tensors on disk to parameters with transformers' conversion rules.
 
-Names on disk often differ from names of modules (Qwen2.5-VL, InternVL), and experts that are one tensor in a module
-are separate tensors on disk, or transposed. transformers has rules for that (`WeightRenaming`, `WeightConverter`). Here
-they are applied only to names, so that weights can be read expert by expert; the effect of a rule on the tensors is
-described by pieces:
+Names on disk often differ from names of modules (Qwen2.5-VL, InternVL), and experts that are one tensor in a module are
+separate tensors on disk, or transposed. transformers has rules for that (`WeightRenaming`, `WeightConverter`). Here
+they are applied only to names, so that weights can be read expert by expert; pieces describe the effect of a rule on
+the tensors:
 
     piece        a tensor on disk, or one expert's slice of it, possibly transposed ([K, N] on disk for a GEMM's [N, K])
     slot         one expert: its pieces, concatenated by rows (gate before up)
     origin       a parameter: its slots, or its only piece
 
-Any other rule (for example splitting a fused q, k, v) is run by transformers, on whole tensors.
+Any other rule (for example splitting a fused q, k, v) is run by transformers on whole tensors.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Piece(NamedTuple):
 
 @dataclass
 class Origin:
-    """The tensors of the parameter (or buffer) `name`: for each slot its pieces, in order; one slot if it has no
+    """The tensors of the parameter (or buffer) `name`: for each slot its pieces, in order; a single slot if it has no
     experts.
 
-    `converter`: transformers' rule if it must run, on `collected` (its source patterns and the tensors on disk); it may
-    produce several parameters, `targets`. `missing_names`: missing names on disk, of incomplete experts.
+    `converter`: transformers' rule, if it must run on `collected` (its source patterns and the tensors on disk); it may
+    produce several parameters, `targets`. `missing_names`: names of incomplete experts that are missing on disk.
     """
 
     name: str
@@ -88,16 +88,16 @@ class Sources:
 
 
 def map_sources(model: PreTrainedModel, stored: Iterable[StoredTensor], experts: Container[str] = ()) -> Sources:
-    """The origins of a model's parameters and persistent buffers. The model may be on the meta device.
+    """Return the origins of a model's parameters and persistent buffers. The model may be on the meta device.
 
-    experts: the parameters of experts, to recognise those that are stored on disk as in the module.
+    experts: the parameters of experts, to recognize those that are stored on disk as in the module.
 
-    If a parameter can come from two sets of tensors, the one with codes is used, and both are listed as `duplicates`.
+    If a parameter has two sets of tensors, the one with codes is used, and both are listed as `duplicates`.
     """
     wanted: dict[str, Tensor] = model.state_dict()
     rules = get_model_conversion_mapping(model)
     names = _NameMapper(model, rules, wanted)
-    offers: dict[str, dict[object, _Offer]] = {}
+    candidates: dict[str, dict[object, _Source]] = {}
     unknown, duplicates, origins = [], [], []
     for entry in sorted(stored, key=lambda s: dot_natural_key(s.name)):
         name, pattern, rule = names(entry.name)
@@ -105,10 +105,10 @@ def map_sources(model: PreTrainedModel, stored: Iterable[StoredTensor], experts:
             unknown.append(entry)
             continue
         key = entry.name if rule is None else id(rule)
-        offers.setdefault(name, {}).setdefault(key, _Offer(rule, [])).collected.append((pattern, entry))
-    for name, offered in offers.items():
-        chosen = max(offered.values(), key=lambda o: o.collected[0][1].is_codes)  # of equal ones the first
-        duplicates += [(chosen.collected[0][1], o.collected[0][1]) for o in offered.values() if o is not chosen]
+        candidates.setdefault(name, {}).setdefault(key, _Source(rule, [])).collected.append((pattern, entry))
+    for name, options in candidates.items():
+        chosen = max(options.values(), key=lambda o: o.collected[0][1].is_codes)  # the first one on a tie
+        duplicates += [(chosen.collected[0][1], o.collected[0][1]) for o in options.values() if o is not chosen]
         shape = tuple(wanted[name].shape)
         if chosen.rule is not None:
             origins.append(_make_origin(model, name, chosen.rule, chosen.collected, shape))
@@ -122,15 +122,15 @@ def map_sources(model: PreTrainedModel, stored: Iterable[StoredTensor], experts:
     return Sources(origins, unknown, duplicates, [rule for rule in rules if rule.was_used()])
 
 
-class _Offer(NamedTuple):
-    """One source of a parameter: a rule and its tensors, or a tensor by itself."""
+class _Source(NamedTuple):
+    """One source of a parameter: a rule and its tensors, or a single tensor."""
 
     rule: WeightConverter | None
     collected: list[tuple[str, StoredTensor]]
 
 
 class _NameMapper:
-    """A function from a name on disk to (parameter, the rule's pattern, the converting rule or None)."""
+    """Maps a name on disk to (parameter, pattern of the rule, conversion rule or None)."""
 
     def __init__(self, model: PreTrainedModel, rules: list[WeightTransform], wanted: dict[str, Tensor]) -> None:
         self._wanted = wanted
@@ -143,15 +143,15 @@ class _NameMapper:
         self._single_experts = [rule for rule in conversions if isinstance(rule, WeightConverter)]
 
     def __call__(self, name: str) -> tuple[str, str, WeightConverter | None]:
-        renamed = self._by(name, self._renamings, self._rules)
+        renamed = self._apply_rules(name, self._renamings, self._rules)
         if renamed[0] not in self._wanted:
             for renamings, rules in (([], []), (self._renamings, self._single_experts)):
-                other = self._by(name, renamings, rules)
+                other = self._apply_rules(name, renamings, rules)
                 if other[0] in self._wanted:
                     return other
         return renamed
 
-    def _by(
+    def _apply_rules(
         self, name: str, renamings: list[WeightRenaming], rules: list[WeightConverter]
     ) -> tuple[str, str, WeightConverter | None]:
         renamed, pattern = rename_source_key(name, renamings, rules, self._prefix, self._wanted)
@@ -175,16 +175,16 @@ def _make_origin(
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module of experts stores them as [E, K, N]."""
+    """Return whether a module of experts stores them as [E, K, N]."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def _stack_experts(
     rule: WeightConverter, collected: list[tuple[str, StoredTensor]], shape: tuple[int, ...], transposed: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
-    """The pieces of each expert and the names of missing ones, for a rule that only stacks experts, concatenates
+    """Return the pieces of each expert and the names of missing ones, for a rule that only stacks experts, concatenates
     projections by rows and transposes; None for any other rule."""
-    # Each operation is translated to how pieces are read (`merged`, `along`, `turned`); an unknown one ends it.
+    # Translate each operation to the way pieces are read (`merged`, `along`, `turned`); give up on an unknown one.
     if len(shape) != 3 or len(rule.target_patterns) != 1:
         return None
     merged, along, turned = False, None, transposed
@@ -212,14 +212,15 @@ def _stack_experts(
 
 
 def _split_stack(entry: StoredTensor, turned: bool) -> tuple[tuple[Piece, ...], ...]:
-    """A slot for each expert of a tensor with all experts."""
+    """Return a slot for each expert of a tensor with all experts."""
     return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
 
 
 def _separate_experts(
     rule: WeightConverter, collected: list[tuple[str, StoredTensor]], experts: int, turned: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
-    """The slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's order."""
+    """Return the slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's
+    order."""
     pieces: dict[tuple[str, int], Piece] = {}
     for pattern, entry in collected:
         match = re.search(_index_pattern(pattern), entry.name)
@@ -241,7 +242,7 @@ def _index_pattern(pattern: str) -> str:
 
 
 def _expert_name(rule: WeightConverter, like: str, pattern: str, index: int) -> str:
-    """The name on disk of expert `index` under a pattern, derived from another name of the same rule."""
+    """Return the name on disk of expert `index` under a pattern, derived from another name of the same rule."""
     numbered = pattern.replace("*", str(index))
     for other in rule.source_patterns:
         like, changed = re.subn(_index_pattern(other), numbered, like)
@@ -251,7 +252,7 @@ def _expert_name(rule: WeightConverter, like: str, pattern: str, index: int) -> 
 
 
 def run_rule(origin: Origin, model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The result of transformers' own rule on whole tensors (by their names on disk): parameter -> values."""
+    """Run transformers' rule on whole tensors (by their names on disk); return parameter -> values."""
     assert origin.converter is not None
     rule = deepcopy(origin.converter)
     for pattern, entry in origin.collected:

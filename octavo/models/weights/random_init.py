@@ -1,9 +1,9 @@
-"""Models with random weights, built from config.json: initialised by the rules of their family, one part of the model
-at a time, so that no process holds all weights.
+"""Models with random weights, built from config.json and initialized by the rules of their family, one part of the
+model at a time, so that no process holds all weights.
 
-transformers initialises modules one by one, the innermost first, by the `_init_weights` of the model that contains
-them; a module may set parameters of its children. So a part is a block, or a module without blocks, and is initialised
-at once. Parts are in transformers' order, so `initialize_weights` on the whole model draws the same numbers.
+transformers initializes modules one by one, the innermost first, by the `_init_weights` of the model that contains
+them; a module may set parameters of its children. So a part is a block or a module without blocks. Parts are
+initialized in transformers' order, so `initialize_weights` on the whole model draws the same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.models.structure.skeleton import empty, read_config
 from octavo.models.weights.assembly import dtype_lookup, finish_setup
 from octavo.models.weights.deferred import PlaceFn, WindowFn, find_owners, move_buffers, replace_meta_parameter
 
-#: names of the standard deviation of normal weights in configurations; the first one that exists is used
+#: configuration fields with the standard deviation of normal weights; the first one that exists is used
 STD_FIELDS = ("initializer_range", "init_std")
 
 
@@ -37,23 +37,23 @@ def init_model(
     seed: int = 0,
     std: float | None = None,
 ) -> PreTrainedModel:
-    """The model of a folder's config.json with random weights, as transformers initialises its family; weights in the
+    """Create the model of a folder's config.json with random weights, initialized as in transformers. Weights in the
     folder are not read.
 
     seed  of the numbers, which are drawn in fp32 on the CPU: the same for every device and number of ranks
     std   standard deviation of normal weights, instead of the configuration's (`initializer_range`)
 
     The model is in eval mode, as from `load`; the generator of the process is not changed. Raises ModelError if the
-    configuration describes FP8 weights, if it has no standard deviation for `std` to change, or if the family does not
-    initialise some weights.
+    configuration describes FP8 weights, if it has no standard deviation that `std` could replace, or if the family does
+    not initialize some weights.
     """
     drawn = init_deferred(path, dtype, device, seed, std)
     parameters: dict[int, nn.Parameter] = {}
 
     def place(name: str, module: nn.Module, leaf: str, values: Tensor, low: Tensor | None) -> None:
-        former = module._parameters[leaf]
-        assert former is not None
-        parameters[id(former)] = nn.Parameter(values, requires_grad=former.requires_grad)
+        meta_parameter = module._parameters[leaf]
+        assert meta_parameter is not None
+        parameters[id(meta_parameter)] = nn.Parameter(values, requires_grad=meta_parameter.requires_grad)
 
     drawn.fill(lambda module, leaf: (0, module.get_parameter(leaf).shape[0]), place, lambda amax: amax)
     for module in drawn.model.modules():  # tied ones too
@@ -65,7 +65,7 @@ def init_model(
 
 @dataclass
 class DeferredInit:
-    """A model with all parameters on the meta device, and the means to draw them. The model may be changed (classes,
+    """A model with all parameters on the meta device, whose weights are drawn later. The model may be changed (classes,
     sharding) as long as each parameter stays in its module under its name."""
 
     model: PreTrainedModel
@@ -75,9 +75,9 @@ class DeferredInit:
     split: bool
 
     def fill(self, window: WindowFn, place: PlaceFn, reduce_max: Callable[[Tensor], Tensor]) -> int:
-        """Draw all numbers, a block at a time, and pass the rows of `window` to `place`. Returns 0, the bytes that were
+        """Draw all numbers, a block at a time, and pass the rows of `window` to `place`. Returns 0, the number of bytes
         read. With `split`, values are BF16 with their lower halves (int16). Raises ModelError for weights that the
-        family does not initialise."""
+        family does not initialize."""
         source = empty(copy.deepcopy(self.model.config), torch.float32)
         blocks = [name for name, _ in describe(source).layers(source)]
         for name, value in _initialize_all(source, blocks, self.seed):
@@ -104,21 +104,21 @@ def init_deferred(
     std: float | None = None,
     split: bool = False,
 ) -> DeferredInit:
-    """The model of `init_model` before its weights are drawn; with `split` in BF16 with lower halves. Raises ModelError
-    for all errors that do not depend on weights."""
+    """Create the model of `init_model` without drawing its weights; with `split` in BF16 with lower halves. Raises
+    ModelError for all errors that do not depend on weights."""
     folder = Path(path)
     config = read_config(folder)
     check_companions(folder)
     if read_quantization(folder) is not None:
         raise ModelError(
-            f"{folder}/config.json describes weights in FP8 (quantization_config), and random weights are in high "
-            "precision. Remove that entry; the run's configuration decides what trains in FP8."
+            f"{folder}/config.json describes FP8 weights (quantization_config), but random weights are in high "
+            "precision. Remove that entry; the run's configuration selects the layers that train in FP8."
         )
     if std is not None:
         _set_std(folder, config, std)
-    # Parameters get their dtypes on the meta device, where a change of dtype costs no memory.
+    # Parameters get their dtypes on the meta device, where changing the dtype needs no memory.
     dtype = torch.bfloat16 if split else dtype
-    with wrap_errors(f"{folder}: no {config.model_type!r} can be initialised"):
+    with wrap_errors(f"{folder}: a {config.model_type!r} model cannot be initialized"):
         model = empty(config, dtype)
     dtype_of = dtype_lookup(model, dtype)
     owners = find_owners(model, [name for name, _ in model.named_parameters()])
@@ -145,10 +145,10 @@ def _set_std(folder: Path, config: PreTrainedConfig, std: float) -> None:
 
 
 def _initialize_all(model: PreTrainedModel, blocks: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, fp32 values on the CPU) of every parameter of a model on the meta device; tied ones separately.
+    """Yield (name, fp32 values on the CPU) of every parameter of a model on the meta device; tied ones separately.
 
     Numbers come from a generator with this seed; the process' generator is not changed. Raises ModelError for a
-    parameter that the family does not initialise, and for a module that sets parameters of another part.
+    parameter that the family does not initialize, and for a module that sets parameters of a different part.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
@@ -171,8 +171,8 @@ def _initialize_below(
 def _initialize_part(
     name: str, module: nn.Module, owner: PreTrainedModel, recurse: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Initialise a module with all modules in it (`recurse`), or only its direct parameters."""
-    # Parameters begin as NaN, by which those that the family does not set are recognised.
+    """Initialize a module with all modules in it (`recurse`), or only its direct parameters."""
+    # Parameters start as NaN, so that those that the family does not set can be recognized.
     owners = [(path, m) for path, m in module.named_modules() if recurse or m is module]
     values: dict[str, Tensor] = {}
     for path, home in owners:
@@ -185,7 +185,7 @@ def _initialize_part(
     touched = next((n for n, p in module.named_parameters() if p.is_meta and p._version != others.get(n)), None)
     if touched is not None:
         raise ModelError(
-            f"{type(module).__name__} initialises {touched}, which is in another part of the model. Start from a "
+            f"{type(module).__name__} initializes {touched}, which is in a different part of the model. Start from a "
             "checkpoint"
         )
     for full, value in values.items():

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files by plain reads instead of memory maps, so that memory holds only the requested rows.
+"""Reads tensors of safetensors files without memory maps, so that memory holds only the requested rows.
 
 The pages of a mapped file count as resident memory once they are read; loading that way needs memory for the checkpoint
 in addition to the model. Here rows are read at their offsets into allocated memory.
@@ -48,11 +48,11 @@ class StoredTensor:
 
 
 class Shards:
-    """The tensors of some safetensors files, by name: `stored`; `read` returns rows of one. A context manager.
+    """The tensors of several safetensors files, by name in `stored`. Context manager that closes the files.
 
-    twice      tensors that are in two files; `stored` has the later one until `open_weights` decides
-    passed_by  whether transformers would have read other files of the folder
-    taken      bytes of tensors that were read
+    duplicates          tensors that are in two files; `stored` has the later one until `open_weights` decides
+    differs_from_stock  whether transformers would have read other files of the folder
+    bytes_read          bytes of tensors that were read
     """
 
     def __init__(self, folder: Path, headers: Iterable[Header]) -> None:
@@ -84,7 +84,7 @@ class Shards:
         self._open.clear()
 
     def read(self, stored: StoredTensor, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
-        """Rows [begin, end) of a tensor's first dimension (None: all), on the CPU, in the dtype on disk.
+        """Return rows [begin, end) of a tensor's first dimension, or all if None, on the CPU in the dtype on disk.
 
         into: contiguous CPU memory of that dtype and size to read into, instead of new memory. Raises ModelError for a
         file that is too short or, if encrypted, damaged.
@@ -105,22 +105,24 @@ class Shards:
             try:
                 got = file.readinto(buffer)  # type: ignore[attr-defined]
             except encryption.VaultError as cause:
-                raise ModelError(f"{cause}. It holds {stored.name}.") from cause
+                raise ModelError(f"{cause}. It contains {stored.name}.") from cause
             if not got:
-                raise ModelError(f"{stored.file} ends within {stored.name}: it was cut or changed while it was read.")
+                raise ModelError(
+                    f"{stored.file} ends within {stored.name}: it was truncated or changed while it was read."
+                )
             buffer = buffer[got:]
         return out
 
 
 def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The tensors of a folder, and notes about ambiguities that were resolved.
+    """Return the tensors of a folder, and notes about ambiguities that were resolved.
 
     A folder with `model.safetensors` and an index has two sets of weights. The one that agrees with config.json
     (`quantized`: FP8 codes or not) is used, and if both or neither do, model.safetensors, as in transformers. A tensor
-    that is in two shards, in FP8 and in high precision, is read from the shard that the index names; in the same
-    precision it is refused.
+    that is in two shards, in FP8 and in high precision, is read from the shard that the index names; two in the same
+    precision are an error.
 
-    Raises ModelError for files that are missing, damaged or do not agree with the index.
+    Raises ModelError for files that are missing, damaged or inconsistent with the index.
     """
     if not (folder / INDEX).exists():
         return Shards(folder, check_weight_files(folder)), ()
@@ -130,40 +132,42 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
     try:
         indexed, notes = _open_indexed(folder, quantized)
     except ModelError as error:
-        return single, (f"{folder} holds {SINGLE} and an index; took {SINGLE}, since of the other: {error}",)
+        return single, (
+            f"{folder} has {SINGLE} and an index; using {SINGLE}, because the shards are not usable: {error}",
+        )
     fits = [s for s in (single, indexed) if any(t.is_codes for t in s.stored.values()) == quantized]
     what = "FP8 codes" if quantized else "no FP8 codes"
-    why = f"only it holds {what}, as config.json requires" if len(fits) == 1 else "transformers prefers it too"
+    why = f"only it has {what}, as config.json requires" if len(fits) == 1 else "as in transformers"
     if fits[:1] == [indexed]:
         indexed.differs_from_stock = True
-        note = f"{folder} offers two sets of weights: took the shards of {INDEX}, not {SINGLE} ({why})"
+        note = f"{folder} has two sets of weights: using the shards of {INDEX}, not {SINGLE} ({why})"
         return indexed, (*notes, note)
-    return single, (f"{folder} offers two sets of weights: took {SINGLE}, not the shards of {INDEX} ({why})",)
+    return single, (f"{folder} has two sets of weights: using {SINGLE}, not the shards of {INDEX} ({why})",)
 
 
 def _open_indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The shards of an index, with every tensor from the file that the index names. `strict`: refuse tensors that it
-    does not name, which transformers reads and other loaders do not."""
+    """Return the shards of an index, with every tensor from the file that the index names. `strict`: raise for tensors
+    that it does not name, which transformers reads and other loaders do not."""
     shards = Shards(folder, check_weight_files(folder, indexed=True))
     placed = weight_map(folder / INDEX)
     unlisted = [entry for name, entry in shards.stored.items() if name not in placed]
     if strict and unlisted:
         raise ModelError(
-            f"{unlisted[0].file} holds {unlisted[0].name} ({len(unlisted)} such tensors), which {INDEX} does not list: "
-            "loaders that follow the index would miss it. Write the index again, or download both again."
+            f"{unlisted[0].file} contains {unlisted[0].name} ({len(unlisted)} such tensors), which {INDEX} does not "
+            "list: loaders that follow the index would miss it. Write the index again, or download both again."
         )
     notes = []
     for one, other in shards.duplicates:
         if one.is_codes == other.is_codes or not strict:
             raise ModelError(
-                f"{one.name} is in {one.file} and in {other.file.name}, and loaders take the one or the other by "
+                f"{one.name} is in {one.file} and in {other.file.name}, and which one loaders use depends on "
                 "their order. Remove one of them from its file, or download the folder again."
             )
         listed = placed.get(one.name)
         chosen, left = (one, other) if one.file.name == listed else (other, one)
         shards.stored[one.name] = chosen
         notes.append(
-            f"{folder} offers {one.name} twice: took {chosen.dtype} in {chosen.file.name}, which the index names, not "
+            f"{folder} has {one.name} twice: using {chosen.dtype} in {chosen.file.name}, which the index names, not "
             f"{left.dtype} in {left.file.name}"
         )
     return shards, tuple(notes)

@@ -1,4 +1,4 @@
-"""Streaming weights into a model on the meta device: they are read, cast and stored piece by piece.
+"""Streams weights into a model on the meta device: they are read, cast and stored piece by piece.
 
 In addition to the model, memory holds one piece: 128 rows or a few megabytes of a matrix, or one expert, and the
 buffers of its cast. So the peak memory of a load is the size of the resulting model, including FP8 codes.
@@ -11,12 +11,13 @@ buffers of its cast. So the peak memory of a load is the size of the resulting m
     codes and scales       keep_fp8=False    values, code * scale, rounded once
 
 Experts that are separate on disk become one [E, N, K]. If gate and up are concatenated by rows and gate ends inside a
-block of the format, the blocks of the whole become smaller and their scales are repeated; the codes do not change.
+block of the format, the blocks of the concatenated matrix become smaller and their scales are repeated; the codes do
+not change.
 
 On several ranks each needs only some rows of a parameter (`window`), and little else is read: of a matrix that is cast
 in blocks, the rows of all blocks that overlap the window; of a stack, the experts in it. A scale of a whole matrix uses
-the maximum over all ranks (`reduce_max`). The result is bit for bit the same as in one process. A parameter that goes
-through a rule of transformers is computed whole and then cut.
+the maximum over all ranks (`reduce_max`). The result is bit for bit the same as in one process. A parameter that needs
+a rule of transformers is computed in full and then sliced.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ _CHUNK = 1 << 21  # elements of a matrix that are read and cast at once
 
 @dataclass
 class WeightStream:
-    """Fills parameters. `kinds`: those that are quantized during loading; `dtype_of`: the dtype of values.
+    """Fills parameters. `kinds`: parameters that are quantized during loading; `dtype_of`: the dtype of values.
 
-    window   parameter, its shape -> the needed rows of its first dimension; None: all
+    window   parameter, its shape -> the needed rows of its first dimension; None for all
     largest  the maximum of amaxes over all ranks, a collective if each rank has a window
-    place    called with a name and its value; None: the value is stored in the model
+    place    called with a name and its value; None to store the value in the model
     """
 
     shards: Shards
@@ -65,7 +66,7 @@ class WeightStream:
     place: Callable[[str, Tensor], None] | None = None
     rules: PreTrainedModel = field(init=False)  # the model that is passed to transformers' own rules
     notes: list[str] = field(default_factory=list)
-    _cut: set[str] = field(default_factory=set)
+    _small_blocks: set[str] = field(default_factory=set)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
     _turned: set[str] = field(default_factory=set)
 
@@ -87,7 +88,7 @@ class WeightStream:
         if any(codes) and not all(codes):
             plain = next(e for e in origin.stored if not e.is_codes)
             raise ModelError(
-                f"{plain} holds {plain.dtype} and {origin.stored[codes.index(True)]} FP8 codes, and both are parts of "
+                f"{plain} is {plain.dtype} but {origin.stored[codes.index(True)]} has FP8 codes, and both are parts of "
                 f"{origin.name}. Write the checkpoint again, with all of them in one precision."
             )
         if any(codes) and self.keep_fp8:
@@ -100,23 +101,23 @@ class WeightStream:
             self._place(origin.name, self._read_values(origin, decoded))
 
     def finish(self) -> None:
-        """Add notes about all parameters that were filled."""
-        if self._cut:
+        """Add notes about the parameters that were filled."""
+        if self._small_blocks:
             self.notes.append(
-                f"{len(self._cut)} stacks of experts have smaller blocks than the format's: gate and up, which are one "
-                "matrix in the model, have separate scales. Their codes are those on disk, and GEMMs of a recipe with "
-                "larger blocks use their dequantized values"
+                f"{len(self._small_blocks)} stacks of experts have smaller blocks than the format's: gate and up, "
+                "which are one matrix in the model, have separate scales. Their codes are unchanged, and GEMMs of a "
+                "recipe with larger blocks use their dequantized values"
             )
 
     # values
 
     def _read_values(self, origin: Origin, parts: Parts | None) -> Tensor:
-        """The parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
-        # Rows of the same dtype on the CPU are read into the parameter's memory; all else goes through pieces.
-        shape, (begin, end) = self._shape(origin.name), self._rows_of(origin.name)
+        """Read the parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
+        # Rows of the same dtype on the CPU are read into the parameter's memory; everything else is read in pieces.
+        shape, (begin, end) = self._shape(origin.name), self._needed_rows(origin.name)
         here = (end - begin, *shape[1:]) if shape else ()
         out = torch.empty(here, dtype=self.dtype_of(origin.name), device=self.device)
-        first, parts_of = origin.slots[0][0], parts or partial(self._from_disk, origin)
+        first, read_parts = origin.slots[0][0], parts or partial(self._read_rows, origin)
         direct = out.device.type == "cpu" and first.stored.dtype is out.dtype and not origin.experts
         if parts is None and direct:
             self.shards.read(first.stored, (begin, end) if shape else None, into=out)
@@ -126,24 +127,24 @@ class WeightStream:
             if origin.experts:
                 matrix, rows = out[slot - begin], (0, _num_rows(origin.slots[slot]))
                 matrix = matrix.mT if origin.name in self._turned else matrix
-            for row, values in parts_of(slot, rows):
+            for row, values in read_parts(slot, rows):
                 if not matrix.dim():
                     matrix.copy_(values)
                 else:
                     matrix[row - rows[0] : row - rows[0] + values.shape[0]].copy_(values)
         return _check_finite(out, first.stored)
 
-    def _from_disk(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
+    def _read_rows(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
         pieces = origin.slots[slot]
         if origin.experts or not pieces[0].stored.shape:
-            yield from self._pieces(pieces)
+            yield from self._read_pieces(pieces)
             return
         for begin, end in chunks(pieces[0].stored.shape, rows=rows):
             yield begin, self.shards.read(pieces[0].stored, (begin, end))
 
-    def _pieces(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of all pieces of a slot, concatenated."""
+    def _read_pieces(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) of all pieces of a slot, concatenated."""
         row = 0
         for piece in pieces:
             if piece.at is not None or piece.turned or not piece.stored.shape:
@@ -159,19 +160,21 @@ class WeightStream:
     # values on disk, codes in the model
 
     def _quantize(self, origin: Origin, parts: Parts | None) -> Tensor:
-        spec, parts_of = FROZEN[self.kinds[origin.name]], parts or partial(self._from_disk, origin)
+        spec, read_parts = FROZEN[self.kinds[origin.name]], parts or partial(self._read_rows, origin)
         if not origin.experts:
             touched = self._block_rows(origin, spec)
             codes, scale = self._storage(origin, spec, touched)
             reduce_max = self.reduce_max if self.window is not None else None
-            cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], reduce_max)
+            cast_into(codes, scale, spec, partial(read_parts, 0, touched), touched[0], reduce_max)
             self._check_scales(scale, origin.slots[0])
             return self._freeze_codes(origin, codes, scale, spec, touched)
-        begin, end = self._rows_of(origin.name)
+        begin, end = self._needed_rows(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         for slot in range(begin, end):
             pieces = origin.slots[slot]
-            whole = partial(parts, slot, (0, _num_rows(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
+            whole = (
+                partial(parts, slot, (0, _num_rows(pieces))) if parts else partial(iter, [(0, self._read_slot(pieces))])
+            )
             cast_into(codes[slot - begin], scale[slot - begin], spec, whole)
             self._check_scales(scale[slot - begin], pieces)
         return self._freeze_codes(origin, codes, scale, spec, (begin, end))
@@ -180,20 +183,20 @@ class WeightStream:
         if not bool(torch.isfinite(scale).all()):
             raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which FP8 codes cannot represent.")
 
-    def _slot(self, pieces: tuple[Piece, ...]) -> Tensor:
-        """A whole expert, in the dtype on disk."""
-        parts = [rows for _, rows in self._pieces(pieces)]
+    def _read_slot(self, pieces: tuple[Piece, ...]) -> Tensor:
+        """Read a whole expert in the dtype on disk."""
+        parts = [rows for _, rows in self._read_pieces(pieces)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _block_rows(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
-        """The rows of all blocks that overlap the window of a matrix."""
-        (begin, end), rows, height = self._rows_of(origin.name), self._shape(origin.name)[0], spec.block[0]
+        """Return the rows of all blocks that overlap the window of a matrix."""
+        (begin, end), rows, height = self._needed_rows(origin.name), self._shape(origin.name)[0], spec.block[0]
         if height == -1 or begin == end:
             return begin, end
         return begin // height * height, min(rows, -(-end // height) * height)
 
     def _storage(self, origin: Origin, spec: fp8.CastSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Empty codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
+        """Allocate codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
         shape = list(self._shape(origin.name))
         if origin.experts and origin.name in self._turned:
             shape[-2:] = shape[:-3:-1]
@@ -204,11 +207,11 @@ class WeightStream:
         return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device)
 
     def _freeze_codes(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
-        """The frozen weight with the codes and scales of these rows or experts, cut to the window."""
+        """Return the frozen weight with the codes and scales of these rows or experts, cut to the window."""
         dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
         if self.window is None:
             return frozen_from_codes(codes, scale, spec, dtype, turned)
-        begin, end = self._rows_of(origin.name)
+        begin, end = self._needed_rows(origin.name)
         if rows != (begin, end):
             codes = codes[begin - rows[0] : end - rows[0]].clone()
         return frozen_rows(codes, scale, spec, dtype, turned, self._shape(origin.name), begin)
@@ -217,7 +220,7 @@ class WeightStream:
 
     def _read_frozen(self, origin: Origin) -> Tensor:
         spec, scales = self.scales_of(origin)
-        begin, end = self._rows_of(origin.name)
+        begin, end = self._needed_rows(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         if origin.experts:
             for slot in range(begin, end):
@@ -238,12 +241,12 @@ class WeightStream:
             if here is not into:
                 into.view(torch.uint8).copy_(here.view(torch.uint8))
             return
-        for row, codes in self._pieces(pieces):
+        for row, codes in self._read_pieces(pieces):
             check_codes(codes.contiguous(), pieces[0].stored)
             into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
 
     def _decode_parts(self, origin: Origin, dtype: torch.dtype) -> Parts:
-        """A function from slot and rows to the dequantized values of these rows."""
+        """Return a function from slot and rows to the dequantized values of these rows."""
         spec, scales = self.scales_of(origin)
 
         def parts(slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
@@ -261,7 +264,7 @@ class WeightStream:
         return parts
 
     def scales_of(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
-        """The cast of the codes of an origin, and the scales of each slot."""
+        """Return the cast of the codes of an origin, and the scales of each slot."""
         q = self.quantization
         assert q is not None
         read = [[read_scale(self.shards, self.scales[p.stored.name], p, q) for p in slot] for slot in origin.slots]
@@ -269,7 +272,7 @@ class WeightStream:
         block = q.spec.block if not turned or q.kind != "block" else q.spec.block[::-1]
         rows = common_block_rows(q, heights, turned, read)
         if rows != block[0]:
-            self._cut.add(origin.name)
+            self._small_blocks.add(origin.name)
         if rows == -1:
             return fp8.CastSpec("e4m3", (rows, block[1]), "fp32"), [slot[0] for slot in read]
         slots = [zip(slot, heights, strict=True) for slot in read]
@@ -284,8 +287,8 @@ class WeightStream:
         if codes and self.keep_fp8:
             rule = ", ".join(type(op).__name__ for op in origin.converter.operations) if origin.converter else ""
             raise ModelError(
-                f"{codes[0]} holds FP8 codes, and its tensor becomes {origin.name} by {rule}, which Octavo cannot "
-                "apply to codes. Load with keep_fp8=False: the values are dequantized first."
+                f"{codes[0]} has FP8 codes, but its tensor becomes {origin.name} by {rule}, which Octavo cannot "
+                "apply to codes. Load with keep_fp8=False to dequantize the values first."
             )
         # transformers' rule needs whole tensors; the other paths read pieces.
         values = {}
@@ -302,7 +305,7 @@ class WeightStream:
                     f"{origin.stored[0]} and similar tensors give {name} the shape {list(value.shape)}; the model's is "
                     f"{list(self._shape(name))}. Check that config.json and the weights belong together."
                 )
-            begin, end = self._rows_of(name)
+            begin, end = self._needed_rows(name)
             cut = self.window is not None and bool(value.dim())
             if name in self.kinds:
                 frozen: Tensor = fp8.freeze_weight(value.to(self.device), self.kinds[name], self.dtype_of(name))
@@ -316,8 +319,8 @@ class WeightStream:
     def _shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
-    def _rows_of(self, name: str) -> Rows:
-        """The needed rows (or experts) of a parameter."""
+    def _needed_rows(self, name: str) -> Rows:
+        """Return the needed rows (or experts) of a parameter."""
         shape = self._shape(name)
         if self.window is not None and shape:
             return self.window(name, shape)
@@ -334,19 +337,19 @@ class WeightStream:
         elif isinstance(value, nn.Parameter):
             module._parameters[leaf] = value
         else:
-            former = module._parameters[leaf]
-            trains = value.is_floating_point() and (former is None or former.requires_grad)
+            meta_parameter = module._parameters[leaf]
+            trains = value.is_floating_point() and (meta_parameter is None or meta_parameter.requires_grad)
             module._parameters[leaf] = nn.Parameter(value, requires_grad=trains)
 
 
 def _num_rows(pieces: tuple[Piece, ...]) -> int:
-    """Rows of a slot."""
+    """Return the number of rows of a slot."""
     return sum(piece.shape[0] for piece in pieces)
 
 
 def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) -> Iterator[Rows]:
-    """Ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all rows, or
-    over `rows`."""
+    """Yield ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all
+    rows, or over `rows`."""
     (first, last), width = rows or (0, shape[0]), max(1, torch.Size(shape[1:]).numel())
     unit = step if step % 128 == 0 else step * 128
     high = max(unit, _CHUNK // width // unit * unit)
@@ -355,7 +358,7 @@ def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) ->
 
 
 def scale_rows(scale: Tensor, spec: fp8.CastSpec, begin: int, end: int) -> Tensor:
-    """The scales of rows [begin, end); `begin` is the first row of a block."""
+    """Return the scales of rows [begin, end); `begin` is the first row of a block."""
     if spec.block[0] == -1:
         return scale
     return scale[begin // spec.block[0] : -(-end // spec.block[0])]
@@ -365,10 +368,10 @@ def cast_into(
     codes: Tensor, scale: Tensor, spec: fp8.CastSpec, parts: Callable[[], Iterator[tuple[int, Tensor]]],
     first: int = 0, over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Quantize a matrix, passed in pieces of rows, into codes [N, K] and their scales: the result of `fp8.quantize` on
-    the whole.
+    """Quantize a matrix, passed in pieces of rows, into codes [N, K] and their scales: the same result as
+    `fp8.quantize` on the full matrix.
 
-    A single scale for the whole needs its amax first, so the rows are read twice. `first`: the row of the whole matrix
+    A single scale needs the amax of the matrix first, so the rows are read twice. `first`: the row of the full matrix
     with which `codes` begin, the first row of a block; `over_ranks`: the maximum of amaxes over all ranks with rows of
     the matrix.
     """
@@ -394,5 +397,7 @@ def cast_into(
 def _check_finite(values: Tensor, stored: StoredTensor) -> Tensor:
     """Return the values; raise ModelError for NaN and infinity."""
     if fp8.find_nonfinite([(stored.name, values)]):
-        raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
+        raise ModelError(
+            f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all of them."
+        )
     return values

@@ -194,7 +194,7 @@ def _plan_run(run: Run, fresh: bool) -> list[Any]:
 
     if planning.policy_from(run.cfg).requests_auto:
         return []
-    return [planning.Planned(run.cfg, *planning.plan_for(run.cfg))]
+    return [planning.RunPlan(run.cfg, *planning.plan_for(run.cfg))]
 
 
 def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:

@@ -91,11 +91,11 @@ def _evaluate_or_read(
     import torch
 
     from octavo.train import artifacts
-    from octavo.train.setup.resolve_config import random_weights
+    from octavo.train.setup.resolve_config import random_init
 
-    opened = artifacts.look(target)
+    opened = artifacts.inspect_target(target)
     if opened.kind == "folder":  # the initial model
-        opened = dataclasses.replace(opened, random=random_weights(cfg))
+        opened = dataclasses.replace(opened, random=random_init(cfg))
     if console is not None:
         console.print(f"held-out data: {words}", highlight=False, markup=False, soft_wrap=True)
     pieces: list[dict[str, Any]] = []

@@ -174,7 +174,7 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     missing = [kind for kind, members in by_kind.items() if not members]
     if missing:
         raise ReportError(
-            f"a verdict needs a reference run, a noise run and an FP8 run; missing:  {', '.join(missing)}"
+            f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}"
         )
     ref_run, ref = by_kind["reference"][0]
     beyond = rl_claims.is_rl_or_preference(ref_run)

@@ -56,7 +56,7 @@ def check_same_files(cfg: Config, directory: Path) -> None:
         atomic_write.write_text(file, json.dumps(now, indent=1) + "\n")
         return
     try:
-        input_fingerprints.same(safe_read.read_json(file, ReportError), now, directory, cfg.model.path)
+        input_fingerprints.check_same_inputs(safe_read.read_json(file, ReportError), now, directory, cfg.model.path)
     except TrainError as error:
         raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 

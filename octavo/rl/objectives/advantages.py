@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EPS = 1e-4  # added to a standard deviation, in units of reward; the value of GRPO's reference code and of TRL
+EPS = 1e-4  # added to standard deviations; the value of GRPO's reference code and of TRL
 
 
 def group(rewards: Tensor, scale: bool = True) -> Tensor:
@@ -24,7 +24,7 @@ def group(rewards: Tensor, scale: bool = True) -> Tensor:
     Dr. GRPO (arXiv 2503.20783, 3.1) omits the division (``scale=False``), because it gives more weight to prompts that
     are nearly solved or nearly hopeless. The deviation is that of a sample (G - 1), and 0 for a single completion.
     """
-    wide = _checked(rewards)
+    wide = _to_valid_fp64(rewards)
     centred = wide - wide.mean(dim=1, keepdim=True)
     return _zero_where_equal(centred / (_deviation(wide, dim=1) + EPS) if scale else centred, wide)
 
@@ -36,18 +36,18 @@ def group_unscaled(rewards: Tensor) -> Tensor:
 
 def batch(rewards: Tensor) -> Tensor:
     """Lite PPO (arXiv 2508.08221): the group's mean as the baseline, the whole batch's deviation as the scale."""
-    wide = _checked(rewards)
+    wide = _to_valid_fp64(rewards)
     centred = wide - wide.mean(dim=1, keepdim=True)
     return _zero_where_equal(centred / (_deviation(wide.flatten(), dim=0) + EPS), wide)
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): r minus the mean of the group's *other* rewards. Needs two completions."""
-    wide = _checked(rewards)
+    wide = _to_valid_fp64(rewards)
     others = wide.shape[1] - 1
     if others < 1:
         raise ValueError(
-            f"leave-one-out compares a completion with the others of its prompt, and rewards {list(rewards.shape)} "
+            f"leave-one-out compares a completion with the others of its prompt, but rewards {list(rewards.shape)} "
             "have 1 per prompt; set rl.group to 2 or more"
         )
     return _zero_where_equal(wide - (wide.sum(dim=1, keepdim=True) - wide) / others, wide)
@@ -66,13 +66,13 @@ def informative(rewards: Tensor) -> Tensor:
 
     The other groups have no gradient; DAPO replaces them by new prompts until the batch is full.
     """
-    wide = _checked(rewards)
+    wide = _to_valid_fp64(rewards)
     return wide.amax(dim=1) != wide.amin(dim=1)
 
 
-def _checked(rewards: Tensor) -> Tensor:
-    """The rewards in fp64, in which the rounding of a group's sums is negligible. Raises ValueError for a wrong shape
-    and for values that are not finite."""
+def _to_valid_fp64(rewards: Tensor) -> Tensor:
+    """Convert the rewards to fp64, in which the rounding of sums is negligible. Raises ValueError for a wrong shape and
+    for values that are not finite."""
     if rewards.dim() != 2 or not rewards.numel():
         raise ValueError(f"rewards are [prompts, completions of each], at least one; found {list(rewards.shape)}")
     if not bool(rewards.isfinite().all()):

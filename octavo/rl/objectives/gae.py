@@ -1,4 +1,4 @@
-"""The parts of PPO other than its clipped surrogate: rewards and advantages per token, and the critic's loss.
+"""The parts of PPO in addition to its clipped surrogate: rewards and advantages per token, and the critic's loss.
 
 A completion is an episode: token t is the action in the state of all tokens before it, and V_t is the critic's value of
 that state. Rewards are [B, T]: the score at the last token that counts, and at every token the KL penalty. The state
@@ -70,7 +70,8 @@ def gae_of_micro_batches(
 
 
 def moments(advantages: Tensor, mask: Tensor) -> Tensor:
-    """fp64 [3]: tokens that count, the sum of their advantages and of the squares. Add over micro-batches and ranks."""
+    """Return fp64 [3]: the number of counted tokens, and the sums of their advantages and squared advantages. Sums over
+    micro-batches and ranks are added."""
     counted = mask.bool()
     wide = torch.where(counted, advantages, 0.0).double()
     return torch.stack([counted.sum().double(), wide.sum(), wide.square().sum()])

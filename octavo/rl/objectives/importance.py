@@ -44,8 +44,8 @@ LIMITS: dict[tuple[Level, Action], tuple[float | None, float]] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """How weights are computed and limited. A limit of None means the default in :data:`LIMITS`; truncation has no
-    lower limit unless one is set. Raises ValueError for limits that exclude 1."""
+    """Settings for the computation and limits of weights. A limit of None means the default in :data:`LIMITS`;
+    truncation has no lower limit unless one is set. Raises ValueError for limits that exclude 1."""
 
     level: Level = "token"
     action: Action = "truncate"
@@ -75,16 +75,18 @@ UNLIMITED = Correction(high=math.inf)
 
 
 def logp_difference(logps: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """log p - log q of each token; where the mask is 0, the difference and its gradient are exactly 0, even for NaN."""
+    """Return log p - log q of each token; where the mask is 0, the difference and its gradient are exactly 0, even for
+    NaN."""
     return torch.where(mask.bool(), logps - others, 0.0).clamp(-LARGEST, LARGEST)
 
 
 def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -> Figures:
-    """How far the trainer is from the rollout, over all tokens that count: fp32 [B, T] each, ``tokens`` of the batch.
+    """Measure the gap between trainer and rollout over all counted tokens: fp32 [B, T] each, ``tokens`` of the whole
+    batch.
 
     ``logp_gap_mean`` and ``logp_gap_max``: |d log p| in nats. ``logp_gap_k1`` and ``logp_gap_k3``: the KL divergence of
-    the rollout's policy from the trainer's, estimated as in ``octavo/rl/objectives/penalties.py``. All four are 0 where
-    both computed the same numbers.
+    the rollout's policy from the trainer's, estimated as in ``octavo/rl/objectives/penalties.py``. All four are 0 if
+    both computed the same values.
     """
     d = logp_difference(old_logps, sampled_logps, mask)
     distance, total = d.abs(), max(tokens, 1.0)
@@ -98,9 +100,10 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
 
 @torch.no_grad()
 def weights(
-    old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, how: Correction, tokens: float, sequences: float
+    old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, correction: Correction, tokens: float, sequences: float
 ) -> tuple[Tensor, Figures]:
-    """Weights of the objective's terms: [B, T] by token, else [B, 1]; 1 where nothing counts. ``tokens`` and
+    """Compute the weights of the objective's terms: [B, T] by token, else [B, 1]; 1 where nothing counts. ``tokens``
+    and
     ``sequences`` are the counts of the whole batch.
 
     Figures describe the weights after limiting: ``sampling/importance_sampling_ratio/min``, ``mean`` and ``max`` over
@@ -108,16 +111,16 @@ def weights(
     """
     counted = mask.bool()
     d = logp_difference(old_logps, sampled_logps, mask)
-    if how.level != "token":
+    if correction.level != "token":
         d = d.sum(dim=1, keepdim=True)
-        if how.level == "geometric":
+        if correction.level == "geometric":
             d = d / counted.sum(dim=1, keepdim=True).clamp(min=1)
         counted = counted.any(dim=1, keepdim=True)
     raw = d.exp()
-    low, high = how.limits
+    low, high = correction.limits
     outside = (raw > high) if low is None else (raw > high) | (raw < low)
-    used = raw.clamp(low, high) if how.action == "truncate" else raw.masked_fill(outside, 0.0)
-    total = max(tokens if how.level == "token" else sequences, 1.0)
+    used = raw.clamp(low, high) if correction.action == "truncate" else raw.masked_fill(outside, 0.0)
+    total = max(tokens if correction.level == "token" else sequences, 1.0)
     name = "sampling/importance_sampling_ratio"
     return used, {
         f"{name}/min": lowest(used, counted),

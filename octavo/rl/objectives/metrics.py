@@ -39,13 +39,13 @@ class Ranks(Protocol):
 
 
 def kind(name: str) -> str:
-    """How parts of a figure are combined, by the last word of its name: `min`, `max` or `sum`."""
+    """Return how parts of a figure are combined, by the last word of its name: `min`, `max` or `sum`."""
     match = re.search(r"(?:^|[/_])(min|max)$", name)
     return match[1] if match else "sum"
 
 
 def lowest(values: Tensor, where: Tensor) -> Tensor:
-    """The smallest of the values that count, +inf if none does. Does not synchronize with the GPU."""
+    """Return the smallest of the values that count, or +inf if none does. Does not synchronize with the GPU."""
     return torch.where(where, values, math.inf).amin() if len(values) else values.new_tensor(math.inf)
 
 
@@ -54,22 +54,22 @@ def highest(values: Tensor, where: Tensor) -> Tensor:
 
 
 def combine_figures(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
-    """Combine the figures of several parts; a part may lack a name."""
+    """Combine the figures of several parts; a name may be missing in a part."""
     total: Figures = {}
-    put: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+    combine: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
     for part in parts:
         for name, value in part.items():
-            total[name] = put[kind(name)](total[name], value) if name in total else value
+            total[name] = combine[kind(name)](total[name], value) if name in total else value
     return total
 
 
 def whole(figures: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
-    """The batch's figures over all ranks, as numbers. All ranks must pass the same names. Two collectives."""
+    """Reduce the batch's figures over all ranks, as numbers. All ranks must pass the same names. Two collectives."""
     sums = {name: float(value) for name, value in figures.items() if kind(name) == "sum"}
     sign = {"min": -1.0, "max": 1.0}
     tops = {name: sign[kind(name)] * float(value) for name, value in figures.items() if kind(name) != "sum"}
     added = ranks.sum(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()
     largest = ranks.all_reduce_max(torch.tensor([*tops.values()], dtype=torch.float64)).tolist()
-    both = dict(zip(sums, added, strict=True))
-    both |= {name: sign[kind(name)] * value for name, value in zip(tops, largest, strict=True)}
-    return {name: 0.0 if math.isinf(both[name]) and name in tops else both[name] for name in figures}
+    combined = dict(zip(sums, added, strict=True))
+    combined |= {name: sign[kind(name)] * value for name, value in zip(tops, largest, strict=True)}
+    return {name: 0.0 if math.isinf(combined[name]) and name in tops else combined[name] for name in figures}

@@ -31,7 +31,8 @@ from octavo.rl.objectives.metrics import Figures
 
 
 def answer_logps(logps: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens [B, T] and the mask of the answers' -> (sums [B], tokens [B]) in fp32."""
+    """Sum the log-probabilities of tokens [B, T] over the mask of the answers. Returns (sums [B], tokens [B]) in
+    fp32."""
     counted = mask.bool()
     return torch.where(counted, logps.float(), 0.0).sum(dim=1), counted.sum(dim=1).float()
 
@@ -57,8 +58,8 @@ class Pairs:
 
     @classmethod
     def of(cls, logps: Tensor, mask: Tensor, ref: Tensor | None = None) -> Pairs:
-        """The pairs of 2B rows, chosen answers first: log-probabilities [2B, T], mask [2B, T], and the reference's sums
-        [2B]."""
+        """Create the pairs of 2B rows, chosen answers first: log-probabilities [2B, T], mask [2B, T], and the
+        reference's sums [2B]."""
         if len(logps) % 2:
             raise ValueError(f"pairs are an even number of rows, chosen ones first; found {len(logps)}")
         sums, tokens = answer_logps(logps, mask)
@@ -100,9 +101,9 @@ def dpo(
     """DPO and its relatives, by ``loss``; ``sft`` is the weight of the chosen answers' cross-entropy (a mean over their
     tokens), which keeps their probability from falling (RPO, arXiv 2404.19733)."""
     if loss not in DPO_LOSSES:
-        raise ValueError(f"preference loss {loss!r} is none of {', '.join(DPO_LOSSES)}")
+        raise ValueError(f"preference loss {loss!r} is not one of {', '.join(DPO_LOSSES)}")
     if p.ref_chosen is None or p.ref_rejected is None:
-        raise ValueError(f"preference loss {loss} compares with a reference, and its log-probabilities are not there")
+        raise ValueError(f"preference loss {loss} needs the log-probabilities of a reference")
     if label_smoothing and loss in ("hinge", "ipo"):
         raise ValueError(f"{loss} has no label smoothing; found {label_smoothing}")
     if not 0 <= label_smoothing < 0.5:

@@ -26,7 +26,7 @@ Kl = Literal["k1", "k2", "k3"]
 
 
 def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
-    """The estimate of the KL at each token [B, T], in nats, from log-probabilities [B, T]; 0 where the mask is 0."""
+    """Estimate the KL at each token [B, T], in nats, from log-probabilities [B, T]; 0 where the mask is 0."""
     if estimator not in get_args(Kl):
         raise ValueError(f"KL estimator {estimator!r} does not exist; there are {', '.join(get_args(Kl))}")
     difference = logp_difference(logps, ref_logps, mask)
@@ -38,8 +38,8 @@ def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of completions of ``lengths`` [N] tokens: fp32 [N], to
-    be added to rewards.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) for completions of ``lengths`` [N] tokens: fp32 [N],
+    to be added to rewards.
 
     0 up to ``longest - buffer`` tokens, then linearly down to -1 at ``longest``, and -1 beyond.
     """
@@ -51,6 +51,6 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
 
 
 def mask_out_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
-    """The mask [B, T] without the completions that were cut off at the limit (``truncated``, bool [B]): how the policy
-    would have ended them is unknown. Their rewards stay in the group's mean (DAPO's overlong filtering, TRL)."""
+    """Remove the completions that were cut off at the length limit (``truncated``, bool [B]) from the mask [B, T],
+    because their endings are unknown. Their rewards stay in the group's mean (DAPO's overlong filtering, TRL)."""
     return mask.bool() & ~truncated.bool()[:, None]

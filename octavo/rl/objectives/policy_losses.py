@@ -233,8 +233,7 @@ def policy_loss(
             raise ValueError(f"a KL penalty of {beta} in the loss needs the reference's log-probabilities; found none")
         if estimator == "k1" and not kl_weighted:
             raise ValueError(
-                "k1 in the loss has a gradient of mean 0 (octavo.rl.objectives.penalties says why): take k2, k3 or the "
-                "ratio"
+                "k1 in the loss has a gradient of mean 0 (see octavo.rl.objectives.penalties): use k2, k3 or the ratio"
             )
         distance = kl(b.logps, b.ref_logps, b.mask, estimator)
         distance = distance * terms.ratio if kl_weighted else distance
@@ -276,7 +275,7 @@ def _clipped(
 ) -> Terms:
     """The clipped surrogate: ratio [B, T], or [B, 1] of whole completions."""
     if clip.low is None:
-        raise ValueError("this objective clips on both sides: a lower limit is needed, found none (rl.clip)")
+        raise ValueError("this objective clips on both sides: a lower limit is needed, but there is none (rl.clip)")
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
     term = -torch.minimum(ratio * b.advantages, bounded * b.advantages)
     low, high = (ratio < 1 - clip.low) & (b.advantages < 0), (ratio > 1 + clip.high) & (b.advantages > 0)

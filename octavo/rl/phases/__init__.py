@@ -1,1 +1,1 @@
-"""The phases of RL and preference training: what a step of each does."""
+"""The phases of reinforcement learning and preference training."""

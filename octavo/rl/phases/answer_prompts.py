@@ -1,5 +1,5 @@
-"""Evaluation by generated answers, for `octavo eval --answers`: a greedy answer to the last question of each held-out
-row, judged by the configuration's rewards."""
+"""Evaluates generated answers for `octavo eval --answers`: a greedy answer to the last question of each held-out row is
+scored by the configuration's rewards."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ def evaluate_target(
     log: Log = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The figures of `octavo.train.artifacts.evaluate_target`, and those of generated answers: `reward`, `length`,
+    """Return the figures of `octavo.train.artifacts.evaluate_target`, and those of generated answers: `reward`,
+    `length`,
     `completions/clipped_ratio`, `rewards/NAME/mean`, `completions`.
 
-    answers         number of rows, from the first, that are answered; 0: all
-    max_new_tokens  limit of an answer; None: the value in the configuration's section rl, or 64 without that section
+    answers         number of rows to answer, from the first; 0 for all
+    max_new_tokens  length limit of an answer, or None for the value in the section rl (64 without that section)
 
     Without a section rl the reward is exact_match. Raises TrainError for sealed rows, and the errors of evaluation,
     generation and rewards.
     """
 
-    def judge_answers(
+    def score_answers(
         model: PreTrainedModel, processor: Any, forward: Forward, eval_cfg: Config
     ) -> Mapping[str, float | None]:
         rl = eval_cfg.rl or RlSection.model_validate({"rewards": ["exact_match"], "max_new_tokens": 64})
         rl = rl.model_copy(update={} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
-        # A truncated prompt would be another question, so a row that is too long is an error here.
+        # A truncated prompt would be a different question, so a row that is too long is an error.
         whole_rows = eval_cfg.data.model_copy(update={"train_on_prompt": False, "on_long": "error"})
         answer_cfg = eval_cfg.model_copy(update={"data": whole_rows})
         rows = prompt_set(answer_cfg, processor, prompts=answers or None, reserve=rl.max_new_tokens)
@@ -69,7 +70,7 @@ def evaluate_target(
 
     if (chosen := cfg or target.cfg) is not None and chosen.data.sealed:
         raise TrainError(
-            "answers are judged by their words, and sealed rows hold none: evaluate without --answers, or unseal the "
-            "model (octavo unseal) and evaluate it on plain rows"
+            "generated answers are scored as text, which sealed rows do not contain: evaluate without --answers, or "
+            "unseal the model (octavo unseal) and evaluate it on plain rows"
         )
-    return evaluate_losses(target, cfg, log=log, extra=judge_answers, **options)
+    return evaluate_losses(target, cfg, log=log, extra=score_answers, **options)

@@ -1,5 +1,5 @@
-"""completions.jsonl: the first completions of every step with their rewards, for people to read. With `run.encrypt` it
-is completions.jsonl.aes, whose lines are encrypted."""
+"""Writes completions.jsonl: the first completions of every step with their rewards. With `run.encrypt` the file is
+completions.jsonl.aes, with encrypted lines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class CompletionsLog:
         self.file, self.count = directory / (COMPLETIONS + SUFFIX * encrypt), count
 
     def begin(self, step: int) -> None:
-        """Drop the lines of steps after `step`, from which the run continues."""
+        """Remove the lines of steps after `step`, from which the run continues."""
         truncate_metrics(self.file, step)
 
     def write(self, lines: list[str]) -> None:
-        """Append the first of a step's lines, which :func:`completion_lines` made on each rank, in the order of
-        ranks."""
+        """Append the first of a step's lines. `lines` are those of :func:`completion_lines` of all ranks, in rank
+        order."""
         append_lines(self.file, lines[: self.count])
 
 
 def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
-    """A line of JSON for each of the first `count` completions of this rank: step, `weights` (the step after whose
-    update the weights wrote it; 0: the initial weights), file, row, prompt, answer, completion, why it ended, rewards
-    by name (None: no number), their sum, and the advantage."""
+    """Return a line of JSON for each of the first `count` completions of this rank: step, `weights` (number of the last
+    step before the weights that generated it, 0 for the initial weights), file, row, prompt, answer, completion, stop
+    reason, rewards by name (None if a reward returned no number), their sum, and the advantage."""
     lines = []
     for number, completion in enumerate(rollout.completions[:count]):
         prompt = rollout.prompts[completion.prompt]
@@ -51,5 +51,5 @@ def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> l
 
 
 def _number(score: float) -> float | None:
-    """The score as JSON can hold it: None for NaN and infinities."""
+    """Return the score, or None for NaN and infinities, which JSON does not support."""
     return float(score) if np.isfinite(score) else None

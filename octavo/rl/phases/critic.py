@@ -45,7 +45,7 @@ class Critic:
         """Store the values of a micro-batch's tokens before the first update of the step. `values` are those that
         :meth:`collect_values` collected."""
         if self.has_separate_layers:
-            with untracked_forward(self.stepper.model), adapters.second(self.stepper.model):
+            with untracked_forward(self.stepper.model), adapters.use_second_adapter(self.stepper.model):
                 values = self._forward(batch, keep)
         batch["experience"].values = scatter_to_positions(_select_positions(values[0], keep), keep, batch)
 
@@ -104,8 +104,8 @@ class Critic:
         each before it takes the next."""
         if not self.has_separate_layers:
             return
-        keep, target, _ = self.stepper.judged(batch, 1.0)
-        with adapters.second(self.stepper.model):
+        keep, target, _ = self.stepper.loss_positions(batch, 1.0)
+        with adapters.use_second_adapter(self.stepper.model):
             with memory.forward() if memory else nullcontext():
                 values = self._forward(batch, keep)
                 mask = self.stepper.mask(batch, target).to(values[0].device)

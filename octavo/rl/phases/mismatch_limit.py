@@ -53,7 +53,7 @@ class MismatchLimit:
             completion = rollout.completions[batch["experience"].rows[row]]
             sample, tokens = rollout.prompts[completion.prompt], completion.tokens
             prompt, batch = engine_prompt(sample), data.collate([full_sample(sample, completion)], stepper.pad_id)
-        keep, *_ = stepper.judged(batch, 1.0)
+        keep, *_ = stepper.loss_positions(batch, 1.0)
 
         def train() -> None:
             with stepper.batch_invariant_context():

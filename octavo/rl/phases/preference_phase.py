@@ -1,9 +1,9 @@
-"""The phase of preferences: a step learns from pairs of a chosen and a rejected answer, or from labelled answers.
+"""The phase of preferences: trains on pairs of a chosen and a rejected answer, or on labelled answers.
 
-A micro-batch holds the chosen answers, then the rejected ones (:mod:`octavo.data.tasks.pairs`): one forward of the
-policy, one of its reference, and the loss of :mod:`octavo.rl.objectives.pairwise` over the sums of both. A micro-batch
-of KTO holds labelled answers; its baseline is computed first, over all micro-batches and ranks, so that a step does not
-depend on how it is split.
+A micro-batch contains the chosen answers, then the rejected ones (:mod:`octavo.data.tasks.pairs`). It takes one forward
+of the policy, one of the reference, and the loss of :mod:`octavo.rl.objectives.pairwise` over the sums of both. A
+micro-batch of KTO contains labelled answers; its baseline is computed first, over all micro-batches and ranks, so that
+a step does not depend on how it is split.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class PreferencePhase(Phase):
         return super().evalset(cfg, processor, **share)
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
-        """In addition to the base figures, `preference_loss`, a step's figures and the number of held-out preferences;
-        `loss` and `exact_match` are those of their chosen or good answers."""
+        """Evaluate held-out data. In addition to the base figures, returns `preference_loss`, the figures of a step and
+        the number of held-out preferences; `loss` and `exact_match` are those of the chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)
         figures = super().evaluate(stepper, evalset, shown)
-        return figures if self._held_out is None else {**figures, **stepper.evaluate_held_out(self._held_out)}
+        return figures if self._held_out is None else {**figures, **stepper.evaluate_preferences(self._held_out)}
 
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> PreferenceStepper:
-        return PreferenceStepper.of(plain)
+        return PreferenceStepper.from_stepper(plain)
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
@@ -86,7 +86,7 @@ def _row_kind(cfg: Config) -> Literal["pairs", "labelled"]:
 
 @dataclass
 class PreferenceStepper(Stepper):
-    """Learns from pairs (or from labelled answers) instead of next-token labels."""
+    """Trains on pairs or labelled answers instead of next-token labels."""
 
     reference: ComputedReference | StoredReference | None = None
     counts: PairCounts | AnswerCounts | None = None
@@ -99,7 +99,7 @@ class PreferenceStepper(Stepper):
 
     @property
     def options(self) -> dict[str, float]:
-        """The options of the loss: those of the configuration, else the loss's defaults."""
+        """The options of the loss: those of the configuration, or else the defaults."""
         section = settings(self.cfg)
         configured = {name: getattr(section, name) for name in OPTIONS[section.loss]}
         return {**self.spec.options, **{name: value for name, value in configured.items() if value is not None}}
@@ -111,12 +111,12 @@ class PreferenceStepper(Stepper):
         figures: dict[str, float | None] = {**whole(combine_figures(self.part_figures), self.world)}
         if self.z is not None:
             figures = {**dict.fromkeys(FIGURES), **figures, "kl": float(self.z)}
-        if not result.loss_tokens:  # no token to learn from: the figures are means of nothing
+        if not result.loss_tokens:  # without a token, there are no figures
             figures = dict.fromkeys(figures)
         return replace(add_reference_memory(result, self.reference), figures=figures)
 
     def totals(self, batches: Batches) -> Tensor:
-        """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
+        """Return [pairs or labelled answers, tokens, loss tokens] over all ranks."""
         masks = [losses.targets(batch["labels"]) != losses.IGNORE for batch in batches]
         if self.spec.paired:
             local_counts: PairCounts | AnswerCounts = PairCounts.of(masks)
@@ -124,13 +124,17 @@ class PreferenceStepper(Stepper):
             good = (batch["desirable"] for batch in batches)
             local_counts = AnswerCounts.of([(m.sum(dim=1)[: len(g)], g) for m, g in zip(masks, good, strict=True)])
         tokens = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
-        *counts, seen, judged = self.world.sum(torch.tensor([*local_counts, *tokens], dtype=torch.float64)).tolist()
+        *counts, all_tokens, loss_tokens = self.world.sum(
+            torch.tensor([*local_counts, *tokens], dtype=torch.float64)
+        ).tolist()
         self.counts = type(local_counts)(*counts)
         rows = self.counts.pairs if isinstance(self.counts, PairCounts) else sum(self.counts)
-        return torch.tensor([rows, seen, judged], dtype=torch.float64)
+        return torch.tensor([rows, all_tokens, loss_tokens], dtype=torch.float64)
 
-    def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
-        """A micro-batch's part of the step's loss."""
+    def loss_at_positions(
+        self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0
+    ) -> Loss:
+        """Return a micro-batch's part of the loss of the step."""
         logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         mask = (target != losses.IGNORE).to(logs.device)
         ref = None
@@ -147,18 +151,18 @@ class PreferenceStepper(Stepper):
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def _baseline(self, batches: Batches) -> Tensor:
-        """KTO's z over all mismatched answers of the step, without a graph. A collective."""
+        """Compute KTO's baseline over all mismatched answers of the step, without a graph. Collective call."""
         sums, tokens, ref = self._gather_rows(self._sums(batch["crossed"]) for batch in batches).unbind(dim=1)
         return baseline(sums[tokens > 0], ref[tokens > 0])
 
-    def evaluate_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float | None]:
-        """Loss and figures over all held-out preferences, and their number. A collective."""
+    def evaluate_preferences(self, batches: Iterable[dict[str, Any]]) -> dict[str, float | None]:
+        """Compute loss and figures over all held-out preferences, and their number. Collective call."""
         if self.spec.paired:
             rows = self._gather_rows(torch.cat(self._sums(batch).chunk(2), dim=1) for batch in batches)
-            chosen, n, of_chosen, rejected, m, of_rejected = rows.unbind(dim=1)
-            refs = (None, None) if self.reference is None else (of_chosen, of_rejected)
-            pairs = Pairs(chosen, rejected, n, m, *refs)
-            counts = PairCounts(float(pairs.whole.sum()), float(n[pairs.whole].sum()))
+            chosen, chosen_tokens, ref_chosen, rejected, rejected_tokens, ref_rejected = rows.unbind(dim=1)
+            refs = (None, None) if self.reference is None else (ref_chosen, ref_rejected)
+            pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, *refs)
+            counts = PairCounts(float(pairs.whole.sum()), float(chosen_tokens[pairs.whole].sum()))
             loss, figures = self.spec.loss(pairs, counts, **self.options)
             names, count = [*figures], counts.pairs
         else:
@@ -171,14 +175,14 @@ class PreferenceStepper(Stepper):
             answers = AnswerCounts.of([(n, good.bool())])
             loss, figures = kto(sums, n, ref, good.bool(), z, answers, **self.options)
             names, count = [*dict.fromkeys([*FIGURES, *figures])], sum(answers)
-        known = {"preference_loss": loss, **figures} if count else {}
-        result = {name: float(known[name]) if name in known else None for name in ("preference_loss", *names)}
+        computed = {"preference_loss": loss, **figures} if count else {}
+        result = {name: float(computed[name]) if name in computed else None for name in ("preference_loss", *names)}
         return {**result, "preferences": count}
 
     def _sums(self, batch: dict[str, Any]) -> Tensor:
-        """[B, 3] in host memory, without a graph, for the answers of a micro-batch: the policy's sum of
+        """Return [B, 3] in host memory, without a graph, for the answers of a micro-batch: the policy's sum of
         log-probabilities, the number of tokens, and the reference's sum (0 without a reference)."""
-        keep, target, _ = self.judged(batch, 1.0)
+        keep, target, _ = self.loss_positions(batch, 1.0)
         with untracked_forward(self.model):
             logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         sums, tokens = answer_logps(logs, (target != losses.IGNORE).to(logs.device))
@@ -186,15 +190,15 @@ class PreferenceStepper(Stepper):
         return torch.stack([x.cpu() for x in (sums, tokens, ref)], dim=1)
 
     def _gather_rows(self, tables: Iterable[Tensor]) -> Tensor:
-        """The rows of the tables of all ranks. A collective."""
-        local_counts = torch.cat([*tables])
-        every = self.world.gather_objects(local_counts.tolist())
-        return torch.tensor([row for rows in every for row in rows]).view(-1, local_counts.shape[1])
+        """Gather the rows of the tables of all ranks. Collective call."""
+        local_rows = torch.cat([*tables])
+        by_rank = self.world.gather_objects(local_rows.tolist())
+        return torch.tensor([row for rows in by_rank for row in rows]).view(-1, local_rows.shape[1])
 
 
 def _desirable_mask(batch: dict[str, Any]) -> Tensor:
-    """bool [B]: which answers of a micro-batch are labelled good. A micro-batch whose rows were all skipped has a
-    placeholder row, which is not."""
+    """Return bool [B]: which answers of a micro-batch are labelled good. A micro-batch whose rows were all skipped has
+    a placeholder row, which is not."""
     good = torch.zeros(len(batch["labels"]), dtype=torch.bool)
     good[: len(batch["desirable"])] = batch["desirable"]
     return good

@@ -1,9 +1,9 @@
 """The reference model that the policy is compared with.
 
-base   LoRA: the same weights with the adapters switched off; costs a forward and no memory
-copy   full-parameter training: a frozen copy of the initial weights; FP8 layers hold only codes, a byte a parameter,
-       and follow the same plan, so that equal weights give equal log-probabilities
-disk   preferences, whose answers are fixed: the same numbers, computed before the first step
+base   LoRA: the same weights with the adapters disabled; costs a forward and no memory
+copy   full-parameter training: a frozen copy of the initial weights; FP8 layers keep only codes (one byte per
+       parameter) and follow the same plan, so that equal weights give equal log-probabilities
+disk   preferences, whose answers are fixed: log-probabilities computed before the first step
        (:mod:`octavo.rl.phases.reference_cache`)
 """
 
@@ -33,17 +33,18 @@ from octavo.train.step.step import Stepper, StepResult
 class HoldsMemory(Protocol):
     @property
     def bytes(self) -> int:
-        """Memory that it takes in addition to the policy's."""
+        """Memory in bytes that it takes in addition to the policy."""
 
 
 class Reference(HoldsMemory, Protocol):
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` returns them,
+        """Return log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` does,
         without a graph."""
 
 
 def make_reference(kind: str, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Reference:
-    """The reference of a run. `kind`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
+    """Create the reference of a run. `kind`: auto, base or copy. `plan_file`: the run's plan.json, which a copy
+    follows.
 
     Raises the errors of loading a model and its plan.
     """
@@ -56,14 +57,14 @@ def make_reference(kind: str, stepper: Stepper, plan_file: Path, log: Callable[[
 
 
 def resolve_reference(kind: str, cfg: Config) -> str:
-    """`base`, `copy` or `disk`; resolves auto."""
+    """Return `base`, `copy` or `disk`; resolves auto."""
     if kind != "auto":
         return kind
     return "copy" if cfg.lora is None else "base"
 
 
 class BaseReference:
-    """The policy without its adapters; a policy that has none, unchanged."""
+    """The policy with its adapters disabled; without adapters, the policy itself."""
 
     bytes = 0
 
@@ -75,8 +76,8 @@ class BaseReference:
 
         model = self.stepper.model
         cfg = self.stepper.cfg
-        without = nullcontext() if cfg.lora is None else adapters.disabled(model)
-        with without, batch_invariant_context(cfg, model), untracked_forward(model):
+        no_adapters = nullcontext() if cfg.lora is None else adapters.disable_adapters(model)
+        with no_adapters, batch_invariant_context(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
@@ -92,11 +93,13 @@ class CopyReference:
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
         if cfg.run.start_from is not None:
-            checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.owns)
+            checkpoint.load_weights(
+                cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.owns
+            )
         model.requires_grad_(False).eval()
-        frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's block is
+        frozen_base.switch_off_dropout(model, cfg)  # blocks with dropout would not be fused like the policy's
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        frozen_base.into_codes(model, plan)
+        frozen_base.quantize_frozen_weights(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
@@ -120,14 +123,14 @@ class CopyReference:
 
 
 def batch_invariant_context(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
-    """Context of a forward whose log-probabilities are compared with a rollout's: with `rl.invariant` no row of it
-    depends on another."""
+    """Return the context of a forward whose log-probabilities are compared with a rollout's; with `rl.invariant` its
+    rows do not depend on each other."""
     return fp8.batch_invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
 def add_reference_memory(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
-    """The result of a step with further `kinds` of memory (name -> bytes) and, under `reference`, the reference's.
-    Unchanged where the step did not count its memory."""
+    """Add memory to the result of a step: further `kinds` (name -> bytes) and, as `reference`, that of the reference.
+    The result is unchanged if the step did not measure its memory."""
     if result.memory is None:
         return result
     held = {} if reference is None else {"reference": reference.bytes}
@@ -135,13 +138,15 @@ def add_reference_memory(result: StepResult, reference: HoldsMemory | None, **ki
 
 
 def _load_options(cfg: Config) -> dict[str, Any]:
-    """Options of loading the model folder as the policy does: full-parameter training dequantizes an FP8 checkpoint."""
+    """Return the options to load the model folder as the policy does; full-parameter training dequantizes FP8
+    checkpoints."""
     return {"keep_fp8": False} if models.read_quantization(cfg.model.path) is not None else {}
 
 
 @contextmanager
 def untracked_forward(model: nn.Module) -> Iterator[None]:
-    """Context of a forward without side effects: no graph, no count, no health figure, no amax, no dropout."""
+    """Run a forward without side effects in this context: no graph, counters, health metrics, amax updates or
+    dropout."""
     training = model.training
     model.train(False)
     try:

@@ -1,18 +1,18 @@
-"""`preference.reference: disk`: the reference's sums of log-probabilities, computed once and stored in the run
+"""`preference.reference: disk`: sums of the reference's log-probabilities, computed once and stored in the run
 directory.
 
-The answers are fixed and the reference never changes, so it contributes one number for each answer: the sum of the
-log-probabilities of its tokens. The initial weights compute it before the first step, and no second model is held in
+The answers are fixed and the reference never changes, so it contributes one number per answer: the sum of the
+log-probabilities of its tokens. The initial weights compute it before the first step, so no second model is kept in
 memory.
 
-The batches are the run's batches, read ahead until every pair that the run will see has come, then the held-out pairs.
-In the first epoch a pair is in a batch with the same pairs as in training, so its numbers equal `copy` bit for bit. In
-later epochs the stored numbers stay, where `copy` sees the pair with other pairs: its sums are taken in another order,
-and where the rounding of products depends on the shape of a batch, single codes differ. With one pair a micro-batch
-nothing differs.
+The batches are those of the run, read ahead until every pair that the run will use has occurred, and then the held-out
+pairs. In the first epoch a pair is in a batch with the same pairs as in training, so its sums equal those of `copy` bit
+for bit. In later epochs the stored sums are reused, while `copy` would see the pair with other pairs: sums are then
+taken in another order, and single FP8 codes differ where the rounding of GEMMs depends on the shape of a batch. With
+one pair per micro-batch nothing differs.
 
-The file is bound to settings, data, model folder, plan and initial weights; a file of others is not used. A kill loses
-the numbers of the last `WRITE_INTERVAL_S` seconds.
+The file is bound to settings, data, model folder, plan and initial weights; a file of another run is not used. A kill
+loses the sums of the last `WRITE_INTERVAL_S` seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Batches = Sequence[dict[str, Any]]
 
 
 class ComputedReference:
-    """Sums over answers, computed by a reference model."""
+    """Sums of log-probabilities over answers, computed by a reference model."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -66,14 +66,15 @@ class ComputedReference:
         return self.reference.bytes
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor:
-        """fp32 [B]: the log-probability of each row's answer, the labels `target` [B, P] at the positions `keep`."""
+        """Return fp32 [B]: the log-probability of each row's answer, the labels `target` [B, P] at the positions
+        `keep`."""
         logps = self.reference(batch, keep, target)
         return answer_logps(logps, (target != losses.IGNORE).to(logps.device))[0]
 
 
 class StoredReference:
-    """The same sums from a table in `file`: two answers (chosen, rejected) for each data file and row. ``encrypt``:
-    write the file encrypted."""
+    """The same sums, read from a table in `file` with two answers (chosen, rejected) for each data file and row.
+    ``encrypt``: write the file encrypted."""
 
     bytes = 0
 
@@ -90,22 +91,22 @@ class StoredReference:
         for place, (file, row, side, checksum) in enumerate(_iter_answers(batch)):
             total = float(self.sums[file][row, side])
             if np.isnan(total) or self.checksums[file][row, side] != checksum:
-                what = "was skipped" if np.isnan(total) else "had other tokens or images"
+                problem = "was skipped" if np.isnan(total) else "had other tokens or images"
                 raise TrainError(
-                    f"{file}, row {row}: {what} when {self.file.name} was written, and is trained on now. Restore the "
-                    f"data, or delete {self.file}: it is computed again, by the model of model.path"
+                    f"{file}, row {row}: {problem} when {self.file.name} was written, but is used now. Restore the "
+                    f"data, or delete {self.file} to compute it again from the model of model.path"
                 )
             out[place] = total
         return out
 
     def add(self, entries: Iterable[Sequence[Any]]) -> None:
-        """Add entries (file, row, side, checksum of the answer, sum); the first sum of an answer stays."""
+        """Add entries (file, row, side, checksum of the answer, sum). The first sum of an answer is kept."""
         for file, row, side, checksum, total in entries:
             if np.isnan(self.sums[file][row, side]):
                 self.sums[file][row, side], self.checksums[file][row, side] = total, checksum
 
     def write(self, key: Mapping[str, str], done: int, total: int, ranks: int) -> None:
-        """Write all sums so far, after `done` of `total` rounds on `ranks` ranks."""
+        """Write all sums, after `done` of `total` rounds on `ranks` ranks."""
         counts = {"done": done, "total": total, "ranks": ranks}
         about = json.dumps({"key": dict(key), **counts, "files": list(self.sums)}).encode()
         tensors: dict[str, np.ndarray] = {"about": np.frombuffer(about, dtype=np.uint8)}
@@ -115,16 +116,16 @@ class StoredReference:
         write_bytes(self.file, encryption.encrypt(raw) if self.encrypt else raw)
 
     def read(self) -> dict[str, Any]:
-        """Read the sums from the file; returns its header: {"key", "done", "total", "ranks"}. Raises TrainError if it
-        is damaged."""
+        """Read the sums from the file. Returns its header: {"key", "done", "total", "ranks"}. Raises TrainError if the
+        file is damaged."""
         raw = safe_read.read_bytes(self.file, TrainError, _MAX_BYTES)
         try:
             tensors = safetensors.numpy.load(raw)
             about = dict(json.loads(tensors["about"].tobytes()))
             for n, name in enumerate(about["files"]):
-                for mine, kind in ((self.sums, "sums"), (self.checksums, "prints")):
-                    if name in mine and tensors[f"{kind}.{n}"].shape == mine[name].shape:
-                        mine[name][:] = tensors[f"{kind}.{n}"]
+                for table, kind in ((self.sums, "sums"), (self.checksums, "prints")):
+                    if name in table and tensors[f"{kind}.{n}"].shape == table[name].shape:
+                        table[name][:] = tensors[f"{kind}.{n}"]
             return {"key": dict(about["key"]), **{name: int(about[name]) for name in ("done", "total", "ranks")}}
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             cause = safe_read.first_line(error)
@@ -134,8 +135,8 @@ class StoredReference:
 def load_or_compute_reference(
     stepper: Stepper, processor: Any, directory: Path, step: int, held_out: EvalSet | None, log: Callable[[str], None]
 ) -> StoredReference:
-    """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held_out`:
-    held-out pairs. A collective.
+    """Return the reference of a run that resumes after `step`; computes what its directory does not contain yet.
+    `held_out`: held-out pairs. Collective call.
 
     Raises TrainError for sums that are not finite, and the errors of loading and of reading rows.
     """
@@ -174,17 +175,17 @@ def load_or_compute_reference(
     if note := reference_note(stepper.model, stepper.model):
         log(f"note: {note}")
     log(f"the reference is computed once: {_describe_work(table, done, total)} into {table.file}")
-    began = last = time.monotonic()
+    start = last_write = time.monotonic()
     for number, batches in enumerate(rounds(), done + 1):
         world.set_phase(f"the reference, batches {number} of {total}")
         entries = [entry for batch in batches for entry in _compute_entries(stepper, reference, batch)]
-        for part in world.gather_objects(entries):  # each rank keeps all: a later epoch deals rows differently
+        for part in world.gather_objects(entries):  # all ranks keep all sums: later epochs distribute rows differently
             table.add(part)
         now = time.monotonic()
-        if world.is_main and (number == total or now - last >= WRITE_INTERVAL_S):
+        if world.is_main and (number == total or now - last_write >= WRITE_INTERVAL_S):
             table.write(key, number, total, world.size)
-            log(f"reference: {number} of {total} batches, {now - began:.0f} s")
-            last = now
+            log(f"reference: {number} of {total} batches, {now - start:.0f} s")
+            last_write = now
     world.barrier()
     return table
 
@@ -195,21 +196,21 @@ def _describe_work(table: StoredReference, done: int, total: int) -> str:
 
 
 def _compute_entries(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Iterator[list[Any]]:
-    """The entries of a micro-batch's answers for `StoredReference.add`."""
-    keep, target, _ = stepper.judged(batch, 1.0)
+    """Compute the entries of a micro-batch's answers for `StoredReference.add`."""
+    keep, target, _ = stepper.loss_positions(batch, 1.0)
     sums = ComputedReference(reference)(batch, keep, target).tolist()
     for (file, row, side, checksum), total in zip(_iter_answers(batch), sums, strict=False):
         if not np.isfinite(total):
             raise TrainError(
-                f"{file}, row {row}: the first weights give its {('chosen', 'rejected')[side]} answer the "
+                f"{file}, row {row}: the initial weights give its {('chosen', 'rejected')[side]} answer the "
                 f"log-probability {total}, which is not finite. Use another model.path, or another recipe"
             )
         yield [file, row, side, checksum, total]
 
 
 def _iter_answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
-    """(file, row, 0 chosen or 1 rejected, checksum of tokens, labels and pixels) of each row of a micro-batch of pairs:
-    a pass over the batch in host memory."""
+    """Yield (file, row, 0 for chosen or 1 for rejected, checksum of tokens, labels and pixels) for each row of a
+    micro-batch of pairs."""
     meta, ids, labels = batch["meta"], batch["input_ids"], batch["labels"]
     pixels = batch["pixel_values"].split(meta.patches) if meta.has_image else [ids[:0]] * meta.samples
     clips = _video_pixels(batch) if meta.has_video else [ids[:0]] * meta.samples
@@ -221,14 +222,14 @@ def _iter_answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int
 
 
 def _video_pixels(batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-    """The pixels of each row's videos, [patches of the row, pixels] each."""
+    """Return the pixels of each row's videos, [patches of the row, pixels] each."""
     patches = iter(batch["video_grid_thw"].prod(-1).tolist())
     counts = [sum(next(patches) for _ in range(videos)) for videos in batch["meta"].videos]
     return batch["pixel_values_videos"].split(counts)
 
 
 def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
-    """The steps (from 0) of a run in which a row comes for the first time."""
+    """Return the steps (from 0) of a run in which a row occurs for the first time."""
     seen: set[tuple[int, int]] = set()
     first_seen = []
     for step in range(steps):
@@ -242,7 +243,8 @@ def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
 
 
 def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
-    """Digests of all that decides the numbers: `run` of settings and data, `first` of plan and initial weights."""
+    """Return digests of everything that determines the sums: `run` of settings and data, `first` of plan and initial
+    weights."""
     cfg, world = stepper.cfg, stepper.world
     run = world.run_on_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(weight_sums(stepper.model))))
@@ -257,8 +259,8 @@ def _digest(value: Any) -> str:
 def _count_finished_rounds(
     table: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, log: Callable[[str], None]
 ) -> int:
-    """How many of `total` rounds the file holds; 0 if it belongs to other settings, data or weights. After the first
-    step the weights have changed, so their digest is compared only before it."""
+    """Return how many of `total` rounds the file contains, or 0 if it belongs to other settings, data or weights.
+    Weights are compared only before the first step, because they change afterwards."""
     if not table.file.exists():
         return 0
     about = StoredReference.read(table)
@@ -271,13 +273,13 @@ def _count_finished_rounds(
         return 0
     if about["done"] == about["total"]:
         return total
-    return about["done"] if about["ranks"] == ranks else 0  # other ranks have other held-out batches
+    return about["done"] if about["ranks"] == ranks else 0  # held-out batches depend on the number of ranks
 
 
 def _initial_reference(stepper: Stepper, directory: Path, step: int, log: Callable[[str], None]) -> Reference:
-    """A reference with the initial weights: the policy itself before its first update, else a second copy."""
+    """Return a reference with the initial weights: the policy itself before its first update, else a second copy."""
     if step == 0 or stepper.cfg.lora is not None:
         return BaseReference(stepper)
     missing = directory / FILE
-    log(f"note: {missing} does not exist, and weights have changed: the initial weights are loaded again for it")
+    log(f"note: {missing} does not exist, and the weights have changed: the initial weights are loaded again")
     return CopyReference.of(stepper, directory / run_dir.PLAN, log)

@@ -1,4 +1,4 @@
-"""The phase of reinforcement learning: builds prompts, rewards, engine, and the stepper that uses them
+"""The phase of reinforcement learning: creates prompts, rewards and engine, and the stepper that uses them
 (:mod:`octavo.rl.phases.rl_step`)."""
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class RlPhase(Phase):
 
     def check(self, cfg: Config) -> None:
         super().check(cfg)
-        if self.rewards is None:  # a reward that cannot be used is an error before the run directory exists
+        if self.rewards is None:  # report unusable rewards before the run directory exists
             self.rewards = make_rewards(Settings.of(cfg).section)
 
-    def prints(self, cfg: Config) -> Mapping[str, str]:
+    def fingerprints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
         digests = {f"reward {one['name']}": str(one["sha256"]) for one in self.rewards.digest()}
         if ends := _end_tokens(find_file(Path(cfg.model.path), "generation_config.json")):
@@ -82,8 +82,8 @@ class RlPhase(Phase):
         return super().evalset(cfg, processor, **share)
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
-        """In addition to the base figures, the rewards of greedy answers to held-out prompts, named like a step's
-        figures."""
+        """Evaluate held-out data. In addition to the base figures, returns the rewards of greedy answers to held-out
+        prompts, named like the figures of a step."""
         figures = super().evaluate(stepper, evalset, shown if self._prompts is None else None)
         if self._prompts is None:
             return figures
@@ -97,7 +97,7 @@ class RlPhase(Phase):
             replace(stepper.sampling, step=stepper.number),
             section,
             stepper.world,
-            lambda at: stepper.doing(f"held-out answers {at}"),
+            lambda at: stepper.on_progress(f"held-out answers {at}"),
             shown,
         )
         if stepper.reward_errors is not None:
@@ -125,7 +125,7 @@ class RlPhase(Phase):
         reference = make_reference(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
             self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
-        stepper = RlStepper.of(
+        stepper = RlStepper.from_stepper(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
             prompts=self._loader,
@@ -143,10 +143,10 @@ class RlPhase(Phase):
             stepper.log.begin(step)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
-        """The steps whose weights were proven to be those that wrote their completions, `stale` updates before."""
+        """Return the steps whose weights were checked, and `stale`, the number of updates between rollout and use."""
         assert isinstance(stepper, RlStepper)
-        proven = stepper.weight_check.report(stepper.world)
-        return {"rollouts": {**proven, "stale": stepper.settings.section.stale}} if proven else {}
+        checked = stepper.weight_check.report(stepper.world)
+        return {"rollouts": {**checked, "stale": stepper.settings.section.stale}} if checked else {}
 
     def close(self) -> None:
         if self.reward_errors is not None:
@@ -156,14 +156,14 @@ class RlPhase(Phase):
 
 
 def _end_tokens(file: Path) -> str:
-    """The end tokens in generation_config.json, as JSON. The model folder's fingerprint does not cover that file,
-    because SFT does not read it."""
+    """Return the end tokens in generation_config.json, as JSON. The fingerprint of the model folder does not include
+    that file, because SFT does not read it."""
     tokens = safe_read.read_json(file, TrainError).get("eos_token_id") if file.is_file() else None
     return "" if tokens is None else json.dumps(tokens)
 
 
 def make_rewards(rl: RlSection) -> Rewards:
-    """The rewards of a configuration's section; their paths are absolute."""
+    """Create the rewards of a configuration's section, whose paths are absolute."""
     entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     kind = accelerator.default_device()
     device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type

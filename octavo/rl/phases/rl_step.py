@@ -89,7 +89,7 @@ class RlStepper(Stepper):
         self.rollout = rollout
         rollout_end = time.perf_counter()
         self.world.set_phase(f"step {self.number}, forward and backward")
-        self.doing("training")
+        self.on_progress("training")
         updates = self._make_micro_batches(rollout)
         multiple_updates = section.epochs * section.mini_batches > 1 and not section.stale
         old = multiple_updates or bool(self.settings.beta and self.settings.kl_in == "reward")
@@ -153,7 +153,7 @@ class RlStepper(Stepper):
     def state(self) -> dict[str, Tensor]:
         return {} if self._pending is None else self._pending.tensors(self.world.rank)
 
-    def resumed(self, extra: Mapping[str, Tensor]) -> None:
+    def load_state(self, extra: Mapping[str, Tensor]) -> None:
         self._restored_tensors = dict(extra)
 
     def _decode(self, tokens: np.ndarray) -> str:
@@ -190,13 +190,13 @@ class RlStepper(Stepper):
         self.world.set_phase(f"step {self.number}, rollout")
         sampling = replace(self.sampling, step=step)
         completions, cache_size = generate_completions(
-            roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}")
+            roles.engine, prompts, sampling, section, lambda at: self.on_progress(f"rollout {at}")
         )
         self.cache_bytes = max(self.cache_bytes, cache_size)
         self.generated_tokens += sum(len(c.tokens) for c in completions)
         self.weight_check.after_rollout(self.number)
         self.world.set_phase(f"step {self.number}, rewards")
-        self.doing("rewards")
+        self.on_progress("rewards")
         rollout = score_completions(roles.rewards, roles.tokenizer, prompts, completions)
         if self.reward_errors is not None:
             self.reward_errors.report()
@@ -239,7 +239,7 @@ class RlStepper(Stepper):
         the reference's log-probabilities and the critic's values.
         """
         for batch in batches:
-            keep, target, _ = self.judged(batch, 1.0)
+            keep, target, _ = self.loss_positions(batch, 1.0)
             experience: Experience = batch["experience"]
             critic, values = self.critic if roles else None, list[Tensor]()
             if (old and experience.old is None) or (critic and not critic.has_separate_layers):
@@ -321,7 +321,9 @@ class RlStepper(Stepper):
             return mask_out_truncated(known, batch["experience"].truncated)
         return known
 
-    def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
+    def loss_at_positions(
+        self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0
+    ) -> Loss:
         """Return a micro-batch's part of the update's objective."""
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
@@ -360,8 +362,10 @@ class RlStepper(Stepper):
         self.part_figures.append(figures | loss_figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
-        yield from super().losses(batch, denominator, share, memory)
+    def iter_losses(
+        self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None
+    ) -> Iterator[Loss]:
+        yield from super().iter_losses(batch, denominator, share, memory)
         if self.critic:
             yield from self.critic.losses(batch, memory)
 
@@ -382,13 +386,13 @@ class RlStepper(Stepper):
             return dict.fromkeys(["kl", *totals])
         return {name: v / updates if kind(name) == "sum" else v for name, v in totals.items()}
 
-    def forwards(self, batches: Batches) -> dict[str, int]:
+    def count_forwards(self, batches: Batches) -> dict[str, int]:
         """Return, by component, the number of micro-batches of the first update that run it. For prompts, before their
         micro-batches exist, return 1 or 0: whether any micro-batch will."""
         if self._first_update is not None and self._first_update[0] is batches:
             batches = self._first_update[1]
         if batches and isinstance(batches[0], dict):
-            counts = super().forwards(batches)
+            counts = super().count_forwards(batches)
             return self.critic.count_forwards(counts) if self.critic else counts
         has_images = any(prompt.images for prompt in cast(Sequence[PromptSample], batches))
         return {name: int(has_images) if name in VISION else 1 for name in self.family.components}

@@ -61,9 +61,9 @@ class Settings:
         return self.section.epochs * self.section.mini_batches
 
 
-def make_sampling(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
-    """Return the sampling settings of a step. `never`: image placeholder tokens, which are not sampled."""
-    return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)
+def make_sampling(rl: RlSection, seed: int, step: int, excluded: tuple[int, ...]) -> Sampling:
+    """Return the sampling settings of a step. `excluded`: image placeholder tokens, which are not sampled."""
+    return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, excluded)
 
 
 def _values(rl: RlSection, defaults: Values | None, separate: bool) -> Values | None:

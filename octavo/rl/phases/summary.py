@@ -8,7 +8,7 @@ from octavo.rl.phases.preference_phase import settings
 from octavo.rl.phases.reference import resolve_reference
 from octavo.rl.phases.settings import Settings
 from octavo.train.forward import critic
-from octavo.train.setup.planning import micro_steps_of, samples_of
+from octavo.train.setup.planning import count_micro_steps, samples_per_step
 
 
 def reference_kind(cfg: Config) -> str | None:
@@ -40,7 +40,7 @@ def describe_step(cfg: Config, ranks: int = 1) -> list[str]:
     if cfg.train.phase not in ("rl", "preference"):
         return []
     reference = reference_kind(cfg)
-    parts = f"in {_count(micro_steps_of(cfg, ranks), 'micro-batch', 'es')} of {cfg.train.micro_batch}"
+    parts = f"in {_count(count_micro_steps(cfg, ranks), 'micro-batch', 'es')} of {cfg.train.micro_batch}"
     parts += f" on each of {ranks} ranks" if ranks > 1 else ""
     if cfg.train.phase == "rl":
         chosen = Settings.of(cfg)
@@ -49,7 +49,7 @@ def describe_step(cfg: Config, ranks: int = 1) -> list[str]:
         lines = [
             f"each step: {_count(rl.prompts, 'prompt')} x {rl.group} completions of up to {rl.max_new_tokens} tokens, "
             f"rewarded by {rewards}; {_count(chosen.updates, 'update')} by {rl.algorithm}, each of "
-            f"{samples_of(cfg)} completions {parts}"
+            f"{samples_per_step(cfg)} completions {parts}"
             + (", each completion used " + _count(rl.epochs, "time") if rl.epochs > 1 else "")
             + (", generated with the weights before the last update" if rl.stale else "")
         ]
@@ -62,7 +62,7 @@ def describe_step(cfg: Config, ranks: int = 1) -> list[str]:
             rows, detail = "labelled answers", "after a forward of as many answers to other prompts"
         lines = [f"each step: {cfg.train.global_batch} {rows} {parts}, {detail}; one update by {section.loss}"]
         why = f"none: {section.loss} does not use one"
-    if critic.wanted(cfg):
+    if critic.is_enabled(cfg):
         lines.append(f"critic: {_CRITICS[cfg.lora is not None]}")
     return [*lines, f"reference: {_REFERENCES[reference] if reference else why}"]
 

@@ -1,6 +1,6 @@
-"""Rewards of completions: by built-in functions, by functions in a user's file, or by reward models.
+"""Rewards of completions: built-in functions, functions in a user's file, and reward models.
 
-entries -> Rewards.score(completions, columns) -> RewardTable (totals, each reward, what went wrong by row)
+entries -> Rewards.score(completions, columns) -> RewardTable (totals, each reward, errors by row)
 """
 
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries

@@ -1,8 +1,8 @@
-"""The built-in rewards: each returns 1.0 for a right completion and 0.0 for a wrong one.
+"""The built-in rewards: each returns 1.0 for a correct completion and 0.0 for a wrong one.
 
-A function takes the completions, a list of texts, and columns of the same length; `answer` is the reference, a text, or
-a list of texts of which any is right. It raises where a row cannot be judged (no reference, or a reference without a
-number); the worker then finds the rows. The worker runs this file too (`worker.py`), so it imports nothing from Octavo.
+A function takes the completions, a list of texts, and columns of the same length; `answer` is the reference, a text or
+a list of accepted texts. It raises for a row that cannot be scored (no reference, or a reference without a number); the
+worker then finds the rows. The worker also runs this file (`worker.py`), so it does not import Octavo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|arc|cos|cot|csc|exp|inf|infinity|l
 
 
 class CannotJudge(ValueError):
-    """Why a row cannot be judged: a sentence that needs no line number."""
+    """Raised for a row that cannot be scored; the message needs no line number."""
 
     plain = True
 
@@ -46,10 +46,10 @@ def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float =
     """
 
     def equal(text: str, truth: str) -> bool:
-        right, said = last_number(truth), last_number(text)
-        if right is None or isinf(right):
-            raise CannotJudge(f"the reference {truth[:60]!r} holds no number{'' if right is None else ' below 1e308'}")
-        return said is not None and abs(said - right) <= tolerance * max(1.0, abs(right))
+        expected, actual = last_number(truth), last_number(text)
+        if expected is None or isinf(expected):
+            raise CannotJudge(f"the reference {truth[:60]!r} has no number{'' if expected is None else ' below 1e308'}")
+        return actual is not None and abs(actual - expected) <= tolerance * max(1.0, abs(expected))
 
     return _judge(completions, answer, equal)
 
@@ -61,10 +61,10 @@ def choice(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
     of a form counts, and a completion that chooses nothing is wrong."""
 
     def equal(text: str, truth: str) -> bool:
-        right = letter(truth)
-        if right is None:
-            raise CannotJudge(f"the reference {truth[:60]!r} names no letter")
-        return letter(text) == right
+        expected = letter(truth)
+        if expected is None:
+            raise CannotJudge(f"the reference {truth[:60]!r} has no letter")
+        return letter(text) == expected
 
     return _judge(completions, answer, equal)
 
@@ -76,7 +76,7 @@ def regex(completions: Sequence[str], answer: Sequence[Any] | None = None, patte
     if not compiled.groups:
         return [float(compiled.search(text) is not None) for text in completions]
     if answer is None:
-        raise CannotJudge(f"the pattern {pattern!r} has a group, and no row has an answer for it")
+        raise CannotJudge(f"the pattern {pattern!r} has a group, but no row has an answer to compare it with")
 
     def equal(text: str, truth: str) -> bool:
         *_, last = [None, *compiled.finditer(text)]
@@ -98,14 +98,14 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
     from math_verify import parse, verify
 
     def equal(text: str, truth: str) -> bool:
-        right = parse(truth) if _marked(truth) else parse(f"${truth}$") or parse(truth)
+        expected = parse(truth) if _marked(truth) else parse(f"${truth}$") or parse(truth)
         words = not _marked(truth) and _WORD.search(truth) and not re.search(r"\d", truth)
-        if not right or words:
-            raise CannotJudge(f"the reference {truth[:60]!r} is no mathematics that math-verify reads")
+        if not expected or words:
+            raise CannotJudge(f"the reference {truth[:60]!r} is not an expression that math-verify can parse")
         bare = text.strip()
         return bool(
-            verify(right, parse(text))
-            or (bare and not _marked(bare) and "\n" not in bare and verify(right, parse(f"${bare}$")))
+            verify(expected, parse(text))
+            or (bare and not _marked(bare) and "\n" not in bare and verify(expected, parse(f"${bare}$")))
         )
 
     return _judge(completions, answer, equal)
@@ -123,12 +123,12 @@ BUILTIN: dict[str, tuple[Callable[..., list[float]], tuple[str, ...]]] = {
 
 
 def _marked(text: str) -> bool:
-    """Whether a text says where its mathematics is."""
+    """Return whether a text marks its mathematics."""
     return any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, or None."""
+    """Return the last number of a text, or None."""
     last = None
     for last in _NUMBER.finditer(text):  # noqa: B007
         pass
@@ -136,7 +136,7 @@ def last_number(text: str) -> float | None:
 
 
 def letter(text: str) -> str | None:
-    """The letter that a text chooses, or None: see :func:`choice`."""
+    """Return the letter that a text chooses, or None; see :func:`choice`."""
     for pattern, where in ((_BOXED, -1), (_CHOSEN, -1), (_BEGINS, 0), (_NAMED, -1)):
         matches = [pattern.match(text)] if where == 0 else list(pattern.finditer(text))
         if matches and (last := matches[where]) is not None:
@@ -149,5 +149,7 @@ def _judge(completions: Sequence[str], answer: Sequence[Any], equal: Callable[[s
     for text, truth in zip(completions, answer, strict=True):
         if truth is None or truth == []:
             raise CannotJudge("the row has no answer to compare with")
-        values.append(float(any(equal(text, one) for one in (truth if isinstance(truth, list) else [truth]))))
+        values.append(
+            float(any(equal(text, reference) for reference in (truth if isinstance(truth, list) else [truth])))
+        )
     return values

@@ -28,13 +28,12 @@ from octavo.rl.rewards.builtin import BUILTIN
 COMMON = ("reward", "name", "weight")
 OF_FUNCTIONS = ("arguments",)
 OF_MODELS = ("load_in_fp8", "batch")
-_ENDS = 1 << 20  # bytes at either end of a large file that its digest covers
+_ENDS = 1 << 20  # bytes at the start and end of a file that its digest covers
 _BUILTIN_FILE = Path(__file__).with_name("builtin.py")
 
 
 class RewardError(ValueError):
-    """A reward that cannot be used, or that did not return numbers. `bad`: (row, name of the reward, reason) of each
-    such row."""
+    """A reward cannot be used, or did not return numbers. `bad`: (row, name of the reward, reason) of each such row."""
 
     def __init__(self, message: str, bad: Sequence[tuple[int, str, str]] = ()) -> None:
         super().__init__(message)
@@ -42,14 +41,14 @@ class RewardError(ValueError):
 
     @property
     def quotes(self) -> bool:
-        """Whether the message may hold words of a row or of a completion."""
+        """Whether the message may quote a row or a completion."""
         return bool(self.bad)
 
     @property
     def told(self) -> str:
-        """The message without words of rows or completions, for runs whose files are encrypted."""
+        """The message without quotes of rows or completions, for runs whose files are encrypted."""
         names = ", ".join(sorted({name for _, name, _ in self.bad}))
-        return f"reward {printable(names)} gave no number for {len({row for row, *_ in self.bad})} completions"
+        return f"reward {printable(names)} returned no number for {len({row for row, *_ in self.bad})} completions"
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class Entry:
     source: str = ""
 
     def digest(self, imported: Mapping[str, str]) -> dict[str, Any]:
-        """The reward as JSON: text, weight, arguments, and the SHA-256 of its file or folder; `imported`: file ->
-        SHA-256 of each file that the function's file imported."""
+        """Return the reward as JSON: text, weight, arguments, and the SHA-256 of its file or folder. `imported`: file
+        -> SHA-256 of each file that the function's file imported."""
         if self.kind == "builtin":
             content = ""
         elif self.kind == "model":
@@ -85,12 +84,12 @@ class Entry:
 
 
 def read_entries(values: Sequence[Any], directory: Path) -> list[Entry]:
-    """The entries of a configuration. Raises `RewardError`, which names the entry, its value and the fix."""
+    """Parse the entries of a configuration. Raises `RewardError`, which names the entry, its value and the fix."""
     if not values:
         raise RewardError(
             f"rl.rewards is empty; name at least one of {', '.join(BUILTIN)}, FILE.py:FUNCTION or a folder"
         )
-    entries = [_entry(one, directory) for one in values]
+    entries = [_entry(value, directory) for value in values]
     for number, entry in enumerate(entries):
         if entry.name in [other.name for other in entries[:number]]:
             raise RewardError(
@@ -187,10 +186,10 @@ def _hash(content: str | bytes) -> str:
 
 
 def _folder(path: Path) -> str:
-    """A digest of a folder: of each file the name, the size, and the first and last megabyte. Gigabytes of weights are
+    """Return a digest of a folder: name, size, and the first and last megabyte of each file. Gigabytes of weights are
     not read at every start; a model that was trained further differs in every tensor."""
     total = sha256()
-    for file in sorted(one for one in path.iterdir() if one.is_file()):
+    for file in sorted(file for file in path.iterdir() if file.is_file()):
         size = file.stat().st_size
         total.update(f"{file.name}\0{size}\0".encode("utf-8", "surrogateescape"))
         with file.open("rb") as content:

@@ -1,5 +1,5 @@
-"""A reward model: a folder with a sequence classification model that returns one number for each conversation, from its
-text and, for vision-language families, from its images."""
+"""A reward model: a folder with a sequence classification model that scores a conversation, from its text and, for
+vision models, from its images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from octavo.data.rows.image_refs import load as opened
 from octavo.models import ModelError, describe, encode_conversation, freeze_all, load, load_processor, read_config
 from octavo.models.structure.skeleton import SCORING_SUFFIX
 from octavo.rl.rewards.entry import RewardError
-from octavo.train.artifacts.load_target import fitting
+from octavo.train.artifacts.load_target import make_fitting_policy
 
 
 class RewardModel:
@@ -46,35 +46,37 @@ class RewardModel:
         kind = (config.architectures or ["no architecture"])[0]
         if not kind.endswith(SCORING_SUFFIX) or config.num_labels != 1:
             raise RewardError(
-                f"{folder} holds {kind} with num_labels {config.num_labels}, and a reward model is a "
-                "...ForSequenceClassification with num_labels 1; name one that was trained to give rewards"
+                f"{folder} contains {kind} with num_labels {config.num_labels}, but a reward model is a "
+                "...ForSequenceClassification with num_labels 1; use a folder with a trained reward model"
             )
         dtype = accelerator.autocast_dtype(self.device) or torch.float32
         self.model = load(folder, dtype, self.device, load_in_fp8=load_in_fp8, scores=True)
         family = describe(self.model)
-        policy = fitting(self.model, family)  # None without FP8 codes: the model stays in high precision
+        policy = make_fitting_policy(self.model, family)  # None without FP8 codes: the model stays in high precision
         if policy is not None:
             fp8.apply(self.model, fp8.plan(self.model, policy, family.components))
         freeze_all(self.model)
         self.processor = load_processor(folder)
         self.tokenizer = self.processor.tokenizer
         if self.processor.chat_template is None:
-            raise RewardError(f"{folder} has no chat template to write a conversation as text; add one")
+            raise RewardError(f"{folder} has no chat template, which is needed to format conversations; add one")
         text = self.model.config.get_text_config()
         if text.pad_token_id is None:
             text.pad_token_id = self.tokenizer.pad_token_id
         self.pad_id = text.pad_token_id
-        self.most = getattr(text, "max_position_embeddings", None) or self.tokenizer.model_max_length
-        self.sees = family.has_vision
+        self.max_tokens = getattr(text, "max_position_embeddings", None) or self.tokenizer.model_max_length
+        self.has_vision = family.has_vision
 
     def __call__(self, completions: Sequence[str], columns: dict[str, list[Any]]) -> list[float | str]:
-        """A number for each completion, or the reason why there is none. Columns: `messages` (turns) or `prompt` (a
-        text), and `images` (files or :class:`octavo.data.rows.image_refs.InlineImage`, one for each `<image>` in the
-        turns). A text model refuses rows with images, which it cannot see."""
+        """Score completions: returns a number for each, or the reason why there is none.
+
+        Columns: `messages` (turns) or `prompt` (a text), and `images` (files or
+        :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the turns). A text model rejects rows
+        with images."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
             rows = range(first, min(first + self.batch, len(completions)))
-            images: dict[Any, Any] = {}  # completions of a prompt have the same
+            images: dict[Any, Any] = {}  # shared by the completions of a prompt
             samples = [
                 self._sample(completions[row], {key: column[row] for key, column in columns.items()}, images)
                 for row in rows
@@ -84,10 +86,10 @@ class RewardModel:
         return values
 
     def _sample(self, completion: str, row: dict[str, Any], images: dict[Any, Any]) -> Sample | str:
-        """A conversation as tokens and pixels, or the reason why it cannot be scored. `images`: file -> open image, a
-        cache that this call extends."""
+        """Encode a conversation, or return the reason why it cannot be scored. `images`: file -> open image, a cache
+        that this call extends."""
         files = row.get("images") or []
-        if files and not self.sees:
+        if files and not self.has_vision:
             return (
                 f"has images, and the reward model ({self.model.config.model_type}) reads only text; models that read "
                 f"images are ...{SCORING_SUFFIX} of {', '.join(trained_families('images'))}"
@@ -98,12 +100,12 @@ class RewardModel:
         turns = question_turns if isinstance(question_turns, list) else [{"role": "user", "content": question_turns}]
         if question_turns is None:
             return "has neither a column 'messages' nor a column 'prompt', which the reward model reads"
-        if self.sees:
+        if self.has_vision:
             turns = [{**turn, "content": _parts(turn.get("content"), bool(files))} for turn in turns]
-        answer = {"role": "assistant", "content": _parts(completion, False) if self.sees else completion}
+        answer = {"role": "assistant", "content": _parts(completion, False) if self.has_vision else completion}
         try:
             for file in files:
-                images[file] = images.get(file) or opened(file, math.inf)  # its size was checked with its prompt
+                images[file] = images.get(file) or opened(file, math.inf)  # its size was checked before
             encoded = encode_conversation(
                 self.processor, [*turns, answer], [images[file] for file in files], answered=True
             )
@@ -111,8 +113,8 @@ class RewardModel:
             return str(cause)
         arrays = {key: value.numpy() for key, value in encoded.items()}
         ids, kinds = arrays["input_ids"][0], arrays.get("mm_token_type_ids")
-        if len(ids) > self.most:
-            return f"has {len(ids)} tokens, and the reward model takes {self.most}"
+        if len(ids) > self.max_tokens:
+            return f"has {len(ids)} tokens, but the reward model takes at most {self.max_tokens}"
         return Sample(
             ids, np.full_like(ids, IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
             arrays.get("image_grid_thw"), len(files),
@@ -129,8 +131,8 @@ class RewardModel:
 
 
 def _parts(content: Any, images: bool) -> Any:
-    """A turn's content in parts, as the chat template of a vision-language model takes it; with `images` each
-    placeholder becomes an image."""
+    """Split the content of a turn into the parts that the chat template of a vision-language model takes; with `images`
+    each placeholder becomes an image."""
     if not isinstance(content, str):
         return content
     pieces = [{"type": "text", "text": piece} for piece in (content.split(PLACEHOLDER) if images else [content])]

@@ -32,7 +32,7 @@ ON_BAD = ("error", "zero")
 @dataclass(frozen=True)
 class RewardTable:
     """The rewards of N completions. `totals` [N] float64: the weighted sum; `each`: name -> [N] float64 before weights,
-    NaN where a reward returned no number, which counts 0 in the sum; `bad`: (row, name, reason) of each such value."""
+    NaN if a reward returned no number, which counts as 0 in the sum; `bad`: (row, name, reason) of each such value."""
 
     totals: np.ndarray
     each: dict[str, np.ndarray] = field(default_factory=dict)
@@ -43,15 +43,14 @@ class Rewards:
     """The rewards of a configuration (`entry.py` documents the entries).
 
     entries    names, or mappings with `reward`, `weight`, `name` and arguments
-    directory  the folder of the configuration; paths are relative to it
-    on_bad     for a row on which a reward raises, hangs, or returns NaN, infinity or no number: "error" ends the run,
-               "zero" counts 0 and continues
+    directory  folder of the configuration; paths are relative to it
+    on_bad     action for a row on which a reward raises, hangs, or returns no finite number: "error" ends the run,
+               "zero" counts it as 0
     timeout    seconds that a function may take for a batch, and again for its rows one by one if it raised
     device     device of reward models
 
-    Functions run in separate processes, one for each file, which start here, persist over steps and end with the
-    trainer (`worker.py`). Raises RewardError for an entry that cannot be used, also for a file without the named
-    function.
+    Functions run in separate processes, one per file, which start here, persist over steps and end with the trainer
+    (`worker.py`). Raises RewardError for an entry that cannot be used, including a file without the named function.
     """
 
     def __init__(
@@ -93,13 +92,13 @@ class Rewards:
         return [entry.name for entry in self.entries]
 
     def expect(self, columns: Sequence[str]) -> None:
-        """Set the columns of the rows of all data sets: a function receives each of them at each call, with None for
-        rows without. Raises RewardError where a function takes a column that no row has."""
+        """Set the columns of the rows of all datasets: a function receives each of them at each call, with None for
+        rows without it. Raises RewardError if a function takes a column that no row has."""
         for entry in self.entries:
             needs = self._workers[entry.path].needs[entry.function] if entry.kind == "function" else ()
-            if lacks := [name for name in needs if name not in columns and name not in entry.arguments]:
+            if missing := [name for name in needs if name not in columns and name not in entry.arguments]:
                 raise RewardError(
-                    f"reward {entry.name} ({entry.reward}) takes {', '.join(lacks)}, and the columns of the rows are "
+                    f"reward {entry.name} ({entry.reward}) takes {', '.join(missing)}, but the columns of the rows are "
                     f"{', '.join(columns)}. Add it to the rows, name it under `arguments`, or give it a default"
                 )
         self._columns = tuple(columns)
@@ -111,13 +110,14 @@ class Rewards:
         where: Sequence[str] | None = None,
         pictures: Sequence[Sequence[object]] | None = None,
     ) -> RewardTable:
-        """The rewards of completions.
+        """Compute the rewards of completions.
 
         Columns are lists of the same length with JSON values: `answer`, `prompt`, `messages`, `images`, `videos` and
         all other columns of the rows (`octavo.rl.rollout.rollout.reward_columns`). `where`: the file and row of each
-        completion, for errors. `pictures`: the image files of each row for reward models; None: the files in `images`.
+        completion, for errors. `pictures`: the image files of each row for reward models, or None for the files in
+        `images`.
 
-        Raises RewardError where a reward returns anything but N finite numbers and `on_bad` is "error".
+        Raises RewardError if a reward does not return N finite numbers and `on_bad` is "error".
         """
         texts, count = list(completions), len(completions)
         for name, column in columns.items():
@@ -146,15 +146,15 @@ class Rewards:
         return RewardTable(totals, each or {name: np.zeros(0) for name in self.names}, bad)
 
     def take_reports(self) -> tuple[list[str], Counter[str]]:
-        """Since the last call, if `on_bad` is "zero": a sentence for each new kind of failure, and how many times each
-        reward returned no number."""
+        """Return and clear the failures since the last call, if `on_bad` is "zero": a message for each new kind of
+        failure, and how many times each reward returned no number."""
         news, counts = self._news, self._counts
         self._news, self._counts = [], Counter()
         return news, counts
 
     def digest(self) -> list[dict[str, object]]:
-        """The rewards as JSON: name, text, weight, arguments, and the SHA-256 of the folder, or of the file and of what
-        it imported from its folder."""
+        """Return the rewards as JSON: name, text, weight, arguments, and the SHA-256 of the folder, or of the file and
+        its imports from its folder."""
         return self._digest
 
     def close(self) -> None:
@@ -175,11 +175,11 @@ class Rewards:
                 "could read the key from this process's environment (/proc). Unset it, and give the key with "
                 "--key-file FILE"
             )
-        of_file = [one.function for one in self.entries if one.path == entry.path]
-        worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, of_file))
+        functions = [other.function for other in self.entries if other.path == entry.path]
+        worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, functions))
 
         def ask(texts: list[str], columns: dict[str, list[object]]) -> list[Any]:
-            if entry.kind == "builtin":  # its other parameters are arguments, even if a row has a column of that name
+            if entry.kind == "builtin":  # other parameters are arguments, even if a column has that name
                 columns = {name: column for name, column in columns.items() if name == "answer"}
             return worker.call(entry.function, texts, columns, entry.arguments, self.timeout)
 
@@ -201,7 +201,7 @@ class Rewards:
     def _report(
         self, entry: Entry, faulty: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
     ) -> None:
-        """Raise RewardError, or keep a sentence for :meth:`take_reports`; the kind of a reason is its text before the
+        """Raise RewardError, or keep a message for :meth:`take_reports`. The kind of a reason is its text before the
         first digit or quote."""
         sentence = self._sentence(entry, faulty, completions, where)
         if self.on_bad == "error":
@@ -209,7 +209,7 @@ class Rewards:
             raise RewardError(f"{sentence}. Fix the function or the rows, or set on_bad_reward: zero", bad)
         kinds = {(entry.name, re.split(r"[\d'\"]", reason)[0]) for _, reason in faulty}
         if kinds - self._known:
-            self._news.append(f"{sentence}. They count 0; further ones of this kind are only counted")
+            self._news.append(f"{sentence}. They count as 0; further ones of this kind are only counted")
         self._known |= kinds
         self._counts[entry.name] += len(faulty)
 
@@ -220,48 +220,49 @@ class Rewards:
         for row, reason in faulty:
             rows.setdefault(reason, []).append(row)
         lines = []
-        for reason, those in list(rows.items())[:LISTED]:
-            first = those[0]
+        for reason, bad_rows in list(rows.items())[:LISTED]:
+            first = bad_rows[0]
             place = f"{where[first]}: " if where is not None else ""
-            many = "s" if len(those) > 1 else ""
+            plural = "s" if len(bad_rows) > 1 else ""
             lines.append(
-                f"Row{many} {_format_rows(those)} ({place}{completions[first][:60]!r}{', ...' * bool(many)}): {reason}"
+                f"Row{plural} {_format_rows(bad_rows)} ({place}{completions[first][:60]!r}{', ...' * bool(plural)}): "
+                f"{reason}"
             )
         unlisted = f"; {len(rows) - LISTED} more reasons" if len(rows) > LISTED else ""
         return printable(
-            f"reward {entry.name} ({entry.reward}) gave no number for {len(faulty)} of {len(completions)} completions. "
-            f"{'. '.join(lines)}{unlisted}"
+            f"reward {entry.name} ({entry.reward}) returned no number for {len(faulty)} of {len(completions)} "
+            f"completions. {'. '.join(lines)}{unlisted}"
         )
 
 
 def changed(before: Sequence[Mapping[str, object]], now: Sequence[Mapping[str, object]]) -> str | None:
-    """A sentence that names a reward which differs from an earlier digest; None if all are the same."""
-    then, today = ({one["name"]: one for one in digest} for digest in (before, now))
-    if gone := [name for name in then if name not in today]:
-        return f"the reward {gone[0]!r} was removed"
-    if new := [name for name in today if name not in then]:
-        return f"the reward {new[0]!r} was added"
-    for name, one in then.items():
-        for key in sorted({*one, *today[name]}):
-            if one.get(key) != today[name].get(key):
-                what = {
+    """Describe a reward that differs from an earlier digest; None if all are equal."""
+    old, new = ({entry["name"]: entry for entry in digest} for digest in (before, now))
+    if removed := [name for name in old if name not in new]:
+        return f"the reward {removed[0]!r} was removed"
+    if added := [name for name in new if name not in old]:
+        return f"the reward {added[0]!r} was added"
+    for name, entry in old.items():
+        for key in sorted({*entry, *new[name]}):
+            if entry.get(key) != new[name].get(key):
+                changes = {
                     "sha256": "file, a file that it imports, or its folder has changed",
                     "reward": "entry has changed",
                 }
-                difference = what.get(key, f"{key} is {today[name].get(key)!r} and was {one.get(key)!r}")
+                difference = changes.get(key, f"{key} is {new[name].get(key)!r} and was {entry.get(key)!r}")
                 return f"the reward {name!r} has changed: its {difference}"
     return None
 
 
 def _why_unusable(value: Any) -> str:
-    """Why a value is not a usable number; empty if it is."""
+    """Return why a value is not a usable number, or an empty text if it is."""
     if isinstance(value, str) or not math.isfinite(value):
         return value if isinstance(value, str) else f"returned {value}"
     return f"returned {value:g}, and the limit of rewards is {LARGEST:g}" if abs(value) > LARGEST else ""
 
 
 def _format_rows(rows: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0 to 2, 5"; at most five pieces."""
+    """Format rows 0, 1, 2, 5 as "0 to 2, 5", with at most five pieces."""
     pieces: list[list[int]] = []
     for row in rows:
         if pieces and row == pieces[-1][1] + 1:

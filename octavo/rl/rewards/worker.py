@@ -1,20 +1,20 @@
-"""The process in which reward functions run. The script uses only the standard library: it starts quickly, and its
-memory holds only what a user's file imports.
+"""The process in which reward functions run. It uses only the standard library, so that it starts quickly and its
+memory contains only what a user's file imports.
 
     python worker.py FD PID FOLDER      FD: a socket to the trainer, PID: the trainer, FOLDER: the folder of the file
 
-It is two processes in a separate process group. The first only watches the trainer and the second process, so that both
-end when the trainer is killed, even if the second hangs (a regular expression holds the GIL as long as it searches).
-The second reads lines of JSON and answers each with one line:
+It consists of two processes in a separate process group. The first only watches the trainer and the second process, so
+that both end when the trainer is killed, even if the second hangs (a regular expression search holds the GIL). The
+second reads lines of JSON and answers each with one line:
 
-    {"path", "source", "functions"}                              the file's text, run once
-        -> {"needs": function -> required parameters, "beside": file -> SHA-256 of each file that it imported from its
-            folder} | {"error"} | {"raised"}
+    {"path", "source", "functions"}                              the text of the file, run once
+        -> {"needs": function -> required parameters, "imported": file -> SHA-256 of each file of the folder that it
+            imported} | {"error"} | {"raised"}
     {"function", "completions", "columns", "arguments"}
-        -> {"values": [number, or a text that describes what was returned]} | {"error"} | {"raised"}
-    {"function", ..., "apart": true} -> the same, with a call for each row, after a call for the batch raised
+        -> {"values": [number, or a text that describes the returned value]} | {"error"} | {"raised"}
+    {"function", ..., "by_row": true} -> the same with one call per row, after a call for the batch has raised
 
-A line and its answer have the same "turn", so that a line which a function writes to the socket is no valid answer.
+A line and its answer have the same "turn", so that a line which a function writes to the socket is not a valid answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from importlib.util import spec_from_loader
 from itertools import islice
 from typing import Any, NoReturn
 
-LOOK = 0.5  # seconds between looks at the trainer
+POLL_S = 0.5  # seconds between checks of the trainer
 SHOWN = 300  # characters of an error's text, or of a value that is not a number
 
 
@@ -46,9 +46,9 @@ def main(handle: int, trainer: int, folder: str) -> None:
     if child:
         os.close(handle)
         _watch(child, trainer)
-    sys.path[0] = folder  # not this script's folder: a user's `import table` means the user's
+    sys.path[0] = folder  # a user's `import table` must find the user's file
     sys.dont_write_bytecode = True
-    # Children of the user's file must not hold the socket open: the trainer would not see this process end.
+    # Children of user code must not keep the socket open, or the trainer would not notice when this process ends.
     os.register_at_fork(after_in_child=lambda: os.dup2(os.open(os.devnull, os.O_RDWR), handle))
     _serve(socket.socket(fileno=handle))
 
@@ -59,7 +59,7 @@ def _watch(child: int, trainer: int) -> NoReturn:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
-        time.sleep(LOOK)
+        time.sleep(POLL_S)
     os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -73,27 +73,26 @@ def _serve(trainer: socket.socket) -> None:
             if "source" in request:
                 path = request["path"]
                 functions = _load(path, request["source"], request["functions"])
-                needs = {name: sorted(_required_parameters(one)) for name, one in functions.items()}
-                answer = {"needs": needs, "beside": _imported_files(os.path.dirname(path))}
+                needs = {name: sorted(_required_parameters(function)) for name, function in functions.items()}
+                answer = {"needs": needs, "imported": _imported_files(os.path.dirname(path))}
             else:
                 answer = {"values": _values(functions[request["function"]], request, path)}
         except _InvalidResult as cause:
             answer = {"error": str(cause)}
-        # also sys.exit() in a function; the trainer sees a process that really ended
+        # including sys.exit() in a function; the trainer notices a process that ends
         except BaseException as cause:
             answer = {"raised": _describe(cause, path)}
-        if os.getpid() != served_by:  # the function forked and its child returned: only the parent answers
+        if os.getpid() != served_by:  # a child forked by the function returned: only the parent answers
             os._exit(0)
         trainer.sendall(json.dumps({"turn": request["turn"], **answer}).encode() + b"\n")
 
 
 class _InvalidResult(Exception):
-    """A function's result is unusable; the text follows the function's name."""
+    """The result of a function is unusable; the message follows the name of the function."""
 
 
 class _SourceLoader(SourceFileLoader):
-    """Finds and runs one module from the text that was passed, so that the code that runs is the code that was
-    hashed."""
+    """Finds and runs one module from the given text, so that the code that runs is the code that was hashed."""
 
     def __init__(self, path: str, source: str) -> None:
         super().__init__("reward_functions", path)
@@ -111,13 +110,15 @@ def _load(path: str, source: str, names: list[str]) -> dict[str, Callable[..., A
     module = importlib.import_module("reward_functions")
     for name in names:
         if not callable(getattr(module, name, None)):
-            public = [key for key, one in vars(module).items() if inspect.isfunction(one) and not key.startswith("_")]
+            public = [
+                key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+            ]
             raise _InvalidResult(f"has no function {name!r}; it has {', '.join(public) or 'none'}")
     return {name: getattr(module, name) for name in names}
 
 
 def _imported_files(folder: str) -> dict[str, str]:
-    """File -> SHA-256 of each file below the folder that was imported, except libraries that are installed there."""
+    """Return file -> SHA-256 of each imported file below the folder, except libraries that are installed there."""
     inside = os.path.join(folder, "")
     installed = tuple(os.path.join(lib, "") for lib in sysconfig.get_paths().values() if lib.startswith(inside))
     digests = {}
@@ -134,12 +135,12 @@ def _imported_files(folder: str) -> dict[str, str]:
 def _values(function: Callable[..., Any], request: dict[str, Any], path: str) -> list[Any]:
     completions, columns = request["completions"], request["columns"]
     accepted = inspect.signature(function).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in accepted):
-        columns = {name: columns[name] for name in columns if name in {one.name for one in accepted}}
-    if lacks := sorted(_required_parameters(function) - {*columns, *request["arguments"]}):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
+        columns = {name: columns[name] for name in columns if name in {parameter.name for parameter in accepted}}
+    if missing := sorted(_required_parameters(function) - {*columns, *request["arguments"]}):
         have = ", ".join(sorted(request["columns"])) or "none"
-        raise _InvalidResult(f"takes {', '.join(lacks)}, and the columns of the rows are {have}")
-    if not request.get("apart"):
+        raise _InvalidResult(f"takes {', '.join(missing)}, but the columns of the rows are {have}")
+    if not request.get("by_row"):
         return _call(function, completions, columns | request["arguments"])
     values = []
     for row in range(len(completions)):
@@ -154,20 +155,20 @@ def _values(function: Callable[..., Any], request: dict[str, Any], path: str) ->
 
 
 def _required_parameters(function: Callable[..., Any]) -> set[str]:
-    """Parameters without a default, except the completions."""
+    """Return the parameters without a default, except the completions."""
     rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(function).parameters.values()
-    return {one.name for one in parameters if one.default is one.empty and one.kind not in rest} - {"completions"}
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in rest} - {"completions"}
 
 
 def _call(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
-    """The values of a call. The function receives copies, so that one that empties or sorts its list does not change
-    the number of completions that its result is compared with."""
+    """Call a function and return its values. It receives copies, so that changes of its lists do not affect the
+    expected number of values."""
     count = len(completions)
     returned = function(completions=[*completions], **copy.deepcopy(arguments))
     if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__iter__"):
         raise _InvalidResult(f"returned {_short(returned)} instead of a list of {count} numbers")
-    values = [_number(one) for one in islice(returned, count + 1)]  # a generator may never end
+    values = [_number(value) for value in islice(returned, count + 1)]  # a generator may be endless
     if len(values) != count:
         number = len(returned) if hasattr(returned, "__len__") else len(values)
         many = f"more than {count}" if number == count + 1 and not hasattr(returned, "__len__") else str(number)
@@ -176,7 +177,7 @@ def _call(function: Callable[..., Any], completions: list[str], arguments: dict[
 
 
 def _number(value: Any) -> float | str:
-    """The value as a number, also for NumPy and torch scalars; else a text that describes it."""
+    """Convert the value to a number, also for NumPy and torch scalars, or return a text that describes it."""
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
         try:
             return float(value)
@@ -191,9 +192,10 @@ def _short(value: Any) -> str:
 
 
 def _describe(cause: BaseException, path: str) -> str:
-    """The error that a function raised and the last line of its file in the traceback; a `plain` error's text as it is.
+    """Describe an exception with the last line of the user's file in its traceback, or return the text of a `plain`
+    error.
 
-    The error's class may be the user's too: its text may raise, be very long, or not be a text."""
+    The class of the exception may be the user's: its text may raise, be very long, or not be a text."""
     kind = type.__dict__["__name__"].__get__(type(cause))  # a metaclass may override __name__
     try:
         text = str.__getitem__(str(cause), slice(8 * SHOWN))  # a subclass of str may override slicing

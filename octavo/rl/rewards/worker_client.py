@@ -17,24 +17,24 @@ from typing import Any
 
 from octavo.base.encryption.key import environment_without_key
 
-#: seconds in which the file of functions must load: it may import libraries and read tables
+#: time limit for loading the file of functions, which may import libraries and read tables
 STARTING = 300.0
-#: most bytes of an answer: a constant, and for each completion its number or the reason why it has none
+#: maximum number of bytes of an answer: a constant, and an amount per completion
 _ANSWER, _EACH = 1 << 22, 1 << 12
 _SCRIPT = Path(__file__).with_name("worker.py")
 
 
 class WorkerError(Exception):
-    """A worker gave no answer; the text continues a sentence that begins with the function's name."""
+    """A worker gave no answer; the message continues a sentence that begins with the name of the function."""
 
 
 class FunctionRaised(WorkerError):
-    """The function raised; the worker still runs."""
+    """The function raised; the worker is still running."""
 
 
 class Worker:
     """Runs the functions of one file, passed as text, in a separate process (`worker.py`). After :meth:`start`:
-    `needs`, function -> its required parameters except completions; `imported`, file -> SHA-256 of each file in its
+    `needs`, function -> its required parameters except completions; `imported`, file -> SHA-256 of each file of its
     folder that the file imported."""
 
     def __init__(self, path: Path, source: str, functions: Sequence[str]) -> None:
@@ -49,26 +49,26 @@ class Worker:
         """Start the process if there is none, and run the file in it. Raises `WorkerError`."""
         if self._process is not None:
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid()), str(self.path.parent)]
+        local, remote = socket.socketpair()
+        with remote:
+            command = [sys.executable, str(_SCRIPT), str(remote.fileno()), str(os.getpid()), str(self.path.parent)]
             self._process = subprocess.Popen(  # stdout=2: what functions print goes to stderr
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 start_new_session=True,
                 env=environment_without_key(),  # the file is untrusted code: it must not read the key
             )
-        self._socket, self._rest = ours, bytearray()
+        self._socket, self._rest = local, bytearray()
         try:
             request = {"path": str(self.path), "source": self.source, "functions": self.functions}
             answer = self._ask(request, STARTING)
             # After a restart, imported files must be unchanged; the file itself is the text that was read first.
-            before = self.imported if self.needs else answer["beside"]
-            if changed := sorted(dict(before.items() ^ answer["beside"].items())):
+            before = self.imported if self.needs else answer["imported"]
+            if changed := sorted(dict(before.items() ^ answer["imported"].items())):
                 raise WorkerError(f"imports files that changed since the run began: {', '.join(changed)}")
-            self.needs, self.imported = answer["needs"], answer["beside"]
+            self.needs, self.imported = answer["needs"], answer["imported"]
         except WorkerError:
             self.close()
             raise
@@ -81,11 +81,11 @@ class Worker:
         arguments: dict[str, Any],
         timeout: float,
     ) -> list[Any]:
-        """Call a function for a batch: a number for each completion, or a text that describes what it returned instead.
+        """Call a function for a batch. Returns a number for each completion, or a text that describes its value.
 
-        If it raises, it is called again for each row. Raises `WorkerError` for a failure of the whole batch, and
-        `FunctionRaised` if it raises for the batch but for none of its rows. A call that takes longer than `timeout`
-        seconds is ended.
+        If the function raises, it is called again for each row. Raises `WorkerError` for a failure of the whole batch,
+        and `FunctionRaised` if it raises for the batch but for none of its rows. A call that takes longer than
+        `timeout` seconds is ended.
         """
         self.start()
         request = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}
@@ -93,7 +93,7 @@ class Worker:
             return self._values(request, timeout)
         except FunctionRaised as cause:
             try:
-                by_row = self._values({**request, "apart": True}, timeout)
+                by_row = self._values({**request, "by_row": True}, timeout)
             except WorkerError:
                 raise cause from None
             if not any(isinstance(value, str) for value in by_row):
@@ -112,15 +112,15 @@ class Worker:
         self._process = self._socket = None
 
     def _values(self, request: dict[str, Any], timeout: float) -> list[Any]:
-        """A number or a text for each completion of the request."""
+        """Return a number or a text for each completion of the request."""
         values, count = self._ask(request, timeout).get("values"), len(request["completions"])
-        if type(values) is not list or len(values) != count or any(type(one) not in (float, str) for one in values):
+        if type(values) is not list or len(values) != count or any(type(value) not in (float, str) for value in values):
             raise self._end_corrupt(f"something other than a list of {count} values")
         return values
 
     def _ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
         assert self._socket is not None
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         longest = _ANSWER + _EACH * len(message.get("completions", ()))
         self._turn += 1
         try:
@@ -131,7 +131,7 @@ class Worker:
                 seen = len(self._rest)
                 if seen > longest:
                     raise self._end_corrupt(f"{seen} bytes without an end")
-                if (left := until - time.monotonic()) <= 0:  # the limit holds also for one that writes without end
+                if (left := deadline - time.monotonic()) <= 0:  # also limits a function that writes endlessly
                     raise TimeoutError
                 self._socket.settimeout(left)
                 piece = self._socket.recv(1 << 20)
@@ -158,12 +158,12 @@ class Worker:
         return answer
 
     def _end_corrupt(self, what: str) -> WorkerError:
-        """End a process whose answer is unusable: further lines could not be matched with requests."""
+        """End a process whose answer is unusable: later lines could not be matched with requests."""
         self.close()
         return WorkerError(f"wrote {what} to the socket of its process, and was ended. Print to stdout or to a file")
 
     def _describe_exit(self) -> str:
-        """How the process ended; its watcher reports it within a second."""
+        """Describe how the process ended; its watcher reports it within a second."""
         assert self._process is not None
         try:
             code = self._process.wait(5)

@@ -18,11 +18,11 @@ from octavo.config.sections.names import FROZEN
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import eval_set
 from octavo.data.loaders.rows_from_config import check_seals
-from octavo.train.artifacts.load_target import HIGH, Target, checkpoint_of, configuration, look
+from octavo.train.artifacts.load_target import HIGH, Target, find_checkpoint, inspect_target, read_run_config
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import evaluate
 from octavo.train.forward.forward import Forward, autocast_dtype
-from octavo.train.setup.resolve_config import data_settings, processor_of
+from octavo.train.setup.resolve_config import data_settings, load_processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,8 +47,8 @@ def load_run(
 
     One process. Raises TrainError if the directory is not a run or has no such checkpoint.
     """
-    configuration(Path(run_dir))
-    target = look(run_dir)
+    read_run_config(Path(run_dir))
+    target = inspect_target(run_dir)
     model, processor, _ = target.open(step=step, recipe=recipe, log=log)
     return model, processor, target.run_config(recipe, "auto")
 
@@ -60,8 +60,8 @@ def evaluate_run(
 
     Raises TrainError where the run's configuration names no held-out data.
     """
-    configuration(Path(run_dir))
-    return evaluate_target(look(run_dir), step=step, recipe=recipe, log=log)
+    read_run_config(Path(run_dir))
+    return evaluate_target(inspect_target(run_dir), step=step, recipe=recipe, log=log)
 
 
 def evaluate_target(
@@ -77,7 +77,7 @@ def evaluate_target(
     pieces: list[dict[str, Any]] | None = None,
     extra: More = _nothing_more,
 ) -> dict[str, Any]:
-    """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
+    """Evaluate whatever `inspect_target` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
     cfg       whose data.eval is asked; None: the run's own
     progress  gets batches done and batches in all
@@ -167,7 +167,7 @@ def _step(target: Target, step: int | None, log: Log) -> int | None:
     if target.kind != "run":
         return step
     here = parallel.World(device=accelerator.default_device())
-    return int(checkpoint_of(target.path, step, here, log).name.removeprefix("step_"))
+    return int(find_checkpoint(target.path, step, here, log).name.removeprefix("step_"))
 
 
 def _asked(target: Target, cfg: Config | None) -> Config:
@@ -198,7 +198,7 @@ def _judge(
     pieces: list[dict[str, Any]] | None = None,
     extra: More = _nothing_more,
 ) -> dict[str, Any]:
-    processor = processor_of(cfg, target.base)
+    processor = load_processor(cfg, target.base)
     evalset = eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)

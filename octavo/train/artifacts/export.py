@@ -13,9 +13,9 @@ import torch
 
 from octavo import models
 from octavo.base import accelerator
-from octavo.checkpoint.export import LARGEST, Exported, Progress, check_target, export
-from octavo.checkpoint.export.values import Value, values_of
-from octavo.train.artifacts.load_target import look
+from octavo.checkpoint.export import MAX_FILE_BYTES, ExportResult, Progress, check_target, export
+from octavo.checkpoint.export.values import Value, iter_values
+from octavo.train.artifacts.load_target import inspect_target
 from octavo.train.errors import TrainError
 
 
@@ -25,12 +25,12 @@ def export_model(
     format: str,
     *,
     include: Iterable[str] = (),
-    largest: int = LARGEST,
+    largest: int = MAX_FILE_BYTES,
     step: int | None = None,
     device: torch.device | str | None = None,
     log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
-) -> Exported:
+) -> ExportResult:
     """Export a run directory or a model folder (also one in FP8) to `directory`.
 
     format   bf16, fp8-block, fp8-dynamic or fp8-tensor
@@ -42,7 +42,7 @@ def export_model(
     Raises TrainError for adapters, which octavo merge folds into a model, and for a step without a run; also the errors
     of `checkpoint.export.export` and of opening.
     """
-    target = look(path)
+    target = inspect_target(path)
     if target.lora:
         kind = "a LoRA run" if target.kind == "run" else "an adapter"
         raise TrainError(
@@ -57,7 +57,7 @@ def export_model(
     if target.kind == "run":
         opened = target.open(step=step, device=device, log=log)
         log(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
-        values = values_of(opened.model)
+        values = iter_values(opened.model)
     else:
         log(f"{path}: {target.quantization or 'high precision'}")
         values = models.iter_weights(target.base)

@@ -38,9 +38,9 @@ from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 from octavo.train.run_dir import input_fingerprints, run_dir
 from octavo.train.setup import frozen_base, planning
-from octavo.train.setup.resolve_config import processor_of, random_weights, resolve_from_checkpoint
+from octavo.train.setup.resolve_config import load_processor, random_init, resolve_from_checkpoint
 from octavo.train.setup.resume import scaling_of
-from octavo.train.step.precision_schedule import Course
+from octavo.train.step.precision_schedule import PrecisionSchedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ _STANDS = {run_dir.CONFIG: "a file", run_dir.CHECKPOINTS: "a folder", MODEL: "a 
 HIGH = "off"
 
 
-class Opened(NamedTuple):
+class OpenedTarget(NamedTuple):
     """A model in eval mode, its processor, and lines about its precision and other things that a user should know."""
 
     model: PreTrainedModel
@@ -64,7 +64,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """The result of `look`.
+    """The result of `inspect_target`.
 
     path          as given
     kind          run, folder or adapter
@@ -109,7 +109,7 @@ class Target:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         log: Log = lambda text: None,
-    ) -> Opened:
+    ) -> OpenedTarget:
         """(model, processor, notes).
 
         load_in_fp8  row, block or tensor (or component -> kind): quantize the base while it is read; "off": high
@@ -138,7 +138,7 @@ class Target:
 
             adapters.load(model, self.adapter, log)
         model.eval()
-        return Opened(model, models.load_processor(self.base), (*notes, *_ignored(model)))
+        return OpenedTarget(model, models.load_processor(self.base), (*notes, *_ignored(model)))
 
     def _load(
         self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, log: Log
@@ -158,7 +158,7 @@ class Target:
         device: torch.device,
         dtype: torch.dtype | None,
         log: Log,
-    ) -> Opened:
+    ) -> OpenedTarget:
         """Open a run as in training; with another base or precision, convert it like any base with codes."""
         if load_in_fp8 is not None and not self.lora:
             raise TrainError(
@@ -166,18 +166,20 @@ class Target:
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
         cfg, world = resolve_from_checkpoint(self.run_config(recipe, backend)), parallel.World(device=device)
-        path = checkpoint_of(self.path, step, world, log)
+        path = find_checkpoint(self.path, step, world, log)
         before = read_state(path)["counters"]
         if not self.moved:  # another tokenizer or processor would change the model's inputs
-            input_fingerprints.same_folder(
-                before.get("model"), input_fingerprints.of_folder(self.base), path, str(self.base)
+            input_fingerprints.check_same_folder(
+                before.get("model"), input_fingerprints.folder_fingerprints(self.base), path, str(self.base)
             )
         as_trained = load_in_fp8 is None and not self.moved
         wanted = dtype or model_dtype(cfg)
         if as_trained:
             plan, family, _ = planning.plan_for(cfg, saved=self.path / run_dir.PLAN if recipe is None else None)
             if recipe is None:  # the plan of that step
-                plan = Course.of(cfg, planning.scheduled(cfg, plan), before).at(before["step"])
+                plan = PrecisionSchedule.from_counters(cfg, planning.make_schedule(cfg, plan), before).plan_at(
+                    before["step"]
+                )
             codes = None if self.kinds or frozen_base.keeps_codes(cfg) else HIGH
             model = self._load(wanted, device, self.kinds or codes, log)
             frozen_base.freeze(model, family, cfg)
@@ -194,15 +196,16 @@ class Target:
             adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
             # Adapters only fit the base on which they were trained.
             if as_trained and dtype is None and before.get("base"):
-                now = frozen_base.Base.of(model, frozen_base.digests(model, world), world).whole
-                frozen_base.same(before["base"], now, path, str(self.base))
-        restored = checkpoint.load(path, model=model, optimizer=None, world=world, spare=critic.owns)
+                digests = frozen_base.compute_digests(model, world)
+                base = frozen_base.FrozenBase.from_model(model, digests, world)
+                frozen_base.check_same_base(before["base"], base.fingerprint, path, str(self.base))
+        restored = checkpoint.load(path, model=model, optimizer=None, world=world, may_be_missing=critic.owns)
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)
         model.eval()
-        processor = processor_of(cfg, self.base)
-        return Opened(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
+        processor = load_processor(cfg, self.base)
+        return OpenedTarget(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
         """The run's configuration, with another recipe or backend if given."""
@@ -210,7 +213,7 @@ class Target:
         cfg = self.cfg
         if recipe == "off":  # also drops formats, components and rules
             return cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
-        if backend != "auto" and recipe is None and planning.leaves_open(cfg):
+        if backend != "auto" and recipe is None and planning.has_open_recipes(cfg):
             raise TrainError(
                 f"the plan of {self.path} was measured or comes from a file, including backends; name a recipe with "
                 f"the backend {backend}"
@@ -220,7 +223,7 @@ class Target:
         return override(cfg, changes) if changes else cfg
 
 
-def look(path: str | Path, base: str | Path | None = None) -> Target:
+def inspect_target(path: str | Path, base: str | Path | None = None) -> Target:
     """Identify what `path` holds, without reading weights.
 
     base  replaces the base that a LoRA run or an adapter names
@@ -265,7 +268,7 @@ def _instead(path: Path) -> str | None:
         return "a link that leads nowhere" if path.is_symlink() else None
 
 
-def configuration(directory: Path) -> Config:
+def read_run_config(directory: Path) -> Config:
     """The configuration that a run was made with. Raises TrainError for a directory that holds no run."""
     file = directory / run_dir.CONFIG
     if not file.is_file():
@@ -275,7 +278,7 @@ def configuration(directory: Path) -> Config:
     return load_config(file)
 
 
-def checkpoint_of(directory: Path, step: int | None, world: parallel.World, log: Log) -> Path:
+def find_checkpoint(directory: Path, step: int | None, world: parallel.World, log: Log) -> Path:
     """The checkpoint of a run at `step`, or the newest complete one. Raises TrainError if there is none."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
@@ -293,7 +296,7 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, log:
     raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
 
 
-def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:
+def make_fitting_policy(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:
     """The policy under which every frozen layer multiplies by its codes, and all others stay in high precision.
 
     None for a model without frozen weights. A component has the recipe of most of its codes; rules name the layers with
@@ -324,7 +327,9 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
 def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[str]:
     """Plan and apply a recipe, or the one that fits the model's codes; return lines about it."""
     family = models.describe(model.config)
-    policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
+    policy = (
+        make_fitting_policy(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
+    )
     if policy is None or recipe == "off":
         return [_about(model, None)]
     plan = fp8.plan(model, policy, family.components)
@@ -349,9 +354,9 @@ def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
 
 
 def _run(folder: Path, base: str | Path | None) -> Target:
-    cfg = configuration(folder)
+    cfg = read_run_config(folder)
     if base is None:
-        return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=random_weights(cfg))
+        return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=random_init(cfg))
     if cfg.lora is None:
         raise TrainError(
             f"a base was given ({base}), but the run {folder} trained all weights: only adapters have a base"
@@ -376,7 +381,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     # copy), and the model of the run in which the adapter is.
     named = read_json(folder / ADAPTER).get("base_model_name_or_path")
     run = folder.resolve().parent
-    inside = configuration(run) if (run / run_dir.CONFIG).is_file() else None
+    inside = read_run_config(run) if (run / run_dir.CONFIG).is_file() else None
     notes, trained_kinds = [], {} if inside is None else inside.model.load_in_fp8.kinds
     if trained_kinds:
         kinds = sorted({NAME_OF_KIND[kind] for kind in trained_kinds.values()})

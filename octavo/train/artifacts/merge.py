@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo import adapters, fp8, models
-from octavo.adapters.merge import folds
-from octavo.adapters.merge_error import KEPT, MergeErrors
+from octavo.adapters.merge import adapted_weights
+from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
 from octavo.base.recipe_specs import NAME_OF_KIND
-from octavo.checkpoint.export import Exported, Progress, check_target, export
+from octavo.checkpoint.export import ExportResult, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.train.artifacts.load_target import HIGH, Opened, Target, look
+from octavo.train.artifacts.load_target import HIGH, OpenedTarget, Target, inspect_target
 from octavo.train.errors import TrainError
 
 BASES = ("fp8", "high")
@@ -47,7 +47,7 @@ class Merged:
     base_error   difference of the codes in training from the folder's high-precision weights; None for one base
     """
 
-    exported: Exported
+    exported: ExportResult
     base: str
     folder: Path
     merge_error: MergeErrors
@@ -116,7 +116,7 @@ def merge_model(
         raise TrainError(
             "--include selects components for FP8, but bf16 has none; leave it out, or choose an FP8 format"
         )
-    origin = look(source, None if base in (None, *BASES) else base)
+    origin = inspect_target(source, None if base in (None, *BASES) else base)
     if not origin.lora:
         what = "is a whole model" if origin.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
@@ -128,7 +128,7 @@ def merge_model(
     base_error = None
     if trained and kind == "fp8":
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
-    merge_error = MergeErrors(folds(model))
+    merge_error = MergeErrors(adapted_weights(model))
     done = export(
         _judged(model, merge_error, format, kind, anyway, log),
         origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
@@ -141,8 +141,8 @@ def _judged(
     model: nn.Module, merge_error: MergeErrors, format: str, kind: str, anyway: bool, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     """Yield the merged values; after the last, before the folder is renamed to its final name, check what survived."""
-    yield from adapters.merged(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
-    if merge_error.lost:
+    yield from adapters.merged_weights(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
+    if merge_error.is_lost:
         sentence = _refusal(merge_error, format, kind)
         if not anyway:
             other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
@@ -155,10 +155,10 @@ def _judged(
 
 def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
     worst = merge_error.worst()
-    if merge_error.kept < KEPT:
+    if merge_error.kept < MIN_KEPT:
         why = (
             f"{format} would round the adapter away: {merge_error.kept:.1%} of its change survives, and less than "
-            f"{KEPT:.0%} is no longer the model that was trained"
+            f"{MIN_KEPT:.0%} is no longer the model that was trained"
         )
         if kind == "fp8":
             why += " (the base is on the grid of the codes, where a change below half a step has no effect)"
@@ -166,7 +166,7 @@ def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
     else:
         why = (
             f"{format} would drown the adapter: rounding noise is {merge_error.error:.3g} times its change, and "
-            f"{merge_error.drowned:.3g} times as large even on the inputs on which it has most effect"
+            f"{merge_error.noise_ratio:.3g} times as large even on the inputs on which it has most effect"
         )
         named = ", ".join(f"{w.name} ({w.error:.3g} times)" for w in worst)
     return f"{why}; the worst: {named}"
@@ -177,16 +177,16 @@ def _sentences(merge_error: MergeErrors) -> list[str]:
     lines = []
     if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
-    if counted := merge_error.in_fp8():
+    if counted := merge_error.fp8_weights():
         worst = merge_error.worst(1)[0]
         lines.append(
             f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
             f"{merge_error.error:.3g} times the change; the worst, {worst.name}: {worst.kept:.1%}, {worst.error:.3g}"
         )
-    if rounded := merge_error.rounded():
+    if rounded := merge_error.rounded_weights():
         worst = min(rounded, key=lambda w: w.kept)
         lines.append(
-            f"BF16 rounds more than {1 - KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "
+            f"BF16 rounds more than {1 - MIN_KEPT:.0%} of the change away in {len(rounded)} weights; the worst, "
             f"{worst.name}, which the adapter changes by {worst.relative:.2%} of its norm, keeps {worst.kept:.1%}"
         )
     return lines
@@ -212,7 +212,7 @@ def _base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
     return ("fp8", trained) if base != "high" and (coded or trained) else ("high", {})
 
 
-def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
+def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> OpenedTarget:
     """The model with its adapters, with the base in the chosen precision."""
     if target.cfg is not None and kind == "fp8" and not target.moved:  # as in training, with a check that it is
         return target.open(recipe="off", **how)

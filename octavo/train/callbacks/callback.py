@@ -169,7 +169,7 @@ class Run:
         continues it. A call on one rank is enough. In `begin` and `saved` it applies to the next step."""
         self.request.asked = True
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a signal reached any rank, or one called `stop`. A collective."""
         return self.world.any(self.request.asked or self.request.signal is not None)
 
@@ -194,7 +194,7 @@ class Run:
         """Notify callbacks of an asynchronous checkpoint if it is complete; with `wait`, wait for it. Raises the error
         of the write on all ranks. A collective; does nothing if none is being written."""
         background = self.job.background
-        if background is None or not background.under_way:
+        if background is None or not background.has_pending_save:
             return
         if wait:
             self.world.set_phase(f"step {self.step}, waiting for the checkpoint that is being written")
@@ -205,9 +205,9 @@ class Run:
     @property
     def saving(self) -> bool:
         """Whether an asynchronous checkpoint is being written."""
-        return self.job.background is not None and self.job.background.under_way
+        return self.job.background is not None and self.job.background.has_pending_save
 
-    def take_waited(self) -> float:
+    def pop_save_seconds(self) -> float:
         """Seconds that training waited for checkpoints since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
@@ -224,7 +224,7 @@ class Run:
         if path is not None and path.parent.name == run_dir.CHECKPOINTS:
             self.notify("saved", path)
 
-    def reopen_log(self) -> None:
+    def drop_last_row(self) -> None:
         """Drop the row of the last step, which will be written again."""
         if self.log is not None:
             self.log.close()
@@ -234,10 +234,10 @@ class Run:
     def notify(self, event: str, *args: Any) -> list[Any]:
         """Call a method of all callbacks in order, then of the watchers; return the callbacks' results."""
         answers = [self._call(callback, event, args) for callback in self.callbacks]
-        self.tell_watchers(event, *args)
+        self.notify_watchers(event, *args)
         return answers
 
-    def tell_watchers(self, event: str, *args: Any) -> None:
+    def notify_watchers(self, event: str, *args: Any) -> None:
         """Call a method of the watchers, and remove those that fail."""
         for watcher in self.watchers:
             try:

@@ -1,4 +1,4 @@
-"""The outputs of a run: checkpoints, and at its end the trained weights for other programs."""
+"""The callback that saves checkpoints, and the trained weights that a finished run writes for other programs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base
 from octavo.train.setup.job import Job
 
-LEAST = 50  # fewest steps between checkpoints by default
+MIN_INTERVAL = 50  # minimum number of steps between checkpoints by default
 
 
-class Saving(Callback):
-    """Saves a checkpoint every `run.save_every` steps, after the last step, and on a signal; and those of
-    `run.milestones`, which are never deleted.
+class CheckpointCallback(Callback):
+    """Saves a checkpoint every `run.save_every` steps, after the last step, on a signal, and at `run.milestones`, which
+    are never deleted.
 
-    Weights count as good once a step from them was applied. Until then no earlier checkpoint is deleted (`run.keep`),
-    and a checkpoint that is due after a skipped step waits for the next applied one. While an asynchronous checkpoint
-    is being written (`run.save: async`), none is deleted either.
+    Weights are known to be good once a step that started from them was applied. Until then no earlier checkpoint is
+    deleted (`run.keep`), and a checkpoint that is due after a skipped step is written after the next applied step. No
+    checkpoint is deleted while an asynchronous one is being written (`run.save: async`).
     """
 
     def begin(self, run: Run) -> None:
@@ -36,7 +36,7 @@ class Saving(Callback):
         run.settle(wait=False)
         if step.number in run.cfg.run.milestones:
             run.save(run_dir.MILESTONES)
-        every, last = interval(run.cfg), run.stopping or step.number == run.cfg.train.total_steps
+        every, last = save_interval(run.cfg), run.stopping or step.number == run.cfg.train.total_steps
         self.due |= bool(every) and step.number % every == 0
         if step.result.applied and self.newest < step.number and not run.saving:
             self._prune(run)
@@ -62,40 +62,42 @@ class Saving(Callback):
                 self.reported.add(problem)
 
 
-def interval(cfg: Config) -> int:
-    """Steps between checkpoints: `run.save_every` (0: only at the end), by default a tenth of the run and at least
-    :data:`LEAST`."""
+def save_interval(cfg: Config) -> int:
+    """Return the number of steps between checkpoints: `run.save_every`, where 0 saves only at the end. The default is a
+    tenth of the run, and at least :data:`MIN_INTERVAL`."""
     every = cfg.run.save_every
-    return max(LEAST, -(-cfg.train.total_steps // 10)) if every is None else every
+    return max(MIN_INTERVAL, -(-cfg.train.total_steps // 10)) if every is None else every
 
 
-def deliver(job: Job) -> Mapping[str, Any] | None:
-    """Check that the frozen base has not changed, then write hf/ or adapter/ (`run.hf`); return the result's record of
-    the base. A collective."""
+def write_outputs(job: Job) -> Mapping[str, Any] | None:
+    """Check that the frozen base has not changed, then write hf/ or adapter/ (`run.hf`). Returns the record of the base
+    for the result, or None if no weight is frozen. Collective call."""
     job.world.set_phase("the end, writing the trained weights")
-    checked = None if job.base is None else _check_base(job, job.base)
+    base_record = None if job.base is None else _check_base(job, job.base)
     if job.cfg.run.hf:
         _write_adapter(job) if job.cfg.lora is not None else _write_hf(job)
-    return checked
+    return base_record
 
 
-def _check_base(job: Job, frozen: frozen_base.Base) -> Mapping[str, Any]:
-    """Compare the frozen weights after training with those before, and write base.json; return the result's record."""
-    changed = frozen.changed(job.model, job.world)
-    about = {"weights": len(frozen.whole), "unchanged": changed is None, "fp8": dict(frozen.taken)}
+def _check_base(job: Job, frozen: frozen_base.FrozenBase) -> Mapping[str, Any]:
+    """Compare the frozen weights with their state before training, and write base.json. Returns the record of the base
+    for the result."""
+    changed = frozen.find_changed_weight(job.model, job.world)
+    record = {"weights": len(frozen.fingerprint), "unchanged": changed is None, "fp8": dict(frozen.code_sizes)}
     if job.world.is_main:
-        run_dir.write_json(job.directory / frozen_base.FILE, {**about, "changed": changed, "sha256": frozen.whole})
+        document = {**record, "changed": changed, "sha256": frozen.fingerprint}
+        run_dir.write_json(job.directory / frozen_base.FILE, document)
     if changed is not None:
         raise TrainError(
-            f"the frozen base has changed during training: {changed} was written to. Its fingerprints are in "
-            f"{job.directory / frozen_base.FILE}; no adapter is written, because it would not fit the original base. "
-            "Look for code that writes to the model's parameters (a hook, a callback)"
+            f"the frozen base has changed during training: {changed} was written to. The fingerprints of the base are "
+            f"in {job.directory / frozen_base.FILE}. No adapter is written, because it would not fit the original "
+            "base. Look for code that writes to the model's parameters (a hook, a callback)"
         )
-    return about
+    return record
 
 
 def _write_adapter(job: Job) -> None:
-    """Write adapter/, the trained adapters as a PEFT folder: gathered from all ranks, written by the main one."""
+    """Write adapter/, the trained adapters as a PEFT folder. They are gathered from all ranks; the main rank writes."""
     from octavo import adapters
 
     state = adapters.adapter_state(job.model)

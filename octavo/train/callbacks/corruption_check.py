@@ -28,10 +28,10 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches
 
-NAMED = 3  # the maximum number of faults described in a message
+MAX_NAMED = 3  # the maximum number of faults described in a message
 
 
-class Checking(Callback):
+class CorruptionCheck(Callback):
     """Checks every `run.check_every`-th step.
 
     A fault stops the run on all ranks before the step is logged or saved. The rows of checked steps contain the number
@@ -106,8 +106,8 @@ def _append(run: Run, line: Mapping[str, object]) -> None:
 
 def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
     who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
-    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
-    rest = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
+    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:MAX_NAMED])
+    rest = f"; {len(faults) - MAX_NAMED} more are in {run_dir.CHECKS}" if len(faults) > MAX_NAMED else ""
     since = f"the last check without a fault was at step {clean}" if clean else "no check before it in this session"
     return (
         f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "

@@ -20,7 +20,7 @@ from octavo.train.step.nonfinite import refuse_weights
 from octavo.train.step.step import Batches, Observe
 
 ANSWERS = "answers.jsonl"
-LENGTH = 600
+MAX_CHARS = 600
 
 
 class Proof(Callback):
@@ -28,15 +28,15 @@ class Proof(Callback):
     new plan. A mismatch stops the run; proof.json names it. A phase's own proof in it is as of the last checkpoint."""
 
     def begin(self, run: Run) -> None:
-        course, self.more = run.job.course, run.job.phase.proof(run.job.stepper)
-        parts = course.schedule.parts if course.varies else ()
-        self.proof = PlanProof(course.at(run.first), run.world.layout.expert, parts, run.first)
-        before = run_dir.read_json(run.directory / run_dir.PROOF) or {} if course.varies and run.step else {}
+        schedule, self.phase_proof = run.job.precision_schedule, run.job.phase.proof(run.job.stepper)
+        parts = schedule.schedule.parts if schedule.varies else ()
+        self.proof = PlanProof(schedule.plan_at(run.first), run.world.layout.expert, parts, run.first)
+        before = run_dir.read_json(run.directory / run_dir.PROOF) or {} if schedule.varies and run.step else {}
         safe_read.check_schema(
             before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError
         )
         # The span of the checkpoint ends with it, because the GEMMs from here on are counted again.
-        self.before = [
+        self.earlier_spans = [
             {**span, "steps": [first, min(last or run.step, run.step)]}
             for span in before.get("spans", ())
             for first, last in (span["steps"],)
@@ -46,20 +46,20 @@ class Proof(Callback):
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         if run.job.plan is not self.proof.plan:
             self.proof.switch_plan(run.job.plan, number)
-        reached = {component for component, n in run.job.stepper.forwards(batches).items() if n}
+        reached = {component for component, n in run.job.stepper.count_forwards(batches).items() if n}
         return Observe(gemms=number == run.first or bool(self.proof.pending & reached))
 
     def after_step(self, run: Run, step: Step) -> None:
         if step.result.counts is None:
             return
         try:
-            self.proof.observe(step.result.counts, run.job.stepper.forwards(step.batches))
+            self.proof.observe(step.result.counts, run.job.stepper.count_forwards(step.batches))
         finally:
             self._write(run)
 
     def saved(self, run: Run, checkpoint: Path) -> None:
-        self.more = run.job.phase.proof(run.job.stepper)
-        if self.more:
+        self.phase_proof = run.job.phase.proof(run.job.stepper)
+        if self.phase_proof:
             self._write(run)
 
     def end(self, run: Run, result: RunResult) -> None:
@@ -69,12 +69,14 @@ class Proof(Callback):
     def _write(self, run: Run) -> None:
         if run.world.is_main:
             report = self.proof.report()
-            if self.before or "spans" in report:
-                report["spans"] = [*self.before, *self.proof.spans]
-            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.replace_nonfinite({**report, **self.more}))
+            if self.earlier_spans or "spans" in report:
+                report["spans"] = [*self.earlier_spans, *self.proof.spans]
+            run_dir.write_json(
+                run.directory / run_dir.PROOF, safe_read.replace_nonfinite({**report, **self.phase_proof})
+            )
 
 
-class Figures(Callback):
+class HealthMetrics(Callback):
     """Requests health figures every `run.health_every` steps, memory at the first step and after each health step, and
     expert load for each logged row; adds them to the row."""
 
@@ -88,8 +90,8 @@ class Figures(Callback):
         result, base = step.result, run.job.base
         if result.memory is not None:
             step.row["memory"] = run.memory = result.memory
-            if base is not None and base.taken["weights"]:
-                step.row["base"] = base.taken
+            if base is not None and base.code_sizes["weights"]:
+                step.row["base"] = base.code_sizes
         if result.health is not None:
             step.row["health"] = result.health.table()
             run.job.progress.health = result.health.summary()
@@ -97,12 +99,12 @@ class Figures(Callback):
             step.row["zeroed_v"] = result.zeroed
 
 
-class Answers:
+class AnswersLog:
     """Appends the first answers of each evaluation to answers.jsonl; lines after `step`, from which the run continues,
     are dropped. With `encrypt` the file is answers.jsonl.aes, with encrypted lines.
 
     {"step", "file", "row", "prompt", "wanted", "said", "right" or null, "reward" or null}; texts have at most
-    :data:`LENGTH` characters, prompts their last ones.
+    :data:`MAX_CHARS` characters, prompts their last ones.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, step: int, encrypt: bool = False) -> None:
@@ -112,8 +114,8 @@ class Answers:
     def write(self, step: int, answers: Sequence[Answer]) -> None:
         rows = (
             {
-                "step": step, "file": one.file, "row": one.row, "prompt": self._text(one.before)[-LENGTH:],
-                "wanted": self._text(one.wanted)[:LENGTH], "said": self._text(one.said)[:LENGTH],
+                "step": step, "file": one.file, "row": one.row, "prompt": self._text(one.before)[-MAX_CHARS:],
+                "wanted": self._text(one.wanted)[:MAX_CHARS], "said": self._text(one.said)[:MAX_CHARS],
                 "right": one.right, "reward": one.reward,
             }
             for one in answers
@@ -138,13 +140,13 @@ class Evaluation(Callback):
         done = run.row.get("step") == run.step
         seen = done and "eval" in run.row
         if run.world.is_main and run.job.evalset is not None:
-            self.answers = Answers(
+            self.answers = AnswersLog(
                 run.directory, run.job.processor.tokenizer, run.step - (not seen), run.cfg.run.encrypt
             )
         if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
             return
         run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
-        run.reopen_log()
+        run.drop_last_row()
         if run.log is not None:
             run.log.write(run.row)
 

@@ -29,7 +29,7 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches, Stepper
 
-WARM = 2  # steps of a session before the window
+WARMUP_STEPS = 2  # steps of a session before the window
 Clock = Callable[[], float]
 
 
@@ -75,11 +75,11 @@ class GainWindow(Callback):
     result; gain.json gets the reason if it failed. A run that stops in the window measures after it is resumed."""
 
     def begin(self, run: Run) -> None:
-        if run.cfg.run.gain_steps and not run.job.course.schedule.parts:
+        if run.cfg.run.gain_steps and not run.job.precision_schedule.schedule.parts:
             run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
 
     def after_step(self, run: Run, step: Step) -> None:
-        last = min(run.first + WARM, run.cfg.train.total_steps)  # a later step, if FP8 begins later
+        last = min(run.first + WARMUP_STEPS, run.cfg.train.total_steps)  # a later step, if FP8 begins later
         self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number >= last
         step.wanted |= self.due
 
@@ -87,7 +87,7 @@ class GainWindow(Callback):
         if not self.due or run.stopping:
             return
         self._measure(run, step)  # last, so that its failure does not affect the step
-        if run.asked_to_stop():
+        if run.stop_requested():
             run.stopping = True
             run.save()
 
@@ -98,13 +98,13 @@ class GainWindow(Callback):
             "times in high precision, after one warm-up; the run is not affected (run.gain_steps)"
         )
         try:
-            measured = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
+            measured = measure(run.job.stepper, step.batches, steps, step.number, run.stop_requested)
             row: dict[str, Any] = asdict(measured)
             message = measured.sentence(emulated=not accelerator.is_gpu(run.world.device))
-        except Left:
+        except GainWindowStopped:
             run.say("left the gain window because the run is stopping; it is repeated when the run continues")
             return
-        except NoRoom as error:
+        except GainWindowOutOfMemory as error:
             row = {"failed": str(error), "step": step.number}
             message = f"warning: {error}; the run continues without the measurement"
         run.say(message)
@@ -117,11 +117,11 @@ class GainWindow(Callback):
                 run.log.amend(run.row, "gain")
 
 
-class NoRoom(Exception):
+class GainWindowOutOfMemory(Exception):
     """The window ran out of memory; the message says in which precision."""
 
 
-class Left(Exception):
+class GainWindowStopped(Exception):
     """The run was asked to stop during the window."""
 
 
@@ -149,7 +149,7 @@ def measure(
         for turn in range(-1, steps):  # turn -1 is the warm-up of both
             for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
                 if stop():
-                    raise Left
+                    raise GainWindowStopped
                 spent = _once(stepper, batches, kind == "high", clock)
                 if turn >= 0:
                     times[kind].append(spent)
@@ -166,7 +166,7 @@ def measure(
         checkpoint.rng.restore(generators, world.rank)
     if full:  # raised outside the except block, where the frames that hold a half-done graph are freed
         accelerator.empty_cache(world.device)
-        raise NoRoom(full)
+        raise GainWindowOutOfMemory(full)
     mine = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
     low, high = world.all_reduce_max(mine).tolist()
     tokens = sum(batch["meta"].tokens for batch in batches)

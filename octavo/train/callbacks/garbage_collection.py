@@ -27,7 +27,7 @@ Gc = str | int | tuple[int, int, int] | None
 
 
 @contextmanager
-def collecting(how: Gc) -> Iterator[None]:
+def gc_settings(how: Gc) -> Iterator[None]:
     """Context with the collector settings of `train.gc`; restores the previous ones."""
     enabled, thresholds = gc.isenabled(), gc.get_threshold()
     freezes = how is not None and not isinstance(how, tuple)
@@ -46,7 +46,7 @@ def collecting(how: Gc) -> Iterator[None]:
             gc.unfreeze()
 
 
-class Collecting(Callback):
+class GarbageCollection(Callback):
     """Freezes, or collects every N steps, between a step's row and its checkpoint."""
 
     def end_step(self, run: Run, step: Step) -> None:

@@ -36,7 +36,7 @@ class MetricsLog:
         self._file.flush()
         if self._events is None:
             return
-        self._scalars(flat(row, summary, self._names), row["step"])
+        self._scalars(flatten_row(row, summary, self._names), row["step"])
 
     def amend(self, row: Mapping[str, Any], part: str) -> None:
         """Rewrite the last line, now that `row` also has the group `part`."""
@@ -45,7 +45,7 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(replace_nonfinite(row)) + "\n")
         self._file.flush()
-        self._scalars(flat({part: row[part]}, None, self._names), row["step"])
+        self._scalars(flatten_row({part: row[part]}, None, self._names), row["step"])
 
     def _scalars(self, figures: Mapping[str, Any], step: int) -> None:
         """Write figures to TensorBoard, which cannot show None."""
@@ -66,7 +66,9 @@ class MetricsLog:
             self._events.close()
 
 
-def flat(row: Mapping[str, Any], summary: Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, Any]:
+def flatten_row(
+    row: Mapping[str, Any], summary: Mapping[str, float] | None, names: Mapping[str, str]
+) -> dict[str, Any]:
     """The numbers of a row for trackers and TensorBoard: `train/`, `memory/`, `eval/`, `gain/`, and `fp8/` for the
     health summary. Other values and None are left out."""
     groups = {name: row.get(name) for name in ("memory", "eval", "gain")} | {"fp8": summary}

@@ -17,7 +17,7 @@ class Display:
         self._bar: Any = None
         self._task: Any = None
         self._last = 0.0
-        self._figures = self._doing = ""
+        self._figures = self._part = ""
 
     def begin(self, done: int, steps: int) -> None:
         """Start after `done` of `steps` steps."""
@@ -38,7 +38,7 @@ class Display:
         if self.console is None:
             return
         if self._bar is not None:
-            self._figures, self._doing = _figures(row), ""
+            self._figures, self._part = _figures(row), ""
             self._bar.update(self._task, completed=row["step"], figures=self._figures)
             return
         now = time.monotonic()
@@ -46,10 +46,10 @@ class Display:
             self._last = now
             self.log(f"step {row['step']}/{self.steps}  {_figures(row)}")
 
-    def doing(self, what: str) -> None:
+    def show_part(self, what: str) -> None:
         """Show the current part of a step; only the bar does, not plain lines."""
-        if self._bar is not None and what != self._doing:
-            self._doing = what
+        if self._bar is not None and what != self._part:
+            self._part = what
             self._bar.update(self._task, figures=f"{what}  {self._figures}")
 
     def log(self, text: str) -> None:

@@ -19,7 +19,7 @@ from octavo.base import environment
 from octavo.base.safe_read import first_line, replace_nonfinite
 from octavo.config import Config
 from octavo.train.callbacks.callback import Callback, Run, Step
-from octavo.train.callbacks.metrics import flat
+from octavo.train.callbacks.metrics import flatten_row
 from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
@@ -142,7 +142,7 @@ class Tracker(Callback):
         if step.wanted and self.opened is not None:
             row = {**step.row, **({"gain": run.row["gain"]} if "gain" in run.row else {})}
             summary = run.job.progress.health if "health" in row else None
-            self.opened.log(flat(replace_nonfinite(row), summary, run.job.phase.tensorboard), step.number)
+            self.opened.log(flatten_row(replace_nonfinite(row), summary, run.job.phase.tensorboard), step.number)
 
     def end(self, run: Run, result: RunResult) -> None:
         self._close(run, result.status == "finished")

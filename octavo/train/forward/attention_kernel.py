@@ -186,7 +186,7 @@ def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
     return tuple(Choice(**choice) for choice in world.run_on_main(work))
 
 
-def kept_of(chosen: Sequence[Choice]) -> Any:
+def saved_choices(chosen: Sequence[Choice]) -> Any:
     """The value that a checkpoint keeps, for :func:`decide`; None without choices."""
     if not chosen:
         return None

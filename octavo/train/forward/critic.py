@@ -41,7 +41,7 @@ class ValueHead(nn.Module):
             return hidden.float() @ self.weight.float() + self.bias.float()
 
 
-def wanted(cfg: Config) -> bool:
+def is_enabled(cfg: Config) -> bool:
     """Whether a run has a critic."""
     return cfg.train.phase == "rl" and cfg.rl is not None and cfg.rl.algorithm in WITH_CRITIC
 
@@ -52,7 +52,7 @@ def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) ->
     Raises TrainError if the model's head, and so its last hidden states, are not known."""
     weight = _head(model).weight
     dtype = model_dtype(cfg)
-    if cfg.lora is not None and adapters.attached(
+    if cfg.lora is not None and adapters.adapted_layers(
         model
     ):  # the part of a model that a memory estimate runs may have none
         adapters.attach_second(model, cfg.lora, cfg.run.seed + 1, device)

@@ -30,7 +30,7 @@ from octavo.train.errors import TrainError
 from octavo.train.forward.forward import real
 
 
-def coefficient(cfg: Config, model: nn.Module) -> float:
+def aux_loss_coef(cfg: Config, model: nn.Module) -> float:
     """The factor of the load-balancing loss: `train.router_aux_loss_coef`, by default the checkpoint's own.
 
     0: the loss is not computed. Raises TrainError for a factor without a model that has such a loss.

@@ -20,20 +20,20 @@ from octavo.base import hub
 from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
 from octavo.train.callbacks import trackers
-from octavo.train.callbacks.adaptive_precision import Adapting, Spans
+from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPrecisionSchedule
 from octavo.train.callbacks.callback import Callback, Run, Step
-from octavo.train.callbacks.checkpointing import Saving, deliver
-from octavo.train.callbacks.corruption_check import Checking
-from octavo.train.callbacks.evaluation_and_health import Evaluation, Figures, Proof, due
+from octavo.train.callbacks.checkpointing import CheckpointCallback, write_outputs
+from octavo.train.callbacks.corruption_check import CorruptionCheck
+from octavo.train.callbacks.evaluation_and_health import Evaluation, HealthMetrics, Proof, due
 from octavo.train.callbacks.fp8_gain import GainWindow
-from octavo.train.callbacks.garbage_collection import Collecting, collecting
+from octavo.train.callbacks.garbage_collection import GarbageCollection, gc_settings
 from octavo.train.callbacks.metrics import MetricsLog
 from octavo.train.callbacks.progress import Display
 from octavo.train.callbacks.result import RunResult
 from octavo.train.callbacks.signals import StopRequest
-from octavo.train.callbacks.stopping import NotFinite, NothingToLearn, Stopping
+from octavo.train.callbacks.stopping import StopOnNonFinite, StopOnRequest, StopWithoutLossTokens
 from octavo.train.errors import TrainError
-from octavo.train.loop.out_of_memory import memory_full
+from octavo.train.loop.out_of_memory import out_of_memory_error
 from octavo.train.loop.summary import summary
 from octavo.train.run_dir import encryption_rules, run_dir
 from octavo.train.run_dir.rank_facts import rank_facts
@@ -42,27 +42,18 @@ from octavo.train.setup import build, frozen_base, planning
 from octavo.train.setup.phase import SFT, Phase
 from octavo.train.setup.resolve_config import resolve_from_checkpoint, resolve_recipe, resolve_steps, resolve_video
 from octavo.train.step.lr_schedule import lr_at
-from octavo.train.step.precision_schedule import Course
+from octavo.train.step.precision_schedule import PrecisionSchedule
 from octavo.train.step.step import Batches, Observe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-DescribePlan = Callable[[planning.Planned], Iterable[str]]
+DescribePlan = Callable[[planning.RunPlan], Iterable[str]]
 
-_NOT_FINAL = (
-    "seconds",
-    "save_seconds",
-    "time",
-    "eval",
-    "health",
-    "memory",
-    "gain",
-    "experts",
-    "base",
-)  # entries of a row that the result's `final` leaves out
-#: rows with one of these are always written, regardless of run.log_every
-_WRITTEN = {"eval", "health", "memory", "skipped", "overflow"}
+# Entries of the last row that `RunResult.final` omits.
+_OMIT_FROM_FINAL = "seconds", "save_seconds", "time", "eval", "health", "memory", "gain", "experts", "base"
+# Rows with one of these entries are always written, regardless of run.log_every.
+_ALWAYS_LOGGED = {"eval", "health", "memory", "skipped", "overflow"}
 
 
 def run(
@@ -77,22 +68,25 @@ def run(
 ) -> RunResult:
     """Run one training job to its end, or until a signal or callback stops it.
 
-    console        a rich console (None: silent)
-    label          prefix of its lines
+    console        rich console for progress and messages, or None to print nothing
+    label          prefix of the printed lines
     callbacks      see `octavo.train.Callback`
-    phase          pretraining and SFT, or a phase of the package rl
-    describe_plan  returns the lines that describe the plan, before any weights are read
-                   (`octavo.train.loop.summary`); called only with a console
-    watchers       callbacks that only observe, on the main rank; one that fails after `begin` does not end the run
+    phase          pretraining and SFT (the default), or a phase of the package rl
+    describe_plan  returns the lines that describe the plan (`octavo.train.loop.summary`); called before any weights are
+                   read, and only with a console
+    watchers       callbacks that only observe, on the main rank; a watcher that fails after `begin` does not end the
+                   run
 
-    Under torchrun every rank calls this; only the main one prints and writes files.
+    Under torchrun every rank calls this; only the main rank prints and writes files.
 
-    Raises TrainError and the errors of lower packages, each with its fix. An error on only one rank ends its process;
-    torchrun then ends the others.
+    Raises: TrainError and the errors of lower packages. An error on only one rank ends its process; torchrun then ends
+    the others.
     """
-    users = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
-    if any(not isinstance(user, Callback) for user in users):
-        raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
+    user_callbacks = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
+    if any(not isinstance(callback, Callback) for callback in user_callbacks):
+        raise TrainError(
+            f"callbacks must be a list of octavo.train.Callback, such as [MyCallback()], but is {callbacks!r}"
+        )
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
     cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
     phase.check(cfg)
@@ -100,69 +94,71 @@ def run(
         trackers.refuse_missing(cfg)
     encryption_rules.check(cfg)
     try:
-        with encryption_rules.withholding(cfg):
-            counted = resolve_steps(cfg, display.log)
-            return _run(counted, cfg.train.epochs, display, users, phase, describe_plan, watchers)
+        with encryption_rules.hide_quotations(cfg):
+            cfg_with_steps = resolve_steps(cfg, display.log)
+            return _run(cfg_with_steps, cfg.train.epochs, display, user_callbacks, phase, describe_plan, watchers)
     finally:
         phase.close()
 
 
 def _run(
-    cfg: Config, epochs: float | None, display: Display, users: Sequence[Callback], phase: Phase,
+    cfg: Config, epochs: float | None, display: Display, user_callbacks: Sequence[Callback], phase: Phase,
     describe_plan: DescribePlan, watchers: Sequence[Callback],
 ) -> RunResult:  # fmt: skip
-    prints = phase.prints(cfg)
+    fingerprints = phase.fingerprints(cfg)
     world = parallel.setup(
         cfg.run.threads,
         cfg.run.timeout,
         Path(cfg.run.dir),
-        lambda: rank_facts(cfg, prints, epochs),
+        lambda: rank_facts(cfg, fingerprints, epochs),
         cfg.parallel,
     )
-    _refuse_early(cfg)
+    _check_model_settings(cfg)
     with RunLock() as lock:
-        start = run_dir.enter(cfg, world, display.log, lock, prints)
+        start = run_dir.enter(cfg, world, display.log, lock, fingerprints)
         if start.result is not None:
             display.log(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
-            collector = collecting(cfg.train.gc) if cfg.train.gc is not None else nullcontext()
-            with StopRequest(cfg.run.timeout) as request, collector:
+            gc_context = gc_settings(cfg.train.gc) if cfg.train.gc is not None else nullcontext()
+            with StopRequest(cfg.run.timeout) as request, gc_context:
                 try:
-                    result = _train(_begin(cfg, world, start, display, request, users, phase, describe_plan, watchers))
+                    result = _train(
+                        _start_run(cfg, world, start, display, request, user_callbacks, phase, describe_plan, watchers)
+                    )
                 except (RuntimeError, MemoryError) as error:  # out of memory or a lost rank
-                    if (named := memory_full(error, world) or _lost(error, world)) is None:
+                    if (explained := out_of_memory_error(error, world) or _lost_rank_error(error, world)) is None:
                         raise
-                    raise named from error
+                    raise explained from error
     world.close()
     return result
 
 
-def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None:
+def _lost_rank_error(error: Exception, world: parallel.World) -> parallel.WorldError | None:
     return world.lost_rank_error(error) if isinstance(error, RuntimeError) else None
 
 
-def _refuse_early(cfg: Config) -> None:
-    """Refuse settings that the model does not support before they are saved in a run directory, which keeps them."""
+def _check_model_settings(cfg: Config) -> None:
+    """Raise if the model does not support a setting, before the settings are saved in the run directory."""
     if cfg.train.router_aux_loss_coef or cfg.lora is not None or cfg.model.load_in_fp8.kinds:
-        begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / run_dir.CHECKPOINTS)
-        frozen_base.adapter_sizes(cfg if begins else resolve_from_checkpoint(cfg), *planning.model_of(cfg))
+        has_checkpoint = bool(checkpoint.steps(Path(cfg.run.dir) / run_dir.CHECKPOINTS))
+        is_new = cfg.run.resume in ("never", "auto") and not has_checkpoint
+        frozen_base.adapter_sizes(cfg if is_new else resolve_from_checkpoint(cfg), *planning.meta_model(cfg))
 
 
-def _begin(
+def _start_run(
     cfg: Config, world: parallel.World, start: run_dir.Start,
-    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase, describe_plan: DescribePlan,
-    watchers: Sequence[Callback],
+    display: Display, request: StopRequest, user_callbacks: Sequence[Callback], phase: Phase,
+    describe_plan: DescribePlan, watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
-    """Assemble and resume the run, with the figures of earlier sessions from its directory."""
+    """Assemble and resume the run; read the last metrics of earlier sessions from its directory."""
     world.set_phase("the start, assembling the run")
-    job = build.build(
-        cfg, world, start, phase, display.log, describe_plan if display.console is not None else lambda of: ()
-    )
-    run_dir.settle(start, world, display.log)
+    prints_plan = display.console is not None
+    job = build.build(cfg, world, start, phase, display.log, describe_plan if prints_plan else lambda planned: ())
+    run_dir.discard_later_files(start, world, display.log)
     first = job.progress.step + 1
     if display.console is not None:
-        job.stepper.doing = display.doing
+        job.stepper.on_progress = display.show_part
     log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
     rows = run_dir.read_rows(start.directory / run_dir.METRICS)
     return Run(
@@ -171,39 +167,42 @@ def _begin(
         eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=run_dir.read_json(start.directory / run_dir.GAIN),
-        users=users, callbacks=_in_order(users, job.course, cfg),
+        users=user_callbacks, callbacks=_callback_order(user_callbacks, job.precision_schedule, cfg),
         watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 
-def _in_order(users: Sequence[Callback], course: Course, cfg: Config) -> tuple[Callback, ...]:
-    """The callbacks in order: plan, checks, proof and figures, precision changes, the user's, refusals, evaluation,
-    saving, and the comparison with high precision."""
-    # Refusals precede evaluation and saving, so that bad weights are not saved. The user's callbacks precede both, so
-    # that the row they add to is complete. The gain window is last, so that its failure costs nothing.
-    checked = (Checking(),) if cfg.run.check_every else ()
-    collected = (Collecting(),) if cfg.train.gc is not None else ()
-    planned = (Spans(),) if course.varies else ()
-    judged = (Adapting(),) if course.adapt is not None else ()
-    listening = *planned, *checked, Proof(), Figures(), *judged, *users, NotFinite(), NothingToLearn(), Stopping()
-    return *listening, Evaluation(), *collected, Saving(), GainWindow()
+def _callback_order(
+    user_callbacks: Sequence[Callback], schedule: PrecisionSchedule, cfg: Config
+) -> tuple[Callback, ...]:
+    """Return all callbacks in the order in which they are called."""
+    # Checks of loss and gradients precede evaluation and saving, so that bad weights are not saved. The user's
+    # callbacks also precede both, so that the row is complete when it is written. The gain window is last, so that its
+    # failure does not affect the step.
+    gemm_check = (CorruptionCheck(),) if cfg.run.check_every else ()
+    gc = (GarbageCollection(),) if cfg.train.gc is not None else ()
+    scheduled = (ApplyPrecisionSchedule(),) if schedule.varies else ()
+    adaptive = (AdaptPrecision(),) if schedule.adapt is not None else ()
+    observers = *scheduled, *gemm_check, Proof(), HealthMetrics(), *adaptive
+    stops = StopOnNonFinite(), StopWithoutLossTokens(), StopOnRequest()
+    return *observers, *user_callbacks, *stops, Evaluation(), *gc, CheckpointCallback(), GainWindow()
 
 
 def _train(run: Run) -> RunResult:
-    """Train, notify watchers of an error, and wait for a checkpoint that is still being written. After a lost rank or
-    out of memory the write may never complete, so the wait is short."""
-    wait = 0.0
+    """Train, notify watchers of an error, and wait for a checkpoint that is still being written. The wait is short if a
+    rank may be lost, because the write may then never complete."""
+    wait_s = 0.0
     try:
-        with encryption_rules.withholding(run.cfg):  # watchers write error messages
+        with encryption_rules.hide_quotations(run.cfg):  # watchers write error messages
             return _training_loop(run)
     except Exception as error:
         may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
-        wait = (1 - parallel.COLLECTIVE_SHARE if may_have_lost_rank else 1) * run.cfg.run.timeout
-        run.tell_watchers("failed", error)
+        wait_s = (1 - parallel.COLLECTIVE_SHARE if may_have_lost_rank else 1) * run.cfg.run.timeout
+        run.notify_watchers("failed", error)
         raise
     finally:
         if run.job.background is not None:
-            run.job.background.close(wait)
+            run.job.background.close(wait_s)
 
 
 def _training_loop(run: Run) -> RunResult:
@@ -224,14 +223,14 @@ def _training_loop(run: Run) -> RunResult:
         run.job.loader.close()
         if run.log is not None:
             run.log.close()
-    # A run stopped at the last step has finished, unless its evaluation is still due, which a resume would do.
+    # A run stopped at the last step has finished, unless its evaluation is still due: a resumed run would do it.
     stopped = run.stopping and (run.step < steps or (due(run, steps) and "eval" not in run.row))
-    if not stopped and (in_a_row := run.job.progress.in_a_row):
+    if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):
         raise TrainError(
-            f"the last {in_a_row} of {steps} steps were skipped, because loss or gradient were not finite. The weights "
-            f"may be unusable, so the run has not finished. They are in {run_dir.CHECKPOINTS}/step_{run.step}, as of "
-            "the last applied step (octavo eval, octavo export). Look at the data of these steps, lower train.lr, or "
-            "keep the layer that overflows out of FP8"
+            f"the last {consecutive_skips} of {steps} steps were skipped, because the loss or the gradient was not "
+            "finite. The weights may be unusable, so the run has not finished. The weights of the last applied step "
+            f"are in {run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data of these "
+            "steps, lower train.lr, or keep the layer that overflows out of FP8"
         )
     result = _result(run, stopped)
     run.notify("end", result)
@@ -239,7 +238,7 @@ def _training_loop(run: Run) -> RunResult:
 
 
 def _step(run: Run, number: int) -> Step:
-    """Train one step; its row has the entries of every step."""
+    """Train one step and make its metrics row, without the entries that callbacks add."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
     run.world.set_phase(f"step {number}, reading its rows")
@@ -257,7 +256,7 @@ def _step(run: Run, number: int) -> Step:
     job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
-    progress.after(
+    progress.record_step(
         number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0,
         result.overflow,
     )  # fmt: skip
@@ -271,32 +270,34 @@ def _step(run: Run, number: int) -> Step:
     if result.loss_scale is not None:
         row["loss_scale"] = result.loss_scale
     if not result.loss_tokens:
-        row["empty"] = True  # its loss of 0 is over no tokens
+        row["empty"] = True  # the loss of 0 is over no tokens
     if result.aux_loss is not None:
         row["aux_loss"] = result.aux_loss
     return Step(number, batches, result, {**row, **result.figures, **(result.experts or {})})
 
 
 def _observe(run: Run, number: int, batches: Batches) -> Observe:
-    """The observations that any callback requests."""
+    """Collect the observations that callbacks request for a step."""
     requests = [request for request in run.notify("before_step", number, batches) if request is not None]
-    wishes = [any(getattr(request, field.name) for request in requests) for field in fields(Observe)]
-    if run.users:  # users' may differ between ranks, and observing is a collective
-        wishes = [run.world.any(wish) for wish in wishes]
-    observe = Observe(*wishes)
+    requested = [any(getattr(request, field.name) for request in requests) for field in fields(Observe)]
+    if run.users:  # their callbacks may request different observations on each rank, but observing is a collective
+        requested = [run.world.any(request) for request in requested]
+    observe = Observe(*requested)
     if observe.health and observe.memory:
         # Health keeps every x in high precision, which would count as activations. A run without a memory figure
-        # measures memory first (with health_every: 1 at step 1); otherwise a later step does.
+        # measures memory first (with health_every: 1 at step 1); otherwise a later step measures it.
         observe = replace(observe, health=bool(run.memory), memory=not run.memory)
     check = run.job.stepper.check
-    if run.memory and (run.job.stepper.judge is not None or (check is not None and check.sites)):  # both keep x too
+    if run.memory and (
+        run.job.stepper.recipe_trials is not None or (check is not None and check.sites)
+    ):  # both keep x too
         observe = replace(observe, memory=False)
     return observe
 
 
 def _write(run: Run, step: Step) -> None:
-    step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
-    if step.wanted and (waited := run.take_waited()):
+    step.wanted = bool(step.wanted or run.logs(step.number) or _ALWAYS_LOGGED & step.row.keys())
+    if step.wanted and (waited := run.pop_save_seconds()):
         step.row["save_seconds"] = waited
     if run.log is not None and step.wanted:
         run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
@@ -305,11 +306,11 @@ def _write(run: Run, step: Step) -> None:
 
 
 def _result(run: Run, stopped: bool) -> RunResult:
-    held = None if stopped else deliver(run.job)
+    base_record = None if stopped else write_outputs(run.job)
     result = RunResult(
         dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
-        final={key: value for key, value in run.row.items() if key not in _NOT_FINAL},
-        eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=held,
+        final={key: value for key, value in run.row.items() if key not in _OMIT_FROM_FINAL},
+        eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=base_record,
         skipped=run.job.progress.skipped, overflowed=run.job.progress.overflowed, seconds=run.job.progress.seconds,
         signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
     )  # fmt: skip

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from octavo import fp8
 from octavo.base import hub
 from octavo.config import Config
-from octavo.train.callbacks.checkpointing import interval
+from octavo.train.callbacks.checkpointing import save_interval
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Footprint, Footprints, gb
 from octavo.train.setup import planning
-from octavo.train.setup.planning import Planned
-from octavo.train.setup.token_counts import assumed
+from octavo.train.setup.planning import RunPlan
+from octavo.train.setup.token_counts import assume_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,28 +29,28 @@ _REASONS = 2  # most reasons per component
 _STAYS = " stays in high precision"
 
 
-def summary(of: Planned, heard: Heard = lambda footprint: None) -> list[str]:
+def summary(of: RunPlan, heard: Heard = lambda footprint: None) -> list[str]:
     """At most 15 lines, the most important first, with the notes that are specific to this run. Memory is predicted on
     a model without weights, in well under a second; `heard` gets the prediction. If there is none, its line says why.
     """
-    model, _ = planning.model_of(of.cfg)
-    usual = {*of.plan.notes, *planning.stays(model)}
+    model, _ = planning.meta_model(of.cfg)
+    usual = {*of.plan.notes, *planning.high_precision_notes(model)}
     notes = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
     plan = [*verdict(of.plan), *(f"note: {note}" for note in notes)]
     return [*_beginning(of, model, plan, heard), "all layers and notes: octavo plan FILE, or --verbose"]
 
 
-def in_full(
-    of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
+def describe_in_full(
+    of: RunPlan, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
 ) -> list[str]:
     """The same with the plan layer by layer, formatted by `layers`, and all notes."""
     off = not any(row.fp8 or row.decided for row in of.plan.rows)
     table = [] if off else ["", *layers(of.plan), ""]
     notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else of.plan.notes), *of.notes])]
-    return _beginning(of, planning.model_of(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)
+    return _beginning(of, planning.meta_model(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)
 
 
-def _beginning(of: Planned, model: PreTrainedModel, plan: Sequence[str], heard: Heard) -> list[str]:
+def _beginning(of: RunPlan, model: PreTrainedModel, plan: Sequence[str], heard: Heard) -> list[str]:
     predicted = [] if of.prediction is None else of.prediction.sentences()
     return [*_model(of, model), *plan, *predicted, _memory(of, model, heard), _saved(of.cfg)]
 
@@ -82,7 +82,7 @@ def verdict(plan: fp8.Plan) -> list[str]:
     return lines
 
 
-def _model(of: Planned, model: PreTrainedModel) -> list[str]:
+def _model(of: RunPlan, model: PreTrainedModel) -> list[str]:
     cfg = of.cfg
     parameters = list(model.parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -109,9 +109,9 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _memory(of: Planned, model: PreTrainedModel, heard: Heard) -> str:
+def _memory(of: RunPlan, model: PreTrainedModel, heard: Heard) -> str:
     try:
-        tokens, _ = assumed(of.cfg, of.family.components, model.config)
+        tokens, _ = assume_tokens(of.cfg, of.family.components, model.config)
         sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
         footprint = sizes.of(of.cfg, of.ranks)
     except TrainError as error:
@@ -124,7 +124,7 @@ def _memory(of: Planned, model: PreTrainedModel, heard: Heard) -> str:
 
 def _saved(cfg: Config) -> str:
     run = cfg.run
-    steps = interval(cfg)
+    steps = save_interval(cfg)
     every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.total_steps else "a checkpoint at the end"
     every += "" if run.save_states else ", weights only"
     every += ", written during training" if run.save == "async" else ""

@@ -24,7 +24,7 @@ from octavo.train.errors import TrainError
 def check(cfg: Config) -> None:
     """Raises TrainError in these cases: `run.encrypt` without a key, or with the key that sealed an input; encrypted
     inputs without `run.encrypt`; a key in the environment of a run whose rewards are functions of a user's file."""
-    _refuse_shown_key(cfg)
+    _refuse_readable_key(cfg)
     if cfg.run.encrypt:
         try:
             encryption.find_key()
@@ -45,7 +45,7 @@ def check(cfg: Config) -> None:
             )
 
 
-def _refuse_shown_key(cfg: Config) -> None:
+def _refuse_readable_key(cfg: Config) -> None:
     """The reward processes get no key, but can read the environment of their parent (/proc/PID/environ)."""
     rewards = () if cfg.rl is None else cfg.rl.rewards
     files = [entry.reward for entry in rewards if ".py:" in str(entry.reward)]
@@ -56,7 +56,7 @@ def _refuse_shown_key(cfg: Config) -> None:
         )
 
 
-def refuse_plain(path: Path, cfg: Config) -> None:
+def refuse_plain_checkpoint(path: Path, cfg: Config) -> None:
     """Raises TrainError for a plain checkpoint that a run with `run.encrypt` would continue from."""
     if cfg.run.encrypt and not encryption.is_encrypted(path / STATE):
         raise TrainError(
@@ -67,7 +67,7 @@ def refuse_plain(path: Path, cfg: Config) -> None:
 
 
 @contextmanager
-def withholding(cfg: Config) -> Iterator[None]:
+def hide_quotations(cfg: Config) -> Iterator[None]:
     """Context in which, with `run.encrypt`, an error whose message may quote the data is replaced by one without."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Fingerprints of the files that, besides weights, determine a run's numbers: its data, and the configuration,
+"""Fingerprints of the files, other than weights, that determine the numbers of a run: its data, and the configuration,
 tokenizer, chat template and processor of its model folder. A resumed run checks that they have not changed."""
 
 from __future__ import annotations
@@ -22,97 +22,97 @@ from octavo.train.errors import TrainError
 #: fingerprint of a frozen base covers. generation_config.json may change, because evaluation is greedy without it;
 #: phase rl has a fingerprint of the end tokens that it names.
 _MODEL = ("config.json", *COMPANIONS, "*.model", "additional_chat_templates/*")
-_NO_MATTER = "generation_config.json"
+_EXCLUDED = "generation_config.json"
 
-Prints = Mapping[str, Mapping[str, Any]]
+Fingerprints = Mapping[str, Mapping[str, Any]]
 """``data``, ``model``: path or name -> {"size", "sha256", "whole"}; ``phase``: name -> digest of further inputs that
 determine the run's numbers."""
 
 
 def fingerprints(cfg: Config, log: Log = no_log) -> dict[str, dict[str, Any]]:
-    """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
-    as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, over its files with
-    rows. Digests of data files are computed once and cached (:mod:`octavo.data.file_digests`).
+    """Return {"data": files of data.train and data.eval by path, "model": files of the model folder by name}.
 
-    Missing files are left out: the code that reads them has better error messages. Images are not included. Files at a
-    URL are identified by their sizes and their server's metadata.
+    Each file is {"size": bytes, "sha256": digest of the first 64 MiB, "whole": digest of the whole file}; a data folder
+    has the same keys, computed over its files with rows. Digests of data files are cached
+    (:mod:`octavo.data.file_digests`). Missing files are left out, because the code that reads them has better error
+    messages. Images are not included. Files at a URL are identified by their sizes and their server's metadata.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
-    here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
-    of_data = {path: _of_data(Path(path), folder, log) for path in here}
+    local_paths = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
+    of_data = {path: _data_fingerprint(Path(path), folder, log) for path in local_paths}
     for url in filter(is_url, paths):
         of_data[url] = fingerprint(url)
         if files := local_files(url):
-            of_data[url]["whole"] = _digest([one.sha256 for one in compute_digests(files, folder, log)])
-    return {"data": of_data, "model": of_folder(Path(cfg.model.path))}
+            of_data[url]["whole"] = _digest([content.sha256 for content in compute_digests(files, folder, log)])
+    return {"data": of_data, "model": folder_fingerprints(Path(cfg.model.path))}
 
 
-def of_folder(folder: Path) -> dict[str, Any]:
-    """Name -> fingerprint of the files of a model folder that determine a run's numbers, except weights."""
-    return {name: _printed(digest_file(folder / name)) for name in files_of_model(folder)}
+def folder_fingerprints(folder: Path) -> dict[str, Any]:
+    """Return the fingerprints of the files of a model folder that determine a run's numbers, except weights, by
+    name."""
+    return {name: _file_fingerprint(digest_file(folder / name)) for name in model_files(folder)}
 
 
-def files_of_model(folder: Path) -> list[str]:
-    """The names of the files of a model folder that determine a run's numbers, except weights."""
-    homes = (folder, *(folder / part for part in parts_of(folder)))
-    every = (file for home in homes for pattern in _MODEL for file in home.glob(pattern))
-    return sorted({str(file.relative_to(folder)) for file in every if file.is_file() and file.name != _NO_MATTER})
+def model_files(folder: Path) -> list[str]:
+    """Return the names of the files of a model folder that determine a run's numbers, except weights."""
+    folders = (folder, *(folder / part for part in parts_of(folder)))
+    matches = (file for parent in folders for pattern in _MODEL for file in parent.glob(pattern))
+    return sorted({str(file.relative_to(folder)) for file in matches if file.is_file() and file.name != _EXCLUDED})
 
 
-def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
-    """Refuse to continue `where` on changed data or with a changed model `folder`. Raises TrainError naming the files.
-    A data file that is not in both is ignored."""
-    _same_data(saved.get("data", {}), now["data"], where)
-    same_folder(saved.get("model"), now["model"], where, folder)
+def check_same_inputs(saved: Fingerprints, now: Fingerprints, where: Path, folder: str) -> None:
+    """Raise TrainError, with the names of the files, if data or files of the model `folder` have changed since the
+    checkpoint `where`. A data file that is in only one of `saved` and `now` is ignored."""
+    _check_same_data(saved.get("data", {}), now["data"], where)
+    check_same_folder(saved.get("model"), now["model"], where, folder)
     before, current = saved.get("phase", {}), now.get("phase", {})
     if changed := [name for name in {**before, **current} if before.get(name) != current.get(name)]:
         raise TrainError(
-            f"{where} was made with another {', '.join(changed)}: its contents have changed. A resumed run must learn "
-            "from the same; restore the former contents, or start a new run in another run.dir"
+            f"{where} was made with another {', '.join(changed)}: its contents have changed. A resumed run must use "
+            "the same inputs; restore the previous contents, or start a new run in another run.dir"
         )
 
 
-def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:
-    """Refuse to continue from `where` with a model folder in which a file was added, removed or changed. None: a
-    checkpoint without fingerprints of it. Raises TrainError naming the files."""
+def check_same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:
+    """Raise TrainError, with the names of the files, if a file of the model folder was added, removed or changed since
+    the checkpoint `where`. ``saved`` is None for a checkpoint without these fingerprints."""
     if saved is None:
         return
     changed = [name for name in {**saved, **now} if compat.fingerprints_differ(saved.get(name), now.get(name))]
     if not changed:
         return
     how = [
-        f"{name} {'is gone' if name not in now else 'is new' if name not in saved else 'holds something else'}"
+        f"{name} {'is missing' if name not in now else 'is new' if name not in saved else 'has changed'}"
         for name in changed
     ]
     raise TrainError(
         f"{folder} is not the folder that {where} was made with: {', '.join(how)}. "
         "With another configuration, tokenizer, chat template or processor the same rows become different inputs of "
-        "the model; restore the former files, or start a new run in another run.dir"
+        "the model; restore the previous files, or start a new run in another run.dir"
     )
 
 
-def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+def _check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     changed = [path for path, value in saved.items() if path in now and compat.fingerprints_differ(now[path], value)]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
         raise TrainError(
-            f"{where} was made with other data: {sizes}, and other contents. A resumed run sees the same rows in the "
-            "same order, which changed files cannot give; restore the former files, or start a new run in another "
-            "run.dir"
+            f"{where} was made with different data: {sizes}, and the contents differ. A resumed run must read the same "
+            "rows in the same order; restore the previous files, or start a new run in another run.dir"
         )
 
 
-def _of_data(path: Path, folder: Path, log: Log = no_log) -> dict[str, Any]:
+def _data_fingerprint(path: Path, folder: Path, log: Log = no_log) -> dict[str, Any]:
     files = [path] if path.is_file() else list_row_files(path)
-    every = {file.name: one for file, one in zip(files, compute_digests(files, folder, log), strict=True)}
+    contents = {file.name: content for file, content in zip(files, compute_digests(files, folder, log), strict=True)}
     if path.is_file():
-        return _printed(every[path.name])
-    heads = {name: {"size": one.size, "sha256": one.head} for name, one in every.items()}
+        return _file_fingerprint(contents[path.name])
+    heads = {name: {"size": content.size, "sha256": content.head} for name, content in contents.items()}
     return {
-        "size": sum(one.size for one in every.values()),
+        "size": sum(content.size for content in contents.values()),
         "sha256": _digest(heads),
-        "whole": _digest({name: one.sha256 for name, one in every.items()}),
+        "whole": _digest({name: content.sha256 for name, content in contents.items()}),
     }
 
 
@@ -120,5 +120,5 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _printed(content: Content) -> dict[str, Any]:
+def _file_fingerprint(content: Content) -> dict[str, Any]:
     return {"size": content.size, "sha256": content.head, "whole": content.sha256}

@@ -1,12 +1,12 @@
-"""The run directory: entered once, continued or refused, never overwritten.
+"""The run directory. A run creates or resumes its directory and never overwrites other files.
 
-config.yaml        resolved; runs again unchanged
+config.yaml        the resolved configuration; can be rerun as is
 environment.json   machine, versions, the library that decoded images
 plan.json          written before any weight is read
 metrics.jsonl      a line per step
-proof.json         the counted GEMMs; in phase rl also that steps train on the policy that generated
+proof.json         the counted GEMMs; in phase rl also evidence that steps train the policy that generated
 adapt.jsonl        precision changes of GEMMs, with fp8.adapt
-checks.jsonl       recomputed steps, with run.check_every; it only grows, also when steps run again
+checks.jsonl       recomputed steps, with run.check_every; append-only, even if steps are repeated
 gain.json          the measured speed of FP8, with run.gain_steps
 answers.jsonl      the first answers of each evaluation
 skipped.jsonl      rows that were left out, if any
@@ -16,11 +16,11 @@ reference.safetensors  log-probabilities of the reference, with preference.refer
 hf/                safetensors for from_pretrained; with lora instead adapter/, a PEFT folder
 base.json          fingerprints of the frozen base, and that it did not change
 page.html          with page.png and memory.json, by octavo train; tensorboard/ has event files
-result.json        only when the run has finished
+result.json        written when the run has finished
 .lock              held while a process trains here
 
 With `run.encrypt`, folders of weights and the reference are encrypted, answers, completions and skipped rows are lists
-of encrypted lines (NAME.jsonl.aes), and no other file holds weights or words of the data.
+of encrypted lines (NAME.jsonl.aes), and no other file contains weights or text of the data.
 """
 
 from __future__ import annotations
@@ -63,19 +63,25 @@ _COUNTERS = {
 }  # fmt: skip
 
 
+# Fields of `Progress` that checkpoints store under a different name.
+_STORED_NAMES = {"consecutive_skips": "in_a_row", "last_loss_step": "learnt"}
+
+
 @dataclass
 class Progress:
-    """The progress of a run:
+    """The progress of a run.
 
-    step        optimizer steps done
-    rows        of the data consumed
-    window, pack, packs  of the next pack: its window, number in the window, and the checksum of the window's packs
-    tokens      trained on
-    skipped     steps that were not finite, `in_a_row` of them just now
-    overflowed  steps whose gradients overflowed FP16
-    learnt      the last step that held a token with a loss
-    seconds     of training
-    health      the last FP8 health summary
+    step                 optimizer steps done
+    rows                 data rows consumed
+    window, pack, packs  position of the next pack: its window, its number in the window, and the checksum of the
+                         window's packs
+    tokens               tokens trained on
+    skipped              steps that were skipped because loss or gradient was not finite
+    consecutive_skips    such steps since the last applied step
+    overflowed           steps that were skipped because gradients overflowed FP16
+    last_loss_step       the last step that had a token with a loss
+    seconds              seconds of training
+    health               the last FP8 health summary
     """
 
     step: int = 0
@@ -85,18 +91,18 @@ class Progress:
     packs: int = 0
     tokens: int = 0
     skipped: int = 0
-    in_a_row: int = 0
+    consecutive_skips: int = 0
     overflowed: int = 0
-    learnt: int = 0
+    last_loss_step: int = 0
     seconds: float = 0.0
     health: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def empty(self) -> int:
-        """Steps in a row, up to now, without a token with a loss."""
-        return self.step - self.learnt
+        """Number of steps since the last step that had a token with a loss."""
+        return self.step - self.last_loss_step
 
-    def after(
+    def record_step(
         self,
         step: int,
         rows: int,
@@ -104,67 +110,78 @@ class Progress:
         tokens: int,
         seconds: float,
         applied: bool,
-        learnt: bool,
+        has_loss: bool,
         overflow: bool = False,
     ) -> None:
-        """Record a step. `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss;
-        `overflow`: it was skipped to lower the loss scale, which says nothing about the weights."""
+        """Record a step.
+
+        place     (window, pack, checksum) of the next pack
+        has_loss  True if a token of the step had a loss
+        overflow  True if the step was skipped only because the loss scale was too large
+        """
         self.step, self.rows = step, rows
         self.window, self.pack, self.packs = place
-        self.learnt = step if learnt else self.learnt
+        self.last_loss_step = step if has_loss else self.last_loss_step
         self.tokens += tokens
         self.seconds += seconds
         self.skipped += not applied and not overflow
         self.overflowed += overflow
-        self.in_a_row = 0 if applied else self.in_a_row + (not overflow)
+        self.consecutive_skips = 0 if applied else self.consecutive_skips + (not overflow)
 
     @classmethod
-    def of(cls, counters: Mapping[str, Any]) -> Progress:
-        """From :meth:`counters`."""
+    def from_counters(cls, counters: Mapping[str, Any]) -> Progress:
+        """Return the progress that :meth:`counters` stored."""
         known = compat.complete_counters(counters)
-        return cls(**{f.name: known[f.name] for f in fields(cls) if f.name in known})
+        keys = {spec.name: _STORED_NAMES.get(spec.name, spec.name) for spec in fields(cls)}
+        return cls(**{name: known[key] for name, key in keys.items() if key in known})
 
-    def counters(self, cfg: Config, files: input_fingerprints.Prints) -> dict[str, Any]:
-        """The counters of a checkpoint: these numbers, and the settings and files that a resume must match."""
-        return {**asdict(self), "settings": settings(cfg), **files}
+    def counters(self, cfg: Config, files: input_fingerprints.Fingerprints) -> dict[str, Any]:
+        """Return the counters to checkpoint: these numbers, the settings, and the files that a resumed run must
+        match."""
+        numbers = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        return {**numbers, "settings": settings(cfg), **files}
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The state from which a run starts.
 
-    directory   of the run
-    checkpoint  to load (None: start from the first weights)
-    rows, step  done so far
-    files       fingerprints of its inputs
-    result      of a run that has finished already
-    forked      the checkpoint belongs to another run, whose plan and FP8 settings may differ
-    first       record of the checkpoint with its first weights (`start_from.note`; None: those of model.path)
-    place       (window, number in it, checksum) of the next pack
+    directory   the run directory
+    checkpoint  checkpoint to load, or None to start from the first weights
+    rows, step  rows consumed and steps done so far
+    files       fingerprints of the run's inputs
+    result      result.json of a run that has already finished, else None
+    forked      True if the checkpoint belongs to another run, whose plan and FP8 settings may differ
+    first       record of the checkpoint that the first weights come from (`start_from.make_note`), or None if they come
+                from model.path
+    place       (window, number in the window, checksum) of the next pack
     """
 
     directory: Path
     checkpoint: Path | None = None
     rows: int = 0
     step: int = 0
-    files: input_fingerprints.Prints = field(default_factory=dict)
+    files: input_fingerprints.Fingerprints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     forked: bool = False
     first: Mapping[str, Any] | None = None
     place: tuple[int, int, int] = (0, 0, 0)
 
 
-def skipped(cfg: Config) -> Path:
-    """The file that lists rows that were left out or noted."""
+def skipped_path(cfg: Config) -> Path:
+    """Return the file that lists the rows that were skipped or noted."""
     return Path(cfg.run.dir) / ("skipped.jsonl" + encryption.SUFFIX * cfg.run.encrypt)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """The settings that determine a run's numbers: all except where it runs, how ranks share the model, what it writes,
-    data workers, fetch sizes, garbage collection, and what backward recomputes or offloads. So a run that ran out of
-    memory continues with more recomputation, to the same bits; not with compiled blocks, whose graphs would then sum
-    in another order. Also excluded: how many completions are generated at a time, which changes log-probabilities only
-    by rounding, and which of them are logged."""
+    """Return the settings that determine a run's numbers.
+
+    Excluded are the section `run` except for its seed, parallelism, data workers, fetch sizes, garbage collection,
+    recomputation and offloading. So a run that ran out of memory can be resumed with more recomputation and gives
+    bit-identical results. With compiled blocks recomputation is included, because their graphs would sum in a
+    different order. Also excluded are the number of completions generated at a time, which changes log-probabilities
+    only by rounding, and the number of logged completions.
+    """
     values = cfg.model_dump(mode="json")
     values["run"] = {"seed": cfg.run.seed}
     values["data"].pop("workers")
@@ -180,30 +197,28 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def enter(
-    cfg: Config, world: World, log: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
+    cfg: Config, world: World, log: Callable[[str], None], lock: RunLock, fingerprints: Mapping[str, str] | None = None
 ) -> Start:
-    """Create or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
+    """Create or reopen `run.dir` according to `run.resume`, and `lock` it on the main rank. Collective call.
 
-    Existing files are not changed before `settle`.
+    Existing files are not changed before `discard_later_files`. Values of `run.resume`:
 
     never   the directory must be new or empty
-    auto    continue from its newest good checkpoint; without a checkpoint or a run, start a new run
-    PATH    continue from that checkpoint, in its own run or in a directory that is new or empty
+    auto    resume from the newest good checkpoint; if there is no checkpoint, start a new run
+    PATH    resume from that checkpoint, in its own run directory or in one that is new or empty
 
-    A new run starts from the checkpoint that `run.fork` names, or with the weights of `run.start_from`.
+    A new run starts from the checkpoint that `run.fork` names, or with the weights of `run.start_from`. The directory
+    of a run that failed before its first step counts as empty.
 
-    ``prints``: fingerprints of further inputs that determine the run's numbers
-    (:meth:`octavo.train.setup.phase.Phase.prints`).
+    ``fingerprints`` are those of the phase's inputs (:meth:`octavo.train.setup.phase.Phase.fingerprints`).
 
-    The directory of a run that failed before its first step counts as empty.
-
-    Raises TrainError for a directory that holds something else or is in use, and for settings, data files or files of
-    the model folder that have changed since the checkpoint, naming them.
+    Raises TrainError if the directory is in use or contains other files, and if settings, data files or files of the
+    model folder have changed since the checkpoint; the message names them.
     """
     directory = Path(cfg.run.dir)
-    known = world.run_on_main(lambda: _locked(cfg, directory, lock, log))
+    known = world.run_on_main(lambda: _lock_and_inspect(cfg, directory, lock, log))
     if dead := known.get("dead"):
-        log(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
+        log(f"{directory} has a result, but {dead}: the run has not finished; it resumes from its last good checkpoint")
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
@@ -216,39 +231,39 @@ def enter(
     if forked:
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
-    first = None if begins_with is None else start_from.find(begins_with, cfg, world, log)
-    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, log))
+    first = None if begins_with is None else start_from.find_first_weights(begins_with, cfg, world, log)
+    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, fingerprints, log))
     if known["run"] and chosen is None:
-        log(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
+        log(f"{directory} contains a run that has no checkpoint yet; it starts from the beginning")
     prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
     return Start(directory, chosen, forked=forked, **prepared)
 
 
-def settle(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
-    """Remove what lies after the point from which the run continues: its result, later checkpoints, later metrics.
-    Among its checkpoints, files that it did not write stay, and `log` receives their names. A collective.
+def discard_later_files(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
+    """Remove the result, checkpoints and metrics of later steps than the step from which the run resumes.
 
-    Called after the checkpoint is loaded, so that an unreadable one costs nothing. Checkpoints are removed before
-    their metrics: after a kill in between, `auto` must not continue from a checkpoint without its metrics.
+    Unknown files in the checkpoint folders stay, and their names are logged. Called after the checkpoint was loaded, so
+    that nothing is removed if it is unreadable. Checkpoints are removed before their metrics, because after a kill in
+    between `auto` must not resume from a checkpoint without its metrics. Collective call.
     """
 
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
         gain = read_json(start.directory / GAIN)
         safe_read.check_schema(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
-        if gain is not None and gain.get("step", 0) > start.step:  # measured in steps that will run again
+        if gain is not None and gain.get("step", 0) > start.step:  # measured in a step that will run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
-        # Among the later ones is any damaged checkpoint that `auto` skipped.
+        # A damaged checkpoint that `auto` skipped is among the later ones.
         if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
             problems = checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
             if problems and any(step > start.step for step in checkpoint.steps(folder)):
-                raise TrainError(f"{problems[0]}: run.resume=auto would continue from it. Delete it, and start again")
+                raise TrainError(f"{problems[0]}: run.resume=auto would resume from it. Delete it and start again")
         for place in (folder, start.directory / MILESTONES):
             if others := checkpoint.foreign_entries(place):
                 log(
-                    f"note: the run did not write these in {place}, and neither reads nor deletes them: "
-                    f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.MOVED_SUFFIX}"
+                    f"note: {place} contains entries that the run did not write and will not read or delete: "
+                    f"{', '.join(others)}. An entry in the way of a save is renamed to NAME{checkpoint.MOVED_SUFFIX}"
                 )
         truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
@@ -256,18 +271,19 @@ def settle(start: Start, world: World, log: Callable[[str], None] = lambda text:
     world.run_on_main(remove)
 
 
-def _locked(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:
-    """What the directory holds, read under its lock."""
+def _lock_and_inspect(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:
+    """Lock the directory and return its state: "run" is True if it contains a run, "result" is the result or None, and
+    "dead" is the reason why a result does not count, if any."""
     if not (directory / LOCK).exists():
-        _look(cfg, directory)  # so that a refused directory gets no lock file
+        _inspect(cfg, directory)  # before the lock, so that no lock file is written to a refused directory
     lock.take(directory, log)
-    state = _look(cfg, directory)
-    dead = None if state["result"] is None else _dead(directory, state["result"])
+    state = _inspect(cfg, directory)
+    dead = None if state["result"] is None else _why_not_finished(directory, state["result"])
     return state if dead is None else {"run": True, "result": None, "dead": dead}
 
 
-def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
-    """Why a run with a result has not finished after all; None if it has."""
+def _why_not_finished(directory: Path, result: Mapping[str, Any]) -> str | None:
+    """Return why a run with a result has not finished, or None if it has."""
 
     def last() -> str | None:
         steps = checkpoint.steps(directory / CHECKPOINTS)
@@ -280,9 +296,9 @@ def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
     return compat.why_not_finished(result, last)
 
 
-def _look(cfg: Config, directory: Path) -> dict[str, Any]:
-    """What the directory holds. Refuses a directory that must not be changed, and a name under which no model can be
-    written, because `hf/` would fail only at the end of training."""
+def _inspect(cfg: Config, directory: Path) -> dict[str, Any]:
+    """Return the state of the directory. Raises TrainError for a directory that must not be changed, and for a name
+    under which no model can be written, because writing `hf/` would otherwise fail at the end of training."""
     target_folder.check_target(directory, TrainError)
     if directory.exists() and not directory.is_dir():
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
@@ -294,15 +310,15 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
         inside = Path(resume).resolve().parent == (directory / CHECKPOINTS).resolve()
         if names and not inside:
             raise TrainError(
-                f"run.resume={resume} continues another run, but run.dir {directory} is not empty. Name a new run.dir, "
-                f"or one of the checkpoints in {directory / CHECKPOINTS}"
+                f"run.resume={resume} resumes a different run, but run.dir {directory} is not empty. Name a new "
+                f"run.dir, or one of the checkpoints in {directory / CHECKPOINTS}"
             )
         return {"run": inside, "result": None}
     if not names:
         return {"run": False, "result": None}
     if CONFIG not in names:
         raise TrainError(
-            f"run.dir {directory} is not empty ({', '.join(names[:3])}) and holds no run of Octavo. Name a directory "
+            f"run.dir {directory} is not empty ({', '.join(names[:3])}) and contains no Octavo run. Name a directory "
             "that is new or empty; nothing is overwritten"
         )
     if not _has_begun(directory):
@@ -311,10 +327,10 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
         steps = checkpoint.steps(directory / CHECKPOINTS)
         reached = f"with checkpoints up to step {steps[-1]}" if steps else "without a checkpoint yet"
         raise TrainError(
-            f"run.dir {directory} holds a run {reached}, and nothing is overwritten. Continue it with run.resume=auto, "
-            "or name another run.dir"
+            f"run.dir {directory} contains a run {reached}, and nothing is overwritten. Resume it with "
+            "run.resume=auto, or name another run.dir"
         )
-    _same_settings(_saved_settings(directory), cfg, directory)
+    _check_same_settings(_saved_settings(directory), cfg, directory)
     if (result := read_json(directory / RESULT)) is None or result.get("status") != "finished":
         return {"run": True, "result": None}
     if not isinstance(result.get("steps"), int):
@@ -323,10 +339,10 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
 
 
 def _has_begun(directory: Path) -> bool:
-    """Whether a run in it has a step, a checkpoint or a result."""
+    """True if the directory has a step, a checkpoint or a result of a run."""
     metrics = directory / METRICS
     if metrics.exists():
-        safe_read.open_file(metrics, TrainError).close()  # refuses a pipe, which would block when it is written to
+        safe_read.open_file(metrics, TrainError).close()  # raises for a pipe, which would block a write
     steps = metrics.exists() and metrics.stat().st_size > 0
     return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 
@@ -337,43 +353,39 @@ def _prepare(
     chosen: Path | None,
     first: Path | None,
     forked: bool,
-    prints: Mapping[str, str] | None,
+    fingerprints: Mapping[str, str] | None,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Check that the run may begin there, and write its configuration; returns fields of `Start`."""
-    step, rows, place, files = (
-        0,
-        0,
-        (0, 0, 0),
-        {**input_fingerprints.fingerprints(cfg, log), "phase": dict(prints or {})},
-    )
-    begun = None if first is None else start_from.note(first)
+    """Check that the run may start there, and write its configuration. Returns fields of `Start`."""
+    step, rows, place = 0, 0, (0, 0, 0)
+    files = {**input_fingerprints.fingerprints(cfg, log), "phase": dict(fingerprints or {})}
+    first_record = None if first is None else start_from.make_note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
-        encryption_rules.refuse_plain(chosen, cfg)
+        encryption_rules.refuse_plain_checkpoint(chosen, cfg)
         start_from.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
         safe_read.check_schema(counters, _COUNTERS, chosen / "state.json", TrainError)
-        saved = _complete(counters["settings"])
-        _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
-        input_fingerprints.same(counters, files, chosen, cfg.model.path)
+        saved = _with_defaults(counters["settings"])
+        _check_same_settings({**saved, **_fork_settings(saved, settings(cfg))} if forked else saved, cfg, chosen)
+        input_fingerprints.check_same_inputs(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
         known = compat.complete_counters(counters)
         place = known["window"], known["pack"], known["packs"]
-        begun = start_from.noted(counters, cfg, chosen)
+        first_record = start_from.check_note(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
         checkpoint.remove_leftovers(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
-    return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
+    return {"rows": rows, "place": place, "step": step, "files": files, "first": first_record}
 
 
-def _fork_may(saved: Mapping[str, Any], forks: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in which a fork may differ from its origin, with the fork's values. The optimizer's state formats
-    may not differ, because the states come from the checkpoint."""
-    free = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
-    train = {key: forks["train"].get(key) for key in free}
+def _fork_settings(saved: Mapping[str, Any], forks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in which a fork may differ from its origin, with the values of the fork. The optimizer's
+    state formats must be equal, because the states come from the checkpoint."""
+    free_keys = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
+    train = {key: forks["train"].get(key) for key in free_keys}
     return {
         "fp8": forks["fp8"],
         "run": forks["run"],
@@ -390,7 +402,7 @@ def _check_checkpoint(path: Path) -> None:
         raise TrainError(f"{path} does not exist; name a checkpoint such as runs/first/checkpoints/step_200")
     inner = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = checkpoint.steps(inner)
-    fix = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it holds no checkpoint"
+    fix = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it contains no checkpoint"
     raise TrainError(f"{path} is not a checkpoint: {fix}")
 
 
@@ -398,27 +410,28 @@ def _saved_settings(directory: Path) -> dict[str, Any]:
     try:
         return settings(load_config(directory / CONFIG))
     except ConfigError as error:
-        raise TrainError(f"{directory / CONFIG} cannot be read, so the run cannot be continued: {error}") from error
+        raise TrainError(f"{directory / CONFIG} cannot be read, so the run cannot be resumed: {error}") from error
 
 
-def _complete(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of a checkpoint, with defaults for keys that were added later: they describe what it did."""
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a checkpoint, with the defaults of keys that were added later, which describe the old
+    behavior."""
     try:
         return settings(Config.model_validate(saved, context={"rules": "later"}))
     except ValueError:  # a removed key or value, which is reported as a difference
         return saved
 
 
-def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
+def _check_same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
     changed = list(_differences(saved, settings(cfg)))
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
         if any(key == "train.steps" for key, _, _ in changed):
             shown += " (if train.epochs was given, they are computed from the rows of data.train: did those change?)"
         raise TrainError(
-            f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
-            "schedule and FP8 settings (run.* may change, the seed may not; train.gc may; train.recompute may, where "
-            "blocks are not compiled; rl.slots, pages, show and reward_timeout may); restore them, or start a new run "
+            f"{where} was made with different settings: {shown}. A resumed run must have the same model, data, "
+            "schedule and FP8 settings. These may change: run.* except run.seed, train.gc, train.recompute if blocks "
+            "are not compiled, and rl.slots, pages, show and reward_timeout. Restore the settings, or start a new run "
             "in another run.dir"
         )
 
@@ -432,7 +445,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
-    """Append lines, each with its newline, to a file of the run; encrypted if its name ends in `.aes`."""
+    """Append lines, which end with a newline, to a file of the run. They are encrypted if its name ends in `.aes`."""
     if file.suffix == encryption.SUFFIX:
         encryption.append_lines(file, lines)
         return
@@ -441,7 +454,7 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def truncate_metrics(file: Path, step: int) -> None:
-    """Drop the lines after `step`, and a half-written last one, atomically: they will be written again."""
+    """Atomically drop the lines after `step`, which will be written again, and an incomplete last line."""
     if not file.exists():
         return
     if file.suffix == encryption.SUFFIX:
@@ -454,7 +467,7 @@ def truncate_metrics(file: Path, step: int) -> None:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without an unfinished last line of a killed process."""
+    """Read the rows of metrics.jsonl, without an incomplete last line of a killed process."""
     if not file.exists():
         return []
     rows = []
@@ -468,7 +481,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None if the file does not exist."""
+    """Read the JSON object in a file, or return None if the file does not exist."""
     if not file.exists():
         return None
     try:
@@ -480,8 +493,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 def write_plan(
     directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...], prediction: Prediction | None
 ) -> None:
-    """Write plan.json: the output of `octavo plan --json` for the newest `plan`, and a plan file for `fp8.plan`
-    (`octavo.fp8.planning.file`)."""
+    """Write plan.json. It contains the output of `octavo plan --json` for the newest `plan`, and can be used as
+    `fp8.plan` (`octavo.fp8.planning.file`)."""
     document = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
     if prediction is not None:
         document["prediction"] = prediction.to_json()
@@ -489,7 +502,7 @@ def write_plan(
 
 
 def update_plan(directory: Path, plan: fp8.Plan) -> None:
-    """Update plan.json to a new current plan; the rest of the file describes the plans of the whole run."""
+    """Replace the current plan in plan.json; the rest of the file describes all plans of the run."""
     document = read_json(directory / PLAN) or {}
     current = {key: value for key, value in plan.to_json().items() if key != "notes"}
     write_json(directory / PLAN, {**document, **current})

@@ -1,8 +1,8 @@
 """`run.start_from`: find and check the checkpoint whose weights a new run starts with.
 
-Model and adapters come from it; optimizer, schedule, random state and data position are new, so the two runs may differ
-in every setting that does not change the meaning of the weights. The run's own checkpoints record it, because
-preference training compares with the first weights, also after a resume.
+Model and adapters come from this checkpoint; optimizer, schedule, random state and data position are new, so the two
+runs may differ in every setting that does not change the meaning of the weights. Checkpoints of the new run record it,
+because preference training compares with the first weights, also after a resume.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ FOLDER = "checkpoints"  # of a run directory
 ADAPTER = ("rank", "alpha", "rslora", "dora")  # keys of `lora` that determine the meaning of an adapter's weights
 
 
-def find(named: Path, cfg: Config, world: World, log: Callable[[str], None]) -> Path:
-    """The checkpoint that `run.start_from` names: itself, or the newest good one of a run directory. A collective.
+def find_first_weights(named: Path, cfg: Config, world: World, log: Callable[[str], None]) -> Path:
+    """Return the checkpoint that `run.start_from` names. For a run directory it is the newest good one. Collective
+    call.
 
     Raises TrainError if there is none, or if its adapters differ from the section `lora`.
     """
@@ -31,38 +32,39 @@ def find(named: Path, cfg: Config, world: World, log: Callable[[str], None]) -> 
         folder = named / FOLDER if (named / FOLDER).is_dir() else named
         newest = checkpoint.latest(folder, world, log) if folder.is_dir() else None
         if newest is None:
-            what = "there is no such folder" if not named.is_dir() else "it is not a checkpoint and contains none"
+            problem = "there is no such folder" if not named.is_dir() else "it is not a checkpoint and contains none"
             raise TrainError(
-                f"run.start_from {named}: {what}. Name a checkpoint such as runs/first/checkpoints/step_200, or the "
+                f"run.start_from {named}: {problem}. Name a checkpoint such as runs/first/checkpoints/step_200, or the "
                 "directory of a run, which means its newest"
             )
         path = newest
     path = path.resolve()
-    _same_adapter(read_state(path), cfg, path)
+    _check_same_adapter(read_state(path), cfg, path)
     return path
 
 
-def _same_adapter(document: Mapping[str, Any], cfg: Config, path: Path) -> None:
-    """Refuse a checkpoint whose adapters differ from the run's."""
-    was = (document["counters"].get("settings") or {}).get("lora")
-    if not was or cfg.lora is None:  # other differences show in the names of its weights
+def _check_same_adapter(document: Mapping[str, Any], cfg: Config, path: Path) -> None:
+    """Raise TrainError if the adapters of a checkpoint differ from the run's."""
+    saved = (document["counters"].get("settings") or {}).get("lora")
+    if not saved or cfg.lora is None:  # other differences show in the names of the weights
         return
     current = cfg.lora.model_dump(mode="json")
     if differ := [
-        f"lora.{key} was {was.get(key)!r}, is {current[key]!r}" for key in ADAPTER if was.get(key) != current[key]
+        f"lora.{key} was {saved.get(key)!r}, is {current[key]!r}" for key in ADAPTER if saved.get(key) != current[key]
     ]:
         raise TrainError(f"the adapters of {path} mean other weights here: {'; '.join(differ)}. Set them as they were")
 
 
-def note(path: Path) -> dict[str, Any]:
-    """The record of a run's first checkpoint, which its own checkpoints keep."""
+def make_note(path: Path) -> dict[str, Any]:
+    """Return the record of the checkpoint that a run started from; the run's own checkpoints store it."""
     return {"path": str(path), "crc32": fingerprint(path / "state.json")["crc32"]}
 
 
-def noted(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[str, Any] | None:
-    """The record in the checkpoint `where` of its run's first checkpoint; None: it started from the model folder.
+def check_note(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[str, Any] | None:
+    """Return the record, in the checkpoint `where`, of the checkpoint that its run started from, or None if the run
+    started from the model folder.
 
-    Raises TrainError if `run.start_from` now names another one, or if that checkpoint has changed.
+    Raises TrainError if `run.start_from` now names a different checkpoint, or if that checkpoint has changed.
     """
     saved = counters.get("start_from")
     path = None if saved is None else Path(saved["path"])
@@ -70,16 +72,16 @@ def noted(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[str, An
     if named is not None and (path is None or named not in (path, *path.parents)):
         began = "the weights of model.path" if path is None else path
         raise TrainError(
-            f"{where} is of a run that began with {began}, but run.start_from is {cfg.run.start_from}. Leave it out to "
-            "continue, or start a new run in another run.dir"
+            f"{where} belongs to a run that started from {began}, but run.start_from is {cfg.run.start_from}. Remove "
+            "run.start_from to resume, or start a new run in another run.dir"
         )
-    if path is not None and (path / "state.json").is_file() and note(path) != saved:
-        raise TrainError(f"{where} is of a run that began with {path}, whose contents have changed since; restore it")
+    if path is not None and (path / "state.json").is_file() and make_note(path) != saved:
+        raise TrainError(f"{where} belongs to a run that started from {path}, which has changed since; restore it")
     return saved
 
 
 def refuse_without_states(path: Path) -> None:
-    """Raise TrainError if a checkpoint to continue from holds only weights."""
+    """Raise TrainError if the checkpoint to resume from contains only weights."""
     if read_state(path).get("states", True):
         return
     earlier = [path.parent / f"step_{step}" for step in reversed(checkpoint.steps(path.parent))]
@@ -92,7 +94,7 @@ def refuse_without_states(path: Path) -> None:
 
 
 def _has_states(path: Path) -> bool:
-    """Whether a checkpoint can be continued, according to its state.json; False for a damaged one."""
+    """True if a run can resume from the checkpoint, according to its state.json; False if it is damaged."""
     try:
         document = read_state(path)
     except checkpoint.CheckpointError:

@@ -1,4 +1,4 @@
-"""Assembly: from a configuration to everything that a run needs, as one ordered list.
+"""Assembly of a run: everything from the configuration to the stepper, as one ordered list.
 
 The order matters:
 
@@ -9,7 +9,7 @@ The order matters:
   converted layers.
 - With several ranks sharding precedes reading weights, because each rank reads its shards. It precedes the optimizer,
   which must hold the shards.
-- Resuming is last, when everything that it fills exists.
+- Resuming is last, when everything that a checkpoint fills exists.
 
 :mod:`octavo.train.step.step` runs the result.
 """
@@ -40,19 +40,19 @@ from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base, model_folder, planning, token_counts
 from octavo.train.setup.checks import check_family, check_possible, refuse_cuda_graphs
 from octavo.train.setup.job import Job
-from octavo.train.setup.model_setup import assemble_model, keep_less, losses_of
+from octavo.train.setup.model_setup import assemble_model, make_chunked_head, reduce_saved_activations
 from octavo.train.setup.phase import SFT, Phase
-from octavo.train.setup.resolve_config import data_settings, processor_of, resolve_from_checkpoint
+from octavo.train.setup.resolve_config import data_settings, load_processor, resolve_from_checkpoint
 from octavo.train.setup.resume import keep_plan, resume, saved_plan
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step import compile, cuda_graphs
 from octavo.train.step.optimizer import adamw
-from octavo.train.step.precision_schedule import Course
+from octavo.train.step.precision_schedule import PrecisionSchedule
 from octavo.train.step.step import Stepper
 from octavo.train.step.update import update_for
 
 Log = Callable[[str], None]
-DescribePlan = Callable[[planning.Planned], Iterable[str]]
+DescribePlan = Callable[[planning.RunPlan], Iterable[str]]
 
 
 def build(
@@ -65,12 +65,12 @@ def build(
 ) -> Job:
     """Assemble a run.
 
-    start           where the run begins (`run_dir.enter`)
-    phase           its data and its training step
-    log             called with each line to print
-    describe_plan   returns the lines that describe the plan
+    start          checkpoint and data position from which the run begins (`run_dir.enter`)
+    phase          data and training step of the run
+    log            called with each line to print
+    describe_plan  returns the lines that describe the plan
 
-    Raises what its parts raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
+    Raises: TrainError, ModelError, DataError, PlanError, CheckpointError.
     """
     first_weights = None if start.first is None else start.first["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first_weights})})
@@ -86,12 +86,12 @@ def build(
     built = _model(cfg, world, context, data, planned, log)
     stepper = phase.stepper(built.stepper, processor, start.directory, start.step, log)
     if cfg.train.cuda_graphs:
-        stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, log)
+        stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at_positions, log)
     progress = resume(stepper, start, log, built.base)
     phase.begin(stepper, processor, start.directory, progress.step, log)
     if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
         _record_machine(start.directory, cfg, world, processor)
-    background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
+    background = checkpoint.BackgroundSaver(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg=cfg,
         world=world,
@@ -105,40 +105,40 @@ def build(
         progress=progress,
         files=start.files,
         phase=phase,
-        course=planned.course,
-        base=built.base if built.base.whole else None,
-        attention=attention_kernel.kept_of(planned.kernels),
+        precision_schedule=planned.precision_schedule,
+        base=built.base if built.base.fingerprint else None,
+        attention=attention_kernel.saved_choices(planned.kernels),
         first=start.first,
         background=background,
     )
 
 
 def _processor(cfg: Config, world: parallel.World, start: run_dir.Start) -> Any:
-    """The processor of the model folder. Also checks the folder's other files if the run will copy them into hf/."""
-    processor = processor_of(cfg)
+    """Load the processor of the model folder, and check the other files of the folder that the run will copy to hf/."""
+    processor = load_processor(cfg)
     if start.checkpoint is None:
-        _record_machine(start.directory, cfg, world, processor)  # first, because it helps if the rest fails
+        _record_machine(start.directory, cfg, world, processor)  # written first, for debugging a failed start
     if cfg.run.hf and cfg.lora is None:
-        check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
+        check_companions(Path(cfg.model.path), copied=True)  # fail now rather than when hf/ is written
     return processor
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The data of a run."""
+    """Training and held-out data of a run."""
 
-    loader: Any  # the result of `Phase.loader`
+    loader: Any  # returned by `Phase.loader`
     evalset: EvalSet | None
 
 
 def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Start, phase: Phase) -> _Data:
-    """The loader, starting at the run's next row, and held-out data. `cfg`: as octavo.data reads it."""
-    report = {"report_path": run_dir.skipped(cfg)}
-    share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
+    """Open the training data at the run's next row, and the held-out data. `cfg` is the result of `data_settings`."""
+    report = {"report_path": run_dir.skipped_path(cfg)}
+    loader_args: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:
-        share["place"] = start.place
-    loader = phase.loader(cfg, processor, start_row=start.rows, **share)
-    # Ranks that share training rows do not share held-out rows: each evaluates whole ones.
+        loader_args["place"] = start.place
+    loader = phase.loader(cfg, processor, start_row=start.rows, **loader_args)
+    # Ranks that share training rows do not share held-out rows: each evaluates whole rows.
     evalset = phase.evalset(cfg, processor, rank=world.rank, world=world.size, **report)
     return _Data(loader, evalset)
 
@@ -147,15 +147,15 @@ def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Sta
 class _Plan:
     """The plan of a run.
 
-    cfg       the configuration, without `lora.adapter` if the run has a checkpoint
+    cfg       configuration, without `lora.adapter` if the run has a checkpoint
     schedule  all plans of the run
-    plan      the one of the step from which it starts
+    plan      plan of the step from which the run starts
     """
 
     cfg: Config
     family: models.Family
     schedule: Schedule
-    course: Course
+    precision_schedule: PrecisionSchedule
     plan: fp8.Plan
     kernels: tuple[attention_kernel.Choice, ...]
     notes: tuple[str, ...]
@@ -170,53 +170,50 @@ def _plan(
     log: Log,
     describe_plan: DescribePlan,
 ) -> _Plan:
-    """Make the plan of a new run or load that of a resumed one, write plan.json, and print it. `settings`: the
-    configuration as octavo.data reads it, for counting tokens."""
+    """Make the plan of a new run or load the plan of a resumed run, write plan.json, and print the plan. `settings`,
+    the result of `data_settings`, is used to count tokens."""
 
     def count(family: models.Family, model: Any) -> Tokens:
-        return token_counts.count(settings, processor, family, model.config)
+        return token_counts.count_tokens(settings, processor, family, model.config)
 
     saved = saved_plan(world, start) if start.checkpoint is not None else None
     counters = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
     planned_cfg = cfg if start.checkpoint is None else resolve_from_checkpoint(cfg)
     schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, log)
-    course = Course.of(cfg, schedule, {} if start.forked else counters)
-    plan = course.at(max(1, start.step))  # the plan under which its newest weights were trained
-    _note_pixels(counters, processor, log)
+    precision_schedule = PrecisionSchedule.from_counters(cfg, schedule, {} if start.forked else counters)
+    plan = precision_schedule.plan_at(max(1, start.step))  # the plan that trained the newest weights
+    _note_image_backend(counters, processor, log)
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model by it.
     world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
-    for line in describe_plan(planning.Planned(planned_cfg, schedule.main, family, notes, prediction, world.size)):
+    for line in describe_plan(planning.RunPlan(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         log(line)
-    if saved is not None and planning.leaves_open(cfg):
-        log(
-            f"note: a resumed run keeps its plan, {saved}; fp8.plan is not read again, and recipe: auto measures "
-            "nothing"
-        )
-    return _Plan(planned_cfg, family, schedule, course, plan, kernels, notes)
+    if saved is not None and planning.has_open_recipes(cfg):
+        log(f"note: a resumed run uses its saved plan ({saved}); fp8.plan and recipe: auto are ignored")
+    return _Plan(planned_cfg, family, schedule, precision_schedule, plan, kernels, notes)
 
 
-def _note_pixels(counters: Any, processor: Any, log: Log) -> None:
-    """Print a note if the resumed run resized images with another library."""
-    pixels = models.image_backend(processor)
-    if not counters or pixels is None:
+def _note_image_backend(counters: Any, processor: Any, log: Log) -> None:
+    """Log a note if the run resized its images with a different library before it was resumed."""
+    backend = models.image_backend(processor)
+    if not counters or backend is None:
         return
-    before = compat.image_backend(counters)
-    if before != pixels:
-        how = "install" if before == "torchvision" else "remove"
+    previous = compat.image_backend(counters)
+    if previous != backend:
+        action = "install" if previous == "torchvision" else "remove"
         log(
-            f"note: the run's images were resized by {before}, now they are by {pixels}, with slightly different "
-            f"results; {how} torchvision to use the former again"
+            f"note: images were resized with {previous} before, and are resized with {backend} now, so pixels differ "
+            f"slightly; {action} torchvision to restore {previous}"
         )
 
 
 @dataclass(frozen=True)
 class _Model:
-    """The model in a stepper for SFT, and the fingerprint of its frozen weights."""
+    """The stepper with the model, and the fingerprint of the frozen weights."""
 
     stepper: Stepper
-    base: frozen_base.Base
+    base: frozen_base.FrozenBase
 
 
 def _model(
@@ -228,41 +225,44 @@ def _model(
     log: Log,
 ) -> _Model:
     """Load, convert, shard and fill the model; create its forward and its optimizer."""
-    # The order is that of this file's head.
+    # Order: see the module docstring.
     plan, family = planned.plan, planned.family
     if cfg.train.cuda_graphs:
-        refuse_cuda_graphs(cuda_graphs.why_never(plan, world))
-    model, lows, unread = assemble_model(
+        refuse_cuda_graphs(cuda_graphs.why_not_run(plan, world))
+    model, lower_halves, unread_weights = assemble_model(
         planned.cfg, world.device, plan, family, log, world.size, planned.schedule.plans
     )
     if data.evalset is not None and (ignored := models.ignored_settings(model)):
         log(f"note: {ignored}")
     attention_kernel.use(model, planned.kernels)
-    keep_less(model, family, plan, cfg, log)
+    reduce_saved_activations(model, family, plan, cfg, log)
     model.train()
-    balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
+    aux_loss_coef, expert_load = routing.aux_loss_coef(cfg, model), routing.ExpertLoad(model)
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
     packed = models.Packed(model, family, context) if cfg.data.packing else None
     image_sharding = (
         parallel.ImageSharding(model, family, context) if context is not None and family.has_vision else None
     )
-    low = autocast_dtype(cfg, world.device) if gather is None else None
-    forward = Forward(model, world, low, gather, packed, context, image_sharding)
+    autocast = autocast_dtype(cfg, world.device) if gather is None else None
+    forward = Forward(model, world, autocast, gather, packed, context, image_sharding)
     keep_towers_running(model, family, forward, world)
-    head = losses_of(model, cfg, log)
+    head = make_chunked_head(model, cfg, log)
     parallel.shard(model, family, world, gather=gather)
     if cfg.train.exchange == "fp8":
         outputs, experts = parallel.send_codes(model, world, models.cache_shape(model.config).dim)
-        log(f"train.exchange: ranks send FP8 codes for attention outputs in {outputs} layers, expert rows in {experts}")
-    if unread is not None:
+        log(
+            f"train.exchange: sending FP8 codes: attention outputs of {outputs} layers, expert rows of {experts} layers"
+        )
+    if unread_weights is not None:
         world.set_phase("loading the weights")
-        lows, _ = parallel.fill(model, unread, world)
-    frozen = frozen_base.Base.of(model, frozen_base.digests(model, world) if cfg.lora is not None else {}, world)
+        lower_halves, _ = parallel.fill(model, unread_weights, world)
+    digests = frozen_base.compute_digests(model, world) if cfg.lora is not None else {}
+    frozen = frozen_base.FrozenBase.from_model(model, digests, world)
     if cfg.train.compile:
         compile.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))
     optimizer = adamw(model, cfg)
-    if lows:
-        fp8.AdamW.set_low(optimizer, model, lows)
+    if lower_halves:
+        fp8.AdamW.set_low(optimizer, model, lower_halves)
     update = update_for(cfg, model, optimizer, world)
     stepper = Stepper(
         cfg=cfg,
@@ -271,13 +271,13 @@ def _model(
         update=update,
         world=world,
         forward=forward,
-        balance=balance,
-        load=load if load.layers else None,
+        aux_loss_coef=aux_loss_coef,
+        expert_load=expert_load if expert_load.layers else None,
         head=head,
-        delayed=planned.course.may_delay,
+        delayed=planned.precision_schedule.may_delay,
     )
     if cfg.train.cuda_graphs:
-        refuse_cuda_graphs(cuda_graphs.why_not_this(model, family, balance))
+        refuse_cuda_graphs(cuda_graphs.why_not_model(model, family, aux_loss_coef))
     return _Model(stepper, frozen)
 
 
@@ -286,17 +286,17 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
     if not world.is_main:
         return
     origin = hub.origin(cfg.model.path)
-    about = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
+    record = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
-        about["model"] = origin
+        record["model"] = origin
     if (videos := getattr(processor, "videos", None)) is not None:
-        about["video"] = models.describe_videos(videos)
-    run_dir.write_json(directory / "environment.json", about)
+        record["video"] = models.describe_videos(videos)
+    run_dir.write_json(directory / "environment.json", record)
 
 
 def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
-    """The ranks that share rows with this one, None without any. A collective. Raises WorldError if `parallel.ulysses`
-    does not divide the heads."""
+    """Return the context-parallel group of this rank, or None if context parallelism is off. Collective call. Raises
+    WorldError if `parallel.ulysses` does not divide the number of heads."""
     if world.layout.context == 1:
         return None
     heads = models.read_config(cfg.model.path).get_text_config().num_attention_heads
@@ -304,7 +304,7 @@ def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch, differently on each rank. The order of data does not depend on it."""
+    """Seed Python, NumPy and torch, differently on each rank. The order of data does not depend on this seed."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,9 +1,9 @@
 """The frozen base under a run's adapters: what is frozen, which weights are in FP8, and its fingerprint.
 
-The base is loaded from its folder at every start and is not in checkpoints. Checkpoints have its fingerprint: SHA-256
-of the bytes of every frozen weight as it was loaded, of codes and scales for weights in FP8. A resumed run compares its
-base with the fingerprint, and every run does at its end, because nothing may have written to the base. base.json in the
-run directory has the result.
+The base is loaded from its folder at every start and is not stored in checkpoints. Checkpoints store its fingerprint:
+SHA-256 of the bytes of every frozen weight as loaded (of codes and scales, for weights in FP8). A resumed run compares
+its base with the fingerprint. At the end, every run checks that nothing has written to the base, and records the result
+in base.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE = "base.json"
 
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
-    """Freeze what the run does not train: with LoRA the whole model, else what `model.freeze` names."""
+    """Freeze the weights that the run does not train: with LoRA the whole model, otherwise those of `model.freeze`."""
     if cfg.model.freeze:
         models.freeze(model, family, cfg.model.freeze)  # with LoRA too, so that unknown names are errors
     if cfg.lora is not None:
@@ -52,7 +52,7 @@ def switch_off_dropout(model: nn.Module, cfg: Config) -> None:
 
 
 def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
-    """A sentence about what :func:`switch_off_dropout` switched off; ``model`` may be without its adapters."""
+    """Return a sentence about what :func:`switch_off_dropout` switched off; ``model`` may have no adapters yet."""
     off = [*models.disabled_dropout(model)]
     if cfg.lora is not None and cfg.lora.dropout and cfg.train.phase in BEYOND_SFT:
         off.append(f"lora.dropout {cfg.lora.dropout:g}")
@@ -61,9 +61,10 @@ def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
     return [f"dropout is off, since train.phase: {cfg.train.phase} compares log-probabilities: {', '.join(off)}"]
 
 
-def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
-    """Prepare a model on the meta device like the run's: frozen, with frozen FP8 weights where the run loads codes, and
-    without dropout where the run has none. ``folder``: of the weights; None: a published shape, in BF16."""
+def prepare_meta_model(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
+    """Prepare a model on the meta device like the model of the run: frozen, with FP8 weights where the run loads codes,
+    and without dropout if the run switches it off. ``folder`` has the weights; None stands for a published shape in
+    BF16."""
     freeze(model, family, cfg)
     switch_off_dropout(model, cfg)
     for name, spec in frozen_names(model, family, cfg, folder).items():
@@ -76,7 +77,7 @@ def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | 
 
 
 def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
-    """Parameter -> the cast of its codes, for all parameters that the run loads as FP8 codes."""
+    """Return the cast of each parameter that the run loads as FP8 codes, by name."""
     kinds = cfg.model.load_in_fp8.kinds
     if folder is not None:
         quantized = models.read_quantization(folder) is not None
@@ -86,9 +87,9 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
         if quantized and kinds and not keeps_codes(cfg):
             _not_cast_twice(requested, models.frozen_casts(folder, model), folder)
         return requested
-    lacking = [name for name in kinds if name not in family.components]
-    if lacking:
-        raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
+    missing = [name for name in kinds if name not in family.components]
+    if missing:
+        raise TrainError(f"model.load_in_fp8.{missing[0]}: this {family.name} has no {missing[0]}. Remove it")
     rows = fp8.describe_layers(model, family.components)
     return {
         row.name if row.kind == "experts" else f"{row.name}.weight": FROZEN[kinds[row.component]]
@@ -98,20 +99,20 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
 
 
 def _not_cast_twice(requested: Mapping[str, fp8.CastSpec], stored: Mapping[str, fp8.CastSpec], folder: str) -> None:
-    """Refuse to requantize: without `lora` a folder's codes are dequantized, and codes of another kind would round a
-    second time."""
+    """Raise if weights would be quantized twice: without `lora` the folder's codes are dequantized, and casting them to
+    codes of a different kind would round a second time."""
     for name, spec in requested.items():
         if name in stored and stored[name] != spec:
             raise TrainError(
-                f"load_in_fp8 would cast {name} to FP8 ({spec}) a second time: {folder} holds it as codes already "
-                f"({stored[name]}), and full fine-tuning dequantizes those. Use the folder's kind, use the BF16 "
+                f"load_in_fp8 would cast {name} to FP8 ({spec}) a second time: {folder} already contains it as "
+                f"codes ({stored[name]}), and full fine-tuning dequantizes those. Use the folder's kind, use the BF16 "
                 "checkpoint, leave load_in_fp8 out, or train adapters (lora), which keep the codes"
             )
 
 
-def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
-    """Quantize the weights of all layers that a plan has in FP8 with a recipe for frozen codes; except the head, whose
-    weight may be tied to the embedding."""
+def quantize_frozen_weights(model: nn.Module, plan: fp8.Plan) -> None:
+    """Quantize the weights of all layers whose recipe in the plan is one for frozen codes. The head stays as it is,
+    because its weight may be tied to the embedding."""
     kinds = {recipe: kind for kind, fitting in RECIPES_OF_KIND.items() for recipe in fitting}
     for row in plan.rows:
         if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
@@ -125,13 +126,14 @@ def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
 
 
 def keeps_codes(cfg: Config) -> bool:
-    """Whether the codes of an FP8 checkpoint stay codes: only if its weights are not trained."""
+    """True if the codes of an FP8 checkpoint stay codes, which requires that its weights are not trained."""
     return cfg.lora is not None and cfg.model.keep_fp8
 
 
 def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[str, int]:
-    """Layer -> trained parameters of its adapter; {} without `lora`. Raises AdapterError for everything that attaching
-    would refuse, including `lora.adapter`, so that this fails before weights are read."""
+    """Return the number of trained parameters of each layer's adapter; {} if `lora` is not set. Raises AdapterError
+    wherever attaching the adapters would raise, including for `lora.adapter`, so that it fails before weights are
+    read."""
     if cfg.lora is None:
         return {}
     from octavo import adapters
@@ -142,49 +144,50 @@ def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[
     return {row.name: (row.experts or 1) * (rank * sum(row.shape) + magnitudes * row.shape[0]) for row in rows}
 
 
-def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
-    """A copy of a model on the meta device with the run's adapters and critic; without any, the model itself."""
-    if cfg.lora is None and not critic.wanted(cfg):
+def copy_with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
+    """Return a copy of a model on the meta device with the run's adapters and critic, or the model itself if the run
+    has neither."""
+    if cfg.lora is None and not critic.is_enabled(cfg):
         return model
-    dressed = copy.deepcopy(model)
+    adapted = copy.deepcopy(model)
     if cfg.lora is not None:
         from octavo import adapters
 
-        adapters.attach(dressed, family, cfg.lora.model_copy(update={"adapter": None}))
-    if critic.wanted(cfg):
-        critic.attach(dressed, cfg)
-    switch_off_dropout(dressed, cfg)
-    return dressed
+        adapters.attach(adapted, family, cfg.lora.model_copy(update={"adapter": None}))
+    if critic.is_enabled(cfg):
+        critic.attach(adapted, cfg)
+    switch_off_dropout(adapted, cfg)
+    return adapted
 
 
-def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Config) -> None:
-    """Add to a part of a model the adapters that the whole model has in ``dressed``, and its critic."""
+def attach_adapters_like(part: nn.Module, adapted: nn.Module, family: models.Family, cfg: Config) -> None:
+    """Attach to a part of a model the adapters that the whole model ``adapted`` has there, and its critic."""
     if cfg.lora is not None:
         from octavo import adapters
 
-        here = {row.name for row in fp8.describe_layers(small, family.components)}
-        names = tuple(name for name in adapters.attached(dressed) if name in here)
+        in_part = {row.name for row in fp8.describe_layers(part, family.components)}
+        names = tuple(name for name in adapters.adapted_layers(adapted) if name in in_part)
         if names:
             section = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
-            adapters.attach(small, family, section)
-    if critic.wanted(cfg):
-        critic.attach(small, cfg)
-    switch_off_dropout(small, cfg)
+            adapters.attach(part, family, section)
+    if critic.is_enabled(cfg):
+        critic.attach(part, cfg)
+    switch_off_dropout(part, cfg)
 
 
 def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
-    """Notes of a plan about the base; ``model`` is on the meta device, prepared."""
+    """Return the notes of a plan about the base; ``model`` is the result of :func:`prepare_meta_model`."""
     if cfg.lora is None:
         return []
-    sizes, of = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
+    sizes, base_size = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
     trained = sum(sizes.values())
     listed = ", ".join(f"{n} {kind}" for kind, n in Counter(name.rpartition(".")[2] for name in sizes).items())
     out = [
         f"lora: adapters of rank {cfg.lora.rank} on {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
-        f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are in "
-        "high precision"
+        f"parameters are trained, {100 * trained / base_size:.2g} % of the base's {base_size / 1e6:.4g} M; their "
+        "own GEMMs are in high precision"
     ]
-    if critic.wanted(cfg):
+    if critic.is_enabled(cfg):
         out.append("the critic has equally large adapters on the same layers, and a value head")
     if cfg.model.freeze:
         out.append("model.freeze has no effect with lora: the whole base is frozen, and only adapters are trained")
@@ -195,51 +198,53 @@ def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Base:
+class FrozenBase:
     """The frozen weights of a run at its start, as name -> SHA-256.
 
-    codes  of weights in FP8, the same on any number of ranks
-    rest   of all others, the same on any number of ranks
-    local  of this rank's shards of the rest
-    taken  their bytes
+    codes       digests of weights in FP8, the same on any number of ranks
+    rest        digests of all other weights, the same on any number of ranks
+    local       digests of this rank's shards of the other weights
+    code_sizes  number and bytes of the weights in FP8 (:func:`code_sizes`)
     """
 
     codes: Mapping[str, str]
     rest: Mapping[str, str]
     local: Mapping[str, str]
-    taken: Mapping[str, Any]
+    code_sizes: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module, rest: Mapping[str, str], world: World) -> Base:
-        """``rest``: :func:`digests` of whole weights. A collective."""
-        local = rest if world.size == 1 else digests(model)
-        return cls(fp8.fingerprint(model), rest, local, codes_of(model))
+    def from_model(cls, model: nn.Module, rest: Mapping[str, str], world: World) -> FrozenBase:
+        """Fingerprint a model; ``rest`` is the result of :func:`compute_digests` for whole weights. Collective call."""
+        local = rest if world.size == 1 else compute_digests(model)
+        return cls(fp8.fingerprint(model), rest, local, code_sizes(model))
 
     @property
-    def whole(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         return {**self.codes, **self.rest}
 
-    def changed(self, model: nn.Module, world: World) -> str | None:
-        """The first frozen weight that has changed, None if none has. A collective."""
-        now = {**fp8.fingerprint(model), **digests(model)}
+    def find_changed_weight(self, model: nn.Module, world: World) -> str | None:
+        """Return the name of the first frozen weight that has changed, or None if none has. Collective call."""
+        now = {**fp8.fingerprint(model), **compute_digests(model)}
         before = {**self.codes, **self.local}
-        mine = next((name for name in before if now.get(name) != before[name]), None)
-        return next((name for name in world.gather_objects(mine) if name is not None), None)
+        local_change = next((name for name in before if now.get(name) != before[name]), None)
+        return next((name for name in world.gather_objects(local_change) if name is not None), None)
 
 
-def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
-    """SHA-256 of each frozen parameter in high precision, by its stock name: of this rank's part or, with a `world`, of
-    the whole weights. Then it is a collective, which gathers one weight at a time; each rank digests some of them.
+def compute_digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
+    """Return the SHA-256 of each frozen parameter in high precision, by its stock name.
+
+    Digests this rank's part of each weight or, with a `world`, the whole weights. The latter is a collective call,
+    which gathers one weight at a time; each rank digests some of the weights.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
     if world is None:
         return {stock_name(name): _digest(plain(p)) for name, p in frozen}
-    mine = {}
+    local_digests = {}
     for number, (name, parameter) in enumerate(frozen):
         whole = full(master_of(parameter).detach())
         if number % world.size == world.rank:
-            mine[stock_name(name)] = _digest(plain(whole))
-    parts = world.gather_objects(mine)
+            local_digests[stock_name(name)] = _digest(plain(whole))
+    parts = world.gather_objects(local_digests)
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -247,28 +252,33 @@ def _digest(values: Tensor) -> str:
     return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def codes_of(model: nn.Module) -> dict[str, Any]:
-    """The frozen FP8 weights on this rank: their number, parameters, and bytes of codes and scales."""
-    held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
-    parameters, size = sum(q.data.numel() for q in held), frozen_bytes(model)
-    each = {"bytes_per_parameter": size / parameters} if parameters else {}
-    return {"weights": len(held), "parameters": parameters, "bytes": size, **each}
+def code_sizes(model: nn.Module) -> dict[str, Any]:
+    """Return the number of frozen FP8 weights on this rank, their parameters, and the bytes of codes and scales."""
+    codes = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
+    parameters, size = sum(q.data.numel() for q in codes), frozen_bytes(model)
+    per_parameter = {"bytes_per_parameter": size / parameters} if parameters else {}
+    return {"weights": len(codes), "parameters": parameters, "bytes": size, **per_parameter}
 
 
-def same(before: Mapping[str, str], now: Mapping[str, str], where: Path | str, folder: str) -> None:
-    """Raise TrainError if the loaded base is not the one with which a checkpoint was trained."""
+def check_same_base(before: Mapping[str, str], now: Mapping[str, str], where: Path | str, folder: str) -> None:
+    """Raise TrainError if the loaded base is not the base with which a checkpoint was trained."""
     if not before:
         raise TrainError(
             f"{where} cannot be continued: its state.json has no fingerprint of the base with which it was trained. "
             "Start a new run; lora.adapter continues from an adapter/ folder"
         )
-    odd = next((name for name in (*now, *before) if before.get(name) != now.get(name)), None)
-    if odd is None:
+    differing = next((name for name in (*now, *before) if before.get(name) != now.get(name)), None)
+    if differing is None:
         return
-    what = "is not in it" if odd not in now else "was not in it then" if odd not in before else "has other values"
+    if differing not in now:
+        difference = "is missing"
+    elif differing not in before:
+        difference = "was not in the base then"
+    else:
+        difference = "has different values"
     count = sum(before.get(name) != now.get(name) for name in {*before, *now})
     raise TrainError(
-        f"the base in {folder} is not the one with which {where} was trained: {odd} {what} ({count} of {len(now)} "
-        "weights differ). Adapters only fit the weights on which they were trained; restore that folder, or start a "
-        "new run"
+        f"the base in {folder} is not the one with which {where} was trained: {differing} {difference} ({count} of "
+        f"{len(now)} weights differ). Adapters only fit the weights on which they were trained; restore that folder, "
+        "or start a new run"
     )

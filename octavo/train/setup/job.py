@@ -1,4 +1,4 @@
-"""An assembled run, on which the loop and its callbacks work."""
+"""The assembled run that the loop and its callbacks work on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.data.loaders.pack_loader import PackLoader
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base
 from octavo.train.setup.phase import Phase
-from octavo.train.step.precision_schedule import Course
+from octavo.train.step.precision_schedule import PrecisionSchedule
 from octavo.train.step.step import Stepper
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """An assembled run."""
+    """Everything that `build` assembles for a run."""
 
     cfg: Config
     world: parallel.World
@@ -38,11 +38,13 @@ class Job:
     progress: run_dir.Progress
     files: Mapping[str, Any]
     phase: Phase
-    course: Course
-    base: frozen_base.Base | None = None
-    attention: Any = None  # see `attention_kernel.kept_of`; None if torch chooses
-    first: Mapping[str, Any] | None = None  # record of the checkpoint with its first weights (`start_from.note`)
-    background: checkpoint.Background | None = None  # writes checkpoints during the steps (`run.save: async`)
+    precision_schedule: PrecisionSchedule
+    base: frozen_base.FrozenBase | None = None
+    attention: Any = None  # see `attention_kernel.saved_choices`; None if torch chooses
+    first: Mapping[str, Any] | None = None  # record of the checkpoint with the first weights (`start_from`)
+    background: checkpoint.BackgroundSaver | None = (
+        None  # writes checkpoints while training continues (`run.save: async`)
+    )
 
     @property
     def model(self) -> PreTrainedModel:

@@ -2,8 +2,8 @@
 
 One process reads weights first. Several ranks prepare a model without values, shard it and then fill it: each rank
 reads the rows of its shards (`models.load_deferred`, `parallel.fill`), or draws all random numbers, which come from one
-generator, and keeps its rows (`models.init_deferred`). DoRA needs the norms of rows first, so there every rank has the
-whole model until it is sharded.
+generator, and keeps its rows (`models.init_deferred`). DoRA needs the norms of rows first, so with DoRA every rank has
+the whole model until it is sharded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
-from octavo.train.setup.resolve_config import random_weights
+from octavo.train.setup.resolve_config import random_init
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Lows = dict[str, torch.Tensor]
+LowerHalves = dict[str, torch.Tensor]
 
 
 def assemble_model(
@@ -39,41 +39,41 @@ def assemble_model(
     family: models.Family,
     log: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
-    others: Iterable[fp8.Plan] = (),
-) -> tuple[PreTrainedModel, Lows, models.DeferredModel | models.DeferredInit | None]:
+    later_plans: Iterable[fp8.Plan] = (),
+) -> tuple[PreTrainedModel, LowerHalves, models.DeferredModel | models.DeferredInit | None]:
     """(model, lower halves, source of weights) of a configuration.
 
-    The model is loaded, frozen and converted to FP8 as planned (`others`: plans to which the run will switch), with the
-    adapters of `lora` and PPO's critic. The lower halves of fp32 weights are those that the optimizer keeps. The source
-    fills the model after sharding, if it has no values yet, else None.
+    The model is loaded, frozen and converted to FP8 as planned (`later_plans`: plans to which the run will switch),
+    with the adapters of `lora` and PPO's critic. The lower halves of fp32 weights are those that the optimizer keeps.
+    The source fills the model after sharding, if it has no values yet, else None.
 
     Raises ModelError, PlanError and AdapterError, each with its fix.
     """
     # Freezing precedes FP8 (a frozen layer has no wgrad), which precedes adapters (they wrap FP8 layers). Dropout is
     # switched off twice: before FP8, because a fused block has none, and in the adapters.
-    lows: Lows = {}
-    unread = None if ranks == 1 else _deferred(cfg, device, log)
-    if unread is None:
-        model, lows = load_weights(cfg, device, log)
+    lower_halves: LowerHalves = {}
+    unread_weights = None if ranks == 1 else _defer_weights(cfg, device, log)
+    if unread_weights is None:
+        model, lower_halves = load_weights(cfg, device, log)
     else:
-        model = unread.model
+        model = unread_weights.model
     frozen_base.freeze(model, family, cfg)
     frozen_base.switch_off_dropout(model, cfg)
     if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
-        _all_bf16(model, log)
-    fp8.apply(model, plan, others)
+        _cast_to_bf16(model, log)
+    fp8.apply(model, plan, later_plans)
     move_scaling(model, device)
     if cfg.lora is not None:
         from octavo import adapters
 
         adapters.attach(model, family, cfg.lora, log, seed=cfg.run.seed, device=device)
-    if critic.wanted(cfg):
+    if critic.is_enabled(cfg):
         critic.attach(model, cfg, device)
     frozen_base.switch_off_dropout(model, cfg)
-    return model, lows, unread
+    return model, lower_halves, unread_weights
 
 
-def _all_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
+def _cast_to_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
     """Convert trained weights to BF16 where the optimizer keeps their lower bits (`optimizer.master`), also those that
     a family wants in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 anyway)."""
     in_fp32 = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
@@ -86,53 +86,53 @@ def _all_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
         )
 
 
-def _deferred(
+def _defer_weights(
     cfg: Config, device: torch.device, log: Callable[[str], None]
 ) -> models.DeferredModel | models.DeferredInit | None:
     """The model before its weights are read, or None if they are needed immediately."""
     if cfg.lora is not None and cfg.lora.dora:
         return None
-    if (drawn := random_weights(cfg)) is not None:
-        _say_drawn(cfg, log)
+    if (drawn := random_init(cfg)) is not None:
+        _log_random_init(cfg, log)
         both = cfg.optimizer.master == "bf16+16"
         return models.init_deferred(
             cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both
         )
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
-        _say_dequantized(cfg, log)
+        _log_dequantized(cfg, log)
         return models.load_deferred(cfg.model.path, device=device, split=True, log=log)
-    return models.load_deferred(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, log), log=log)
+    return models.load_deferred(cfg.model.path, model_dtype(cfg), device, **_fp8_load_options(cfg, log), log=log)
 
 
-def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
+def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) -> tuple[PreTrainedModel, LowerHalves]:
     """The model in the optimizer's dtype, quantized while it is read if requested, and the lower halves of fp32 weights
     if the optimizer keeps them."""
     path = cfg.model.path
-    if (drawn := random_weights(cfg)) is not None:
-        _say_drawn(cfg, log)
+    if (drawn := random_init(cfg)) is not None:
+        _log_random_init(cfg, log)
         if cfg.optimizer.master == "bf16+16":
             return models.split_model(models.init_model(path, torch.float32, "cpu", *drawn), device)
         return models.init_model(path, model_dtype(cfg), device, *drawn), {}
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
-        _say_dequantized(cfg, log)
+        _log_dequantized(cfg, log)
         return models.load_split(path, device=device)
-    return models.load(path, dtype=model_dtype(cfg), device=device, **_codes(cfg, log)), {}
+    return models.load(path, dtype=model_dtype(cfg), device=device, **_fp8_load_options(cfg, log)), {}
 
 
-def _say_drawn(cfg: Config, log: Callable[[str], None]) -> None:
+def _log_random_init(cfg: Config, log: Callable[[str], None]) -> None:
     std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
     log(f"note: weights are random (run.seed {cfg.run.seed}{std}); none are read from {cfg.model.path}")
 
 
-def _codes(cfg: Config, log: Callable[[str], None]) -> dict[str, Any]:
+def _fp8_load_options(cfg: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """Loading options for FP8, if the folder has codes or they are requested."""
-    quantization, kinds = _say_dequantized(cfg, log), cfg.model.load_in_fp8.kinds
+    quantization, kinds = _log_dequantized(cfg, log), cfg.model.load_in_fp8.kinds
     if not kinds and quantization is None:
         return {}
     return {"load_in_fp8": kinds or None, "keep_fp8": frozen_base.keeps_codes(cfg)}
 
 
-def _say_dequantized(cfg: Config, log: Callable[[str], None]) -> models.Quantization | None:
+def _log_dequantized(cfg: Config, log: Callable[[str], None]) -> models.Quantization | None:
     """The folder's quantization, None for a plain folder; `log` receives a line if its codes are dequantized."""
     quantization = read_quantization(cfg.model.path)
     if quantization is not None and not frozen_base.keeps_codes(cfg):
@@ -143,7 +143,7 @@ def _say_dequantized(cfg: Config, log: Callable[[str], None]) -> models.Quantiza
     return quantization
 
 
-def keep_less(
+def reduce_saved_activations(
     model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, log: Callable[[str], None]
 ) -> None:
     """Reduce what blocks keep for backward besides the inputs of FP8 layers: attention without repeated key-value
@@ -173,7 +173,7 @@ def keep_less(
         synchronize_per_layer(blocks)
 
 
-def losses_of(model: nn.Module, cfg: Config, log: Callable[[str], None]) -> ChunkedHead | None:
+def make_chunked_head(model: nn.Module, cfg: Config, log: Callable[[str], None]) -> ChunkedHead | None:
     """The head that computes losses without full logits, if the model allows it; else None, and `log` receives why."""
     if cfg.train.logits == "full":
         return None

@@ -30,12 +30,12 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
         check_experts(model, layout, lambda name, module: late.get(name))
     if cfg.train.exchange == "fp8" and (layout.context > 1 or layout.expert > 1):
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        outputs, *rest = (layers for layers, _ in coded(plan, size, text.hidden_size))
+        outputs, *rest = (layers for layers, _ in count_coded_layers(plan, size, text.hidden_size))
         if not (outputs and layout.context > 1) and not (any(rest) and layout.expert > 1):
             raise WorldError(NO_CODED_EXCHANGE)
 
 
-def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
+def count_coded_layers(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
     """(layers, bytes per value) of what ranks send as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows
     dispatched to experts, gradients of their results."""
 

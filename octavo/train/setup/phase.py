@@ -42,7 +42,7 @@ class Phase:
                 "runs every phase"
             )
 
-    def prints(self, cfg: Config) -> Mapping[str, str]:
+    def fingerprints(self, cfg: Config) -> Mapping[str, str]:
         """Digests of further inputs that determine the results, by name; a resumed run must have the same."""
         return {}
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Planned:
+class RunPlan:
     """What is known about a run before its weights are read.
 
     ``notes`` and ``prediction`` are as in `plan_run`. ``reference`` is base, copy, disk or None. ``steps`` describes a
@@ -66,7 +66,7 @@ def policy_from(cfg: Config) -> fp8.Policy:
             if (part := getattr(section, name))
         },
         rules=tuple(
-            fp8.Rule(**rule.model_dump(exclude={"first", "last"}), steps=steps_of(rule, cfg.train.steps))
+            fp8.Rule(**rule.model_dump(exclude={"first", "last"}), steps=steps_of_rule(rule, cfg.train.steps))
             for rule in section.rules
         ),
         activations=section.activations,
@@ -78,7 +78,7 @@ def policy_from(cfg: Config) -> fp8.Policy:
     )
 
 
-def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
+def steps_of_rule(rule: Rule, steps: int | None) -> tuple[int, int] | None:
     """Return the first and the last step in which a rule applies, or None if it applies in all steps."""
     if rule.first is None and rule.last is None:
         return None
@@ -92,16 +92,16 @@ def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
     return steps + 1 - max(1, math.ceil(round(rule.last * steps, 9))), steps
 
 
-def scheduled(
+def make_schedule(
     cfg: Config, plan: fp8.Plan, model: PreTrainedModel | None = None, measurements: fp8.Measurements | None = None
 ) -> Schedule:
     """Return the plans of the run; ``plan`` applies outside the spans of its rules."""
     if all(rule.steps is None for rule in plan.policy.rules):
         return Schedule(plan)
-    return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.total_steps, measurements)
+    return fp8.schedule(meta_model(cfg)[0] if model is None else model, plan, cfg.train.total_steps, measurements)
 
 
-def spans_told(schedule: Schedule) -> tuple[str, ...]:
+def describe_spans(schedule: Schedule) -> tuple[str, ...]:
     """Return a sentence for each span of steps with other rules; none where all rules apply in all steps."""
     return tuple(
         f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
@@ -115,12 +115,12 @@ def _recipes(plan: fp8.Plan) -> str:
     return ", ".join(dict.fromkeys(row.recipe.summary() for row in plan.rows if row.recipe is not None))
 
 
-def leaves_open(cfg: Config) -> bool:
+def has_open_recipes(cfg: Config) -> bool:
     """Whether the configuration leaves recipes to a measurement or a plan file."""
     return cfg.fp8.plan is not None or policy_from(cfg).requests_auto
 
 
-def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
+def meta_model(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
     """Return (model without weights, family), frozen as in the run.
 
     A frozen layer has no wgrad. Where the run loads FP8 codes, the model has frozen FP8 weights. Raises ModelError,
@@ -131,9 +131,9 @@ def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
     if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
         raise models.ModelError(f"train.seq_length is {cfg.train.seq_length}, and {cfg.model.path} {why}")
     if cfg.train.router_aux_loss_coef:
-        routing.coefficient(cfg, model)  # raises TrainError for a model without that loss
+        routing.aux_loss_coef(cfg, model)  # raises TrainError for a model without that loss
     family = models.describe(model)
-    frozen_base.prepare(model, family, cfg, cfg.model.path)
+    frozen_base.prepare_meta_model(model, family, cfg, cfg.model.path)
     return model, family
 
 
@@ -144,7 +144,7 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
     between versions but a run must not. `notes` say what stays in high precision besides linear layers, and what else
     a reader should know. Raises PlanError, ModelError, and WorldError for an impossible number of ranks.
     """
-    model, family = model_of(cfg)
+    model, family = meta_model(cfg)
     if saved is not None:
         backend = "auto" if cfg.fp8.plan is not None else cfg.fp8.backend
         plan = fp8.load_plan(saved, model, family.components, other_machine=True, backend=backend)
@@ -168,7 +168,7 @@ def plan_model(
         plan = fp8.load_plan(cfg.fp8.plan, model, family.components)
     else:
         counts = None if tokens is None else tokens.counts
-        micro_steps = micro_steps_of(cfg, ranks)
+        micro_steps = count_micro_steps(cfg, ranks)
         plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
     _check_compile(cfg, plan)
     parallel_limits.check(cfg, model, plan, ranks)
@@ -192,9 +192,9 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
             )
 
 
-def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
+def count_micro_steps(cfg: Config, ranks: int = 1) -> int:
     """The number of forwards of one rank in an optimizer step."""
-    return max(1, -(-samples_of(cfg) // (data_ranks(cfg, ranks) * cfg.train.micro_batch)))
+    return max(1, -(-samples_per_step(cfg) // (data_ranks(cfg, ranks) * cfg.train.micro_batch)))
 
 
 def data_ranks(cfg: Config, ranks: int) -> int:
@@ -202,7 +202,7 @@ def data_ranks(cfg: Config, ranks: int) -> int:
     return max(1, ranks // cfg.parallel.context)
 
 
-def samples_of(cfg: Config) -> int:
+def samples_per_step(cfg: Config) -> int:
     """The number of samples in an optimizer step: rows, pairs or completions."""
     if cfg.train.phase == "rl" and cfg.rl is not None:
         return cfg.rl.prompts // cfg.rl.mini_batches * cfg.rl.group
@@ -230,24 +230,24 @@ def plan_run(
     planned = saved is not None or cfg.fp8.plan is not None
     if planned or not policy_from(cfg).requests_auto or not accelerator.is_gpu(world.device):
         plan, family, notes = plan_for(cfg, world.size, saved)
-        plans = scheduled(cfg, plan)
-        return plans, family, (*notes, *spans_told(plans)), None
-    model, family = model_of(cfg)
+        plans = make_schedule(cfg, plan)
+        return plans, family, (*notes, *describe_spans(plans)), None
+    model, family = meta_model(cfg)
 
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(log))
+        measurements = measure_recipes(cfg, model, family, world.device, tokens, _progress_of(log))
         return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
     answer = world.run_on_main(work)
     tokens = Tokens(*answer["tokens"])
     measurements = fp8.Measurements.from_json(answer["found"])
     plan, family, notes = plan_model(cfg, model, family, world.size, tokens, measurements)
-    plans = scheduled(cfg, plan, model, measurements)
-    return plans, family, (*notes, *spans_told(plans)), predict(plan, model, tokens)
+    plans = make_schedule(cfg, plan, model, measurements)
+    return plans, family, (*notes, *describe_spans(plans)), predict(plan, model, tokens)
 
 
-def measured(
+def measure_recipes(
     cfg: Config,
     model: PreTrainedModel,
     family: models.Family,
@@ -271,7 +271,7 @@ def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
     return report
 
 
-def stays(model: nn.Module) -> list[str]:
+def high_precision_notes(model: nn.Module) -> list[str]:
     """Return notes on what stays in high precision in every model, besides linear layers."""
     return [f"{kind} in high precision: {reason}" for kind, reason in models.high_precision_modules(model).items()]
 
@@ -279,7 +279,7 @@ def stays(model: nn.Module) -> list[str]:
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     """Return the notes of a plan: those of FP8, then one for each setting with an effect that a reader may miss."""
     notes = list(plan.notes)
-    notes += stays(model)
+    notes += high_precision_notes(model)
     # settings whose effect depends on the number of ranks or on the model
     if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")

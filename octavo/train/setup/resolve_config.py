@@ -48,9 +48,9 @@ def resolve_steps(cfg: Config, log: Callable[[str], None] = lambda text: None) -
         return cfg
     if cfg.data.packing:
         log("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
-        unit, total = "packs", float(count_packs(data_settings(cfg), processor_of(cfg), epochs))
+        unit, total = "packs", float(count_packs(data_settings(cfg), load_processor(cfg), epochs))
     else:
-        unit, total = "rows", epochs * count_epoch_rows(cfg, partial(processor_of, cfg))
+        unit, total = "rows", epochs * count_epoch_rows(cfg, partial(load_processor, cfg))
     steps = max(1, math.ceil(round(total / batch, 9)))  # rounded because 0.1 of 30 rows is 3.0000000000000004
     each = round(total / epochs, 1)
     log(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
@@ -65,7 +65,7 @@ def resolve_video(cfg: Config) -> Config:
     """
     if cfg.data.video is None:
         return cfg
-    values = processor_of(cfg).videos.settings
+    values = load_processor(cfg).videos.settings
     section = cfg.data.model_copy(update={"video": cfg.data.video.model_copy(update=values)})
     return cfg.model_copy(update={"data": section})
 
@@ -84,13 +84,13 @@ def data_settings(cfg: Config) -> Config:
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
 
 
-def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
+def load_processor(cfg: Config, folder: str | Path | None = None) -> Any:
     """Load the processor of a model folder (default: the configuration's) with the data settings; raises ModelError."""
     of = cfg.data
     video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
     return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
 
 
-def random_weights(cfg: Config) -> tuple[int, float | None] | None:
+def random_init(cfg: Config) -> tuple[int, float | None] | None:
     """Return (seed, standard deviation or None) of random initial weights, or None where they are not random."""
     return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None

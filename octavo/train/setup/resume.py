@@ -70,7 +70,7 @@ def keep_plan(
 
 
 def resume(
-    stepper: Stepper, start: run_dir.Start, log: Callable[[str], None], frozen: frozen_base.Base | None = None
+    stepper: Stepper, start: run_dir.Start, log: Callable[[str], None], frozen: frozen_base.FrozenBase | None = None
 ) -> run_dir.Progress:
     """Load the checkpoint that the run starts from, if any.
 
@@ -79,12 +79,12 @@ def resume(
     """
     if start.checkpoint is None:
         if start.first is not None:
-            _fill_weights(stepper, Path(start.first["path"]), frozen, log)
+            _load_first_weights(stepper, Path(start.first["path"]), frozen, log)
         return run_dir.Progress()
     world = stepper.world
-    if frozen is not None and frozen.whole and not start.forked:  # a fork may store its base in FP8
+    if frozen is not None and frozen.fingerprint and not start.forked:  # a fork may store its base in FP8
         before = read_state(start.checkpoint)["counters"].get("base", {})
-        frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
+        frozen_base.check_same_base(before, frozen.fingerprint, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
     if note := old_coat_note(stepper.optimizer):
         log(f"note: {start.checkpoint}: {note}")
@@ -93,7 +93,7 @@ def resume(
     if stepper.update.scale is not None and (scale := restored.counters.get("loss_scale")):
         stepper.update.scale.load(scale, start.checkpoint)
     checkpoint.rng.restore(restored.extra, world.rank)
-    stepper.resumed(restored.extra)
+    stepper.load_state(restored.extra)
     before = (restored.ranks, restored.counters["threads"])
     now = (world.size, torch.get_num_threads())
     if before != now:
@@ -101,21 +101,23 @@ def resume(
             f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
             "computed in another order, so losses agree closely but not bit for bit"
         )
-    return run_dir.Progress.of(restored.counters)
+    return run_dir.Progress.from_counters(restored.counters)
 
 
-def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, log: Callable[[str], None]) -> None:
+def _load_first_weights(
+    stepper: Stepper, path: Path, frozen: frozen_base.FrozenBase | None, log: Callable[[str], None]
+) -> None:
     """Load the weights of a checkpoint, including the critic's where both runs have one; a collective."""
     cfg, before = stepper.cfg, read_state(path)["counters"]
-    if frozen is not None and frozen.whole and before.get("base"):
+    if frozen is not None and frozen.fingerprint and before.get("base"):
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
             log(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
         else:
-            frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
+            frozen_base.check_same_base(before["base"], frozen.fingerprint, path, cfg.model.path)
     read = checkpoint.load_weights(
-        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
+        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, may_be_missing=critic.owns
     )
     log(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
@@ -143,9 +145,9 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
         counters={
             **job.progress.counters(job.cfg, job.files),
             "threads": torch.get_num_threads(),
-            "plan": document(job.course.schedule.main, spans=job.course.schedule.spans),
-            **({} if job.course.adapt is None else {"adapt": job.course.to_json()}),
-            **({} if job.base is None else {"base": job.base.whole}),
+            "plan": document(job.precision_schedule.schedule.main, spans=job.precision_schedule.schedule.spans),
+            **({} if job.precision_schedule.adapt is None else {"adapt": job.precision_schedule.to_json()}),
+            **({} if job.base is None else {"base": job.base.fingerprint}),
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),
             "pixels": models.image_backend(job.processor),
@@ -157,6 +159,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
     )
     if job.background is None:
         encrypt = job.cfg.run.encrypt
-        return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)  # see `Saving`
+        # `CheckpointCallback` deletes old checkpoints, hence keep=None.
+        return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)
     job.background.begin(job.directory / folder, moment)
     return None

@@ -56,7 +56,7 @@ class Tokens:
         return Tokens(part, row, self.image, self.sample or self.row)
 
 
-def rows_of(cfg: Config) -> int:
+def rows_per_micro_batch(cfg: Config) -> int:
     """The rows of a micro-batch; each pair makes two rows."""
     return cfg.train.micro_batch * (2 if _paired(cfg) else 1)
 
@@ -65,7 +65,7 @@ def _paired(cfg: Config) -> bool:
     return cfg.train.phase == "preference" and (cfg.preference is None or cfg.preference.loss != "kto")
 
 
-def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
+def count_tokens(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
     """Return the mean over the first micro-batches of the training data.
 
     Padding is included, because GEMMs run over it too. The mean for towers is over micro-batches with an image. Skipped
@@ -73,11 +73,11 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     short for an image, the row length is that of rows with one. Numbers are rounded up to a multiple of 16, or of 128
     from 1024 on, since similar sizes cost the same and can share a measurement.
 
-    For phases whose rows have no answers or two, returns what :func:`assumed` returns. Raises DataError as training on
-    these rows would.
+    For phases whose rows have no answers or two, returns what :func:`assume_tokens` returns. Raises DataError as
+    training on these rows would.
     """
     if cfg.train.phase in BEYOND_SFT:
-        return assumed(cfg, family.components, config)[0]
+        return assume_tokens(cfg, family.components, config)[0]
     train = cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})
     plain = cfg.model_copy(update={"train": train, "data": cfg.data.model_copy(update={"workers": 0})})
     loader = train_loader(plain, processor)
@@ -117,7 +117,7 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     return Tokens(known, row, image, sample, sound)
 
 
-def given(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Tokens:
+def complete_tokens(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Tokens:
     """Return the tokens that a user gave, completed for every component of the family.
 
     Raises TrainError for a component that the model lacks, or one without tokens.
@@ -138,20 +138,20 @@ def given(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Toke
         counts.setdefault("image_projector", tokens.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
     if "audio_projector" in family.components:
         counts.setdefault("audio_projector", tokens.get("audio_encoder", 0) // 2)  # pooled by two
-    rows = rows_of(cfg)
+    rows = rows_per_micro_batch(cfg)
     image, sound = counts.get("image_encoder", 0) // rows, 0
     if counts.get("audio_encoder", 0):
         sound = models.audio_of(models.read_config(cfg.model.path)).positions  # the same for every sound
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), image, sound=sound)
 
 
-def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
+def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     """Return the longest micro-batch that a configuration allows, and a sentence with the assumptions.
 
     Rows have `train.seq_length` tokens. For a vision model each row has an image of `data.max_pixels` (by default 1
     megapixel), as far as the row has room.
     """
-    rows, row, answer, each = rows_of(cfg), cfg.train.seq_length, 0, 1
+    rows, row, answer, each = rows_per_micro_batch(cfg), cfg.train.seq_length, 0, 1
     message = f"assumed: train.micro_batch {cfg.train.micro_batch} x train.seq_length {row} tokens, rows of one length"
     if cfg.data.packing:
         message = f"assumed: a pack of train.seq_length {row} tokens, as if one sample were all of it"

@@ -40,7 +40,7 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             first = 2 if apart is not None and critic.owns(name) else 0
-            groups[first + spares(name, parameter)]["params"].append(parameter)
+            groups[first + excludes_from_decay(name, parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise TrainError("every parameter is frozen, so there is nothing to train. Freeze less (model.freeze)")
@@ -83,7 +83,7 @@ def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
         optimizer.watch = None
 
 
-def spares(name: str, parameter: torch.Tensor) -> bool:
+def excludes_from_decay(name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter has no weight decay. Biases of experts have two dimensions, so the name decides too."""
     last = name.rpartition(".")[2]
     return parameter.ndim < 2 or last == "bias" or last.endswith("_bias")

@@ -79,7 +79,7 @@ def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, 
     """The update that `optimizer.update` names."""
     scale = LossScale.of(cfg)
     if cfg.optimizer.update == "step":
-        apart = cfg.lora is not None and critic.wanted(cfg)
+        apart = cfg.lora is not None and critic.is_enabled(cfg)
         return AfterBackward(optimizer, model, cfg.train.clip, world, critic.parameters(model) if apart else (), scale)
     assert isinstance(optimizer, fp8.AdamW)
     return InBackward(optimizer, model, cfg.train.clip, world, scale)

@@ -1,4 +1,4 @@
-"""Ladders of plans, layers that turn from one plan to another, and judges that look at steps without a trace."""
+"""Ladders of plans, layers that switch between plans, and trials of recipes that do not change a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.lm_head(self.down(torch.relu(self.up(x))))
 
 
-def ready(recipe="tensorwise", **policy):
+def make_fp8_net(recipe="tensorwise", **policy):
     model = Net()
     plan = fp8.plan(model, fp8.Policy(recipe, **policy))
     return fp8.apply(model, plan), plan
@@ -55,11 +55,11 @@ def step(model, x):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def same(a, b):
+def is_equal(a, b):
     return torch.equal(a[0], b[0]) and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
-def test_ladders_have_finer_recipes_and_end_in_high_precision() -> None:
+def test_ladders_end_in_high_precision() -> None:
     assert finer_recipes("tensorwise") == ("rowwise", "blockwise") and finer_recipes("rowwise") == ("blockwise",)
     assert finer_recipes("blockwise") == finer_recipes("mxfp8") == ()
     assert (
@@ -75,16 +75,16 @@ def test_ladders_have_finer_recipes_and_end_in_high_precision() -> None:
     assert build_ladders(fp8.plan(Net(), fp8.Policy("delayed"))) == {}
 
 
-def test_the_work_of_gemms_is_their_share_of_the_linear_flops() -> None:
+def test_gemm_cost_is_share_of_linear_flops() -> None:
     model = Net()
     model.up.weight.requires_grad_(False)
     work = gemm_costs(fp8.plan(model, "blockwise"))
     assert work["up", "fwd"].flops == pytest.approx(1 / 5) and ("up", "wgrad") not in work
-    assert sum(one.flops for one in work.values()) == pytest.approx(1.0)
-    assert all(one.time is None for one in work.values())
+    assert sum(cost.flops for cost in work.values()) == pytest.approx(1.0)
+    assert all(cost.time is None for cost in work.values())
 
 
-def test_of_a_measured_plan_it_is_a_share_of_time_too() -> None:
+def test_gemm_cost_of_measured_plan_has_time() -> None:
     plan = fp8.plan(Net(), "blockwise")
     times = [SimpleNamespace(high=3.0, planned=2.4), SimpleNamespace(high=1.0, planned=1.6), None]
     rows = tuple(replace(row, times=found) for row, found in zip(plan.rows, times, strict=True))
@@ -92,7 +92,7 @@ def test_of_a_measured_plan_it_is_a_share_of_time_too() -> None:
     assert work["up", "fwd"].time == pytest.approx(0.6 / 3 / 4.0) and work["down", "fwd"].time == 0.0
 
 
-def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
+def test_plan_with_moves_has_recipes_and_reasons() -> None:
     plan = fp8.plan(Net(), "tensorwise")
     why = "sqnr of x 9.0 dB, at least 25.0 dB"
     places = {("up", "fwd"): GemmState(2, "blockwise", step=30, why=why), ("up", "wgrad"): GemmState(3, "bf16")}
@@ -111,8 +111,8 @@ def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
     assert apply_moves(plan, build_ladders(plan), {}) is plan
 
 
-def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path) -> None:
-    model, plan = ready()
+def test_switched_layer_equals_newly_converted_layer(tmp_path) -> None:
+    model, plan = make_fp8_net()
     before, parameters = step(model, batch()), list(model.parameters())
     words = {("up", "fwd"): "blockwise", ("up", "wgrad"): "bf16", ("down", "dgrad"): "rowwise"}
     moved = apply_moves(
@@ -124,19 +124,19 @@ def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path)
     again = fp8.load_plan(file, fresh)
     assert [row.recipe for row in again.rows] == [row.recipe for row in moved.rows]
     turned = step(model, batch())
-    assert same(turned, step(fp8.apply(fresh, again), batch())) and not same(turned, before)
+    assert is_equal(turned, step(fp8.apply(fresh, again), batch())) and not is_equal(turned, before)
     with fp8.count_gemms() as counts:
         step(model, batch())
     Proof(moved).observe(counts, {"foundation": 1})
     with pytest.raises(fp8.ProofError, match="wgrad planned on"):
         Proof(plan).observe(counts, {"foundation": 1})
-    assert fp8.switch_plan(model, moved, plan) == ("up", "down") and same(step(model, batch()), before)
+    assert fp8.switch_plan(model, moved, plan) == ("up", "down") and is_equal(step(model, batch()), before)
     assert fp8.switch_plan(model, plan, plan) == () and all(
         a is b for a, b in zip(parameters, model.parameters(), strict=True)
     )
 
 
-def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_then() -> None:
+def test_layer_of_later_fp8_plan_runs_in_high_precision_first() -> None:
     policy = fp8.Policy("blockwise", rules=(fp8.Rule("**", "off", steps=(1, 2)), fp8.Rule("up", "off", steps=(4, 5))))
     model = Net()
     main = fp8.plan(model, policy)
@@ -147,14 +147,14 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
     assert plans.at(3) is plans.at(10) is plans.main and plans.parts == {"foundation"} and len(plans.plans) == 3
     stock, x = Net(), batch()
     fp8.apply(model, plans.at(1), plans.plans)
-    assert same(step(model, x), step(stock, x))
+    assert is_equal(step(model, x), step(stock, x))
     with fp8.count_gemms() as counts:
         step(model, x)
     proof = Proof(plans.at(1), parts=["foundation"])
     proof.observe(counts, {"foundation": 1})
     fp8.switch_plan(model, plans.at(2), plans.at(3))
     plain = Net()
-    assert same(step(model, x), step(fp8.apply(plain, main), x))
+    assert is_equal(step(model, x), step(fp8.apply(plain, main), x))
     with fp8.count_gemms() as counts:
         step(model, x)
     with pytest.raises(fp8.ProofError, match="planned in high precision, 1 fwd ran on"):
@@ -170,17 +170,17 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
     assert found["pending"] == [] and 0 < found["share"] < 1
 
 
-def test_what_cannot_turn_is_refused_before_anything_has() -> None:
-    model, plan = ready("delayed")
+def test_unsupported_switch_is_rejected_before_any_change() -> None:
+    model, plan = make_fp8_net("delayed")
     other = fp8.plan(Net(), "blockwise")
     with pytest.raises(fp8.PlanError, match="amax histories"):
         fp8.switch_plan(model, plan, other)
     model = Net()
     off = fp8.plan(model, fp8.Policy("off"))
     fp8.apply(model, off)
-    with pytest.raises(fp8.PlanError, match="no FP8 layer"):
+    with pytest.raises(fp8.PlanError, match="not an FP8 layer"):
         fp8.switch_plan(model, off, other)
-    model, plan = ready("blockwise", components={"lm_head": "blockwise"})
+    model, plan = make_fp8_net("blockwise", components={"lm_head": "blockwise"})
     with pytest.raises(fp8.PlanError, match="head"):
         fp8.switch_plan(model, plan, fp8.plan(Net(), "rowwise"))
     assert model.up.recipe.name == "blockwise"
@@ -196,17 +196,17 @@ def test_what_cannot_turn_is_refused_before_anything_has() -> None:
 
 
 @pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1,), (1, True), ("1", 2)])
-def test_rules_have_steps_or_are_refused(steps) -> None:
-    with pytest.raises(fp8.PlanError, match="are no steps"):
+def test_invalid_steps_of_rules_are_rejected(steps) -> None:
+    with pytest.raises(fp8.PlanError, match="must be the first and the last step"):
         fp8.Rule("**", "off", steps=steps)
 
 
-def test_a_rule_with_a_span_that_matches_nothing_is_an_error_in_every_step() -> None:
+def test_rule_with_span_that_matches_nothing_is_rejected_in_every_step() -> None:
     with pytest.raises(fp8.PlanError, match="'nope' matches no linear layer"):
         fp8.plan(Net(), fp8.Policy("blockwise", rules=(fp8.Rule("nope", "off", steps=(5, 6)),)), step=1)
 
 
-def test_a_schedule_goes_through_a_plan_file(tmp_path) -> None:
+def test_schedule_round_trips_through_plan_file(tmp_path) -> None:
     policy = fp8.Policy("rowwise", rules=(fp8.Rule("up", "blockwise"), fp8.Rule("**", "off", steps=(1, 3))))
     model = Net()
     plans = fp8.schedule(model, fp8.plan(model, policy), 8)
@@ -215,22 +215,22 @@ def test_a_schedule_goes_through_a_plan_file(tmp_path) -> None:
     shown = [[(s.first, s.last, [row.recipe for row in s.plan.rows]) for s in found.spans] for found in (plans, again)]
     assert shown[0] == shown[1] and len(shown[0]) == 2
     file.write_text(file.read_text().replace("[1, 3]", '"now"'))
-    with pytest.raises(fp8.PlanError, match="steps are the first and the last one"):
+    with pytest.raises(fp8.PlanError, match="steps must be the first and the last step"):
         fp8.load_plan(file, model)
 
 
-# --- judges ---
+# --- trials ---
 
 
 @pytest.mark.parametrize("policy", [{}, {"fwd": "bf16", "wgrad": "bf16"}])
-def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
-    model, plan = ready(**policy)
+def test_trials_change_no_bit_and_match_health(policy) -> None:
+    model, plan = make_fp8_net(**policy)
     x, ladder = batch(3.0), build_ladders(plan)
     before = step(model, x)
-    judge = RecipeTrials(casts_to_try(plan, ladder, {}))
-    with judge.attach(), fp8.health() as health:
-        assert same(step(model, x), before)
-    found, table = judge.figures(lambda sums: sums), health.table().get("up", {})
+    trials = RecipeTrials(casts_to_try(plan, ladder, {}))
+    with trials.attach(), fp8.health() as health:
+        assert is_equal(step(model, x), before)
+    found, table = trials.metrics(lambda sums: sums), health.table().get("up", {})
     roles = {("fwd", "x"): "x", ("fwd", "w"): "w", ("dgrad", "dy"): "dy", ("wgrad", "x"): "x_wgrad"}
     checked = 0
     for (gemm, of), role in roles.items():
@@ -245,16 +245,16 @@ def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
     assert not recorder.is_watching()
 
 
-def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_it_does() -> None:
-    model, plan = ready()
+def test_high_precision_gemm_is_tried_in_recipe_below() -> None:
+    model, plan = make_fp8_net()
     ladder = build_ladders(plan)
     places = {key: GemmState(len(ladder[key]) - 1, "bf16", step=1) for key in ladder}
     fp8.switch_plan(model, plan, apply_moves(plan, ladder, places))
     stock, x = Net(), batch(1e6)
-    judge = RecipeTrials(casts_to_try(plan, ladder, places))
-    with judge.attach():
-        assert same(step(model, x), step(stock, x))
-    found = judge.figures(lambda sums: sums)
+    trials = RecipeTrials(casts_to_try(plan, ladder, places))
+    with trials.attach():
+        assert is_equal(step(model, x), step(stock, x))
+    found = trials.metrics(lambda sums: sums)
     assert set(found["up", "fwd"]) == {2} and {f.name for f in found["up", "wgrad"][2]} >= {"cosine", "sqnr"}
     _, said = decide(10, places, found, ladder, gemm_costs(plan), Limits(patience=1, budget=1.0))
     back = {(d.layer, d.gemm) for d in said if d.kind == "returns"}
@@ -262,14 +262,14 @@ def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_i
     assert ("up", "fwd") not in back
 
 
-def test_an_outlier_moves_what_it_spoils_and_nothing_else() -> None:
-    model, plan = ready()
+def test_outlier_moves_only_affected_gemms() -> None:
+    model, plan = make_fp8_net()
     ladder, places, log = build_ladders(plan), {}, []
     for number in range(1, 14):
-        judge = RecipeTrials(casts_to_try(plan, ladder, places))
-        with judge.attach():
+        trials = RecipeTrials(casts_to_try(plan, ladder, places))
+        with trials.attach():
             step(model, batch(1e7 if 2 <= number <= 4 else 1.0))
-        places, said = decide(number, places, judge.figures(lambda s: s), ladder, gemm_costs(plan), Limits(patience=2))
+        places, said = decide(number, places, trials.metrics(lambda s: s), ladder, gemm_costs(plan), Limits(patience=2))
         log += [(number, d.gemm, d.kind, d.before, d.after) for d in said]
         assert {d.layer for d in said} <= {"up"}
     assert log == [
@@ -281,8 +281,8 @@ def test_an_outlier_moves_what_it_spoils_and_nothing_else() -> None:
     assert places == {}
 
 
-def test_muted_backwards_and_recomputation_show_a_product_once() -> None:
-    model, plan = ready()
+def test_muted_backwards_and_recomputation_report_product_once() -> None:
+    model, plan = make_fp8_net()
     seen = []
 
     class Listener:

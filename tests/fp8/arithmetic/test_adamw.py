@@ -182,9 +182,9 @@ def test_no_second_moment_is_lost_in_a_run():
 
 def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
     # "meta" has no values: what is computed must not be read; a CPU tensor's is
-    number = Scalars.of(Hyper(3e-4, weight_decay=0.1), 7)
-    assert Scalars.of(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
-    assert isinstance(Scalars.of(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
+    number = Scalars.compute(Hyper(3e-4, weight_decay=0.1), 7)
+    assert Scalars.compute(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
+    assert isinstance(Scalars.compute(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
 
 
 def test_edges_are_the_groups_that_a_piece_holds_in_part():

@@ -85,8 +85,11 @@ def test_recipes_are_values() -> None:
         ({"name": "zzz"}, "'zzz' does not exist. There are: tensorwise"),
         ({"name": "off"}, "'off' is the absence of a recipe: leave the layer out of the plan"),
         ({"name": "rowwise", "format": "e5m2"}, "format='e5m2' does not exist; use 'e4m3'.*or 'hybrid'"),
-        ({"name": "mxfp8", "format": "hybrid"}, "'mxfp8' with format='hybrid' cannot be.*Use format='e4m3'"),
-        ({"name": "rowwise", "wgrad": "fp16"}, "wgrad='fp16' is not a precision; use 'fp8' or 'bf16'"),
+        ({"name": "mxfp8", "format": "hybrid"}, "'mxfp8' does not support format='hybrid'.*Use format='e4m3'"),
+        (
+            {"name": "rowwise", "wgrad": "fp16"},
+            "wgrad='fp16' is not a precision; use 'fp8', 'bf16' or the recipe of its casts",
+        ),
         (
             {"name": "rowwise", "fwd": "bf16", "dgrad": "bf16", "wgrad": "bf16"},
             "leaves nothing in FP8; keep one of them 'fp8', or leave the layer out",

@@ -55,4 +55,4 @@ def test_a_step_takes_no_other(monkeypatch):
         }
         piece = Piece(torch.randn(256), torch.randn(256), state, 0, 0, 1)
         reference_step([piece], Hyper(1e-3, states=states), None, None)
-        cpu.run([(piece, Scalars.of(Hyper(1e-3), 1), 0, 256)], Hyper(1e-3, states=states), None)
+        cpu.run([(piece, Scalars.compute(Hyper(1e-3), 1), 0, 256)], Hyper(1e-3, states=states), None)

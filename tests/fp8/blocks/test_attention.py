@@ -180,7 +180,7 @@ def test_without_gradient_nothing_is_done_twice(monkeypatch):
         ((1, 4, 3, 8), (1, 3, 3, 8), (1, 3, 3, 8), None, False, "multiple of H_kv"),
         ((1, 4, 3, 8), (1, 2, 3, 16), (1, 2, 3, 16), None, False, "multiple of H_kv"),
         ((4, 3, 8), (2, 3, 8), (2, 3, 8), None, False, "dimension 1"),
-        ((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), (3, 3), True, "together with is_causal"),
+        ((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), (3, 3), True, "cannot be combined with is_causal"),
     ],
 )
 def test_what_does_not_fit_is_refused(q, k, v, mask, causal, word):

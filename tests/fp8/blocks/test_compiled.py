@@ -184,7 +184,7 @@ def test_what_the_graph_saves_is_what_eager_saves():
 def test_a_write_between_a_norm_and_its_layers_is_refused():
     model = fused(writes=True)
     model(torch.randn(5, 32))  # eagerly versions tell, and the written input is cast
-    with pytest.raises(Exception, match=r"(?s)written into before the FP8 layers .*Use fuse: off"):
+    with pytest.raises(Exception, match=r"(?s)modified in place before the FP8 layers .*Use fuse: off"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(5, 32))
 
 

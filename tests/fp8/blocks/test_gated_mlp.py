@@ -378,7 +378,7 @@ def test_a_graph_capture_keeps_its_own_codes_of_weights(monkeypatch):
     x = torch.randn(4, 72).bfloat16()
     run(twin, x)
     made = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
-    monkeypatch.setattr(weights, "_capturing", lambda _: True)
+    monkeypatch.setattr(weights, "_is_capturing", lambda _: True)
     with torch.no_grad():  # unseen, as a replay's weights would be
         for m in (plain, twin):
             m.down_proj.weight.data.mul_(2)
@@ -413,7 +413,7 @@ class Scaled(Mlp):
         (Gelu, {}, r"not down\(silu"),
         (Swapped, {}, r"not down\(silu"),
         (Fails, {}, "fails on three small layers"),
-        (Scaled, {}, "holds scale besides"),
+        (Scaled, {}, "has scale in addition to"),
         (Mlp, {"recipe": "delayed"}, "amax history"),
         (Mlp, {"wgrad": "bf16"}, "wgrad stays in high precision"),
         (Mlp, {"rules": [fp8.Rule("up_proj", recipe="off")]}, "not all of its layers are whole"),
@@ -434,7 +434,7 @@ def test_other_modules_are_no_candidates():
     model = nn.ModuleDict({"a": Mlp(), "b": nn.ModuleDict({"gate_proj": nn.Linear(72, 72), "act_fn": nn.SiLU()})})
     assert gated_mlp.convert(model) == ()  # nothing in FP8
     fp8.apply(model, fp8.plan(model, "blockwise"))
-    assert gated_mlp.convert(model) == (("a", None),) and gated_mlp.convert(model) == (("a", "fused before"),)
+    assert gated_mlp.convert(model) == (("a", None),) and gated_mlp.convert(model) == (("a", "it is already fused"),)
 
 
 def test_triton_in_the_interpreter(monkeypatch):

@@ -178,14 +178,14 @@ def test_norms_that_stay():
     for norm, word in (
         (Gemma2RMSNorm(96), "1 + weight"),
         (nn.LayerNorm((4, 8)), "2 dimensions"),
-        (Own(8), "forward of its own"),
+        (Own(8), "overrides the forward of LayerNorm"),
         (hooked, "replaced on the instance"),
         (nn.LayerNorm(8).double(), "float64"),
-        (nn.RMSNorm(8), "no number named"),
+        (nn.RMSNorm(8), "has no float attribute"),
     ):
         reason = layernorm.save_as_codes(norm)
         assert reason is not None and word in reason, reason
         assert "Fp8" not in type(norm).__name__
-    assert layernorm.save_as_codes(pair("layer")[1]) == layernorm.save_as_codes(pair("rms")[1]) == "fused before"
+    assert layernorm.save_as_codes(pair("layer")[1]) == layernorm.save_as_codes(pair("rms")[1]) == "it is already fused"
     assert not layernorm.is_norm(nn.BatchNorm1d(8)) and not layernorm.is_norm(nn.GroupNorm(2, 8))
     assert not layernorm.is_norm(nn.Linear(8, 8))

@@ -373,7 +373,7 @@ def test_mlps_that_stay():
     prelu.activation_fn, inplace.activation_fn = nn.PReLU(), nn.ReLU(inplace=True)
     hooked.activation_fn.register_forward_hook(lambda *a: None)
     cases = [
-        (Dropping(), "holds drop"), (Extra(), "holds norm"), (Scaled(), "not fc2(activation_fn(fc1(x)))"),
+        (Dropping(), "has drop"), (Extra(), "has norm"), (Scaled(), "not fc2(activation_fn(fc1(x)))"),
         (Two(), "forward fails"), (Functional(), "is not fc2"), (prelu, "has parameters"), (inplace, "in place"),
         (hooked, "has hooks"), (Plain().double(), "float64"),
     ]  # fmt: skip

@@ -113,7 +113,7 @@ def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypa
 
     def spy(self, row, col):
         codes = own(self, row, col)
-        found.append((self.given, self.matrix(), row, col, codes))
+        found.append((self.tensor, self.matrix(), row, col, codes))
         return codes
 
     monkeypatch.setattr(inputs.Input, "codes", spy)
@@ -317,10 +317,10 @@ class Outside(Qwen3RMSNorm):
     [
         (Gemma2RMSNorm, {}, r"off by .*1 \+ weight"),
         (lambda k: nn.LayerNorm(k, bias=False), {}, "is not x / rms"),
-        (nn.LayerNorm, {}, "LayerNorm holds weight, bias, an RMSNorm one weight"),
-        (Biased, {}, "holds weight, bias"),
+        (nn.LayerNorm, {}, "LayerNorm has weight, bias; an RMSNorm has only a weight"),
+        (Biased, {}, "has weight, bias"),
         (Outside, {}, "is not x / rms"),
-        (lambda k: nn.RMSNorm(k), {}, "no number named"),
+        (lambda k: nn.RMSNorm(k), {}, "has no float attribute"),
         (Qwen3RMSNorm, {"recipe": "delayed"}, "history"),
         (Qwen3RMSNorm, {"rules": [fp8.Rule("**.k_proj", recipe="rowwise")]}, "different casts"),
         (Qwen3RMSNorm, {"fwd": "bf16", "wgrad": "bf16"}, "cast nothing"),
@@ -340,7 +340,9 @@ def test_other_norms():
     block = Block(norm=lambda k: nn.RMSNorm(k, eps=1e-5))
     block.input_layernorm.register_forward_hook(lambda *_: pytest.fail("a trial is no call"))
     fp8.apply(block, fp8.plan(block, "blockwise"))
-    assert rmsnorm.convert(block) == (("input_layernorm", None),) and rmsnorm.convert(block)[0][1] == "fused before"
+    assert (
+        rmsnorm.convert(block) == (("input_layernorm", None),) and rmsnorm.convert(block)[0][1] == "it is already fused"
+    )
     post = nn.ModuleDict({"post_attention_layernorm": Qwen3RMSNorm(96), "post_feedforward_layernorm": Qwen3RMSNorm(96)})
     post["mlp"] = nn.ModuleDict({"gate_proj": nn.Linear(96, 96), "up_proj": nn.Linear(96, 96)})
     assert rmsnorm.convert(fp8.apply(post, fp8.plan(post, "blockwise"))) == ()

@@ -331,7 +331,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
     before = m.q._site.codes.casts
     casts.clear()
     monkeypatch.setattr(inputs, "_is_capturing", lambda _: True)
-    monkeypatch.setattr(cache, "_capturing", lambda _: True)
+    monkeypatch.setattr(cache, "_is_capturing", lambda _: True)
     k = m.k(x)
     assert of_x(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's
     v = m.v(x)

@@ -369,7 +369,7 @@ def test_a_nan_in_one_block_is_not_hidden():
 
 
 def test_wrong_shapes_and_names_say_so():
-    with pytest.raises(RuntimeError, match="inputs with 160 features.*found an input of shape"):
+    with pytest.raises(RuntimeError, match="inputs with 160 features.*got an input of shape"):
         layer()(torch.randn(3, 159))
     with pytest.raises(fp8.RecipeError, match="does not exist"):
         fp8.linear(torch.randn(2, 8), torch.randn(4, 8), recipe="blockwize")

@@ -107,7 +107,7 @@ def test_no_step_of_siblings_waits():
 @pytest.mark.parametrize("master", MASTERS)
 def test_no_update_waits(states, master, monkeypatch):
     """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
-    monkeypatch.setattr(engine, "on_cpu", reference_step)
+    monkeypatch.setattr(engine, "step_on_cpu", reference_step)
     torch.manual_seed(0)
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
     m = nn.Sequential(nn.Linear(96, 48), nn.Linear(48, 5)).to(dtype)

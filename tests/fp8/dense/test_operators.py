@@ -266,7 +266,7 @@ def test_a_cuda_graph_capture_casts_inside_and_keeps_nothing(monkeypatch):
     forward(module, module.weight, x)
     cache = module._site.codes
     held = [q.data.data_ptr() for q in cache._codes.values()]
-    monkeypatch.setattr(weights, "_capturing", lambda tensor: True)
+    monkeypatch.setattr(weights, "_is_capturing", lambda tensor: True)
     seen = []
     backend = module._site.backend.backend
     cast = backend.quantize

@@ -63,10 +63,10 @@ def test_a_forward_replaced_after_the_plan_is_an_error_before_anything_is_change
     m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     plan = fp8.plan(m, "blockwise")
     hooked(m[1])
-    with pytest.raises(fp8.PlanError, match=r"'1' got a forward of its own.*Apply the plan first"):
+    with pytest.raises(fp8.PlanError, match=r"the forward of '1' was replaced.*Apply the plan first"):
         fp8.apply(m, plan)
     assert type(m[0]) is nn.Linear
-    with pytest.raises(TypeError, match="forward of its own on the instance"):
+    with pytest.raises(TypeError, match="has a forward set on the instance"):
         fp8.Linear.convert(m[1], layer()[0]._site)
 
 
@@ -124,7 +124,7 @@ def test_linear_tells_what_it_cannot_take():
     with pytest.raises(fp8.RecipeError, match="recipe None does not exist"):
         fp8.linear(x, w, recipe=None)
     for weight, bias in ((w[0], None), (w, torch.zeros(31)), (w, torch.zeros(1, 32))):
-        with pytest.raises(RuntimeError, match="takes a weight of two dimensions .N, K. and a bias of one"):
+        with pytest.raises(RuntimeError, match="takes a weight .N, K. and a bias .N."):
             fp8.linear(x, weight, bias)
 
 

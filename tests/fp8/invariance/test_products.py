@@ -124,7 +124,7 @@ def test_rows_of_experts(threads: int) -> None:
 
 def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is tried is what is computed: rows of BF16 products, by the kernel of BF16."""
-    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_test_results", {})
     x, w, b, ends = random(50, 24), random(3, 24, 40, seed=1), random(40, seed=2), torch.tensor([1, 1, 50]).int()
     for call in (
         lambda: torch.mm(x, w[0]),
@@ -190,11 +190,11 @@ def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch)
         return stock(a, b) * (1 + 1e-3 * len(a))
 
     x, w = random(40, 24), random(24, 32, seed=1)
-    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_test_results", {})
     monkeypatch.setattr(products.torch, "mm", counting)
     y = products.mm(x, w)
     assert set(calls[-3:]) == {ROWS} and torch.equal(y[5:6], products.mm(x[5:6], w))
-    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_test_results", {})
     monkeypatch.setattr(products.torch, "mm", lambda a, b: stock(a, b) + torch.arange(len(a))[:, None])
     with pytest.raises(fp8.InvarianceError, match="another place"):
         products.mm(x, w)

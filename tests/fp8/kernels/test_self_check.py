@@ -137,7 +137,7 @@ FAULTS = {
     "one value": (
         "gemm_dgrad",
         add,
-        r"dgrad of rowwise e4m3 on triton computes wrongly: result in bf16 at \[2, 3\] is",
+        r"dgrad of rowwise e4m3 on triton computes wrong results: result in bf16 at \[2, 3\] is",
     ),
     "a NaN": (
         "gemm_wgrad",
@@ -229,7 +229,9 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "adamw", errs)
-    with pytest.raises(SelfCheckError, match=r"adamw on triton computes wrongly: weight with states in fp8 at \[7\]"):
+    with pytest.raises(
+        SelfCheckError, match=r"adamw on triton computes wrong results: weight with states in fp8 at \[7\]"
+    ):
         engine.select_engine(torch.device("meta"))
 
 
@@ -288,7 +290,9 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
 def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     checks, _ = counting("a")
-    with pytest.warns(UserWarning, match="the self-check of kernels cannot be saved .* it runs at each start"):
+    with pytest.warns(
+        UserWarning, match="the result of the kernel self-check cannot be saved .* it will run at each start"
+    ):
         assert ran(checks) == ("a",)
 
 
@@ -305,5 +309,5 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))
     check = fp8_backends.versions_tested("cpu")
-    assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrongly" in check.found
+    assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrong results" in check.found
     assert "fp8.backend: reference" in check.fix

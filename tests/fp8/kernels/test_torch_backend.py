@@ -125,7 +125,7 @@ def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, m
         assert len(lent) == 1, "an fp32 bias would be rounded first"
     else:
         assert len(lent) == 2 and len(tries) == 2, "tried once: a product without the bias, and one with it"
-        assert ("% of the values differ" if gpu is rounding_twice else "torch refuses it: no bias") in str(why_not)
+        assert ("% of the values differ" if gpu is rounding_twice else "torch raises: no bias") in str(why_not)
 
 
 def test_a_slice_of_a_fused_bias_is_brought_into_line() -> None:
@@ -279,7 +279,7 @@ def test_what_it_says_of_the_cpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not there")
 def test_without_a_gpu_it_does_not_guess() -> None:
     why_not = BACKEND.supports("fwd", recipe("tensorwise"), torch.device("cuda"), None)
-    assert why_not == "what it can do depends on the GPU, and this process sees none"
+    assert why_not == "it depends on the GPU, but this process sees no GPU"
 
 
 ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
@@ -291,9 +291,9 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
         *((kind, AMPERE, (13, 0), "compute capability 8.9 or later, this GPU has 8.0") for kind in tb._SCALINGS),
         *((("tensor"), gpu, (12, 6), None) for gpu in (ADA, HOPPER, B200, CONSUMER)),
         *(("row", gpu, (12, 8), None) for gpu in (ADA, B200)),
-        ("row", CONSUMER, (13, 0), "refused by cuBLAS beyond compute capability 10.x"),
+        ("row", CONSUMER, (13, 0), "cuBLAS rejects one scale per row above compute capability 10.x"),
         ("row", HOPPER, (12, 9), None),
-        ("row", HOPPER, (12, 8), "one scale a row needs CUDA 12.9 or later on compute capability 9.0"),
+        ("row", HOPPER, (12, 8), "one scale per row needs CUDA 12.9 or later on compute capability 9.0"),
         ("block", HOPPER, (13, 0), None),
         ("line", HOPPER, (12, 9), None),
         ("block", HOPPER, (12, 8), "need CUDA 12.9 or later, this torch is built with 12.8"),

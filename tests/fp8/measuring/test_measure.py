@@ -224,7 +224,7 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
 
     monkeypatch.setattr(registry, "_backends", {"reference": registry.get("reference"), "half": Half()})
     cases = [Case("linear", 64, 32, 32), Case("linear", 64, 16, 32)]
-    found = [[n for n, _, _ in measure.candidates(c, [fp8.recipe("rowwise")], torch.device("cpu"))] for c in cases]
+    found = [[n for n, _, _ in measure.list_candidates(c, [fp8.recipe("rowwise")], torch.device("cpu"))] for c in cases]
     assert found == [["rowwise e4m3 on half + reference"], ["rowwise e4m3 on reference"]]
     model = Net()
     plan = fp8.plan(
@@ -249,7 +249,7 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
     ],
 )
 def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spoil, why):
-    real = measure._Bench.converted
+    real = measure._Bench.make_fp8_module
 
     def converted(self, recipe, chosen):
         module = real(self, recipe, chosen)
@@ -257,7 +257,7 @@ def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spo
             module.register_forward_hook(lambda m, a, y: spoil(y))
         return module
 
-    monkeypatch.setattr(measure._Bench, "converted", converted)
+    monkeypatch.setattr(measure._Bench, "make_fp8_module", converted)
     model = Net()
     found = measured(model)
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found)
@@ -372,9 +372,9 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch, tmp_path):
 def test_what_a_measurement_needs():
     with pytest.raises(fp8.MeasureError, match="give the tokens"):
         fp8.measure(Net())
-    with pytest.raises(fp8.PlanError, match="Give tokens as well"):
+    with pytest.raises(fp8.PlanError, match="measurements also need tokens"):
         fp8.plan(Net(), "auto", measurements=fp8.Measurements(GPU))
-    with pytest.raises(fp8.PlanError, match="tokens says nothing about foundation"):
+    with pytest.raises(fp8.PlanError, match="tokens has no entry for foundation"):
         fp8.measure(Net(), tokens={})
 
 
@@ -405,7 +405,10 @@ def test_the_documented_table(sm, shape, allowed, chosen, why):
 def test_auto_without_measurements_says_so_and_takes_the_table():
     plan = fp8.plan(Net(), "auto")
     assert {r.recipe.name for r in plan.rows if r.fp8} == {"blockwise"}
-    assert any(n.startswith("recipe auto: nothing was measured; recipes come from the documented") for n in plan.notes)
+    assert any(
+        n.startswith("recipe auto: nothing was measured; recipes come from the table in docs/plan.md")
+        for n in plan.notes
+    )
     assert "auto, not measured: blockwise by the table" in plan.table()
     mixed = fp8.plan(Net(), fp8.Policy("rowwise", rules=[{"match": "frozen", "recipe": "auto"}]))
     assert {r.name: r.recipe.name for r in mixed.rows if r.fp8}["frozen"] == "blockwise"
@@ -438,5 +441,5 @@ def test_a_plan_says_what_each_backend_lacks():
 
 @pytest.mark.parametrize("tokens", [{"foundation": -5}, {"foundation": 0}, {"foundation": 2.5}])
 def test_tokens_that_mean_nothing_are_refused(tokens):
-    with pytest.raises(fp8.PlanError, match="tokens holds .* whole number of tokens a forward"):
+    with pytest.raises(fp8.PlanError, match="tokens has .* whole number of tokens per forward"):
         fp8.measure(nn.Sequential(nn.Linear(16, 16)), "auto", tokens=tokens)

@@ -183,7 +183,7 @@ def test_counting_leaves_no_trace():
     before = (len(nn.modules.module._global_forward_pre_hooks), len(nn.modules.module._global_forward_hooks))
     with count_saved(model) as k:
         loss = model(x).sum()
-    refs = [seen.storage for seen in k._seen.values() if seen.created]
+    refs = [seen.storage for seen in k._storages.values() if seen.created]
     loss.backward()
     assert torch.equal(x.grad, plain)
     del loss

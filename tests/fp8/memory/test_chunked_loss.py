@@ -160,7 +160,7 @@ def test_targets_that_cannot_be_looked_at_give_the_same(monkeypatch: pytest.Monk
     def all_rows(h, w, t, b, ignore):
         return logits._Tokens(h, t, None, t != ignore, t.shape)
 
-    monkeypatch.setattr(logits, "_tokens", all_rows)
+    monkeypatch.setattr(logits, "_select_tokens", all_rows)
     got = linear_cross_entropy(hidden, weight, target, z_loss=0.1)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     for a, b in zip(gradients(got, (hidden, weight)), gradients(want, (hidden, weight)), strict=True):

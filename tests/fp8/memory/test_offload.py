@@ -99,7 +99,7 @@ def test_a_storage_moves_once_and_only_what_belongs_to_the_block():
 def test_one_block_ahead_and_no_more():
     model, events = stack(4), []
     copies = Slow()
-    for name in ("out", "back"):
+    for name in ("to_host", "to_device"):
         plain = getattr(copies, name)
         setattr(copies, name, lambda x, plain=plain, name=name: (events.append(name), plain(x))[1])
     offload(model.named_children(), least=1, copies=copies)
@@ -108,12 +108,12 @@ def test_one_block_ahead_and_no_more():
     for number, block in enumerate(model):
         block.mlp.down.weight.register_hook(lambda g, number=number: events.append(number))
     y.sum().backward()
-    backward = [e for e in events if e != "out"]
-    each = events.count("out") // 4
+    backward = [e for e in events if e != "to_host"]
+    each = events.count("to_host") // 4
     order = [e for i, e in enumerate(backward) if i == 0 or backward[i - 1] != e]
     # The last block is on the device still; while it goes backward, the one before it comes.
-    assert order == ["back", 3, "back", 2, "back", 1, 0]
-    assert backward.count("back") == 3 * each
+    assert order == ["to_device", 3, "to_device", 2, "to_device", 1, 0]
+    assert backward.count("to_device") == 3 * each
 
 
 def test_at_most_two_blocks_are_on_the_device_after_the_forward():

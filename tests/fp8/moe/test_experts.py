@@ -178,7 +178,7 @@ def test_a_module_that_computes_something_else_is_left_and_the_plan_says_so():
         empty = nn.ModuleDict({"experts": Doubled(block["experts"].config), "a": nn.Linear(8, 8)})
     hopeful = fp8.plan(empty)
     fresh = nn.ModuleDict({"experts": made(Doubled, block["experts"].config), "a": nn.Linear(8, 8)})
-    with pytest.raises(fp8.PlanError, match="'experts' cannot be converted.*Plan again on the loaded model"):
+    with pytest.raises(fp8.PlanError, match="'experts' cannot be converted.*Make a new plan for the loaded model"):
         fp8.apply(fresh, hopeful)
     assert type(fresh["a"]) is nn.Linear, "nothing was half applied"
 

@@ -112,7 +112,7 @@ def test_a_block_of_rows_that_would_span_two_experts_is_refused():
     groups = group_rows(torch.tensor([0, 1]), 2).groups
     with pytest.raises(fp8.CastError, match="a block of 96 rows would span two experts"):
         REFERENCE.quantize_rows(torch.ones(groups.rows, 8), fp8.CastSpec(block=(96, 1)), groups)
-    with pytest.raises(fp8.CastError, match="has 7 rows where the groups say 256"):
+    with pytest.raises(fp8.CastError, match="has 7 rows, but its groups have 256"):
         REFERENCE.quantize_rows(torch.ones(7, 8), fp8.CastSpec(), groups)
 
 
@@ -405,14 +405,14 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
             results_of[name] = results(model["experts"], model, given, torch.ones_like(given[0]))
         proof = Proof(plan)
         proof.observe(counts, {"foundation": 1})
-        noted = "2 rows of experts run expert by expert: ungrouped: it knows no groups" in plan.notes
+        noted = "2 rows of experts run one expert at a time: ungrouped: it knows no groups" in plan.notes
         assert noted == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == noted
     assert all(map(torch.equal, *results_of.values()))
     assert "a history of each expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     chosen = fp8.recipe("rowwise")
     picked = {"fwd": registry.select("fwd", recipe_or_spec=chosen, device=cpu, requested="reference")}
-    assert why_not_grouped(chosen, picked, cpu) is None and "would have to be waited for" in why_not_grouped(
+    assert why_not_grouped(chosen, picked, cpu) is None and "which would synchronize" in why_not_grouped(
         chosen, picked, cuda
     )
 

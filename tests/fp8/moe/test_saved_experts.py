@@ -43,7 +43,7 @@ def test_bit_for_bit_experts_on_rounded_values(family, recipe, policy, monkeypat
     plain, twin = pair(family, recipe, **policy)
     given, own = routed(40), moe._apply_gate
     got, counts = run(twin, given)
-    monkeypatch.setattr(moe, "_gate", lambda module, gate_up: own(module, Rounded.apply(gate_up)))
+    monkeypatch.setattr(moe, "_apply_gate", lambda module, gate_up: own(module, Rounded.apply(gate_up)))
     want, counts2 = run(plain, given)
     assert counts == counts2 and all(torch.equal(a, b) for a, b in zip(want[:-1], got[:-1], strict=True))
     assert cosine(want[-1], got[-1]) > 0.99 and not torch.equal(want[-1], got[-1])
@@ -99,7 +99,7 @@ def test_the_plan_says_so_and_copies_keep_it():
     block = torch.nn.ModuleDict({"experts": FAMILIES["qwen3_moe"]()})
     plan = fp8.plan(block, fp8.Policy(activations="fp8"))
     assert [(b.name, b.kind, b.saves) for b in plan.blocks] == [("experts", "experts", True)]
-    assert any("1 modules of experts keep gate and up in FP8" in n for n in plan.notes)
+    assert any("1 modules of experts save gate and up in FP8" in n for n in plan.notes)
     fp8.apply(block, plan)
     unfuse(block)
     assert saved_experts.SAVES_FP8 not in block["experts"].__dict__

@@ -191,7 +191,7 @@ def test_nothing_that_was_stepped_is_kept_alive() -> None:
 
 def test_an_optimizer_that_ends_leaves_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Offload("cpu", transfers=Late())
-    monkeypatch.setattr(offload_file, "of", lambda device: served)
+    monkeypatch.setattr(offload_file, "offload_for", lambda device: served)
     optimizer = OffloadedAdamW([torch.nn.Parameter(torch.zeros(300))])
     served.step([piece(300, 0, 0, "fp8")], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, reference_step)
     assert served._last is not None
@@ -243,7 +243,7 @@ def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:
 def test_states_are_made_loaded_and_saved_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     late, made = Late(), []
     served = Offload("cpu", transfers=late)
-    monkeypatch.setattr(offload_file, "of", lambda device: served)
+    monkeypatch.setattr(offload_file, "offload_for", lambda device: served)
     monkeypatch.setattr(late, "host", lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8))
     model = torch.nn.Linear(40, 10)
     model(torch.ones(40)).sum().backward()

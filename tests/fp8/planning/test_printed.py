@@ -70,4 +70,4 @@ def test_a_notebook_shows_the_table_with_names_escaped(model: nn.Module) -> None
     assert "<b>" not in text and "&lt;b&gt;&amp;" in text
     assert cells.tags.count("tr") == 2 and cells.tags.count("th") == cells.tags.count("td") == 7
     assert "<b>&.{0..2}" in cells.texts and "blockwise e4m3" in cells.texts
-    assert "FP8: 3 of 3 linear layers, 197,376 of 197,376 parameters in them" in cells.texts
+    assert "FP8: 3 of 3 linear layers, with 197,376 of 197,376 parameters" in cells.texts

@@ -65,8 +65,8 @@ def test_results_that_no_multiple_of_16_holds_are_copied():
     with torch.device("meta"):
         model = nn.ModuleDict({"gate": nn.Linear(1280, 3420), "down": nn.Linear(3420, 1280)})
     notes = fp8.plan(model, fp8.Policy("rowwise", backend="torch")).notes
-    assert "gate: 3420 x 1280 as 3424 x 1280, 0.12 % more, y copied out" in notes
-    assert "down: 1280 x 3420 as 1280 x 3424, 0.12 % more, dx and dw copied out" in notes
+    assert "gate: 3420 x 1280 padded to 3424 x 1280, 0.12 % more, y copied out" in notes
+    assert "down: 1280 x 3420 padded to 1280 x 3424, 0.12 % more, dx and dw copied out" in notes
     a, b = (fp8.quantize(torch.ones(16, width), fp8.recipe("rowwise").fwd.a) for width in (32, 32))
     torch_backend = kernels.get("torch")
     assert torch_backend.pads_results and not kernels.get("reference").pads_results
@@ -80,11 +80,11 @@ def test_the_cost_counts_the_head_on_both_sides():
     with torch.device("meta"):
         model = nn.ModuleDict({"up": nn.Linear(1024, 1024), "lm_head": nn.Linear(1024, 151860)})
     plan = fp8.plan(model, fp8.Policy("rowwise", components={"lm_head": "rowwise"}))
-    [note] = [note for note in plan.notes if "filled up" in note]
+    [note] = [note for note in plan.notes if "padded for" in note]
     more, whole = 12 * 1024, (151860 + 1024) * 1024
-    assert f"{100 * more / whole:.2g} % of all layers' FLOPs more" in note
+    assert f"which adds {100 * more / whole:.2g} % to the FLOPs of all layers" in note
     tiny = fp8.plan(model, fp8.Policy("off", components={"lm_head": "rowwise"}))
-    assert any("lm_head: 151860 x 1024 as 151872 x 1024" in note for note in tiny.notes)
+    assert any("lm_head: 151860 x 1024 padded to 151872 x 1024" in note for note in tiny.notes)
 
 
 def test_the_cost_is_counted_by_gemm():
@@ -102,17 +102,17 @@ def test_a_plan_names_layer_size_and_cost():
         model = nn.ModuleDict({"blocks": nn.ModuleList(block), "odd": nn.Linear(1152, 255)})
     plan = fp8.plan(model, "blockwise")
     assert plan.share == 1
-    at = next(i for i, note in enumerate(plan.notes) if "zeros" in note)
+    at = next(i for i, note in enumerate(plan.notes) if "padded for" in note)
     assert plan.notes[at : at + 4] == (
-        "7 of 7 FP8 layers have sizes that tensor cores take filled up with zeros, 0.43 % of all layers' FLOPs more:",
-        "blocks.{0..2}.gate: 3420 x 1280 as 3456 x 1280, 0.43 % more",
-        "blocks.{0..2}.down: 1280 x 3420 as 1280 x 3456, 0.43 % more",
-        "odd: 255 x 1152 as 256 x 1152, 0.39 % more",
+        "7 of 7 FP8 layers have sizes that are padded for tensor cores, which adds 0.43 % to the FLOPs of all layers:",
+        "blocks.{0..2}.gate: 3420 x 1280 padded to 3456 x 1280, 0.43 % more",
+        "blocks.{0..2}.down: 1280 x 3420 padded to 1280 x 3456, 0.43 % more",
+        "odd: 255 x 1152 padded to 256 x 1152, 0.39 % more",
     )
     assert plan.notes[at + 3] in plan.table()
     only = fp8.Policy("off", rules=({"match": "**.0.gate", "recipe": "tensorwise", "wgrad": "bf16"},))
     notes = fp8.plan(model, only).notes
-    assert "blocks.0.gate: 3420 x 1280 as 3424 x 1280, 0.12 % more" in notes
+    assert "blocks.0.gate: 3420 x 1280 padded to 3424 x 1280, 0.12 % more" in notes
     del model["blocks"], model["odd"]
     model["even"] = nn.Linear(256, 4304, device="meta")
-    assert not any("zeros" in note for note in fp8.plan(model, "rowwise").notes)
+    assert not any("padded for" in note for note in fp8.plan(model, "rowwise").notes)

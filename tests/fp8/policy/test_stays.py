@@ -207,7 +207,7 @@ def test_time_embeddings_and_routers_of_own_mixtures_stay() -> None:
 def test_percentages_are_plain_digits() -> None:
     policy = fp8.Policy("blockwise", rules=(fp8.Rule("2", recipe="blockwise"),))
     notes = " ".join(fp8.plan(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)), policy).notes)
-    assert "e+" not in notes and "2: 10 x 256 as 128 x 256, 433 % more" in notes
+    assert "e+" not in notes and "2: 10 x 256 padded to 128 x 256, 433 % more" in notes
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
     for block in model:
         fully_shard(block, mesh=mesh_of_one)
     fully_shard(model, mesh=mesh_of_one)
-    monkeypatch.setattr(cache, "_capturing", lambda tensor: True)
+    monkeypatch.setattr(cache, "_is_capturing", lambda tensor: True)
     x = torch.randn(4, 32)
     for m in (want, model):
         m(x).sum().backward()
@@ -189,7 +189,7 @@ def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
 
 def test_a_weight_that_was_not_gathered_says_what_is_wrong(mesh_of_one):
     model = fully_shard(build("blockwise"), mesh=mesh_of_one)
-    with pytest.raises(RuntimeError, match="is a DTensor where its GEMM runs.*fully_shard"):
+    with pytest.raises(RuntimeError, match="is a DTensor when its GEMM runs.*fully_shard"):
         model[0].up(torch.randn(2, 32))
 
 
@@ -246,7 +246,7 @@ def test_experts_follow_their_shards(mesh_of_one):
         fp8.apply(model, fp8.plan(model))
         if shard:
             fully_shard(model, mesh=mesh_of_one)
-            with pytest.raises(fp8.PlanError, match="applied to this model before"):
+            with pytest.raises(fp8.PlanError, match="already applied to this model"):
                 fp8.apply(model, fp8.plan(model))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
         losses = []

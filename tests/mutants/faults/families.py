@@ -66,8 +66,8 @@ area(
     ),
     (
         "sounds-by-every-third-sample", "data/encoding/audio.py",
-        'resampled = soxr.resample(samples, rate, wanted, quality="HQ")',
-        "resampled = np.interp(np.arange(_resampled_length(len(samples), rate, wanted)) * rate / wanted, "
+        'resampled = soxr.resample(samples, rate, new_rate, quality="HQ")',
+        "resampled = np.interp(np.arange(_resampled_length(len(samples), rate, new_rate)) * rate / new_rate, "
         "np.arange(len(samples)), samples)",
         "what the model's rate cannot hold comes back as false tones",
         "data/test_audio.py",

@@ -30,7 +30,8 @@ area(
     ),
     (
         "packs-resume-one-early", "data/loaders/pack_loader.py",
-        "(window, at + 1, now) if at + 1 < len(packs)", "(window, at, now) if at + 1 < len(packs)",
+        "(window, index + 1, checksum) if index + 1 < len(packs)",
+        "(window, index, checksum) if index + 1 < len(packs)",
         "a resumed run repeats a pack",
         "data/test_packing.py",
     ),
@@ -48,13 +49,14 @@ area(
     ),
     (
         "packs-fullest-last", "data/batching/packing.py",
-        "bisect_left(rooms, (length, -1))", "len(rooms) - 1 if rooms and rooms[-1][0] >= length else len(rooms)",
+        "bisect_left(free_space, (length, -1))",
+        "len(free_space) - 1 if free_space and free_space[-1][0] >= length else len(free_space)",
         "packs are filled by the worst fit",
         "data/test_packing.py",
     ),
     (
         "packs-documents-without-end", "data/loaders/token_counts.py",
-        "len(ids) + grown + ends", "len(ids) + grown",
+        "len(ids) + added + end_token", "len(ids) + added",
         "the end token of documents is not counted",
         "data/test_packing.py",
     ),

@@ -43,7 +43,7 @@ area(
     ),
     (
         "rank-with-a-row-less-runs-a-forward-less", "data/loaders/loader.py",
-        "taken + spare", "taken",
+        "admitted + padding", "admitted",
         "ranks run different numbers of forwards, and wait for each other for ever",
         "data/test_loader.py",
     ),
@@ -61,7 +61,7 @@ area(
     ),
     (
         "images-of-a-tar-by-text", "data/formats/tar.py",
-        "sorted(unused, key=_number)", "sorted(unused)",
+        "sorted(unused, key=_sort_key)", "sorted(unused)",
         "image 10 of a row comes before image 2",
         "data/test_tar.py",
     ),
@@ -123,7 +123,7 @@ area(
     ),
     (
         "eval-set-ranks", "data/loaders/eval_set.py",
-        "(turn * self.world + self.rank) * self.micro_batch", "turn * self.world * self.micro_batch + self.rank",
+        "(step * self.world + self.rank) * self.micro_batch", "step * self.world * self.micro_batch + self.rank",
         "ranks evaluate some questions twice and some never",
         "data/test_loader.py", "train/test_evaluation.py", "data/test_build.py",
     ),
@@ -135,7 +135,7 @@ area(
     ),
     (
         "image-of-any-format", "data/rows/image_refs.py",
-        "Image.open(_file(path), formats=known)", "Image.open(_file(path))",
+        "Image.open(_source(path), formats=known)", "Image.open(_source(path))",
         "an image that is PostScript starts Ghostscript",
         "data/test_pixels.py",
     ),
@@ -147,7 +147,7 @@ area(
     ),
     (
         "long-rows-are-rendered", "data/encoding/encode.py",
-        "if room >= 0 and len(turns) <= tokens:", "if True:",
+        "if chars_left >= 0 and len(turns) <= tokens:", "if True:",
         "a row of 20 MB is rendered before it is dropped",
         "data/test_encode.py",
     ),
@@ -157,7 +157,7 @@ area(
     "rewards",
     (
         "prompt-without-its-opening", "data/encoding/encode.py",
-        "rendered(turns, self._render, context is None)", "rendered(turns, self._render)",
+        "render_messages(turns, render, context is None)", "render_messages(turns, render)",
         "a prompt ends before what opens the answer",
         "data/test_prompts.py",
     ),
@@ -182,7 +182,7 @@ area(
     ),
     (
         "labelled-rows-crossed-with-themselves", "data/tasks/pairs.py",
-        "for sample in mine[-1:]] + mine[:-1]", "for sample in mine[:1]] + mine[1:]",
+        "for sample in samples[-1:]] + samples[:-1]", "for sample in samples[:1]] + samples[1:]",
         "the KL term of KTO sees the answers that belong to the prompts",
         "data/test_pairs.py",
     ),
@@ -426,7 +426,7 @@ area(
     ),
     (
         "skipped-to-the-end-is-finished", "train/loop/loop.py",
-        "if not stopped and (in_a_row := run.job.progress.in_a_row):", "if in_a_row := 0:",
+        "if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):", "if consecutive_skips := 0:",
         "a run whose last steps were skipped has finished",
         "train/test_dead.py -k last_steps",
     ),
@@ -494,7 +494,7 @@ area(
     ),
     (
         "dead-host-holds-its-lock", "train/run_dir/run_lock.py",
-        "if (holder.elsewhere and _beats(path, log)) or not (free or holder.elsewhere):", "if not free:",
+        "if (holder.on_other_host and _is_alive(path, log)) or not (free or holder.on_other_host):", "if not free:",
         "a run cannot go on where its host died, and two hosts without locks train in one directory",
         "train/test_run_lock.py",
     ),

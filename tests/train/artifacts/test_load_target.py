@@ -12,7 +12,7 @@ import torch
 
 from octavo import adapters, fp8, models, train
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.export.values import iter_values
 from octavo.fp8.metrics import calc_diff
 from octavo.fp8.weights import codes_of_frozen, frozen_weights
 from octavo.train import TrainError, artifacts
@@ -37,7 +37,7 @@ train: {{steps: 2, seq_length: 128, micro_batch: 2, global_batch: 2, lr: 2e-2}}
 run: {{dir: {home / name}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
 """
         train.run(load_config_text(text, overrides))
-    export(values_of(models.load(place / "tiny")), place / "tiny", home / "fp8", "fp8-block")
+    export(iter_values(models.load(place / "tiny")), place / "tiny", home / "fp8", "fp8-block")
     return home
 
 
@@ -47,21 +47,21 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_each_is_told_apart(runs, place):
-    full, lora = artifacts.look(runs / "full"), artifacts.look(runs / "lora")
+    full, lora = artifacts.inspect_target(runs / "full"), artifacts.inspect_target(runs / "lora")
     assert (full.kind, full.lora, full.kinds) == ("run", False, {})
     assert (lora.kind, lora.lora, lora.kinds) == ("run", True, {"foundation": "row"})
-    plain, coded = artifacts.look(place / "tiny"), artifacts.look(runs / "fp8")
+    plain, coded = artifacts.inspect_target(place / "tiny"), artifacts.inspect_target(runs / "fp8")
     assert (plain.kind, plain.quantization) == ("folder", None)
     assert (coded.kind, str(coded.quantization)) == ("folder", "fp8 block 128x128")
-    worn = artifacts.look(runs / "lora" / "adapter")
+    worn = artifacts.inspect_target(runs / "lora" / "adapter")
     assert (worn.kind, worn.lora, worn.base.resolve()) == ("adapter", True, (place / "tiny").resolve())
     assert "trained on rowwise codes of its base: --load-in-fp8 rowwise uses them again" in worn.notes[0]
-    assert artifacts.look(runs / "lora" / "adapter", runs / "fp8").base == runs / "fp8"
-    assert artifacts.look(runs / "lora", runs / "fp8").moved
+    assert artifacts.inspect_target(runs / "lora" / "adapter", runs / "fp8").base == runs / "fp8"
+    assert artifacts.inspect_target(runs / "lora", runs / "fp8").moved
 
 
 def test_a_lora_run_opens_with_the_codes_that_it_trained_over(runs):
-    model, _, notes = artifacts.look(runs / "lora").open()
+    model, _, notes = artifacts.inspect_target(runs / "lora").open()
     assert {codes_of_frozen(w).spec.block for _, w in frozen_weights(model)} == {(1, -1)}
     assert any(
         float(p.detach().abs().max()) > 0 for n, p in adapters.adapter_parameters(model) if "lora_B" in n
@@ -73,17 +73,17 @@ def test_a_lora_run_opens_with_the_codes_that_it_trained_over(runs):
 
 
 def test_the_adapter_folder_computes_as_its_run(runs):
-    run, _, _ = artifacts.look(runs / "lora").open()
-    worn, _, notes = artifacts.look(runs / "lora/adapter").open(load_in_fp8="row", dtype=torch.bfloat16)
+    run, _, _ = artifacts.inspect_target(runs / "lora").open()
+    worn, _, notes = artifacts.inspect_target(runs / "lora/adapter").open(load_in_fp8="row", dtype=torch.bfloat16)
     assert torch.equal(logits(run), logits(worn))
     assert "frozen codes" in notes[-1]
-    other, _, _ = artifacts.look(runs / "lora/adapter").open(dtype=torch.bfloat16)
+    other, _, _ = artifacts.inspect_target(runs / "lora/adapter").open(dtype=torch.bfloat16)
     assert not list(frozen_weights(other))  # the base as its folder has it
     assert calc_diff(logits(run), logits(other)) < 1e-2
 
 
 def test_codes_are_multiplied_as_they_are_or_dequantized(runs):
-    found = artifacts.look(runs / "fp8")
+    found = artifacts.inspect_target(runs / "fp8")
     kernels, _, (note,) = found.open(backend="reference")
     assert "blockwise on reference" in note
     same, _, _ = found.open(recipe="off")
@@ -101,22 +101,22 @@ def test_only_the_layers_with_codes_run_in_fp8(runs):
     """Layers that an export left in high precision stay there under the fitting recipe."""
     model = models.load(runs / "fp8")
     family = models.describe(model.config)
-    policy = load_target.fitting(model, family)
+    policy = load_target.make_fitting_policy(model, family)
     assert policy is not None and policy.recipe == "off"
     plan = fp8.plan(model, policy, family.components)
     coded = {name.removesuffix(".weight") for name, _ in frozen_weights(model)}
     assert {row.name for row in plan.rows if row.fp8} == coded
-    assert load_target.fitting(models.load(runs / "full/../fp8", keep_fp8=False), family) is None
+    assert load_target.make_fitting_policy(models.load(runs / "full/../fp8", keep_fp8=False), family) is None
 
 
 def test_a_full_run_takes_another_recipe_and_no_other_base(runs):
-    found = artifacts.look(runs / "full")
+    found = artifacts.inspect_target(runs / "full")
     assert "blockwise on" in found.open(step=2).notes[1]
     assert found.open(recipe="off").notes == ("step 2", "high precision")
     with pytest.raises(TrainError, match="load_in_fp8 quantizes a frozen base, but .*full trained all weights"):
         found.open(load_in_fp8="row")
     with pytest.raises(TrainError, match="a base was given .* trained all weights: only adapters have a base"):
-        artifacts.look(runs / "full", runs / "fp8")
+        artifacts.inspect_target(runs / "full", runs / "fp8")
     with pytest.raises(TrainError, match="has no checkpoint of step 9; there are 2"):
         found.open(step=9)
 
@@ -126,17 +126,17 @@ def test_a_base_that_changed_since_is_refused(runs, tmp_path, place):
     shutil.copytree(runs / "lora", tmp_path / "run")
     text = (tmp_path / "run/config.yaml").read_text().replace(str(place / "tiny"), str(tmp_path / "base"))
     (tmp_path / "run/config.yaml").write_text(text)
-    artifacts.look(tmp_path / "run").open()
+    artifacts.inspect_target(tmp_path / "run").open()
     file = tmp_path / "base/model.safetensors"
     data = bytearray(file.read_bytes())
     data[-9] ^= 64
     file.write_bytes(data)
     with pytest.raises(TrainError, match="is not the one with which .* was trained"):
-        artifacts.look(tmp_path / "run").open()
+        artifacts.inspect_target(tmp_path / "run").open()
 
 
 def test_both_bases_are_compared(runs):
-    found = artifacts.look(runs / "lora")
+    found = artifacts.inspect_target(runs / "lora")
     result = artifacts.compare_bases(found)
     assert [row["base"] for row in result["bases"]] == ["fp8", "fp8, dequantized", "high precision"]
     assert result["bases"][0]["fp8_gemms"] > 0 == result["bases"][1]["fp8_gemms"] == result["bases"][2]["fp8_gemms"]
@@ -149,22 +149,22 @@ def test_both_bases_are_compared(runs):
 
 def test_what_has_no_two_bases_says_so(runs, place):
     with pytest.raises(TrainError, match="has no adapters, so it has one base"):
-        artifacts.compare_bases(artifacts.look(runs / "full"))
+        artifacts.compare_bases(artifacts.inspect_target(runs / "full"))
     with pytest.raises(TrainError, match="holds FP8 codes .* and no high-precision weights"):
-        artifacts.compare_bases(artifacts.look(runs / "lora", runs / "fp8"))
+        artifacts.compare_bases(artifacts.inspect_target(runs / "lora", runs / "fp8"))
     outside = runs / "worn"
     if not outside.exists():
         shutil.copytree(runs / "lora/adapter", outside)
-    cfg = load_target.configuration(runs / "lora")
+    cfg = load_target.read_run_config(runs / "lora")
     with pytest.raises(TrainError, match="was not trained over an FP8 base, and none is asked for"):
-        artifacts.compare_bases(artifacts.look(outside, place / "tiny"), cfg)
-    assert artifacts.compare_bases(artifacts.look(outside, place / "tiny"), cfg, load_in_fp8="block", recipe="off")[
-        "gap"
-    ]
+        artifacts.compare_bases(artifacts.inspect_target(outside, place / "tiny"), cfg)
+    assert artifacts.compare_bases(
+        artifacts.inspect_target(outside, place / "tiny"), cfg, load_in_fp8="block", recipe="off"
+    )["gap"]
 
 
 def test_a_folder_is_evaluated_on_the_data_of_a_configuration(runs, place):
-    found, cfg = artifacts.look(runs / "fp8"), load_target.configuration(runs / "full")
+    found, cfg = artifacts.inspect_target(runs / "fp8"), load_target.read_run_config(runs / "full")
     with pytest.raises(TrainError, match="names no held-out data: give the configuration that does"):
         artifacts.evaluate_target(found)
     done: list[tuple[int, int]] = []
@@ -205,7 +205,7 @@ def test_everything_else_gets_a_sentence(tmp_path, files, words):
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises((TrainError, models.ModelError), match=words):
-        artifacts.look(folder)
+        artifacts.inspect_target(folder)
 
 
 def test_paths_that_are_no_folders(tmp_path, runs):
@@ -217,12 +217,12 @@ def test_paths_that_are_no_folders(tmp_path, runs):
         ("nowhere", "there is no folder"),
     ):
         with pytest.raises(TrainError, match=words):
-            artifacts.look(tmp_path / path)
+            artifacts.inspect_target(tmp_path / path)
     with pytest.raises(TrainError, match="Octavo only reads local folders: download the model first"):
-        artifacts.look("Qwen/Qwen3-VL-8B-Instruct")
+        artifacts.inspect_target("Qwen/Qwen3-VL-8B-Instruct")
     with pytest.raises(TrainError, match="folder of a run's checkpoints; name the run"):
-        artifacts.look(runs / "full/checkpoints")
+        artifacts.inspect_target(runs / "full/checkpoints")
     with pytest.raises(TrainError, match="has no config.json; name a local Hugging Face folder"):
-        artifacts.look(runs / "lora", tmp_path)
+        artifacts.inspect_target(runs / "lora", tmp_path)
     with pytest.raises(TrainError, match="is a whole model: only adapters have a base"):
-        artifacts.look(runs / "fp8", tmp_path)
+        artifacts.inspect_target(runs / "fp8", tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.train import TrainError
-from octavo.train.artifacts import look
+from octavo.train.artifacts import inspect_target
 from tests.fuzz import mutate
 
 
@@ -18,4 +18,4 @@ def test_what_stands_in_a_files_place_is_named(name: str, what: str, tmp_path: P
         (tmp_path / file).touch()
     mutate.replace_file(None, tmp_path / name, what)  # type: ignore[arg-type]
     with pytest.raises(TrainError, match=rf"{tmp_path / name} is a (named pipe|device|link that leads nowhere)"):
-        look(tmp_path)
+        inspect_target(tmp_path)

@@ -24,7 +24,7 @@ model: {{path: {place / "text"}}}
 data: {{train: [{{path: x.json}}]}}
 train: {{steps: 6, seq_length: 128, micro_batch: 1, global_batch: 2}}
 """)
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     return Footprints(cfg, model, family, plan, Tokens({"foundation": 128, "lm_head": 128}, 128, 0))
 

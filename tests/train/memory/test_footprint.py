@@ -14,12 +14,12 @@ from octavo.train.estimate.memory.footprint import Card, Footprints, changed
 from octavo.train.estimate.memory.micro_batch import _whole
 from octavo.train.estimate.memory.switches import savings
 from octavo.train.setup import planning
-from octavo.train.setup.token_counts import Tokens, assumed
+from octavo.train.setup.token_counts import Tokens, assume_tokens
 
 
 def sizes(cfg, tokens: Tokens) -> Footprints:
     plan, family, _ = planning.plan_for(cfg)
-    model, _ = planning.model_of(cfg)
+    model, _ = planning.meta_model(cfg)
     return Footprints(cfg, model, family, plan, tokens, device="cpu")
 
 
@@ -211,8 +211,8 @@ def test_switches_save_what_turning_them_over_changes(make, place) -> None:
 
 def test_tokens_without_data_are_said(make) -> None:
     cfg = make("data.max_pixels=64")
-    model, family = planning.model_of(cfg)
-    tokens, said = assumed(cfg, family.components, model.config)
+    model, family = planning.meta_model(cfg)
+    tokens, said = assume_tokens(cfg, family.components, model.config)
     assert tokens.counts["foundation"] == 2 * 128 and tokens.counts["image_encoder"] == 2 * 4 and tokens.image == 4
     assert "micro_batch 2 x train.seq_length 128" in said and "4 patches" in said
 
@@ -227,7 +227,7 @@ def test_tokens_that_are_assumed_can_be_counted(make, family: str, length: int, 
     config = models.tiny_config(family, "mini")
     model = models.empty(config)
     described = models.describe(model)
-    tokens, _ = assumed(cfg, described.components, config)
+    tokens, _ = assume_tokens(cfg, described.components, config)
     assert packing or tokens.counts["image_encoder"] <= cfg.train.micro_batch * 5 * 16
     plan, _, _ = planning.plan_model(cfg, model, described)
     assert Footprints(cfg, model, described, plan, tokens, device="cpu").of(cfg).kinds["activations"] > 0

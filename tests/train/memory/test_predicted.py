@@ -49,7 +49,7 @@ def first_tokens(cfg) -> Tokens:
 
 
 def predicted(cfg, ranks: int = 1) -> Footprint:
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family, ranks)
     return Footprints(cfg, model, family, plan, first_tokens(cfg), device="cpu").of(cfg, ranks)
 

@@ -50,7 +50,7 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     """Collective -> bytes of a step, of each rank; they are those of a micro-batch as predicted, times their number."""
     ended = both(cfg, count, size)
     assert [code for code, _ in ended] == [0] * size, ended[0][1]
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, _, _ = planning.plan_model(cfg, model, family, size)
     tokens = json.loads((Path(cfg.run.dir).parent / "counted_0.json").read_text())[2]
     assert len(tokens) == 1 or cfg.parallel.context == 1

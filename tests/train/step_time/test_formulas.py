@@ -185,7 +185,8 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
         (lines.replace("nodes: 2", "nodes: true") + "network: 1e9\n", "nodes must be a number"),
         (lines.replace("gpu: ours", "gpu: 3") + "network: 1e9\n", "gpu must be a name, found 3"),
         (lines.replace("96GB", "96XB") + "network: 1e9\n", "ours.yaml: memory: a card is given by its memory"),
-        ("", "the file is empty; docs/scale.md shows"), ("- 3", "holds a list at the top; docs/scale.md shows"),
+        ("", "the file is empty; docs/scale.md shows"),
+        ("- 3", "the top level of the file is a list; docs/scale.md shows"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(TrainError, match=said):

@@ -83,7 +83,7 @@ def _launch(
         groups = (piece.start % GROUP + piece.weight.numel() + GROUP - 1) // GROUP
         programs += (groups + GROUPS * TILES - 1) // (GROUPS * TILES)
     device = pieces[0].weight.device
-    scalars = {s: Scalars.of(hyper, s) for s in {piece.step for piece in pieces}}
+    scalars = {s: Scalars.compute(hyper, s) for s in {piece.step for piece in pieces}}
     each = scalars[pieces[0].step]
     launch(
         adamw_step,

@@ -160,14 +160,14 @@ class MPTConfig(PreTrainedConfig):
         return 1.0 if self.logit_scale is None else float(self.logit_scale)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, without `initializer_range` if it is None: transformers' class accepts only a number."""
+        """Return all fields, without `initializer_range` if it is None: transformers' class accepts only a number."""
         fields = super().to_dict()
         if fields.get("initializer_range") is None:
             fields.pop("initializer_range", None)
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Every field that affects the computation, including those with default values."""
+        """Return every field that affects the computation, including those with default values."""
         declared = {name: value for name, value in self.to_dict().items() if name in type(self).__annotations__}
         return super().to_diff_dict() | declared
 
@@ -219,8 +219,9 @@ _FIX = "Correct config.json, if the weights are of another kind than it says"
 def _with_defaults(
     name: str, stated: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
 ) -> dict[str, Any]:
-    """A nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field, which may
-    change the computation. transformers writes generic fields of its own into `attn_config`, which are dropped."""
+    """Return a nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field,
+    which may change the computation. transformers writes generic fields of its own into `attn_config`, which are
+    dropped."""
     generic = PreTrainedConfig().to_dict()
     fields = {key: value for key, value in (stated or {}).items() if key in known or key not in generic}
     if odd := [key for key in fields if key not in known and key not in others]:
@@ -250,7 +251,7 @@ def _check_attention(attention: dict[str, Any]) -> None:
 
 
 def _normalize_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
-    """`ffn_config` of an MLP of two layers. Raises ValueError for others."""
+    """Return `ffn_config` of an MLP of two layers. Raises ValueError for others."""
     # An absent activation is GELU; the name "gelu" leaves its form open, which the rest of this function fixes.
     act = ffn["ffn_act_fn"] or {"name": "gelu"}
     if not isinstance(act, dict) or "name" not in act:

@@ -27,8 +27,8 @@ RESIDUAL = "writes_residual"
 
 
 def init_std(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
-    """The standard deviation of a layer's weights. Raises ModelError for an unknown scheme, and for fields that do not
-    give a finite number from 0."""
+    """Create the standard deviation of a layer's weights. Raises ModelError for an unknown scheme, and for fields that
+    do not give a finite number from 0."""
     try:
         deviation = _compute_std(config, module)
     except (TypeError, ValueError, ZeroDivisionError) as cause:  # from a field of the wrong type
@@ -57,7 +57,7 @@ def _compute_std(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
 
 
 def _scheme_std(config: MPTConfig, init: Mapping[str, Any], module: nn.Linear | nn.Embedding) -> float:
-    """The standard deviation by the scheme of `init_config`, before the division for residual layers."""
+    """Return the standard deviation by the scheme of `init_config`, before the division for residual layers."""
     name = init["name"]
     if name == "kaiming_normal_":
         if init["fan_mode"] != "fan_in":
@@ -74,7 +74,7 @@ def _scheme_std(config: MPTConfig, init: Mapping[str, Any], module: nn.Linear | 
 
 
 def _divisor(config: MPTConfig, init: Mapping[str, Any], module: nn.Module) -> float:
-    """The divisor of the standard deviation of layers that write into the residual stream; 1 for others."""
+    """Return the divisor of the standard deviation of layers that write into the residual stream; 1 for others."""
     stated = init["init_div_is_residual"]
     if not getattr(module, RESIDUAL, False) or stated is False:
         return 1.0

@@ -167,7 +167,7 @@ class MPTModel(MPTPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The hidden states [B, T, C] after the last norm.
+        """Return the hidden states [B, T, C] after the last norm.
 
         position_ids   [B, T]: positions of the tokens in their samples; None: counted from the first token after
                        padding on the left
@@ -207,8 +207,8 @@ class MPTModel(MPTPreTrainedModel):
         return BaseModelOutputWithPast(self.norm_f(x), past_key_values)
 
     def _add_bias(self, mask: Any, x: Tensor, past: int) -> dict[str, Any]:
-        """The attention arguments: the mask with ALiBi's bias, computed once for all layers; for a packed row, whose
-        mask is no tensor, the slopes."""
+        """Return the attention arguments: the mask with ALiBi's bias, computed once for all layers; for a packed row,
+        whose mask is no tensor, the slopes."""
         if not self.config.alibi:
             return {"attention_mask": mask}
         name = self.config._attn_implementation
@@ -225,7 +225,7 @@ class MPTModel(MPTPreTrainedModel):
 
 
 def _count_positions(mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-    """Positions of tokens, [B or 1, T], counted from the first token after padding on the left."""
+    """Return positions of tokens, [B or 1, T], counted from the first token after padding on the left."""
     if mask is not None and mask.dim() == 2:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
     return torch.arange(past, past + length, device=device)[None]
@@ -256,7 +256,7 @@ class MPTForCausalLM(MPTPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
+        """Return logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
         `labels` the loss; other arguments as `MPTModel.forward`. `logit_scale` multiplies the input of the head, which
         has no bias, instead of its output: losses that never materialise the logits are then scaled too."""
         output = self.transformer(

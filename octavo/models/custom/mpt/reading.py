@@ -31,7 +31,7 @@ _TE_NAME = re.compile(r"\.ffn\.(layer_norm_(weight|bias)|fc[12]_(weight|bias|_ex
 
 
 def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
-    """The configuration of a folder; `raw`: its config.json. Raises ModelError if its tensors contradict it, and
+    """Return the configuration of a folder; `raw`: its config.json. Raises ModelError if its tensors contradict it, and
     ValueError for fields that are not implemented."""
     fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
     attention = fields.get("attn_config")
@@ -58,7 +58,7 @@ def _is_from_foundry(raw: Mapping[str, Any]) -> bool:
 
 
 def _tensor_names(folder: Path) -> set[str]:
-    """Names of a folder's tensors; unreadable files are skipped here, and refused when weights are loaded."""
+    """Return names of a folder's tensors; unreadable files are skipped here, and refused when weights are loaded."""
     names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -69,8 +69,8 @@ def _tensor_names(folder: Path) -> set[str]:
 
 
 def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
-    """How tensors of these names contradict a configuration, with the fix; None if they agree, or if they are not those
-    of a whole model."""
+    """Return how tensors of these names contradict a configuration, with the fix; None if they agree, or if they are
+    not those of a whole model."""
     # First names of layers that Octavo's MPT does not have; then the layers that one field or another switches.
     if fused := sorted(name for name in names if _TE_NAME.search(name)):
         return (
@@ -110,7 +110,7 @@ def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
 
 
 def ignored_by_stock(config: MPTConfig) -> list[str]:
-    """The fields of config.json that transformers' own MPT would silently ignore for this model."""
+    """Return the fields of config.json that transformers' own MPT would silently ignore for this model."""
     attention, ffn = config.attn_config, config.ffn_config
     assert isinstance(attention, dict) and isinstance(ffn, dict)
     ignored = {
@@ -130,7 +130,8 @@ def ignored_by_stock(config: MPTConfig) -> list[str]:
 
 
 def why_too_long(config: MPTConfig, length: int) -> str | None:
-    """Why the model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does."""
+    """Return why the model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it
+    does."""
     if length <= config.max_seq_len:
         return None
     if config.alibi:

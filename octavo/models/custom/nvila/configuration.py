@@ -113,7 +113,7 @@ class NvilaLiteConfig(PreTrainedConfig):
         return int(self.vision_config.hidden_size) * max(1, len(self.s2_scales))
 
     def tile_tokens(self, rows: int, columns: int) -> int:
-        """Tokens out of the projector for a tile of rows x columns patches."""
+        """Return tokens out of the projector for a tile of rows x columns patches."""
         return -(-rows // self.merge) * -(-columns // self.merge)
 
 

@@ -52,7 +52,7 @@ class NvilaImages(GotOcr2ImageProcessorPil):
         self.scales = config.s2_scales
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """The grid of an image of this size."""
+        """Return the grid of an image of this size."""
         if not self.scales:
             return int(self.get_number_of_image_patches(height, width)), 1, 1
         least = self._squares()[-1]
@@ -63,7 +63,7 @@ class NvilaImages(GotOcr2ImageProcessorPil):
         return 1 + -(-sum(self._squares()[:-1]) // (rows * columns)), rows, columns
 
     def _squares(self) -> list[int]:
-        """Tiles of each scale as a square."""
+        """Return tiles of each scale as a square."""
         return [(scale // self.size["height"]) ** 2 for scale in self.scales]
 
     # ignored: two base classes of transformers differ in the signature, so no override fits both
@@ -77,7 +77,7 @@ class NvilaImages(GotOcr2ImageProcessorPil):
         return BatchFeature({"pixel_values": tiles, "grids": grids})
 
     def _scaled(self, image: np.ndarray, grid: tuple[int, int, int], options: dict[str, Any]) -> list[np.ndarray]:
-        """The tiles of an image [3, height, width] at all scales, padded to the number in the grid."""
+        """Return the tiles of an image [3, height, width] at all scales, padded to the number in the grid."""
         frames, rows, columns = grid
         tiles = self._cut(image, rows, columns, options)
         if frames > 1:
@@ -87,7 +87,7 @@ class NvilaImages(GotOcr2ImageProcessorPil):
         return tiles + [np.zeros_like(tiles[0])] * (frames * rows * columns - len(tiles))
 
     def _cut(self, image: np.ndarray, rows: int, columns: int, options: dict[str, Any]) -> list[np.ndarray]:
-        """An image resized to rows x columns tiles, row by row."""
+        """Return an image resized to rows x columns tiles, row by row."""
         tall, wide = self.size["height"], self.size["width"]
         whole = self.resize(image, SizeDict(height=rows * tall, width=columns * wide), options["resample"])
         whole = self.normalize(

@@ -38,7 +38,7 @@ RENAMINGS = (
 
 
 def renamings() -> list[WeightRenaming]:
-    """Rules from names on disk to names in memory, for transformers' registry."""
+    """Return rules from names on disk to names in memory, for transformers' registry."""
     return [WeightRenaming(source_patterns=disk, target_patterns=memory) for disk, memory in RENAMINGS]
 
 
@@ -64,8 +64,8 @@ class NvilaPreTrainedModel(PreTrainedModel):
         return False
 
     def get_parameter(self, target: str) -> Any:
-        """The parameter, or the buffer of a weight that no forward reads: transformers' loader of compressed tensors
-        gets all weights by this method."""
+        """Return the parameter, or the buffer of a weight that no forward reads: transformers' loader of compressed
+        tensors gets all weights by this method."""
         module, _, name = target.rpartition(".")
         unread = self.get_submodule(module)._buffers.get(name)
         return super().get_parameter(target) if unread is None else unread
@@ -95,7 +95,7 @@ class NvilaLiteModel(NvilaPreTrainedModel):
     def get_image_features(
         self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: object
     ) -> ImageFeatures:
-        """Features of tiles [n, 3, height, width].
+        """Return features of tiles [n, 3, height, width].
 
         `pooler_output`: the embeddings of the images in the text and of the line breaks that end them:
         [n, tokens, H] of tiles; with several scales a [tokens, H] for each image, by its grid
@@ -117,7 +117,7 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         return ImageFeatures(patches, tuple(self.add_line_breaks(image[None])[0] for image in images))
 
     def add_line_breaks(self, features: Tensor) -> Tensor:
-        """Features [n, tokens, H] followed by the embeddings of line breaks, [n, tokens + newlines, H]."""
+        """Return features [n, tokens, H] followed by the embeddings of line breaks, [n, tokens + newlines, H]."""
         count = self.config.newlines
         if not count:
             return features
@@ -126,8 +126,8 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         return torch.cat([features, table(ids).to(features.dtype)], 1)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(embeddings of the tokens [B, T, H], whether a token is a placeholder of an image [B, T]). Media have ids
-        beyond the table, so row 0 is looked up for them and replaced later."""
+        """Return (embeddings of the tokens [B, T, H], whether a token is a placeholder of an image [B, T]). Media have
+        ids beyond the table, so row 0 is looked up for them and replaced later."""
         places = input_ids == self.config.image_token_id
         embeds: Tensor = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
         return embeds, places

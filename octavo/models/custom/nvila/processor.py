@@ -68,9 +68,9 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         return_text_replacement_offsets: bool = False,
         **options: Any,
     ) -> BatchFeature:
-        """The outputs of the tokenizer, which takes `options`; for images `pixel_values` [tiles, 3, side, side], and
-        with several scales `image_grid_thw`; with `return_text_replacement_offsets` also the characters of each image
-        in the text, before and after its placeholder was repeated. Raises ValueError if the texts do not have one
+        """Return the outputs of the tokenizer, which takes `options`; for images `pixel_values` [tiles, 3, side, side],
+        and with several scales `image_grid_thw`; with `return_text_replacement_offsets` also the characters of each
+        image in the text, before and after its placeholder was repeated. Raises ValueError if the texts do not have one
         placeholder for each image."""
         texts = [text] if isinstance(text, str) else list(text or ())
         images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
@@ -96,28 +96,28 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         return BatchFeature({**encoded, **inputs})
 
     def _places(self, grid: tuple[int, int, int]) -> int:
-        """Placeholders of an image: line breaks end each tile, or with several scales the whole image."""
+        """Return placeholders of an image: line breaks end each tile, or with several scales the whole image."""
         tiles, rows, columns = grid
         if self.grids:
             return rows * columns * self.tile_tokens + self.newlines
         return tiles * (self.tile_tokens + self.newlines)
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """The chat template, with contents converted to texts."""
+        """Return the chat template, with contents converted to texts."""
         flat = [
             _join_content(message, PLACEHOLDER if self.newlines else f"{PLACEHOLDER}\n") for message in conversation
         ]
         return super().apply_chat_template(flat, *args, **kwargs)
 
     def _get_num_multimodal_tokens(self, image_sizes: Any = None, **_: Any) -> dict[str, list[int]]:
-        """Tokens of images (height, width), in the form of transformers' processors."""
+        """Return tokens of images (height, width), in the form of transformers' processors."""
         grids = [self.image_processor.grid(*size) for size in image_sizes or ()]
         return {"num_image_tokens": [self._places(grid) for grid in grids]}
 
 
 def _expand_placeholders(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list[list[dict[str, Any]]]]:
-    """Texts in which the `<image>` of each image is repeated to its number of placeholders, and the spans of characters
-    of each image before and after."""
+    """Return texts in which the `<image>` of each image is repeated to its number of placeholders, and the spans of
+    characters of each image before and after."""
     counts = iter(places)
     expanded, offsets = [], []
     for text in texts:
@@ -133,8 +133,8 @@ def _expand_placeholders(texts: Sequence[str], places: Sequence[int]) -> tuple[l
 
 
 def _join_content(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A message with its content as a text. Rows have a line break after `<image>`: it is removed for models that end
-    images with their own line breaks, as in VILA's data; VILA 1.5 has it in the text, once."""
+    """Return a message with its content as a text. Rows have a line break after `<image>`: it is removed for models
+    that end images with their own line breaks, as in VILA's data; VILA 1.5 has it in the text, once."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

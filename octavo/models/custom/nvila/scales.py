@@ -35,20 +35,20 @@ class Cut(NamedTuple):
 
 
 def make_cut(grid: Sequence[int], squares: Sequence[int]) -> Cut:
-    """The cut of an image with a grid (frames, rows, columns); `squares`: tiles of each smaller scale."""
+    """Create the cut of an image with a grid (frames, rows, columns); `squares`: tiles of each smaller scale."""
     frames, rows, columns = grid
     smaller = tuple(round(square**0.5) for square in squares) if frames > 1 else ()
     return Cut(rows, columns, smaller, frames * rows * columns)
 
 
 def used_tiles(cuts: Sequence[Cut]) -> list[int]:
-    """The indices of the tiles of all images that go through the tower."""
+    """Return the indices of the tiles of all images that go through the tower."""
     starts = accumulate((one.tiles for one in cuts), initial=0)
     return [start + number for start, one in zip(starts, cuts, strict=False) for number in range(one.seen)]
 
 
 def make_blocks(features: Tensor, cuts: Sequence[Cut], scales: int) -> list[Tensor]:
-    """Features [tiles seen, h, w, C] of images -> the blocks of each, [rows * columns, h, w, scales * C]."""
+    """Create features [tiles seen, h, w, C] of images -> the blocks of each, [rows * columns, h, w, scales * C]."""
     parts = features.split([cut.seen for cut in cuts])
     return [_blocks(part, cut, scales) for part, cut in zip(parts, cuts, strict=True)]
 
@@ -64,7 +64,7 @@ def _blocks(features: Tensor, of: Cut, scales: int) -> Tensor:
 
 
 def _merge_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
-    """Tiles [rows * columns, h, w, C], row by row -> one map [rows * h, columns * w, C]."""
+    """Return tiles [rows * columns, h, w, C], row by row -> one map [rows * h, columns * w, C]."""
     _, tall, wide, channels = tiles.shape
     parted = tiles.reshape(rows, columns, tall, wide, channels).transpose(1, 2)
     return parted.reshape(rows * tall, columns * wide, channels)
@@ -76,6 +76,6 @@ def _resize(small: Tensor, to: Tensor) -> Tensor:
 
 
 def stitch(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """Tokens of blocks [rows * columns, n, H], each a square row by row -> tokens of the image, row by row."""
+    """Return tokens of blocks [rows * columns, n, H], each a square row by row -> tokens of the image, row by row."""
     side = round(tokens.shape[1] ** 0.5)
     return _merge_tiles(tokens.unflatten(1, (side, side)), rows, columns).flatten(0, 1)

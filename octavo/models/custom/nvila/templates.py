@@ -55,5 +55,5 @@ TEMPLATES = {
 
 
 def vila_1_5_template(vocabulary: Collection[str]) -> str:
-    """The name of the template of a VILA 1.5 model with this vocabulary."""
+    """Return the name of the template of a VILA 1.5 model with this vocabulary."""
     return "llama_3" if "<|eot_id|>" in vocabulary else "vicuna_v1"

@@ -40,8 +40,8 @@ _ACCEPTED = {
 
 
 def read_three_folders(folder: Path) -> NvilaLiteConfig:
-    """The configuration of a model in three folders. Raises ModelError for values that Octavo's model code does not
-    implement."""
+    """Read the configuration of a model in three folders. Raises ModelError for values that Octavo's model code does
+    not implement."""
     # Every field that changes the arithmetic is compared with the values that Octavo implements, before any is used.
     raw = {part: read_json(folder / part / "config.json") for part in PARTS}
     top = read_json(folder / "config.json")
@@ -96,8 +96,8 @@ def add_media_tokens(tokenizer: Any) -> None:
 
 
 def find_template(folder: Path, tokenizer: Any) -> str | None:
-    """The chat template that VILA has in its code for such a folder; None if it uses the tokenizer's. Raises ModelError
-    for a template that Octavo does not have."""
+    """Find the chat template that VILA has in its code for such a folder; None if it uses the tokenizer's. Raises
+    ModelError for a template that Octavo does not have."""
     top = read_json(folder / "config.json")
     name = top.get("chat_template")
     if name is None and _image_cut(top) == "resize" and "image_encoder" not in top:
@@ -115,7 +115,7 @@ def _image_cut(top: dict[str, Any]) -> Any:
 
 
 def _count_line_breaks(folder: Path, top: dict[str, Any], cut: str) -> int:
-    """Line breaks that the encoder of images appends to each: VILA 1.5 predates encoders and has none."""
+    """Return line breaks that the encoder of images appends to each: VILA 1.5 predates encoders and has none."""
     stated = top.get("image_encoder")
     if stated is None:
         return 0 if cut == "resize" else 1
@@ -127,7 +127,7 @@ def _count_line_breaks(folder: Path, top: dict[str, Any], cut: str) -> int:
 
 
 def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
-    """The sides of dynamic S2, the smallest first; features of all are resized to the largest."""
+    """Return the sides of dynamic S2, the smallest first; features of all are resized to the largest."""
     stated = top.get("s2_scales") or _PUBLISHED
     if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
         raise ModelError(
@@ -141,7 +141,8 @@ def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
-    """Whether the tower has a pooling head: older configurations lack the field, so the weights are inspected."""
+    """Return whether the tower has a pooling head: older configurations lack the field, so the weights are
+    inspected."""
     if "vision_use_head" in vision or not list((folder / "vision_tower").glob("*.safetensors")):
         return bool(vision.get("vision_use_head", False))
     headers = check_weight_files(folder / "vision_tower")
@@ -149,8 +150,8 @@ def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
 
 
 def _image_token(folder: Path, text: dict[str, Any]) -> int:
-    """The id of `<image>`: the tokenizer's, or the second one after the table of embeddings, which has rows for the
-    tokens before media."""
+    """Return the id of `<image>`: the tokenizer's, or the second one after the table of embeddings, which has rows for
+    the tokens before media."""
     file = folder / "llm" / "tokenizer_config.json"
     known = (read_json(file) if file.exists() else {}).get("added_tokens_decoder") or {}
     ids = [int(number) for number, token in known.items() if token.get("content") == IMAGE]

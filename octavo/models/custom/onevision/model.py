@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def renamings() -> list[WeightRenaming]:
-    """Rules from names on disk to names in memory; transformers reverses them to save."""
+    """Return rules from names on disk to names in memory; transformers reverses them to save."""
     return [
         WeightRenaming(r"^visual\.", "model.visual."),
         WeightRenaming(r"^model\.(?!language_model\.|visual\.)", "model.language_model."),
@@ -53,7 +53,8 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         self.post_init()
 
     def get_image_features(self, pixel_values: Tensor, image_grid_thw: Tensor, **_: object) -> ImageFeatures:
-        """The tower's output (`RiceViT.forward`), with `pooler_output` as a tuple: [tokens, width] of each image."""
+        """Return the tower's output (`RiceViT.forward`), with `pooler_output` as a tuple: [tokens, width] of each
+        image."""
         output = self.visual(pixel_values, image_grid_thw)
         tokens = image_grid_thw.prod(-1) // self.config.vision.spatial_merge_size**2
         return ImageFeatures(output.last_hidden_state, output.pooler_output.split(tokens.tolist()))
@@ -78,8 +79,9 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         mm_token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The decoder's output. `pixel_values` and `image_grid_thw` as for `RiceViT.forward`, of the images whose
-        tokens are in `input_ids` [B, T], in their order; `mm_token_type_ids`, which processors return, are ignored.
+        """Return the decoder's output. `pixel_values` and `image_grid_thw` as for `RiceViT.forward`, of the images
+        whose tokens are in `input_ids` [B, T], in their order; `mm_token_type_ids`, which processors return, are
+        ignored.
         Raises ValueError if the numbers of tokens and features differ."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
@@ -103,7 +105,7 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         )
 
     def _place(self, features: ImageFeatures, embeds: Tensor, ids: Tensor | None, token: int) -> Tensor:
-        """Embeddings [B, T, H] in which the embeddings of a token are replaced by the features, in order."""
+        """Return embeddings [B, T, H] in which the embeddings of a token are replaced by the features, in order."""
         if ids is None:
             raise ValueError("images are placed by input_ids: give input_ids, not inputs_embeds, with images")
         rows, here = features.rows(), ids == token
@@ -153,7 +155,7 @@ class LLaVAOneVision1_5_ForConditionalGeneration(LLaVAOneVision1_5_PreTrainedMod
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
+        """Return logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
         `labels` the loss; other arguments as `LLaVAOneVision1_5_Model.forward`."""
         output = self.model(
             input_ids=input_ids,

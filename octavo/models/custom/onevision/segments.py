@@ -32,8 +32,8 @@ class Segments:
     longest: int
 
     @classmethod
-    def of(cls, grid: Sequence[Sequence[int]], device: torch.device) -> Segments:
-        """The segments of images or videos with grids of (t frames, h, w patches): t segments each."""
+    def from_grid(cls, grid: Sequence[Sequence[int]], device: torch.device) -> Segments:
+        """Return the segments of images or videos with grids of (t frames, h, w patches): t segments each."""
         patches = tuple(h * w for t, h, w in grid for _ in range(t))
         edges = torch.tensor([0, *accumulate(count + 1 for count in patches)], dtype=torch.int32)
         return cls(patches, edges.to(device), max(patches) + 1)
@@ -44,17 +44,17 @@ class Segments:
         return [count + 1 for count in self.patches]
 
     def with_class(self, x: Tensor, token: Tensor) -> Tensor:
-        """[patches, C] with `token` [1, C] in front of each segment: [patches + segments, C]."""
+        """Return [patches, C] with `token` [1, C] in front of each segment: [patches + segments, C]."""
         return torch.cat([part for segment in x.split(self.patches) for part in (token, segment)])
 
     def without_class(self, x: Tensor) -> Tensor:
-        """[patches + segments, C] without the first row of each segment: [patches, C]."""
+        """Return [patches + segments, C] without the first row of each segment: [patches, C]."""
         return torch.cat([segment[1:] for segment in x.split(self.rows)])
 
 
 def patch_positions(grid: Sequence[Sequence[int]], merge: int, device: torch.device) -> Tensor:
-    """(row, column) of each patch in its image, int64 [patches, 2]. Patches are ordered in blocks of merge x merge, as
-    the projector joins them; the frames of a video repeat the same places."""
+    """Return (row, column) of each patch in its image, int64 [patches, 2]. Patches are ordered in blocks of merge x
+    merge, as the projector joins them; the frames of a video repeat the same places."""
     frames = []
     for t, h, w in grid:
         at = torch.cartesian_prod(torch.arange(h, device=device), torch.arange(w, device=device))

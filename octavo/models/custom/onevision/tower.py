@@ -93,7 +93,7 @@ class RiceAttention(nn.Module):
 
     @torch.compiler.disable  # or the code would be compiled again for each new size of images
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        """[N, H, D] of q, k and v [N, H, D], segment by segment."""
+        """Return [N, H, D] of q, k and v [N, H, D], segment by segment."""
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         name = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -186,7 +186,7 @@ class RiceViT(RicePreTrainedModel):
         self.post_init()
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **_: object) -> BaseModelOutputWithPooling:
-        """Features of images and videos.
+        """Return features of images and videos.
 
         hidden_states  [patches, channels * patch^2]: pixels of all images, concatenated, patches in blocks of 2 x 2
         grid_thw       int64 [images, 3]: frames, rows and columns of patches of each
@@ -202,7 +202,7 @@ class RiceViT(RicePreTrainedModel):
                 f"rows and columns must be multiples of {merge}. Take both from one call of the image processor."
             )
         x = self.patch_embed(hidden_states)
-        segments = Segments.of(grid, x.device)
+        segments = Segments.from_grid(grid, x.device)
         x = self.pre_layernorm(segments.with_class(x, self.class_embedding.to(x.dtype)[None]))
         rotary = self._rotary(segments, patch_positions(grid, merge, x.device))
         for block in self.blocks:
@@ -211,7 +211,7 @@ class RiceViT(RicePreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=self.merger(x))
 
     def _rotary(self, segments: Segments, at: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [rows, 1, D], of the angles of all rows."""
+        """Return cos and sin, fp32 [rows, 1, D], of the angles of all rows."""
         angles = segments.with_class(self.rotary_pos_emb(at), self.class_pos_emb.float())
         angles = angles.repeat(1, 2)[:, None]
         return angles.cos(), angles.sin()

@@ -42,7 +42,7 @@ from octavo.train.estimate.memory.micro_batch import micro_batch
 from octavo.train.forward import critic, losses, routing
 from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
-from octavo.train.setup.model_setup import keep_less
+from octavo.train.setup.model_setup import reduce_saved_activations
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step.memory_report import made_by_model
 
@@ -119,7 +119,7 @@ def fake_forward(
     try:
         dressed = model if dressed is None else dressed
         counted = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
-        routers = [row.name for row in plan.rows if row.kind == "router"] if routing.coefficient(cfg, model) else []
+        routers = [row.name for row in plan.rows if row.kind == "router"] if routing.aux_loss_coef(cfg, model) else []
         if not routers or head_alone:
             return counted
         with_balance = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
@@ -157,13 +157,13 @@ def _counted(
     dtype = model_dtype(cfg)
     small, standing = _shrunk(model, family, _kinds(dressed, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
-    frozen_base.dress(small, dressed, family, cfg)
+    frozen_base.attach_adapters_like(small, dressed, family, cfg)
     head = chunked_head(small) if cfg.train.logits == "chunked" else None
     small.train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
-    keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
+    reduce_saved_activations(small, some, plan, _of_this(cfg, family), lambda text: None)
     batch = micro_batch(small, family, replace(tokens, image=0, sound=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:
@@ -205,7 +205,7 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHe
     trim: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     if cfg.train.phase in BEYOND_SFT:
         nothing: list[Tensor] = []
-        values = critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext(nothing)
+        values = critic.values(model, alone=False) if critic.is_enabled(cfg) else nullcontext(nothing)
         with values as of_critic:
             logs = _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
         return sum((value.sum() for value in of_critic), logs)

@@ -31,7 +31,7 @@ from octavo.train.estimate.memory.activations import FakeForward
 from octavo.train.estimate.memory.footprint import Card, Footprint, Footprints, changed, refused, value_of
 from octavo.train.estimate.memory.mesh import layout_of
 from octavo.train.estimate.memory.switches import SWITCHES
-from octavo.train.setup.planning import data_ranks, micro_steps_of, samples_of
+from octavo.train.setup.planning import count_micro_steps, data_ranks, samples_per_step
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed FLOP/s of GEMMs, bytes/s of the card's memory, bytes/s to the host
 ASSUMED = (
@@ -129,7 +129,7 @@ def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] =
     smallest = min(every, key=lambda s: s.footprint.total)
     if best is None:
         makes = (n for n in RANKS if n > ranks and _makes(sizes.cfg, n))
-        wider = (n for n in makes if samples_of(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
+        wider = (n for n in makes if samples_per_step(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
         fitting_ranks = next(
             (n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, fixed))), None
         )
@@ -178,7 +178,7 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
         if still > limit:
             continue
         for micro in batches:
-            if values_of["optimizer.update"] == "backward" and samples_of(cfg) > micro * data_ranks(cfg, ranks):
+            if values_of["optimizer.update"] == "backward" and samples_per_step(cfg) > micro * data_ranks(cfg, ranks):
                 continue
             candidate = changed(base, {"train.micro_batch": micro})
             for way in ways:
@@ -205,8 +205,8 @@ def _batches(cfg: Config, ranks: int) -> list[int]:
     """The micro-batches that divide a rank's part of the global batch."""
     if cfg.data.packing:  # a micro-batch is a pack
         return [1]
-    each = max(1, samples_of(cfg) // data_ranks(cfg, ranks))
-    return [n for n in range(1, each + 1) if each % n == 0 and samples_of(cfg) % n == 0]
+    each = max(1, samples_per_step(cfg) // data_ranks(cfg, ranks))
+    return [n for n in range(1, each + 1) if each % n == 0 and samples_per_step(cfg) % n == 0]
 
 
 def _named(way: Mapping[str, str]) -> Any:
@@ -244,7 +244,7 @@ def _seconds(
     sizes: Footprints, cfg: Config, way: Mapping[str, str], footprint: Footprint, saved: FakeForward, ranks: int
 ) -> float:
     """Estimate the time of one step on one rank; see the module docstring."""
-    steps = micro_steps_of(cfg, ranks)
+    steps = count_micro_steps(cfg, ranks)
     forward = sizes.forward_flops(footprint.tokens)
     again = sum(forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[how] for c, how in way.items())
     total = 3 * sum(forward.values()) + again

@@ -127,7 +127,7 @@ class Footprints:
         self.device = device
         self._copied = copied(self.config, family, plan) if copy else None
         self._rollouts = Rollouts(self.config, usable) if cfg.train.phase == "rl" else None
-        self.dressed = frozen_base.with_adapters(model, family, cfg)  # the trained model, and the model that runs
+        self.dressed = frozen_base.copy_with_adapters(model, family, cfg)  # the trained model, and the model that runs
         self.held = states.held(self.dressed, family)
         self.reached = states.backward_reaches(self.dressed)
         self.frozen = states.frozen_of(self.held)
@@ -300,7 +300,7 @@ class Footprints:
             parts["gradient"] = outer if first else inner
         else:
             parts["loss" if loss > blocks else "blocks"] = max(loss, blocks)
-            parts["gradient"] = outer if planning.micro_steps_of(cfg, ranks) > 1 else 0
+            parts["gradient"] = outer if planning.count_micro_steps(cfg, ranks) > 1 else 0
         if plan.policy.weight_codes == "recast":
             parts["codes"] = about.codes
         if self.frozen:

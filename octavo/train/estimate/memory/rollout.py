@@ -75,8 +75,10 @@ class Rollouts:
         completions = max(1, rl.prompts * rl.group // ranks)
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
-        never = (0,) if patches else ()  # the id of the image token does not matter here
-        sampling = generation.Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, never=never)
+        excluded = (0,) if patches else ()  # the id of the image token does not matter here
+        sampling = generation.Sampling(
+            rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, excluded=excluded
+        )
 
         in_place = (
             self.usable is not None and not rl.invariant
@@ -118,11 +120,11 @@ def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
 def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
     """Return a function that counts the bytes of a frozen copy of the model.
 
-    They are the weights as a run keeps them (see `frozen_base.into_codes`) and the FP8 codes of weights that stay in
-    high precision.
+    They are the weights as a run keeps them (see `frozen_base.quantize_frozen_weights`) and the FP8 codes of weights
+    that stay in high precision.
     """
     model = models.empty(config).requires_grad_(False)
-    frozen_base.into_codes(model, plan)
+    frozen_base.quantize_frozen_weights(model, plan)
     parameters = states.held(model, family)
     frozen = states.frozen_of(parameters)
 

@@ -13,7 +13,7 @@ from octavo.train.estimate.step_time.cluster import Cluster
 from octavo.train.estimate.step_time.seconds import Estimate, estimate
 from octavo.train.estimate.step_time.wire import Decoder, Mesh
 from octavo.train.estimate.step_time.work import work_of
-from octavo.train.setup.planning import samples_of
+from octavo.train.setup.planning import samples_per_step
 from octavo.train.setup.token_counts import Tokens
 
 UNIT = 128  # a rank's tokens must be whole blocks of FP8 casts
@@ -66,8 +66,8 @@ def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]
     out = [evaluate(sizes, cfg, cluster) for cfg in meshes(sizes.cfg, cluster.ranks, decoder)]
     if not out:
         raise TrainError(
-            f"no mesh of {cluster.ranks} GPUs: a step has {samples_of(sizes.cfg)} rows (train.global_batch), fewer "
-            f"than ranks, and rows of {sizes.cfg.train.seq_length} tokens cannot be shared further. Raise "
+            f"no mesh of {cluster.ranks} GPUs: a step has {samples_per_step(sizes.cfg)} rows (train.global_batch), "
+            f"fewer than ranks, and rows of {sizes.cfg.train.seq_length} tokens cannot be shared further. Raise "
             "train.global_batch or train.seq_length, or take fewer GPUs"
         )
     fastest = max((candidate.estimate.rate for candidate in out if candidate.over <= 0), default=0.0)
@@ -82,7 +82,7 @@ def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]
 def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
     """Return the mesh of `cfg.parallel` on the cluster."""
     layout = Layout.from_section(cluster.ranks, cfg.parallel)
-    steps = max(1, -(-samples_of(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
+    steps = max(1, -(-samples_per_step(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
     work = work_of(sizes, cfg, steps)
     predicted = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)
     memory = sizes.of(cfg, cluster.ranks).total
@@ -96,7 +96,7 @@ def meshes(cfg: Config, ranks: int, decoder: Decoder) -> Iterator[Config]:
             continue
         for replicate in _divisors(ranks // context):
             data = ranks // context
-            if data * cfg.train.micro_batch > samples_of(cfg):
+            if data * cfg.train.micro_batch > samples_per_step(cfg):
                 continue
             for expert in _divisors(ranks // replicate):
                 if expert > 1 and (not decoder.experts or decoder.experts % (ranks // replicate)):

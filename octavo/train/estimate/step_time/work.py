@@ -20,7 +20,7 @@ from octavo.parallel import Layout
 from octavo.train.estimate.memory import Footprints, states
 from octavo.train.estimate.step_time.groups import groups
 from octavo.train.estimate.step_time.wire import Coded, Decoder, Group, Rows
-from octavo.train.setup.parallel_limits import coded
+from octavo.train.setup.parallel_limits import count_coded_layers
 from octavo.train.setup.token_counts import Tokens, attention_flops
 
 FLASH = 7 / 6  # FLOPs that flash attention computes for each of attention's FLOPs, forward and backward
@@ -118,7 +118,7 @@ def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder
         len({row.row.module for row in experts}), max((row.row.experts or 0 for row in experts), default=0),
         max((row.row.experts_per_token or 0 for row in experts), default=0),
         text.hidden_size * (1 + deep) if vision is not None else 0,
-        *(Coded(*part) for part in coded(plan, size, text.hidden_size) if exchange == "fp8"),
+        *(Coded(*part) for part in count_coded_layers(plan, size, text.hidden_size) if exchange == "fp8"),
     )  # fmt: skip
 
 
