@@ -1,4 +1,4 @@
-"""Linear layers to measure against each other: high precision, Octavo by recipe and backend, other libraries.
+"""Linear layers to compare: high precision, Octavo by recipe and backend, and other libraries.
 
 Other libraries are included if they are installed; nothing here is needed to use Octavo. Each function returns a module
 with a weight [N, K] in the bench's precision on its device, or raises :class:`Refusal`.

@@ -1,6 +1,6 @@
 """``cast``: casts and fused layers against the bandwidth of a plain copy.
 
-A copy reads and writes 2 bytes an element in BF16; a cast into both layouts reads 2 and writes 1 + 1, so at the same
+A copy reads and writes 2 bytes per element in BF16; a cast into both layouts reads 2 and writes 1 + 1, so at the same
 bandwidth both take the same time. The ratio of a row is its bandwidth over the copy's.
 """
 

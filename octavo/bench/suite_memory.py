@@ -39,7 +39,7 @@ BLOCKS, TOKENS, FEW = 4, 8192, 24
 
 @dataclass(frozen=True)
 class Setup:
-    """How a stack is trained; the defaults are plain PyTorch's. ``states`` None: torch's AdamW."""
+    """The settings for training a stack; the defaults are plain PyTorch. ``states=None`` uses torch's AdamW."""
 
     recipe: str | None = None
     states: str | None = None
@@ -73,7 +73,7 @@ SETUPS: Mapping[str, Setup] = {
 
 
 def run(bench: Bench) -> None:
-    """One case: measure every setup, one after the other."""
+    """Measure all setups of one case, one after another."""
     model, family = build_model(bench, 2 if bench.small else BLOCKS)
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     blocks = [block for name, block in family.layers(model) if family.component_of(name) == "foundation"]

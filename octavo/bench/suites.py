@@ -34,7 +34,7 @@ def run(names: list[str], bench: Bench) -> Result:
     """Run suites one after the other into ``bench.result``. Raises BenchError for an unknown name."""
     unknown = [name for name in names if name not in SUITES]
     if unknown:
-        raise BenchError(f"there is no suite {unknown[0]!r}; there are: all, {', '.join(SUITES)}.")
+        raise BenchError(f"there is no suite {unknown[0]!r}; choose from all, {', '.join(SUITES)}.")
     for name in names:
         suite: Callable[[Bench], None] = import_module(f"{__package__}.suite_{name}").run
         bench.start_budget()

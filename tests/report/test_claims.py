@@ -162,7 +162,8 @@ def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
     [
         ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "set data.eval"),
         ({"lr": 0.0}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "no step of high precision changed a weight"),
-        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing, judging by held-out data"),
+        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing, judging by held-out "
+        "data"),
         ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing, judging by its losses"),
         ({"no_forks": "forks of 4 steps", "forks": 0}, {"loss_forks": UNDECIDED}, "forks of 4 steps"),
         ({"forks": 1}, {"loss_forks": UNDECIDED}, "use 3 or more"),

@@ -87,7 +87,7 @@ def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:
     assert "has no config.yaml, so it is not a run directory" in refused(tmp_path / "empty")
     young = run_of(tmp_path / "young")
     (young / "metrics.jsonl").write_text('{"step": 1, "lo')
-    assert "holds no training step yet" in refused(young)
+    assert "has no training step yet" in refused(young)
     (young / "metrics.jsonl").write_text('{"step": 1, "loss": "much"}\n')
     assert "metrics.jsonl:1" in refused(young) and "loss" in refused(young)
     assert "is named twice" in refused(good, good.parent / "." / "good")
