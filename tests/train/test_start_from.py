@@ -147,7 +147,10 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
     [
         (("run.start_from=nowhere",), "run.start_from nowhere: there is no such folder. Name a checkpoint"),
         (("run.start_from={place}/digits",), "it is not a checkpoint and contains none"),
-        (("run.start_from={full}", "model.path={place}/text"), "tensors that this model does not have, first .*another model"),
+        (
+            ("run.start_from={full}", "model.path={place}/text"),
+            "tensors that this model does not have, first .*another model",
+        ),
         (("run.start_from={full}", *LORA), "holds a whole model, and not one of the parameters that this model trains"),
         (("run.start_from={lora}",), "holds only trained parameters .*Continue it with the `lora` section"),
         (("run.start_from={lora}", "lora={rank: 4, alpha: 8}"), "lora.alpha was 32.0, is 8.0. Set them as they were"),
