@@ -271,7 +271,7 @@ def test_training_writes_a_page_and_report_repeats_it(here, tmp_path, capsys):
     for argv, code, message in (
         (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: the name must end with .html"),
         (["report", "lora", "digits/nothing"], 2, "there is no run directory digits/nothing"),
-        (["report", "digits"], 1, "digits has no config.yaml; is it a run directory of Octavo?"),
+        (["report", "digits"], 1, "digits has no config.yaml, so it is not a run directory"),
     ):
         assert main(argv) == code
         assert message in capsys.readouterr().err

@@ -16,7 +16,7 @@ from octavo import fp8, models, train
 from octavo.config import Config, override
 from octavo.fp8.delayed import scale_gradient_histories
 from octavo.parallel import World
-from octavo.report.trial.runs import high_precision
+from octavo.report.trial.runs import high_precision_config
 from octavo.train import artifacts
 from octavo.train.errors import TrainError
 from octavo.train.forward.forward import autocast_dtype
@@ -106,7 +106,7 @@ def test_loss_scale_exists_only_for_fp16(text):
     assert LossScale.of(text()) == LossScale.of(text("train.loss_scale=dynamic")) == LossScale(65536.0)
     assert LossScale.of(text("train.loss_scale=1024")) == LossScale(1024.0, is_dynamic=False)
     assert {autocast_dtype(text(), torch.device(d)) for d in ("cpu", "cuda")} == {torch.float16}
-    assert high_precision(text("train.loss_scale=1024")).train == text("train.loss_scale=1024").train
+    assert high_precision_config(text("train.loss_scale=1024")).train == text("train.loss_scale=1024").train
 
 
 # --- what it does to gradients ----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_unwritable_page_is_reported_once(make, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("octavo.report.run.run_page.write", full)
+    monkeypatch.setattr("octavo.report.run.run_page.write_page", full)
     console = Lines()
     assert train.run(make(), console=console, watchers=[Page()]).status == "finished"
     told = [line for line in console.lines if "page.html" in line]
@@ -72,7 +72,7 @@ def test_live_pages_take_a_limited_share_of_time(monkeypatch, tmp_path):
         written.append(now.at)
 
     monkeypatch.setattr("octavo.report.run.live_page.time", types.SimpleNamespace(monotonic=lambda: now.at))
-    monkeypatch.setattr("octavo.report.run.run_page.write", write)
+    monkeypatch.setattr("octavo.report.run.run_page.write_page", write)
     page, run = Page(), types.SimpleNamespace(directory=tmp_path, step=0, log=print)
     monkeypatch.setattr(
         "octavo.report.run.live_page.History.begin", lambda _: types.SimpleNamespace(steps=1, add=lambda row: 0)
