@@ -173,9 +173,7 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     }
     missing = [kind for kind, members in by_kind.items() if not members]
     if missing:
-        raise ReportError(
-            f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}"
-        )
+        raise ReportError(f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
     beyond = rl_claims.is_rl_or_preference(ref_run)
     noise = math.nan if beyond else largest_seed_noise(ref, [r for _, r in by_kind["noise"]])
