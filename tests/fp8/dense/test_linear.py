@@ -411,7 +411,7 @@ def test_health_is_measured_once_under_recomputation(reentrant):
     with fp8.health() as h:
         y = m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
         y.square().sum().backward()
-    assert len(h._figures["0"]["x"]) == len(h._figures["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
+    assert len(h._metrics["0"]["x"]) == len(h._metrics["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
     with fp8.health() as plain:
         m(x).square().sum().backward()
     assert h.table() == plain.table()
