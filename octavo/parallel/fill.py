@@ -18,7 +18,7 @@ from octavo.parallel.world import World, WorldError
 
 
 class WeightSource(Protocol):
-    """A source of weights (`models.Deferred` is one)."""
+    """A source of weights (`models.DeferredModel` is one)."""
 
     def fill(
         self,

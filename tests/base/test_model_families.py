@@ -1,4 +1,4 @@
-"""One table of families: what is derived from it, that nothing else lists them, and a family added to it."""
+"""The table of families: values derived from it, no other lists of families, and adding a family."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def test_family_is_added_by_record_processor_and_checkpoint(tmp_path, monkeypatc
     found = survey.survey_family(Exaone4_5_Config)
     assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of type sliding_attention")
     page = runpy.run_path(str(ROOT / "docs/site/families.py"))["page"]([found])
-    assert "| `exaone4_5` | image_encoder, image_projector, foundation | no: has layers of sliding_attention" in page
+    assert (
+        "| `exaone4_5` | image_encoder, image_projector, foundation | no: has layers of type sliding_attention" in page
+    )
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert "exaone4_5" in parser.format_help().replace("\n", " ")

@@ -138,7 +138,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
             "rule '**.nothing' matches no linear",
         ),
         (["plan", "run.yaml", "fp8.backend=warp"], 1, "There is no backend 'warp'"),
-        (["tiny", "qwen", "d"], 1, "there is no tiny family 'qwen'"),
+        (["tiny", "qwen", "d"], 1, "unknown tiny family 'qwen'"),
         (["tiny", "llama", "digits"], 1, "digits"),
         (["digits", "model"], 1, "model"),
     ],

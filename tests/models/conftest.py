@@ -1,4 +1,4 @@
-"""Small checkpoints of every family, written once a session, and inputs for them."""
+"""Small checkpoints of every family, written once per session, and inputs for them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ MANY = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3", "qwen3_mo
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """family -> folder of its mini checkpoint (read only; tests that damage one copy it)."""
-    made: dict[str, Path] = {}
+    """family -> folder of its mini checkpoint; tests that change one copy it."""
+    created: dict[str, Path] = {}
 
     def get(family: str) -> Path:
-        if family not in made:
-            made[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
-        return made[family]
+        if family not in created:
+            created[family] = tiny.write(family, tmp_path_factory.mktemp("tiny") / family, size="mini")
+        return created[family]
 
     return get
 
 
 def auto_config(folder: Path) -> PreTrainedConfig:
-    """What transformers' own classes are given: their configuration of a folder, of an MPT Octavo's, as theirs leaves
-    out what the folder says."""
+    """Return the arguments for transformers' classes: the folder's configuration, or for MPT Octavo's."""
     config = AutoConfig.from_pretrained(folder)
     return models.read_config(folder) if config.model_type == "mpt" else config
 
@@ -44,7 +43,7 @@ def some_image(seed: int = 0, size: tuple[int, int] = (16, 16)) -> Image.Image:
 
 
 def conversation(image: bool) -> list[dict]:
-    """Two questions and their answers, about an image or not."""
+    """Two questions with answers, with or without an image."""
     first = [{"type": "image"}, {"type": "text", "text": "first?"}] if image else "first?"
     return [
         {"role": "user", "content": first},
@@ -55,13 +54,13 @@ def conversation(image: bool) -> list[dict]:
 
 
 def batch(processor, image: bool, seed: int = 0):
-    """A conversation as the model's inputs, tensors, with an image if asked."""
+    """Encode a conversation as tensors, optionally with an image."""
     text = processor.apply_chat_template(conversation(image), tokenize=False)
     images = [some_image(seed)] if image else None
     return processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
 
 
 def labels(model, inputs):
-    """The tokens themselves, but for those outside the table of embeddings."""
+    """Return the token ids as labels, without ids outside the embedding table."""
     ids = inputs["input_ids"]
     return ids.masked_fill(ids >= model.config.get_text_config().vocab_size, -100)

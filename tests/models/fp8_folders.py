@@ -1,5 +1,5 @@
-"""FP8 folders made by hand from small checkpoints, by the published layouts and by none of Octavo's own code; and what
-tests ask of them."""
+"""FP8 folders written from small checkpoints by the published layouts, without Octavo's code, and reference
+decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ BLOCK = {
 
 
 def compressed(strategy: str, activations: dict | None = None, **weights) -> dict:
-    """What compressed-tensors 0.20 writes for FP8_DYNAMIC (channel), FP8 (tensor) and FP8_BLOCK (block)."""
+    """Return the block that compressed-tensors 0.20 writes for FP8_DYNAMIC (channel), FP8 (tensor) and FP8_BLOCK
+    (block)."""
     common = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
     inputs = {**common, "strategy": "token", "dynamic": True} if activations is None else {**common, **activations}
     group = {
@@ -60,7 +61,7 @@ CONFIGS = {"fp8": BLOCK, "channel": CHANNEL, "tensor": TENSOR, "block": CT_BLOCK
 
 
 def blocks(value: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(codes, scales) in blocks, scale = amax / 448; -1 is the whole side."""
+    """Return (codes, scales) in blocks, scale = amax / 448; -1 is the full side."""
     n, k = value.shape
     rows, columns = (n if rows == -1 else rows), (k if columns == -1 else columns)
     scale = torch.empty(-(-n // rows), -(-k // columns))
@@ -77,12 +78,12 @@ SIZES = {"fp8": (128, 128), "block": (128, 128), "channel": (1, -1), "tensor": (
 
 
 def spell(scale: Tensor, method: str, dtype: torch.dtype) -> Tensor:
-    """The scales as the method has them on disk: [N, 1] for channels, [1] for tensors."""
+    """Return the scales as stored on disk: [N, 1] for channels, [1] for tensors."""
     return (scale.reshape(1) if method == "tensor" else scale).to(dtype)
 
 
 def unfused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fused experts taken apart, as llm-compressor does: X.experts.gate_up_proj -> X.experts.3.gate_proj.weight ..."""
+    """Split fused experts like llm-compressor: X.experts.gate_up_proj -> X.experts.3.gate_proj.weight ..."""
     out = {}
     for name, value in weights.items():
         if name.endswith("experts.gate_up_proj"):
@@ -101,7 +102,7 @@ def unfused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def quantized(
     source: Path, target: Path, method: str, scale_dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Write a folder in FP8; returns (codes, fp32 scales as written) by the weights' names on disk."""
+    """Write an FP8 folder; return (codes, written fp32 scales) by the weights' names on disk."""
     shutil.copytree(source, target)
     weights = unfused(load_file(source / "model.safetensors"))
     codes, scales, out = {}, {}, {}
@@ -127,7 +128,7 @@ def quantized(
 
 
 def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Each scale over its block of 128, its row, or the whole."""
+    """Expand each scale over its block of 128, its row, or the full matrix."""
     rows = {1: shape[0], shape[0]: 1}.get(scale.shape[0], 128)
     columns = {1: shape[1]}.get(scale.shape[1], 128)
     return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

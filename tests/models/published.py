@@ -1,4 +1,4 @@
-"""Folders of Octavo's own families in the shape in which their authors publish them."""
+"""Folders of the families that Octavo implements, in the format in which their authors publish them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def as_published(tiny: Path, folder: Path) -> Path:
     image = json.loads(file.read_text())
     del image["temporal_patch_size"]
     file.write_text(json.dumps(image))
-    weights, made = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     for name, value in weights.items():
         if name.startswith("visual."):
-            more = torch.randn(value.shape, generator=made)
+            more = torch.randn(value.shape, generator=generator)
             weights[name] = more if "class" in name else value + 0.1 * more
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

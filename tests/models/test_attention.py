@@ -1,4 +1,4 @@
-"""Another attention in stock models: the same losses and outputs, through transformers' own registry."""
+"""Custom attention in stock models gives the same losses and outputs, through transformers' registry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def padded(inputs: dict) -> dict:
-    """Two rows, the second with padding in front: a mask for every layer."""
+    """Two rows, the second with left padding, so that every layer needs a mask."""
     twice = {name: torch.cat((x, x)) if name != "image_grid_thw" else x.repeat(2, 1) for name, x in inputs.items()}
     twice["attention_mask"][1, :3] = 0
     return twice
@@ -40,7 +40,7 @@ def padded(inputs: dict) -> dict:
 @pytest.mark.parametrize(
     ("family", "pad"), [*((f, False) for f in FAMILIES), *((f, True) for f in FAMILIES if f in MANY or f in MASKS)]
 )
-def test_losses_are_those_of_sdpa(checkpoint, family, pad):
+def test_losses_equal_sdpa(checkpoint, family, pad):
     model = models.load(checkpoint(family)).train()
     inputs = dict(batch(models.load_processor(checkpoint(family)), image=models.describe(model).has_vision))
     inputs = padded(inputs) if pad else inputs
@@ -53,8 +53,8 @@ def test_losses_are_those_of_sdpa(checkpoint, family, pad):
 
     name = models.use_attention(model, counted)
     assert name == "octavo_counted"
-    ours, own = step(model, inputs)
-    assert torch.equal(loss, ours)
+    actual_value, own = step(model, inputs)
+    assert torch.equal(loss, actual_value)
     assert len(calls) >= model.config.get_text_config().num_hidden_layers
     for key, grad in grads.items():
         assert torch.allclose(own[key], grad, rtol=1e-4, atol=1e-6), key
@@ -64,7 +64,7 @@ def test_losses_are_those_of_sdpa(checkpoint, family, pad):
     assert len(calls) == before, "without gradient the stock attention runs"
 
 
-def test_vision_towers_take_it_too(checkpoint):
+def test_vision_towers_use_the_attention(checkpoint):
     model = models.load(checkpoint("qwen3_vl")).train()
     inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
     heads = []
@@ -80,7 +80,7 @@ def test_vision_towers_take_it_too(checkpoint):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_a_tower_takes_all_images_in_one_call(checkpoint, family, monkeypatch):
-    """Images of several sizes; in Qwen2.5-VL windows too. Attention of one's own leaves it so."""
+    """Images of several sizes, with windows in Qwen2.5-VL; custom attention does not change the tower."""
     model = models.load(checkpoint(family)).train()
     processor = models.load_processor(checkpoint(family))
     images = [some_image(n, (24 + 8 * n, 32)) for n in range(3)]
@@ -99,28 +99,28 @@ def test_a_tower_takes_all_images_in_one_call(checkpoint, family, monkeypatch):
         assert torch.allclose(grads[key], grad, rtol=1e-4, atol=1e-6), key
 
 
-def test_components_have_a_kernel_each(checkpoint, monkeypatch):
+def test_each_component_has_its_kernel(checkpoint, monkeypatch):
     model = models.load(checkpoint("qwen3_vl")).train()
     inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
-    asked = []
-    monkeypatch.setattr(attention, "prefer_kernel", lambda kernel: asked.append(kernel) or nullcontext())
+    calls = []
+    monkeypatch.setattr(attention, "prefer_kernel", lambda kernel: calls.append(kernel) or nullcontext())
     tower, decoder = model.config.vision_config.depth, model.config.text_config.num_hidden_layers
     models.use_kernel(model, "math", "image_encoder")
     step(model, inputs)
-    assert asked == ["math"] * tower
+    assert calls == ["math"] * tower
     models.use_kernel(model, "flash", "foundation")
     models.use_attention(model, grouped_attention)  # each keeps its own
-    asked.clear()
+    calls.clear()
     step(model, inputs)
-    assert asked == ["math"] * tower + ["flash"] * decoder
+    assert calls == ["math"] * tower + ["flash"] * decoder
     models.use_kernel(model, "sdpa", "image_encoder")
     models.use_kernel(model, "eager", "foundation")
-    asked.clear()
+    calls.clear()
     step(model, inputs)
-    assert asked == []
+    assert calls == []
 
 
-def test_kernels_that_a_component_cannot_have_are_refused(checkpoint):
+def test_unsupported_kernels_of_a_component_are_rejected(checkpoint):
     text = models.load(checkpoint("qwen3"))
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has no image_encoder"):
         models.use_kernel(text, "math", "image_encoder")
@@ -134,7 +134,7 @@ def test_kernels_that_a_component_cannot_have_are_refused(checkpoint):
         models.attend("varlen", q, q, q, True)
 
 
-def test_nothing_of_it_is_saved_and_it_can_be_taken_back(checkpoint, tmp_path):
+def test_attention_is_not_saved_and_can_be_undone(checkpoint, tmp_path):
     source = checkpoint("qwen3")
     model = models.load(source)
     models.use_attention(model, grouped_attention)
@@ -159,17 +159,17 @@ def test_a_model_that_does_not_use_sdpa_is_refused(checkpoint):
 
 
 def test_decoding_and_special_arguments_stay_stock(monkeypatch):
-    asked = []
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.STOCK, lambda *a, **k: asked.append(k))
+    calls = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.STOCK, lambda *a, **k: calls.append(k))
     forward = attention._transformers_attention(lambda *a, **k: pytest.fail("called"))
     x = torch.ones(1, 2, 4, 8)
     forward(torch.nn.Module(), x[:, :, :1], x, x, None)
     forward(torch.nn.Module(), x[:, :, :2], x, x, None)
     forward(torch.nn.Module(), x, x, x, None, position_bias=x)
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
-def test_generation_is_that_of_sdpa(checkpoint):
+def test_generation_equals_sdpa(checkpoint):
     model = models.load(checkpoint("qwen3"))
     ids = torch.tensor([[5, 6, 7, 8]])
     plain = model.generate(ids, max_new_tokens=6, do_sample=False)

@@ -1,4 +1,4 @@
-"""Chat templates that loop, fill memory or fail: a sentence with the file, in every command, and soon."""
+"""Chat templates that loop, fill memory or fail are reported quickly, with the file, by every command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATER = "{% if messages|length > 30 %}" + LOOP + "{% endif %}" + PLAIN
 
 @pytest.fixture
 def folder(checkpoint, tmp_path, monkeypatch):
-    """A folder to be given a template, of which none is known yet."""
+    """A folder without a template; no template is cached."""
     monkeypatch.setattr(chat, "_checked", set())
     shutil.copytree(checkpoint("llama"), tmp_path / "m")
 
@@ -49,7 +49,7 @@ def folder(checkpoint, tmp_path, monkeypatch):
         ("{{ raise_exception('n\x1bo') }}", r"(TemplateError: n\x1bo)"),
         ("{{ messages[0].x.y }}", "(UndefinedError: 'dict object' has no attribute 'x')"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "(RecursionError"),
-        ("x" * (1 << 20), "characters, and no template has"),
+        ("x" * (1 << 20), "characters; the limit is 1,048,576"),
     ],
     ids=lambda text: text[:20],
 )
@@ -63,7 +63,7 @@ def test_a_template_that_cannot_be_used(folder, monkeypatch, template, message):
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_a_template_that_refuses_some_conversations_is_one(folder):
+def test_template_that_rejects_some_conversations_is_accepted(folder):
     strict = "{% if messages[0].role == 'system' or messages|length > 2 %}{{ raise_exception('no') }}{% endif %}"
     models.load_processor(folder(strict + PLAIN))
 
@@ -78,7 +78,7 @@ def test_a_template_is_tried_once(folder, monkeypatch):
         models.load_processor(where)
 
 
-def test_a_template_that_loops_later_meets_a_deadline_and_other_timers_go_on(folder, monkeypatch):
+def test_template_that_loops_later_hits_deadline_and_keeps_other_timers(folder, monkeypatch):
     processor = models.load_processor(folder(LATER))
     monkeypatch.setattr(chat, "SECONDS", 0.5)
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -108,25 +108,25 @@ LONG = (
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
 @pytest.mark.parametrize("later", LONG)
-def test_every_rendering_has_a_bound_in_length(checkpoint, tmp_path, family, later):
-    """Of a template that writes much for some rows only, with tools and without, and of a question that is asked."""
+def test_every_rendering_has_a_length_limit(checkpoint, tmp_path, family, later):
+    """For a template that writes long texts only for some rows, with and without tools, and for prompts."""
     shutil.copytree(checkpoint(family), tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").write_text(FEW.replace("%s", later))
     processor = models.load_processor(tmp_path / "m")
     content = "x" * 3000
     content = [{"type": "text", "text": content}] if processor.image_processor is not None else content
     turns = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
-    said = "the chat template writes [0-9,]+ characters or more for a conversation of"
+    message = "the chat template writes [0-9,]+ characters or more for a conversation of"
     for options in ({}, {"tools": [{"name": "f"}]}, {"add_generation_prompt": True}):
-        with pytest.raises(models.ModelError, match=said):
+        with pytest.raises(models.ModelError, match=message):
             processor.apply_chat_template(turns, tokenize=False, **options)
-    with pytest.raises(models.ModelError, match=said):
+    with pytest.raises(models.ModelError, match=message):
         chat.render(processor, turns)
     assert processor.apply_chat_template(turns[:1], tokenize=False)
 
 
-def test_a_long_conversation_is_written_whole(folder):
-    """The bound grows with what is said: text, and tools with their indents."""
+def test_long_conversation_is_rendered_in_full(folder):
+    """The limit grows with the length of texts and of tools with their indentation."""
     indented = "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}" + PLAIN
     processor = models.load_processor(folder(indented))
     turns = [{"role": "user", "content": "é" * 3_000_000}]
@@ -136,8 +136,8 @@ def test_a_long_conversation_is_written_whole(folder):
 
 
 @pytest.mark.parametrize("half", (r"{{ '\ud800' }}", r"{{ '\udfff' if tools else '' }}", "{{ messages[0].content }}"))
-def test_half_a_character_is_a_sentence(folder, half):
-    """Whether the template writes it, where the trial does not see it, or what it is given."""
+def test_lone_surrogate_is_an_error(folder, half):
+    """The template may write it, in the trial or later, or it may be in the conversation."""
     where = folder("{% if messages|length == 5 or tools %}" + half + "{% endif %}" + PLAIN)
     processor = models.load_processor(where)
     turns = [{"role": "user", "content": "a\ud83d"}] * 5
@@ -150,7 +150,7 @@ def test_half_a_character_is_a_sentence(folder, half):
         models.load_processor(folder(r"{{ '\ud800' }}" + PLAIN))
 
 
-def test_a_prompt_that_the_template_refuses(folder):
+def test_prompt_rejected_by_template_is_an_error(folder):
     refusing = "{% if messages[0].content == '?' %}{{ raise_exception('no ?') }}{% endif %}"
     where = folder(refusing + PLAIN)
     with pytest.raises(models.ModelError, match="the chat template rejects the roles user .TemplateError: no ?"):
@@ -164,18 +164,19 @@ ASKING = (
 
 
 def test_variables_reach_every_rendering(folder):
-    """Those of few words, that of tools, and that of a question; what is not given is the template's own matter."""
+    """Renderings of short texts, with tools, and of prompts; variables that are not set have the template's
+    defaults."""
     processor = models.load_processor(folder(ASKING), template_args={"tone": ">", "mood": "loud"})
-    asked = [{"role": "user", "content": "a"}]
-    assert processor.apply_chat_template(asked, tokenize=False) == ">aloud<s>"
-    assert processor.apply_chat_template(asked, tokenize=False, tools=[{"name": "f"}]) == ">aloud<s>"
-    assert processor.apply_chat_template(asked, tokenize=False, mood="low") == ">alow<s>"
-    words = processor.tokenizer.decode(models.encode_conversation(processor, asked)["input_ids"][0])
+    messages = [{"role": "user", "content": "a"}]
+    assert processor.apply_chat_template(messages, tokenize=False) == ">aloud<s>"
+    assert processor.apply_chat_template(messages, tokenize=False, tools=[{"name": "f"}]) == ">aloud<s>"
+    assert processor.apply_chat_template(messages, tokenize=False, mood="low") == ">alow<s>"
+    words = processor.tokenizer.decode(models.encode_conversation(processor, messages)["input_ids"][0])
     assert words == ">aloud<s>"
-    assert models.load_processor(folder(ASKING)).apply_chat_template(asked, tokenize=False) == "acalm<s>"
+    assert models.load_processor(folder(ASKING)).apply_chat_template(messages, tokenize=False) == "acalm<s>"
 
 
-def test_generate_gives_variables_beside_those_of_a_run(folder, monkeypatch, capsys):
+def test_generate_adds_template_variables_to_those_of_a_run(folder, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr("octavo.generation.answers", lambda _, processor, *__, **___: seen.append(processor) or [["a"]])
     ask = ["generate", str(folder(ASKING)), "--prompt", "a"]
@@ -189,7 +190,7 @@ def test_generate_gives_variables_beside_those_of_a_run(folder, monkeypatch, cap
         ({"tones": 1}, "not accept the variable tones (data.template_args), which it does not read. Did you mean to"),
         ({"thinking": True}, "which it does not read. It reads mood, tone."),
         ({"messages": []}, "the variable messages (data.template_args), which is reserved for Octavo. Remove it."),
-        ({"bos_token": "x"}, "which Octavo sets itself"),
+        ({"bos_token": "x"}, "which is reserved for Octavo"),
         ({"m": 1}, "which it does not read"),
     ],
 )
@@ -208,7 +209,7 @@ def test_variables_that_make_a_template_loop(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "eval"])
-def test_commands_that_render_say_so(folder, tmp_path, capsys, command):
+def test_commands_report_template_errors(folder, tmp_path, capsys, command):
     where = folder("{{ 'a' * 10**11 }}")
     (tmp_path / "a.json").write_text('[{"messages": [{"role": "user", "content": "a"}]}]')
     (tmp_path / "x.yaml").write_text(
@@ -238,22 +239,23 @@ ODD = [
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3", "llama"])
-def test_written_as_transformers_would(checkpoint, family, monkeypatch):
-    """Roles, texts and places of images go straight to the template, and give the same; all else goes the whole way."""
+def test_written_folder_equals_save_pretrained(checkpoint, family, monkeypatch):
+    """Roles, texts and image placeholders use the direct path with the same result; everything else uses
+    transformers."""
     processor = models.load_processor(checkpoint(family))
     seeing = processor.image_processor is not None
     turns = [turn if seeing or type(turn["content"]) is str else {**turn, "content": "one é"} for turn in TURNS]
     owner = processor if seeing else processor.tokenizer
     stock = ProcessorMixin.apply_chat_template if seeing else type(owner).apply_chat_template
-    options = [{"add_generation_prompt": asked, "tokenize": False} for asked in (False, True)]
+    options = [{"add_generation_prompt": requested, "tokenize": False} for requested in (False, True)]
     wanted = [stock(owner, turns[:count], **how) for count in (1, 2, 3) for how in options]
 
     went = []
     monkeypatch.setattr(owner if not seeing else ProcessorMixin, "apply_chat_template", lambda *a, **k: went.append(a))
     assert [processor.apply_chat_template(turns[:count], **how) for count in (1, 2, 3) for how in options] == wanted
     assert not went
-    for odd in ODD:
-        processor.apply_chat_template([odd], tokenize=False)
+    for invalid in ODD:
+        processor.apply_chat_template([invalid], tokenize=False)
     for how in ({}, {"tokenize": True}, {"tokenize": False, "tools": []}, {"tokenize": False, "name": "x"}):
         processor.apply_chat_template(turns, **how)
     processor.apply_chat_template([turns, turns], tokenize=False)

@@ -24,8 +24,8 @@ def test_every_parameter_has_one_component(checkpoint, family):
     assert described.has_audio == (family in trained_families("sound"))
     towers = {"image": described.has_vision, "audio": described.has_audio}
     parts = {f"{of}_{part}" for of, there in towers.items() for part in ("encoder", "projector") if there}
-    found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
-    assert found == {*parts, "foundation", "lm_head"} == set(described.components)
+    actual = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
+    assert actual == {*parts, "foundation", "lm_head"} == set(described.components)
     layers = described.layers(model)
     text, of = model.config.get_text_config(), "audio_config" if described.has_audio else "vision_config"
     tower = getattr(model.config, of, None)
@@ -63,15 +63,15 @@ def test_a_config_is_described_without_weights(checkpoint):
     assert models.describe(config).image_token_id == config.image_token_id
 
 
-def test_a_decoder_that_nobody_listed():
+def test_unlisted_decoder_is_described():
     model = models.empty(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100))
     family = models.describe(model)
     assert family.components["foundation"] == ("transformer.**",)
     assert family.layer_globs == ("transformer.h.*",) and len(family.layers(model)) == 2
 
 
-def test_what_is_no_decoder():
-    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images or sound and text"):
+def test_models_without_decoder_are_rejected():
+    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images or audio and text"):
         models.empty(T5Config())
     with torch.device("meta"):
         bert = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=1))
@@ -90,8 +90,8 @@ def test_a_text_model_that_takes_images_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("family", FIRST)
-def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
-    """Files and checkpoints keep these globs."""
+def test_module_names_match_saved_plans(checkpoint, family):
+    """Files and checkpoints contain these globs."""
     described, third = models.describe(models.empty(checkpoint(family))), family.startswith("qwen3")
     encoder, projector, blocks = ["vision_tower"], ["multi_modal_projector"], "vision_tower.encoder.layer"
     if "qwen" in family:
@@ -107,8 +107,8 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     assert described.tower == f"model.{blocks.partition('.')[0]}"
 
 
-def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
-    """A projector under a name that nobody listed; where both widths are one, names alone decide."""
+def test_projector_is_found_by_its_width(checkpoint):
+    """A projector with an unlisted name; if both widths are equal, only names decide."""
     model = models.empty(checkpoint("qwen3_vl"))
     visual, own = model.model.visual, model.config.vision_config.hidden_size
     visual.translator = nn.Linear(own, 96, device="meta")
@@ -121,7 +121,7 @@ def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
 
 
 def test_an_audio_tower_is_a_component(checkpoint):
-    """With what leads from it into the decoder: planned and frozen by its name."""
+    """The audio tower and its projector are planned and frozen by name."""
     model = models.empty(checkpoint("internvl"))
     tower = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))})
     model.model.audio_tower, model.model.embed_audio = tower.to("meta"), nn.Linear(64, 64, device="meta")
@@ -176,7 +176,7 @@ def test_single_parameters_have_a_component(checkpoint):
         ),
     ],
 )
-def test_what_breaks_a_rule_is_refused_by_it(checkpoint, change, rule):
+def test_violated_rule_is_named(checkpoint, change, rule):
     model = models.empty(checkpoint("qwen3_vl"))
     model.model.language_model.get_output_embeddings = lambda: None
     change(model)
@@ -185,7 +185,7 @@ def test_what_breaks_a_rule_is_refused_by_it(checkpoint, change, rule):
 
 
 def test_a_head_may_be_in_the_decoder(checkpoint):
-    """As Llama 4's is, whose decoder is a language model by itself."""
+    """Like Llama 4, whose decoder is a language model."""
     model = models.empty(checkpoint("qwen3_vl"))
     text, head = model.model.language_model, model._modules.pop("lm_head")
     text.lm_head, model.get_output_embeddings, text.get_output_embeddings = head, lambda: None, lambda: head
@@ -195,13 +195,13 @@ def test_a_head_may_be_in_the_decoder(checkpoint):
     assert family.component_of("model.language_model.layers.0") == family.component_of("model.language_model.norm")
 
 
-def test_a_model_that_gives_scores_has_them_for_a_head(checkpoint):
+def test_score_layer_is_the_head_of_a_scoring_model(checkpoint):
     scores = skeleton.skeleton(models.read_config(checkpoint("llama")), torch.float32, scores=True)
     assert models.describe(scores).components["lm_head"] == ("score",)
 
 
 def test_lists_of_blocks_are_of_modules_that_are_made_of_modules():
-    """Not the mergers of DeepStack, nor one linear layer a modality."""
+    """DeepStack mergers and single linear layers per modality are excluded."""
     block, flat = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
     model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "maps": nn.ModuleList([flat]), "none": nn.ModuleList()})
     assert structure.block_lists(model, "") == ["blocks"]
@@ -213,7 +213,7 @@ def test_older_configurations_name_the_token_of_an_image_by_index():
     assert structure.audio_token(PreTrainedConfig(audio_token_index=7)) == 7
 
 
-def test_what_stays_in_high_precision_has_a_reason(checkpoint):
+def test_high_precision_modules_have_a_reason(checkpoint):
     reasons = models.high_precision_modules(models.empty(checkpoint("qwen3_vl_moe")))
     assert set(reasons) == {"embeddings", "patch embedding", "norms", "rotary", "attention scores", "router"}
     assert all(len(reason) > 20 for reason in reasons.values())

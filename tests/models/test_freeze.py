@@ -46,7 +46,7 @@ def test_a_tied_weight_is_frozen_under_both_names(vision):
     }
 
 
-def test_nothing_asked_nothing_frozen(vision):
+def test_no_patterns_freeze_nothing(vision):
     model, family = vision
     assert models.freeze(model, family, []) == [] and frozen(model) == set()
 
@@ -68,7 +68,7 @@ def test_errors_change_nothing(vision, patterns, message):
     assert frozen(model) == set()
 
 
-def test_a_component_the_model_lacks(checkpoint):
+def test_missing_component_is_rejected(checkpoint):
     model = models.load(checkpoint("llama"))
     with pytest.raises(models.ModelError, match="llama has no image_encoder; it has foundation, lm_head"):
         models.freeze(model, models.describe(model), ["image_encoder"])

@@ -16,7 +16,7 @@ from tests.models.conftest import conversation, labels, some_image
 
 
 def teach(model, processor, answer: str, image: bool) -> None:
-    """A few steps on one conversation: enough to say its answer."""
+    """A few steps on one conversation, enough to generate its answer."""
     turns = [conversation(image)[0], {"role": "assistant", "content": answer}]
     text = processor.apply_chat_template(turns, tokenize=False)
     inputs = processor(
@@ -31,7 +31,7 @@ def teach(model, processor, answer: str, image: bool) -> None:
 
 # LLaVA-OneVision and SmolVLM, whose images are many tokens, would want more steps than these
 @pytest.mark.parametrize("family", [f for f in tiny_families() if f not in ("llava_onevision", "smolvlm")])
-def test_what_was_learned_is_generated(checkpoint, family):
+def test_trained_model_generates_learned_answer(checkpoint, family):
     model = models.load(checkpoint(family)).train()
     processor = models.load_processor(checkpoint(family))
     image = models.describe(model).has_vision
@@ -64,7 +64,7 @@ def test_errors(checkpoint, messages, images, tokens, message):
         models.generate(model, processor, messages, images, tokens)
 
 
-def test_what_the_processor_refuses_is_a_sentence(checkpoint):
+def test_processor_errors_are_reported(checkpoint):
     model, processor = models.load(checkpoint("qwen3_vl")), models.load_processor(checkpoint("qwen3_vl"))
     spelt = [{"role": "user", "content": "<|image_pad|>"}]
     with pytest.raises(models.ModelError, match="the processor rejects the prompt or its images"):
@@ -74,7 +74,7 @@ def test_what_the_processor_refuses_is_a_sentence(checkpoint):
         models.generate(model, processor, thin, [Image.new("RGB", (2000, 2))], 2)
 
 
-def test_a_folder_without_a_chat_template_or_with_odd_stop_tokens_is_a_sentence(checkpoint, tmp_path):
+def test_missing_chat_template_and_invalid_stop_tokens_are_reported(checkpoint, tmp_path):
     folder = tmp_path / "qwen3"
     shutil.copytree(checkpoint("qwen3"), folder)
     (folder / "chat_template.jinja").unlink()
@@ -97,10 +97,10 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_answers_are_greedy_whatever_the_folder_asks_for_and_it_is_told(checkpoint, text_folder, name):
+def test_answers_are_greedy_and_ignored_settings_are_reported(checkpoint, text_folder, name):
     folder, answer = text_folder
-    asked = json.loads((checkpoint("qwen3") / "generation_config.json").read_text()) | {name: SETTINGS[name]}
-    (folder / "generation_config.json").write_text(json.dumps(asked))
+    options = json.loads((checkpoint("qwen3") / "generation_config.json").read_text()) | {name: SETTINGS[name]}
+    (folder / "generation_config.json").write_text(json.dumps(options))
     model, processor = models.load(folder), models.load_processor(folder)
     before = model.generation_config.to_dict()
     assert models.generate(model, processor, conversation(False)[:1], [], 6) == answer
@@ -110,7 +110,7 @@ def test_answers_are_greedy_whatever_the_folder_asks_for_and_it_is_told(checkpoi
 
 @pytest.fixture(scope="module")
 def text_folder(checkpoint, tmp_path_factory):
-    """A copy of a text model's folder, whose generation settings say when to stop alone, and its answer."""
+    """A copy of a text model's folder whose generation settings have only the end token, and its answer."""
     folder = tmp_path_factory.mktemp("greedy") / "qwen3"
     shutil.copytree(checkpoint("qwen3"), folder)
     model = models.load(folder)

@@ -1,4 +1,4 @@
-"""FP8 folders: codes taken as they are, what may be wrong with a folder, and other ways in and out."""
+"""FP8 folders: loading codes unchanged, faults of folders, and conversions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = tuple(CONFIGS)
 
 
 def on_disk(model, codes: dict) -> dict[str, list[str]]:
-    """parameter -> the names on disk of what it is made of, told by shape and value alone: codes are unique."""
+    """Return parameter -> names on disk, matched by shape and value; codes are unique."""
     out: dict[str, list[str]] = {}
     for name, weight in frozen_weights(model):
         data = codes_of_frozen(weight).data
@@ -42,12 +42,12 @@ def on_disk(model, codes: dict) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("method", FORMATS)
 @pytest.mark.parametrize("family", MANY)
-def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
+def test_codes_are_loaded_unchanged(checkpoint, tmp_path, family, method):
     codes, scales = quantized(checkpoint(family), tmp_path / "q", method)
     messages: list[str] = []
     model = models.load(tmp_path / "q", torch.bfloat16, log=messages.append)
-    made = on_disk(model, codes)
-    assert sorted(name for names in made.values() for name in names) == sorted(codes)
+    result = on_disk(model, codes)
+    assert sorted(name for names in result.values() for name in names) == sorted(codes)
     high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False)
     assert not list(frozen_weights(high)) and {p.dtype for p in high.parameters()} == {torch.bfloat16}
     values = dict(high.named_parameters())
@@ -55,7 +55,7 @@ def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
         q = codes_of_frozen(weight)
         assert q.scale.dtype == torch.float32 and not weight.requires_grad
         expected = []
-        for part in made[name]:
+        for part in result[name]:
             scale = scales[part].reshape(-1, 1) if method != "fp8" and method != "block" else scales[part]
             spread = scale.repeat_interleave(128, 0)[: codes[part].shape[0]] if method in ("fp8", "block") else scale
             if spread.shape[1] > 1:
@@ -96,7 +96,7 @@ def test_scales_of_every_dtype_become_fp32_exactly(checkpoint, tmp_path, scale_d
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
-    """[E, N, K] or [E, K, N] codes with their grid of scales, as fused checkpoints have them."""
+    """[E, N, K] or [E, K, N] codes with their scale grids, as in fused checkpoints."""
     quantized(checkpoint("qwen3_vl_moe"), tmp_path / "alone", "fp8")
     expected = dict(frozen_weights(models.load(tmp_path / "alone")))
     quantized(checkpoint("qwen3_vl_moe"), tmp_path / "q", "fp8")
@@ -120,9 +120,9 @@ def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
                 weights[stem + which + "_scale_inv"] = scale.contiguous()
 
     edit_weights(tmp_path / "q", fuse)
-    found = dict(frozen_weights(models.load(tmp_path / "q")))
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
+    actual = dict(frozen_weights(models.load(tmp_path / "q")))
+    assert actual.keys() == expected.keys()
+    for name, weight in actual.items():
         q, e = codes_of_frozen(weight), codes_of_frozen(expected[name])
         assert same(q.data, e.data) and torch.equal(q.scale, e.scale[:, : q.scale.shape[-2]]), name
 
@@ -144,7 +144,7 @@ def test_other_block_sizes(checkpoint, tmp_path):
         assert torch.equal(q.scale, weights[f"{name}_scale_inv"])
 
 
-def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
+def test_fp8_folder_with_the_same_load_in_fp8(checkpoint, tmp_path):
     quantized(checkpoint("qwen3_vl"), tmp_path / "q", "channel")
     plain = fp8.fingerprint(models.load(tmp_path / "q"))
     assert fp8.fingerprint(models.load(tmp_path / "q", load_in_fp8="row")) == plain
@@ -156,8 +156,8 @@ def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
         load_in_fp8="block",
     )
     messages: list[str] = []
-    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, log=messages.append)
-    assert {codes_of_frozen(w).spec for _, w in frozen_weights(anew)} == {FROZEN["block"]}
+    reloaded = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, log=messages.append)
+    assert {codes_of_frozen(w).spec for _, w in frozen_weights(reloaded)} == {FROZEN["block"]}
     assert "are quantized again" in messages[0]
 
 
@@ -207,14 +207,14 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
         shutil.copy(file, folder)
     stock = models.load(checkpoint("llama"))
     messages.clear()
-    found = models.load(folder, log=messages.append)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), stock.parameters(), strict=True))
+    actual = models.load(folder, log=messages.append)
+    assert all(torch.equal(a, b) for a, b in zip(actual.parameters(), stock.parameters(), strict=True))
     assert "using the shards" in messages[0]
     (folder / "model-00001-of-00002.safetensors").unlink()
     refused(folder, "has FP8 codes, but config.json has no quantization_config")
 
 
-def test_codes_beside_a_copy_in_high_precision(checkpoint, tmp_path):
+def test_codes_with_a_high_precision_copy(checkpoint, tmp_path):
     folder = tmp_path / "q"
     codes, _ = quantized(checkpoint("llama"), folder, "channel")
     whole = fp8.fingerprint(models.load(folder))
@@ -249,7 +249,7 @@ def test_a_tensor_in_two_shards_in_the_same_precision(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("method", FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
-def test_what_will_be_frozen_is_known_before_it_is_read(checkpoint, tmp_path, family, method):
+def test_frozen_casts_are_known_before_loading(checkpoint, tmp_path, family, method):
     folder = tmp_path / "q"
     quantized(checkpoint(family), folder, method)
     loaded = {name: codes_of_frozen(w).spec for name, w in frozen_weights(models.load(folder))}
@@ -337,7 +337,7 @@ def test_damaged_weights_are_refused_by_name(folder, change, message):
         ),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(folder, change, message):
+def test_inconsistent_config_is_rejected(folder, change, message):
     edit_config(folder, **change)
     refused(folder, message)
 
@@ -395,7 +395,7 @@ def test_damaged_files(folder, damage):
         refused(folder, "only pickled weights")
 
 
-def test_a_file_that_shrinks_while_it_is_read(checkpoint, tmp_path):
+def test_file_truncated_during_read_is_an_error(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
     shards, _ = open_weights(folder, False)
     file = folder / "model.safetensors"
@@ -408,7 +408,7 @@ def test_a_file_that_shrinks_while_it_is_read(checkpoint, tmp_path):
 # other ways in and out
 
 
-def test_save_hf_writes_values_and_no_word_of_fp8(checkpoint, tmp_path):
+def test_save_hf_writes_values_without_fp8_entries(checkpoint, tmp_path):
     quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
     model = models.load(tmp_path / "q", torch.bfloat16)
     out = save_hf(model, tmp_path / "q", tmp_path / "hf", World())
@@ -445,8 +445,8 @@ def test_octavo_load(checkpoint, tmp_path):
     assert isinstance(layers.lm_head, nn.Linear)
 
 
-def test_a_model_of_codes_trains_what_is_asked_for_or_says_that_nothing_is(checkpoint):
-    """0.4.0 trained embeddings, norms and the tower beside codes that stay, without a word."""
+def test_model_of_codes_trains_adapters_or_reports_that_nothing_trains(checkpoint):
+    """0.4.0 silently trained embeddings, norms and the tower next to fixed codes."""
     ids = torch.tensor([[1, 2, 3]])
     model = octavo.load(checkpoint("llama"), load_in_fp8="row")
     assert not any(p.requires_grad for p in model.parameters())
@@ -462,7 +462,7 @@ def test_a_model_of_codes_trains_what_is_asked_for_or_says_that_nothing_is(check
     assert all(p.requires_grad for p in octavo.load(checkpoint("llama"), recipe="rowwise").parameters())
 
 
-def test_hf_trainer_and_peft_meet_the_same(checkpoint, tmp_path):
+def test_hf_trainer_and_peft_get_the_same_errors(checkpoint, tmp_path):
     peft, _ = pytest.importorskip("peft"), pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 

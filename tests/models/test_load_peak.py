@@ -1,4 +1,4 @@
-"""What loading costs in memory, measured with a checkpoint of a thousand million parameters made on the spot."""
+"""Peak memory of loading a generated checkpoint of one billion parameters."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def write_shard(file: Path, entries: list[tuple[str, str, tuple[int, ...]]], see
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """What loading each kind took."""
+    """Peak memory of loading each kind."""
     place = tmp_path_factory.mktemp("billion")
     small = tiny.write("qwen3", place / "small", size="mini")
     plain, coded = written(place / "bf16", small, False), written(place / "fp8", small, True)
@@ -135,20 +135,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return {found["kind"]: found for found in map(json.loads, ran.stdout.splitlines())}
+    return {actual["kind"]: actual for actual in map(json.loads, ran.stdout.splitlines())}
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_peak_is_the_model(measured: dict[str, dict[str, float]], kind: str) -> None:
-    found = measured[kind]
-    ratios = {key: found[key] / found["size"] for key in ("VmHWM", "VmRSS", "RssAnon")}
+def test_peak_memory_is_the_model(measured: dict[str, dict[str, float]], kind: str) -> None:
+    actual = measured[kind]
+    ratios = {key: actual[key] / actual["size"] for key in ("VmHWM", "VmRSS", "RssAnon")}
     print(
-        f"{kind}: {found['parameters'] / 1e9:.2f}e9 parameters, {found['size'] / 1e6:.0f} MB of model, "
-        f"{found['per']:.4f} bytes a quantized parameter, peak over it "
+        f"{kind}: {actual['parameters'] / 1e9:.2f}e9 parameters, {actual['size'] / 1e6:.0f} MB of model, "
+        f"{actual['per']:.4f} bytes a quantized parameter, peak over it "
         + ", ".join(f"{key} {ratio:.3f}" for key, ratio in ratios.items())
     )
-    assert found["parameters"] > 0.99e9 and found["quantized"] > 0.8 * found["parameters"]
-    assert found["per"] <= 1.02
+    assert actual["parameters"] > 0.99e9 and actual["quantized"] > 0.8 * actual["parameters"]
+    assert actual["per"] <= 1.02
     assert max(ratios.values()) <= 1.1

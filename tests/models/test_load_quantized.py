@@ -1,4 +1,4 @@
-"""Models read by Octavo: high precision as transformers reads it, or quantized to FP8 on the way in."""
+"""Models read by Octavo: in high precision as in transformers, or quantized to FP8 during loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [(family, kind) for family in tiny_families() for kind in KINDS if kind 
 
 
 def streamed(folder: Path, dtype=torch.float32):
-    """A folder in high precision by Octavo's own way, which `load` takes for FP8 alone."""
+    """Load a high-precision folder with Octavo's reader, which `load` uses only for FP8."""
     shards, _ = open_weights(folder, False)
     build = partial(skeleton, read_config(folder), dtype, None)
     with shards:
@@ -40,23 +40,23 @@ def streamed(folder: Path, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("family", "dtype"), [*((f, torch.float32) for f in tiny_families()), *((f, torch.bfloat16) for f in MANY)]
 )
-def test_streaming_gives_what_transformers_gives(checkpoint, family, dtype, monkeypatch):
+def test_streaming_equals_transformers(checkpoint, family, dtype, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)  # many chunks, as large matrices have
-    mine, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
-    assert type(mine) is type(stock) and not mine.training
+    local, stock = streamed(checkpoint(family), dtype), models.load(checkpoint(family), dtype)
+    assert type(local) is type(stock) and not local.training
     for get in ("named_parameters", "named_buffers"):
-        for (name, a), (other, b) in zip(getattr(mine, get)(), getattr(stock, get)(), strict=True):
+        for (name, a), (other, b) in zip(getattr(local, get)(), getattr(stock, get)(), strict=True):
             assert name == other and a.dtype == b.dtype and torch.equal(a, b), name
             assert a.requires_grad == b.requires_grad and not a.is_meta
-    assert mine.config.to_dict() == stock.config.to_dict()
-    assert mine.config._attn_implementation == stock.config._attn_implementation
-    assert mine.generation_config.to_dict() == stock.generation_config.to_dict()
-    assert str(mine._weight_conversions) == str(stock._weight_conversions)
-    tied = mine.lm_head.weight is mine.get_input_embeddings().weight
+    assert local.config.to_dict() == stock.config.to_dict()
+    assert local.config._attn_implementation == stock.config._attn_implementation
+    assert local.generation_config.to_dict() == stock.generation_config.to_dict()
+    assert str(local._weight_conversions) == str(stock._weight_conversions)
+    tied = local.lm_head.weight is local.get_input_embeddings().weight
     assert tied == (stock.lm_head.weight is stock.get_input_embeddings().weight)
 
 
-def test_published_experts_lie_transposed(checkpoint, tmp_path):
+def test_published_experts_are_transposed(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "m"))
     stock = models.load(folder, load_in_fp8="row")
     turned = "mlp.experts.gate_up_proj"
@@ -67,8 +67,8 @@ def test_published_experts_lie_transposed(checkpoint, tmp_path):
                 weights[name] = weights[name].mT.contiguous()
 
     edit_weights(folder, turn)
-    found = models.load(folder, load_in_fp8="row")
-    for (name, a), (_, b) in zip(frozen_weights(stock), frozen_weights(found), strict=True):
+    actual = models.load(folder, load_in_fp8="row")
+    for (name, a), (_, b) in zip(frozen_weights(stock), frozen_weights(actual), strict=True):
         assert same(codes_of_frozen(a).data, codes_of_frozen(b).data), name
     assert all(
         torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), models.load(folder).parameters(), strict=True)
@@ -84,10 +84,10 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
     stock = models.load(checkpoint(family))  # fp32, as on disk
     of = "audio" if family in trained_families("sound") else "image"
     parts = ["foundation", f"{of}_encoder", *([f"{of}_projector"] if family != "gemma3" else [])]  # whose is no layer
-    asked = dict.fromkeys(parts, kind) if family in trained_families("images") + trained_families("sound") else kind
+    options = dict.fromkeys(parts, kind) if family in trained_families("images") + trained_families("sound") else kind
     seen = []
     model = models.load(
-        checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), log=pytest.fail
+        checkpoint(family), torch.bfloat16, load_in_fp8=options, progress=lambda *n: seen.append(n), log=pytest.fail
     )
     values = dict(stock.named_parameters())
     rows = fp8.describe_layers(model, models.describe(model).components)
@@ -108,7 +108,7 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
-def test_what_stays_in_high_precision(checkpoint, family):
+def test_high_precision_modules_are_not_quantized(checkpoint, family):
     model = models.load(checkpoint(family), load_in_fp8="block")
     frozen = [name for name, _ in frozen_weights(model)]
     assert frozen and not [n for n in frozen if re.search("visual|embed|lm_head|norm|mlp.gate.weight|patch", n)]
@@ -130,26 +130,30 @@ def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
     ("family", "asked", "message"),
     [
         ("llama", "rows", "has 'rows' for foundation; it must be rowwise, blockwise, tensorwise"),
-        ("llama", 7, "load_in_fp8=7: give rowwise, blockwise, tensorwise, or one of them for each component"),
+        (
+            "llama",
+            7,
+            "load_in_fp8 is 7; it must be rowwise, blockwise, tensorwise, or a mapping from components to these",
+        ),
         ("llama", {"lm_head": "row"}, "names 'lm_head'; the components are image_encoder, .*, foundation"),
         ("llama", {"image_encoder": "row"}, "names image_encoder, but .* has no linear layers there.*foundation"),
     ],
 )
-def test_what_cannot_be_asked(checkpoint, family, asked, message):
+def test_invalid_load_in_fp8_is_rejected(checkpoint, family, asked, message):
     refused(checkpoint(family), message, load_in_fp8=asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_no_number(checkpoint, tmp_path, kind, bad, name):
+def test_nonfinite_weight_is_rejected(checkpoint, tmp_path, kind, bad, name):
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
     edit_weights(folder, lambda weights: weights[name].view(-1)[7:8].fill_(bad))
     refused(folder, rf"{name} \(model.safetensors\) holds NaN or infinity", load_in_fp8=kind)
 
 
-def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatch):
-    """q, k and v fused on disk: a rule that cuts whole tensors apart. Values go through it, codes do not."""
+def test_rule_that_only_transformers_can_run(checkpoint, tmp_path, monkeypatch):
+    """q, k and v fused on disk: the rule splits full tensors, so it applies to values but not to codes."""
     from transformers.core_model_loading import Chunk, WeightConverter
 
     from octavo.models.weights import name_mapping
@@ -165,8 +169,8 @@ def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatc
     edit_weights(folder, fuse)
     rule = WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)])
     monkeypatch.setattr(name_mapping, "get_model_conversion_mapping", lambda model: [rule])
-    found = models.load(folder, load_in_fp8="row")
-    for (name, a), (other, b) in zip(frozen_weights(stock), frozen_weights(found), strict=True):
+    actual = models.load(folder, load_in_fp8="row")
+    for (name, a), (other, b) in zip(frozen_weights(stock), frozen_weights(actual), strict=True):
         assert name == other and same(codes_of_frozen(a).data, codes_of_frozen(b).data)
     plain = models.load(checkpoint("llama"))
     assert all(torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), plain.parameters(), strict=True))

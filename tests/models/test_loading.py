@@ -1,4 +1,4 @@
-"""Folders, whole and damaged."""
+"""Loading of complete and damaged folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from octavo.parallel import World
 
 @pytest.fixture
 def folder(checkpoint, tmp_path) -> Path:
-    """A copy of a small text model, to damage."""
+    """A copy of a small text model that tests damage."""
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
@@ -40,7 +40,7 @@ def edit_weights(folder: Path, change) -> None:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Two shards and an index instead of the one file."""
+    """Two shards and an index instead of a single file."""
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
     index = {}
@@ -58,8 +58,8 @@ def refused(folder: Path, message: str) -> None:
         models.load(folder)
 
 
-def test_what_a_family_keeps_from_training_stays_so(checkpoint):
-    """In whatever way it is loaded, as on several ranks: the positions of a tower of sound are sinusoids."""
+def test_untrainable_parameters_stay_untrainable(checkpoint):
+    """For all loaders, including several ranks: the positions of an audio tower are sinusoids."""
     hears = checkpoint("qwen2_audio")
     ways = [
         models.load(hears), models.load(hears, load_in_fp8={"foundation": "row"}), models.load_split(hears)[0],
@@ -79,12 +79,12 @@ def test_values_dtype_and_mode(folder):
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_layers_that_the_model_leaves_out_may_lie_in_the_folder(checkpoint, tmp_path):
-    """GLM-OCR's 17th, which predicts several tokens; any other is a tensor too many."""
+def test_folder_may_contain_layers_that_the_model_omits(checkpoint, tmp_path):
+    """GLM-OCR's 17th layer predicts several tokens; any other extra layer is an error."""
     folder = Path(shutil.copytree(checkpoint("glm_ocr"), tmp_path / "model"))
     edit_weights(folder, lambda w: w.update({"model.language_model.layers.16.eh_proj.weight": torch.ones(2)}))
-    wanted, found = models.load(checkpoint("glm_ocr")), models.load(folder)
-    assert all(torch.equal(value, found.state_dict()[name]) for name, value in wanted.state_dict().items())
+    wanted, actual = models.load(checkpoint("glm_ocr")), models.load(folder)
+    assert all(torch.equal(value, actual.state_dict()[name]) for name, value in wanted.state_dict().items())
     edit_weights(folder, lambda w: w.update({"model.language_model.layers.15.eh_proj.weight": torch.ones(2)}))
     refused(folder, "layers.15.eh_proj")
 
@@ -96,7 +96,7 @@ def test_attention_implementations(checkpoint, family, implementation):
     assert model.config._attn_implementation == implementation
 
 
-def test_an_attention_that_the_family_lacks(checkpoint):
+def test_unsupported_attention_is_rejected(checkpoint):
     with pytest.raises(models.ModelError, match="gpt_bigcode"):
         models.load(checkpoint("mpt"), attn_implementation="gpt_bigcode")
 
@@ -124,11 +124,11 @@ def test_a_broken_config(folder, content):
     refused(folder, "config.json (is not JSON|holds a)")
 
 
-def test_a_config_of_an_unknown_or_unfit_model(folder):
+def test_config_of_unknown_or_unsupported_model_is_rejected(folder):
     edit_config(folder, model_type="never_heard_of")
     refused(folder, "config.json cannot be used.*never_heard_of")
     edit_config(folder, model_type="clip")
-    refused(folder, "model_type 'clip' is neither a model of images or sound and text")
+    refused(folder, "model_type 'clip' is neither a model of images or audio and text")
 
 
 def test_a_field_of_the_wrong_type(folder):
@@ -142,7 +142,7 @@ def test_code_in_the_folder(folder):
     refused(folder, "requires Python code")
 
 
-def test_quantised_weights(folder):
+def test_quantized_weights_are_rejected(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     refused(folder, "quantized weights .quant_method 'gptq'")
 
@@ -166,8 +166,8 @@ def test_a_truncated_file(folder, keep):
 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
-def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length: int):
-    """0x80 and a protocol, as a pickle begins: 640 bytes of header are 80 02 00 ... in a file."""
+def test_header_length_that_looks_like_a_pickle_is_read(tmp_path, length: int):
+    """A header of 640 bytes begins with 80 02 00, like a pickle with its protocol."""
     file = tmp_path / "model.safetensors"
     for n in range(1, length):
         save_file({"a" * n: torch.ones(2)}, file)
@@ -176,11 +176,11 @@ def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length:
     assert int.from_bytes(file.read_bytes()[:8], "little") == length
     assert [entry.name for entry in headers.read(file).entries] == ["a" * n]
     file.write_bytes(b"\x80\x04\x95" + bytes(64))
-    with pytest.raises(headers.HeaderError, match="a pickle with the name of another format"):
+    with pytest.raises(headers.HeaderError, match="a pickle with the suffix of a different format"):
         headers.read(file)
 
 
-def test_a_header_that_promises_too_much(folder):
+def test_header_with_excessive_length_is_rejected(folder):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
     refused(folder, "damaged or truncated")
 
@@ -191,13 +191,13 @@ def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
     kept = load_file(file)
     lost = sorted(kept)[0]
     save_file({name: value for name, value in kept.items() if name != lost}, file, metadata={"format": "pt"})
-    refused(folder, f"lacks '{lost}'")
+    refused(folder, f"does not contain '{lost}'")
     assert index[lost] == file.name
     file.unlink()
     refused(folder, "model-00002-of-00002.safetensors is missing, although .*index.json names it")
 
 
-def test_an_index_that_leaves_the_folder(folder, tmp_path):
+def test_index_with_files_outside_the_folder_is_rejected(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
     with safe_open(tmp_path / "other.safetensors", "pt") as tensors:
         index = dict.fromkeys(tensors.keys(), "../other.safetensors")
@@ -212,7 +212,7 @@ def test_a_broken_index(folder, content):
     refused(folder, "index.json has no weight_map")
 
 
-def test_a_tensor_that_would_be_random(folder):
+def test_missing_tensor_is_rejected(folder):
     edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     refused(
         folder,
@@ -220,7 +220,7 @@ def test_a_tensor_that_would_be_random(folder):
     )
 
 
-def test_a_tensor_nobody_knows(folder):
+def test_unknown_tensor_is_rejected(folder):
     edit_weights(folder, lambda weights: weights.update({"model.layers.7.extra": torch.ones(2)}))
     refused(folder, "1 in the folder but unknown to the model: model.layers.7.extra")
 
@@ -230,7 +230,7 @@ def test_a_tensor_of_another_shape(folder):
     refused(folder, r"1 with a different shape in the model: model.norm.weight \(3,\) instead of \(64,\)")
 
 
-def test_a_vision_tensor_is_missed_too(checkpoint, tmp_path):
+def test_missing_vision_tensor_is_rejected(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("qwen3_vl_moe"), tmp_path / "model"))
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         name = next(key for key in tensors.keys() if "experts.down_proj" in key)  # noqa: SIM118
@@ -258,24 +258,24 @@ def test_an_fp32_checkpoint_is_split_without_loss(checkpoint, family):
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), high.buffers(), strict=True))
     parts = [(m.config, h.config) for m, h in ((model, high),)]
     parts += [(getattr(m, name), getattr(h, name)) for m, h in parts for name in m.sub_configs]
-    assert all(mine.dtype == theirs.dtype == torch.bfloat16 for mine, theirs in parts)
+    assert all(local.dtype == stock.dtype == torch.bfloat16 for local, stock in parts)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == (
         whole.lm_head.weight is whole.get_input_embeddings().weight
     )
 
 
-def test_a_bf16_checkpoint_has_no_lower_halves_and_is_never_held_in_fp32(checkpoint, tmp_path, monkeypatch):
+def test_bf16_checkpoint_has_no_lower_halves_and_no_fp32_copy(checkpoint, tmp_path, monkeypatch):
     model = models.load(checkpoint("qwen3_vl"), torch.bfloat16)
     folder = save_hf(model, checkpoint("qwen3_vl"), tmp_path / "m", World())
-    asked = []
+    calls = []
     real = loading.load
-    monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: asked.append(dtype) or real(path, dtype, *rest))
+    monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: calls.append(dtype) or real(path, dtype, *rest))
     model, lows = models.load_split(folder)
-    assert asked == [torch.bfloat16] and lows == {}
+    assert calls == [torch.bfloat16] and lows == {}
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), models.load(folder).parameters(), strict=True))
 
 
-def test_one_finer_tensor_among_bf16_ones_keeps_its_lower_half(folder):
+def test_fp32_tensor_among_bf16_tensors_keeps_its_lower_half(folder):
     def change(weights):
         for name, value in weights.items():
             weights[name] = value.bfloat16() if "q_proj" not in name else value
@@ -298,7 +298,7 @@ def test_a_damaged_folder_is_refused_when_split_too(folder):
         models.load_split(folder)
 
 
-def test_a_folder_of_another_kind_is_reported_for_what_it_is(tmp_path: Path) -> None:
+def test_error_describes_adapter_and_run_folders(tmp_path: Path) -> None:
     for name, says in (
         ("adapter_config.json", "a PEFT adapter.*octavo merge"),
         ("config.yaml", "a run of octavo train"),

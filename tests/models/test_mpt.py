@@ -32,7 +32,7 @@ SIZES = {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 16, "vocab_s
 
 @dataclass(frozen=True)
 class Reference:
-    """The formulas of a decoder by names on disk, in fp64, without a module of Octavo's or of transformers'."""
+    """Reference formulas of the decoder by names on disk, in fp64, without modules of Octavo or transformers."""
 
     state: dict[str, Tensor]
     heads: int
@@ -91,7 +91,7 @@ class Reference:
 
 
 def made(seed: int = 0, **fields) -> mpt.MPTForCausalLM:
-    """A model in fp64 whose norms and biases are not what they begin with."""
+    """A model in fp64 whose norms and biases differ from their initial values."""
     torch.manual_seed(seed)
     model = mpt.MPTForCausalLM(mpt.MPTConfig(**{**SIZES, **fields})).double().eval()
     with torch.no_grad():
@@ -125,16 +125,16 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_each_field_is_its_formula(name: str) -> None:
+def test_each_field_matches_its_formula(name: str) -> None:
     fields, formula = FEATURES[name]
     model = made(**fields)
-    found = logits(model, IDS)
+    actual = logits(model, IDS)
     state = dict(model.state_dict())
-    torch.testing.assert_close(found, Reference(state, 3, **formula)(IDS), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, Reference(state, 3, **formula)(IDS), rtol=1e-9, atol=1e-9)
     if formula:  # and without it there would be something else to see
         plain = {**dict.fromkeys(formula), "learned": "transformer.wpe.weight" in state, "act": {}, "logit_scale": 1.0}
         other = Reference(state, 3, **plain)(IDS)
-        assert name == "no positions" or float((found - other).abs().max()) > 1e-4
+        assert name == "no positions" or float((actual - other).abs().max()) > 1e-4
     biases = [key for key in state if key.endswith(".bias")]
     assert len(biases) == (0 if name == "no_bias" else 13 + 4 * ("qk" in formula))
 
@@ -145,21 +145,21 @@ def test_each_field_is_its_formula(name: str) -> None:
      {"n_heads": 4, "layer_norm_epsilon": 1e-3}],
     ids=["plain", "clip", "scale", "eps"],
 )  # fmt: skip
-def test_what_stock_transformers_honours_it_equals(fields: dict, tmp_path: Path) -> None:
-    """Padding in front and a cache too; and what is saved, stock transformers reads as the same model."""
+def test_supported_fields_equal_stock_transformers(fields: dict, tmp_path: Path) -> None:
+    """Left padding and a cache too; stock transformers reads the saved model as the same one."""
     torch.manual_seed(0)
     stock = MptForCausalLM(MptConfig(**{**SIZES, **fields, "initializer_range": 0.3})).eval()
     stock.save_pretrained(tmp_path / "stock")
-    ours = models.load(tmp_path / "stock")
-    assert isinstance(ours, mpt.MPTForCausalLM) and mpt.ignored_by_stock(ours.config) == []
+    octavo_model = models.load(tmp_path / "stock")
+    assert isinstance(octavo_model, mpt.MPTForCausalLM) and mpt.ignored_by_stock(octavo_model.config) == []
     ids, mask = torch.stack([IDS, IDS.flip(0)]), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     with torch.no_grad():
-        wanted, found = (model(input_ids=ids, attention_mask=mask).logits for model in (stock, ours))
-    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-5, atol=1e-5)
-    asked = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(stock.generate(ids, **asked), ours.generate(ids, **asked))
-    ours.save_pretrained(tmp_path / "ours")
+        wanted, actual = (model(input_ids=ids, attention_mask=mask).logits for model in (stock, octavo_model))
+    torch.testing.assert_close(actual[mask.bool()], wanted[mask.bool()], rtol=1e-5, atol=1e-5)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(stock.generate(ids, **options), octavo_model.generate(ids, **options))
+    octavo_model.save_pretrained(tmp_path / "ours")
     again = MptForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in stock.state_dict().items())
     torch.testing.assert_close(logits(again, IDS), logits(stock, IDS), rtol=0, atol=0)
@@ -177,13 +177,13 @@ def test_a_cache_padding_and_eager_attention_change_nothing(fields: dict) -> Non
         behind = model(input_ids=padded, attention_mask=mask).logits[0, 4:]
         kept = model(input_ids=IDS[None], logits_to_keep=torch.tensor([1, 4])).logits[0]
     model.set_attn_implementation("eager")
-    for found, own in ((rest, wanted[6:]), (behind, wanted), (kept, wanted[[1, 4]]), (logits(model, IDS), wanted)):
-        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)  # eager's softmax is in fp32
+    for actual, own in ((rest, wanted[6:]), (behind, wanted), (kept, wanted[[1, 4]]), (logits(model, IDS), wanted)):
+        torch.testing.assert_close(actual, own, rtol=1e-4, atol=1e-5)  # eager's softmax is in fp32
 
 
 @pytest.mark.parametrize("fields", [{}, {"attn_config": {"alibi": True}}], ids=["learned", "alibi"])
-def test_samples_of_a_pack_are_apart_and_begin_at_position_0(fields: dict) -> None:
-    """A pack of more tokens than there are positions, each sample of fewer; gradients too."""
+def test_samples_of_a_pack_are_separate_and_start_at_position_0(fields: dict) -> None:
+    """A pack with more tokens than positions, but shorter samples; gradients too."""
     model = made(**fields)
     family = models.describe(model)
     edges = (0, 9, 10, 24, 26)
@@ -193,8 +193,8 @@ def test_samples_of_a_pack_are_apart_and_begin_at_position_0(fields: dict) -> No
     def parts() -> list[Tensor]:
         places = forms.positions(edges, ids)
         with forms.forward(edges, places):
-            found = model(input_ids=ids, position_ids=places, use_cache=False).logits
-        return [found[:, a:b] for a, b in pairwise(edges)]
+            actual = model(input_ids=ids, position_ids=places, use_cache=False).logits
+        return [actual[:, a:b] for a, b in pairwise(edges)]
 
     def apart() -> list[Tensor]:
         return [model(input_ids=ids[:, a:b], use_cache=False).logits for a, b in pairwise(edges)]
@@ -202,15 +202,15 @@ def test_samples_of_a_pack_are_apart_and_begin_at_position_0(fields: dict) -> No
     sides = []
     for forward in (parts, apart):
         model.zero_grad()
-        found = forward()
-        sum(part.square().mean() for part in found).backward()
-        sides.append([part.detach() for part in found] + [p.grad.clone() for p in model.parameters()])
+        actual = forward()
+        sum(part.square().mean() for part in actual).backward()
+        sides.append([part.detach() for part in actual] + [p.grad.clone() for p in model.parameters()])
     for one, other in zip(*sides, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
-    """Blocks run again in backward, two packs under way, and grouped attention in place of torch's."""
+def test_alibi_pack_with_memory_saving_attention(saved: Path) -> None:
+    """Recomputed blocks, two packs at once, and grouped attention instead of torch's."""
     model = made(attn_config={"alibi": True}).float().train()
     family = models.describe(model)
     ids = torch.arange(21)[None]
@@ -236,13 +236,13 @@ def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
         grads()
 
 
-def test_one_that_gives_texts_numbers(saved: Path, tmp_path: Path) -> None:
+def test_processor_returns_token_ids(saved: Path, tmp_path: Path) -> None:
     config = mpt.MPTConfig(**SIZES, num_labels=1, pad_token_id=0)
     torch.manual_seed(0)
     mpt.MPTForSequenceClassification(config).save_pretrained(tmp_path)
     model = models.load(tmp_path, scores=True)
-    found = model.transformer(input_ids=IDS[None]).last_hidden_state[:, -1] @ model.score.weight.T
-    torch.testing.assert_close(model(input_ids=IDS[None]).logits, found)
+    actual = model.transformer(input_ids=IDS[None]).last_hidden_state[:, -1] @ model.score.weight.T
+    torch.testing.assert_close(model(input_ids=IDS[None]).logits, actual)
 
 
 def test_more_tokens_than_learned_positions(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_more_tokens_than_learned_positions(tmp_path: Path) -> None:
     assert len(logits(made(attn_config={"alibi": True}), torch.zeros(17, dtype=torch.int64))) == 17  # ALiBi has no end
 
 
-def test_rows_beyond_the_positions_end_a_run_before_it_begins(saved: Path) -> None:
+def test_rows_longer_than_positions_fail_before_the_run_starts(saved: Path) -> None:
     words = [f"model.path={saved}", "train.seq_length=17", "train.steps=1"]
     cfg = load_config_text("data: {train: [{path: x.json}]}\nrun: {dir: out}", words)
     with pytest.raises(ModelError, match=r"train.seq_length is 17, .* is an MPT of 16 learned positions.*Lower train"):
@@ -273,7 +273,7 @@ def test_shrunk_gradients_of_embeddings() -> None:
     torch.testing.assert_close(grads[0][2], grads[1][2])
 
 
-def test_dropout_falls_where_it_is_asked_for() -> None:
+def test_dropout_is_applied_at_configured_places() -> None:
     for where in ({"resid_pdrop": 0.5}, {"emb_pdrop": 0.5}, {"attn_config": {"attn_pdrop": 0.5}}):
         model = made(**where)
         assert torch.equal(logits(model, IDS), logits(model, IDS))
@@ -307,9 +307,9 @@ REFUSED = [
     ({"ffn_config": {"fc_type": "custom"}}, "ffn_config.fc_type is 'custom'"),
     (
         {"ffn_config": {"ffn_act_fn": {"approximate": "tanh"}}},
-        "ffn_act_fn is {'approximate': 'tanh'}, and it is an obj",
+        "ffn_act_fn is {'approximate': 'tanh'}; it must be an obj",
     ),
-    ({"n_heads": -3}, "n_heads is -3, and it is a whole number from 1"),
+    ({"n_heads": -3}, "n_heads is -3; it must be an integer of at least 1"),
     ({"norm_eps": -1.0}, "norm_eps .layer_norm_epsilon. is -1.0"),
     ({"d_model": 25}, "d_model is 25, which 3 heads"),
     ({"embedding_fraction": 0.0}, "embedding_fraction is 0.0"),
@@ -318,7 +318,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_is_not_computed_is_refused_by_its_name(fields: dict, message: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mpt.MPTConfig(**{**SIZES, **fields})
 
@@ -332,7 +332,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(saved: Path, folder: Path, change) -> Path:
-    """A copy whose (config, tensors) `change` has changed."""
+    """Copy a folder after `change` has modified its (config, tensors)."""
     config, tensors = json.loads((saved / "config.json").read_text()), load_file(saved / "model.safetensors")
     change(config, tensors)
     folder.mkdir()
@@ -341,7 +341,7 @@ def changed(saved: Path, folder: Path, change) -> Path:
     return folder
 
 
-def test_a_folder_says_all_and_is_read_back(saved: Path, tmp_path: Path) -> None:
+def test_saved_folder_has_all_fields_and_is_read_back(saved: Path, tmp_path: Path) -> None:
     raw = json.loads((saved / "config.json").read_text())
     wanted = {"no_bias", "learned_pos_emb", "logit_scale", "norm_eps", "ffn_config", "init_config", "expansion_ratio"}
     assert wanted <= raw.keys() and raw["attn_config"]["alibi"] is False and "initializer_range" not in raw
@@ -377,7 +377,7 @@ def no(*keys: str):
 FOUNDRY = ("ffn_config", "init_config", "fc_type", "architectures")
 
 
-def test_numbers_that_stock_transformers_refuses_leave_the_tokenizer_be(tmp_path: Path) -> None:
+def test_config_values_that_transformers_rejects_do_not_affect_tokenizer(tmp_path: Path) -> None:
     """A published folder of LLM-Foundry has `clip_qkv: 6`, and transformers' class takes floats there; dropout of
     attention is whole there."""
     tiny.write("mpt", tmp_path / "m", size="mini")
@@ -388,9 +388,9 @@ def test_numbers_that_stock_transformers_refuses_leave_the_tokenizer_be(tmp_path
     assert type(load_tokenizer(tmp_path / "m")) is kind
 
 
-def test_what_is_absent_means_what_its_writer_means(saved: Path, tmp_path: Path) -> None:
-    theirs = changed(saved, tmp_path / "foundry", no("no_bias", "alibi", "norm_eps", "layer_norm_epsilon"))
-    assert logits(models.load(theirs), IDS).equal(logits(models.load(saved), IDS))
+def test_missing_fields_have_the_writers_defaults(saved: Path, tmp_path: Path) -> None:
+    stock = changed(saved, tmp_path / "foundry", no("no_bias", "alibi", "norm_eps", "layer_norm_epsilon"))
+    assert logits(models.load(stock), IDS).equal(logits(models.load(saved), IDS))
     absent = changed(saved, tmp_path / "absent", no("no_bias", *FOUNDRY))
     with pytest.raises(
         ModelError, match=r"without biases, and the tensors have biases.*do not set no_bias|no_bias: false"
@@ -449,13 +449,13 @@ def test_tensors_that_contradict_the_configuration_are_refused(
     ],
     ids=["kaiming", "baseline", "neox"],
 )  # fmt: skip
-def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: dict[str, float]) -> None:
+def test_weights_are_initialized_by_init_config(tmp_path: Path, init: dict, spreads: dict[str, float]) -> None:
     config = mpt.MPTConfig(**{**SIZES, "d_model": 256, "n_heads": 4, "vocab_size": 300}, init_config=init)
     config.save_pretrained(tmp_path)
     drawn = dict(models.init_model(tmp_path, seed=3).named_parameters())
     for part, wanted in spreads.items():
-        found = [float(value.detach().std()) for name, value in drawn.items() if name.endswith(f"{part}.weight")]
-        assert found and found == pytest.approx([wanted] * len(found), rel=0.05), part
+        actual = [float(value.detach().std()) for name, value in drawn.items() if name.endswith(f"{part}.weight")]
+        assert actual and actual == pytest.approx([wanted] * len(actual), rel=0.05), part
     assert all(not value.any() for name, value in drawn.items() if name.endswith(".bias"))
     given = dict(models.init_model(tmp_path, seed=3, std=0.07).named_parameters())[
         "transformer.blocks.0.ffn.down_proj.weight"
@@ -467,12 +467,12 @@ def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: 
     "init", [{"init_div_is_residual": "x"}, {"init_div_is_residual": 0}, {"init_nonlinearity": "gelu"},
              {"emb_init_std": -1.0}]
 )  # fmt: skip
-def test_an_init_config_that_gives_no_spread_is_refused(init: dict) -> None:
+def test_init_config_without_standard_deviation_is_rejected(init: dict) -> None:
     with pytest.raises(ModelError, match="init_config .* gives .* standard deviation .*Correct it"):
         mpt.MPTForCausalLM(mpt.MPTConfig(**SIZES, init_config=init))
 
 
-def test_a_scheme_that_is_not_known_is_refused_where_weights_are_drawn(saved: Path, tmp_path: Path) -> None:
+def test_unknown_init_scheme_is_rejected_when_weights_are_drawn(saved: Path, tmp_path: Path) -> None:
     folder = changed(
         saved, tmp_path / "odd", lambda config, tensors: config["init_config"].update(name="xavier_normal_")
     )

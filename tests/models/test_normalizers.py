@@ -1,4 +1,4 @@
-"""Tokenizers whose normalizer or decoder multiplies texts are refused before a text reaches them."""
+"""Tokenizers whose normalizer or decoder multiplies texts are rejected before they process a text."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ BAD = [
     ({"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [DOUBLED] * 7}]}, "up to 128 times"),
     ({"type": "Replace", "pattern": {"String": ""}, "content": "a" * 80}, "up to 81 times as long"),
     ({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "a" * 64}, "up to 65 times as long"),
-    ({"type": "Prepend", "prepend": "a" * 100_000}, "100,000 characters longer, and 65,536 are the most"),
+    ({"type": "Prepend", "prepend": "a" * 100_000}, "100,000 characters longer; the limit is 65,536"),
     ({"type": "Precompiled", "precompiled_charsmap": TABLE}, "up to 1,562 times as long"),
 ]
 
@@ -46,7 +46,7 @@ def folder(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("normalizer", GOOD, ids=lambda part: part["type"])
-def test_what_published_tokenizers_do(folder, normalizer):
+def test_published_normalizers_are_accepted(folder, normalizer):
     models.load_processor(folder(normalizer=normalizer))
 
 
@@ -56,7 +56,7 @@ def test_a_normalizer_that_multiplies(folder, normalizer, said):
         models.load_processor(folder(normalizer=normalizer))
 
 
-def test_a_decoder_that_multiplies(folder):
+def test_decoder_that_multiplies_text_is_rejected(folder):
     decoders = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}] * 2
     with pytest.raises(models.ModelError, match="its decoder makes a text up to 81 times as long"):
         models.load_tokenizer(folder(decoder={"type": "Sequence", "decoders": decoders}))
@@ -68,8 +68,8 @@ def _row(tmp_path, text="q"):
     return read(Dataset(path=str(tmp_path / "rows.jsonl")))[0]
 
 
-def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
-    """A template writes much around few words: no token is made of it, unless the row is to be cut."""
+def test_rows_that_are_too_long_are_not_tokenized(folder, tmp_path):
+    """A template adds long text: it is not tokenized, unless the row is to be truncated."""
     where = folder()
     much = "{% if messages|length == 2 %}{{ 'pad ' * 20000 }}{% endif %}"
     template = "{% for m in messages %}{{ m.content }}" + much + "</s>{% endfor %}"
@@ -84,8 +84,8 @@ def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
     assert len(tokenizer("pad " * 20000)["input_ids"]) > 16
 
 
-def test_a_panic_of_the_tokenizer_is_of_its_row(folder, tmp_path):
-    """What Rust raises is no Exception; another such, as an interrupt, goes through."""
+def test_tokenizer_panic_is_an_error_of_its_row(folder, tmp_path):
+    """Rust panics are not Exceptions; other BaseExceptions, such as an interrupt, propagate."""
     encoder = Encoder(models.load_processor(folder()), 64)
 
     def raising(error):

@@ -1,4 +1,4 @@
-"""NVILA's model code and processor, each place where its facts can be got wrong."""
+"""NVILA's model code and processor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.three_folders import edit
 
 
 def colours(rows: int, columns: int, side: int) -> Image.Image:
-    """An image of tiles, each of a grey of its own, row by row."""
+    """An image of tiles in row order, each with a different gray value."""
     greys = np.arange(rows * columns, dtype=np.uint8).reshape(rows, columns) * 10
     return Image.fromarray(greys.repeat(side, 0).repeat(side, 1))
 
@@ -45,7 +45,7 @@ def test_features_are_those_of_the_last_layer_but_one(head: bool) -> None:
     assert not torch.equal(wanted, stock(pixels).last_hidden_state)
 
 
-def test_every_parameter_learns_and_the_unread_layer_is_none(checkpoint) -> None:
+def test_every_parameter_is_trained_and_unused_layer_has_no_parameters(checkpoint) -> None:
     model = models.load(checkpoint("nvila_lite")).train()
     inputs = batch(models.load_processor(checkpoint("nvila_lite")), image=True)
     model(**inputs).logits.square().mean().backward()
@@ -60,17 +60,19 @@ def test_every_parameter_learns_and_the_unread_layer_is_none(checkpoint) -> None
 
 @pytest.mark.parametrize(("cells", "side", "tokens"), [(32, 2, 256), (32, 3, 121), (27, 2, 196)])
 def test_tokens_of_a_tile(cells: int, side: int, tokens: int) -> None:
-    made = Downsample(side)(torch.ones(1, cells, cells, 2))
-    assert made.flatten(1, 2).shape == (1, tokens, 2 * side * side)
+    result = Downsample(side)(torch.ones(1, cells, cells, 2))
+    assert result.flatten(1, 2).shape == (1, tokens, 2 * side * side)
     whole = -(-cells // side) * side
-    assert made.sum() == cells * cells * 2 and (made[:, -1, -1] == 0).any() == (whole > cells)  # padded below and right
+    assert result.sum() == cells * cells * 2 and (result[:, -1, -1] == 0).any() == (
+        whole > cells
+    )  # padded below and right
 
 
 def test_channels_of_a_token_are_row_by_row() -> None:
-    """As transformers' InternVL shuffles them, for the 2 x 2 that it has."""
+    """The 2 x 2 case equals transformers' InternVL."""
     patches = torch.arange(16.0).reshape(1, 4, 4, 1)
-    made = Downsample(2)(patches)
-    assert made[0, 0, 1].tolist() == [2, 3, 6, 7] and made[0, 1, 0].tolist() == [8, 9, 12, 13]
+    result = Downsample(2)(patches)
+    assert result[0, 0, 1].tolist() == [2, 3, 6, 7] and result[0, 1, 0].tolist() == [8, 9, 12, 13]
     wide = patches.repeat(1, 1, 1, 2) + torch.tensor([0.0, 100.0])
     assert Downsample(2)(wide)[0, 0, 0].tolist() == [0, 100, 1, 101, 4, 104, 5, 105]
     assert torch.equal(InternVLModel.pixel_shuffle(None, wide, 0.5), Downsample(2)(wide))
@@ -112,19 +114,19 @@ HOW_MANY = [((8, 8), 1), ((80, 80), 10), ((9, 16), 3), ((8, 100), 13), ((20, 20)
 
 @pytest.mark.parametrize(("size", "tiles"), HOW_MANY)
 def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
-    """The closest aspect; of equal ones the larger grid where the image fills half of it; no thumbnail of one tile."""
+    """The closest aspect ratio; on ties the larger grid if the image fills half of it; no thumbnail of one tile."""
     assert images_of().grid(*size) == (tiles, 1, 1)
 
 
 def images_of(**limits: int) -> NvilaImages:
-    """Of a model with tiles of 8 x 8 pixels."""
+    """A processor of a model with tiles of 8 x 8 pixels."""
     images = NvilaImages(size={"height": 8, "width": 8})
     images.configure(nvila.NvilaLiteConfig(vision_config={"image_size": 8, "patch_size": 2}, **limits))
     return images
 
 
-def test_the_model_says_how_many_tiles_there_may_be() -> None:
-    """12 where it says nothing, and more than transformers' processor has by itself where it does."""
+def test_model_config_limits_tiles() -> None:
+    """12 by default; configured values may exceed the default of transformers' processor."""
     assert images_of().grid(8, 800)[0] == 13 and images_of(max_tiles=20).grid(8, 800)[0] == 21
     assert images_of(min_tiles=3).grid(8, 8)[0] == 5
     for limits, most in (
@@ -142,8 +144,8 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
 
 @pytest.mark.parametrize("field", ["image_token_id", "newline_token_id", "newlines", "max_tiles", "s2_scales"])
 @pytest.mark.parametrize("value", ["1", True, -1, [1.5], {}], ids=str)
-def test_what_is_no_number_is_refused(field, value) -> None:
-    with pytest.raises(ValueError, match=f"{field} is .*; it takes only whole numbers from 0"):
+def test_nonfinite_numbers_are_rejected(field, value) -> None:
+    with pytest.raises(ValueError, match=f"{field} is .*; it must be an integer of at least 0"):
         nvila.NvilaLiteConfig(**{field: value})
     with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
         nvila.NvilaLiteConfig(newlines=65)
@@ -152,16 +154,16 @@ def test_what_is_no_number_is_refused(field, value) -> None:
 def test_tiles_are_made_bicubic() -> None:
     image = some_image(1, (20, 9))
     (*tiles, whole) = images_of()(images=[image])["pixel_values"]
-    for size, made in (((16, 8), np.concatenate(tiles, 2)), ((8, 8), whole)):
+    for size, result in (((16, 8), np.concatenate(tiles, 2)), ((8, 8), whole)):
         wanted = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
-        assert np.allclose(made, ((wanted / 255 - 0.5) / 0.5).transpose(2, 0, 1), atol=1e-5)
+        assert np.allclose(result, ((wanted / 255 - 0.5) / 0.5).transpose(2, 0, 1), atol=1e-5)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def test_places_and_line_breaks_of_tiles(checkpoint) -> None:
-    """Each tile has its tokens and two line breaks: embeddings of that token, whatever text follows."""
+def test_placeholders_and_line_breaks_of_tiles(checkpoint) -> None:
+    """Each tile has its tokens and two line breaks, which are embeddings of that token in any context."""
     folder = checkpoint("nvila_lite")
     model, processor = models.load(folder), models.load_processor(folder)
     image, text = some_image(0, (16, 40)), "<image>\n\nfirst?"  # as text, line breaks may become one token
@@ -171,11 +173,11 @@ def test_places_and_line_breaks_of_tiles(checkpoint) -> None:
     newline = model.get_input_embeddings().weight[model.config.newline_token_id]
     assert features.shape[:2] == (4, 6) and torch.equal(features[:, 4:], newline.expand(4, 2, -1))
     assert processor._get_num_multimodal_tokens([(40, 16)])["num_image_tokens"] == [24]
-    with pytest.raises(ValueError, match="1 places for 2 images"):
+    with pytest.raises(ValueError, match="1 placeholders for 2 images"):
         processor(text=[text], images=[image, image])
 
 
-def test_media_lie_outside_the_table_and_are_no_labels(checkpoint, tmp_path) -> None:
+def test_media_tokens_are_outside_the_table_and_not_labels(checkpoint, tmp_path) -> None:
     folder = checkpoint("nvila_lite")
     model, processor = models.load(folder), models.load_processor(folder)
     rows = model.get_input_embeddings().num_embeddings
@@ -193,16 +195,16 @@ def test_media_lie_outside_the_table_and_are_no_labels(checkpoint, tmp_path) -> 
 
 
 @pytest.mark.parametrize("word", ["<vila/video>", "<vila/sentinel>"])
-def test_other_tokens_of_media_are_no_words(checkpoint, word) -> None:
-    """There is no row to look up for them."""
+def test_media_tokens_in_text_are_rejected(checkpoint, word) -> None:
+    """The embedding table has no rows for them."""
     turns = [{"from": "human", "value": "first?"}, {"from": "gpt", "value": f"a {word}"}]
     row = data.parse({"conversations": turns}, "llava", file="a", row=0, images=None)
     with pytest.raises(data.BadSample, match=f"contains the model's placeholder '{word}'"):
         data.Encoder(models.load_processor(checkpoint("nvila_lite")), 256).encode(row)
 
 
-def test_the_line_break_that_rows_write_is_the_one_of_the_image(checkpoint) -> None:
-    """As in VILA's data: images end with their own, and their place goes with the line break behind it, the first."""
+def test_line_break_in_rows_is_that_of_the_image(checkpoint) -> None:
+    """As in VILA's data, images end with their own line breaks, and the first one after a placeholder is dropped."""
     processor = models.load_processor(checkpoint("nvila_lite"))
 
     def written(*words: str) -> str:
@@ -214,20 +216,21 @@ def test_the_line_break_that_rows_write_is_the_one_of_the_image(checkpoint) -> N
 
 
 def test_templates_get_texts(checkpoint) -> None:
-    """The published template joins contents with +, which parts would not take."""
+    """The published template concatenates contents with +, which fails for parts."""
     processor = models.load_processor(checkpoint("nvila_lite"))
     text = processor.apply_chat_template(conversation(True), tokenize=False)
     assert text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n<image>first?")
 
 
-def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
+def test_folder_with_inconsistent_parts_is_rejected(checkpoint, tmp_path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(checkpoint("nvila_lite"), folder)
     for key, value in (("image_token_id", 7), ("newline_token_id", 199), ("vision_config", {"image_size": 32})):
         raw = json.loads((checkpoint("nvila_lite") / "config.json").read_text())
         raw[key] = {**raw[key], **value} if isinstance(value, dict) else value
         (folder / "config.json").write_text(json.dumps(raw))
-        with pytest.raises(models.ModelError, match=f"gives {key if isinstance(value, int) else 'size'}"):
+        message = f"{key} is {value} in config.json" if isinstance(value, int) else "has size"
+        with pytest.raises(models.ModelError, match=message):
             models.load_processor(folder)
     shutil.copy(checkpoint("nvila_lite") / "config.json", folder)
     edit(folder / "preprocessor_config.json", size=1_000_000)  # no image is made so large to find out

@@ -1,4 +1,4 @@
-"""NVILA's folders: of three, of one, and of VILA 1.5; read, written back, and made one of the other."""
+"""NVILA's folders in three-folder, one-folder and VILA 1.5 layouts: reading, writing and conversion."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_one_folder_is_saved_back_name_by_name(checkpoint, tmp_path) -> None:
     AutoModelForImageTextToText.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert told["architectures"] == ["NVILALiteForConditionalGeneration"]  # by which servers choose a class
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["NVILALiteForConditionalGeneration"]  # by which servers choose a class
 
 
 def files_of(folder) -> dict[str, dict[str, torch.Tensor]]:
     return {str(file.relative_to(folder)): load_file(file) for file in folder.rglob("*.safetensors")}
 
 
-def test_three_folders_are_the_one_and_are_saved_back(checkpoint, tmp_path) -> None:
-    """Found by their names, whatever paths the configuration holds; remote code that it names is never run."""
+def test_three_folders_equal_one_folder_and_are_saved_back(checkpoint, tmp_path) -> None:
+    """Folders are found by name, independent of the paths in the configuration; remote code never runs."""
     one = checkpoint("nvila_lite")
     folder = split(one, tmp_path / "three", {"model_type": "vila", "auto_map": {"AutoModel": "modeling_vila.Evil"}})
     model, processor = models.load(folder, torch.bfloat16), models.load_processor(folder)
@@ -69,7 +69,7 @@ def test_three_folders_are_the_one_and_are_saved_back(checkpoint, tmp_path) -> N
 
 
 def test_a_decoder_that_ties_its_head(checkpoint, tmp_path) -> None:
-    """As the small ones do, whose llm/ has no lm_head: in all layouts, though only the decoder's part says so."""
+    """Small models have no lm_head in llm/: this holds in all layouts, although only the decoder's part is tied."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     edit(folder / "llm" / "config.json", tie_word_embeddings=True)
     file = folder / "llm" / "model.safetensors"
@@ -90,7 +90,7 @@ def test_a_decoder_that_ties_its_head(checkpoint, tmp_path) -> None:
             assert all(torch.equal(value, after[name][leaf]) for leaf, value in held.items())
 
 
-def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_path) -> None:
+def test_missing_media_tokens_get_ids_after_the_table(checkpoint, tmp_path) -> None:
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
     config, processor = models.read_config(folder), models.load_processor(folder)
     rows = config.text_config.vocab_size
@@ -99,31 +99,31 @@ def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_
 
 
 def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
-    """Which is what servers read: its tokenizer has tokens of media, its configuration the class that they know."""
+    """Servers read this layout: its tokenizer has the media tokens, its configuration a class that they know."""
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
     with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. writes it as one"):
         verify(folder)
-    with pytest.raises(models.ModelError, match="octavo convert takes only models in one folder"):
+    with pytest.raises(models.ModelError, match="octavo convert supports only models in one folder"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
-    made = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
-    assert not any(file.is_dir() for file in made.iterdir())
-    told = json.loads((made / "config.json").read_text())
-    assert told["architectures"] == ["NVILALiteForConditionalGeneration"] and told["dtype"] == "bfloat16"
-    one, three = (models.load_processor(place) for place in (made, folder))
+    exported = export(models.iter_weights(folder), folder, tmp_path / "one", "bf16").directory
+    assert not any(file.is_dir() for file in exported.iterdir())
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == ["NVILALiteForConditionalGeneration"] and config["dtype"] == "bfloat16"
+    one, three = (models.load_processor(place) for place in (exported, folder))
     inputs = batch(one, image=True)
     assert torch.equal(inputs["input_ids"], batch(three, image=True)["input_ids"])
     before = files_of(folder)
     named = {f"{Path(file).parent}.{name}": value for file, held in before.items() for name, value in held.items()}
-    after = load_file(made / "model.safetensors")
+    after = load_file(exported / "model.safetensors")
     assert named.keys() == after.keys() and all(torch.equal(value, after[name]) for name, value in named.items())
     with torch.no_grad():
-        ours, theirs = models.load(made)(**inputs).logits, models.load(folder)(**inputs).logits
-    assert torch.equal(ours, theirs)
-    assert [one.kind for one in verify(made).findings] == ["own-family"]
+        octavo_model, stock = models.load(exported)(**inputs).logits, models.load(folder)(**inputs).logits
+    assert torch.equal(octavo_model, stock)
+    assert [one.kind for one in verify(exported).findings] == ["own-family"]
 
 
-def test_other_tokens_above_the_table_are_warned_of(checkpoint, tmp_path) -> None:
-    """Those of media are there by design."""
+def test_tokens_outside_the_table_cause_a_warning(checkpoint, tmp_path) -> None:
+    """Media tokens are outside the table by design."""
     folder = shutil.copytree(checkpoint("nvila"), tmp_path / "m")
     assert [one.kind for one in verify(folder).findings] == ["own-family"]
     tokenizer = models.load_processor(folder).tokenizer
@@ -133,25 +133,29 @@ def test_other_tokens_above_the_table_are_warned_of(checkpoint, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("family", ["nvila", "llavaonevision1_5"])
-def test_fp8_folders_of_own_families_hold_what_was_loaded(checkpoint, tmp_path, family) -> None:
-    """In FP8 throughout, names on disk unlike those in memory: read back, and by values beside the original."""
-    folder, every = checkpoint(family), ("image_encoder", "image_projector")
-    made = export(models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
-    found, original = models.load(made), dict(models.load(folder).named_parameters())
-    codes = {name: p for name, p in found.named_parameters() if is_frozen(p)}
-    assert {models.describe(found).component_of(name) for name in codes} >= {"foundation", *every}
+def test_fp8_folders_of_custom_families_round_trip(checkpoint, tmp_path, family) -> None:
+    """An FP8 model whose names on disk differ from those in memory is read back with the original values."""
+    folder, components = checkpoint(family), ("image_encoder", "image_projector")
+    exported = export(
+        models.iter_weights(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=components
+    ).directory
+    actual, original = models.load(exported), dict(models.load(folder).named_parameters())
+    codes = {name: p for name, p in actual.named_parameters() if is_frozen(p)}
+    assert {models.describe(actual).component_of(name) for name in codes} >= {"foundation", *components}
     for name, weight in codes.items():
         error = (weight.dequantize() - original[name]).norm() / original[name].norm()
         assert 0 < error < 0.05, name
-    again = export(models.iter_weights(made), made, tmp_path / "again", "fp8-dynamic", include=every).directory
-    first, second = (load_file(place / "model.safetensors") for place in (made, again))
+    again = export(
+        models.iter_weights(exported), exported, tmp_path / "again", "fp8-dynamic", include=components
+    ).directory
+    first, second = (load_file(place / "model.safetensors") for place in (exported, again))
     assert list(first) == list(second)
     assert all(torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)) for name, value in first.items())
-    assert verify(made, against=folder).ok
+    assert verify(exported, against=folder).ok
 
 
-def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> None:
-    """VILA 1.5's may have one, with a configuration from before the field; nobody reads it, and it is saved back."""
+def test_head_of_tower_is_detected_from_weights(checkpoint, tmp_path) -> None:
+    """VILA 1.5 may have a head without a configuration field for it; it is unused and saved back."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     edit(folder / "vision_tower" / "config.json", "vision_use_head")
     assert not models.read_config(folder).vision_config.vision_use_head
@@ -190,14 +194,14 @@ def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> No
         ({"image_aspect_ratio": "dynamic_s2", "s2_resize_output_to_scale_idx": None}, "to_scale_idx None"),
     ],
 )
-def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
-    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA supports only"):
+def test_three_folders_with_different_arithmetic_are_rejected(checkpoint, tmp_path, more, message) -> None:
+    with pytest.raises(models.ModelError, match=f"{message}, but Octavo's NVILA supports only"):
         models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
 
 
 @pytest.mark.parametrize("kind", ["llava_llama", "vila"])
-def test_a_model_that_is_there_in_part(checkpoint, tmp_path, kind) -> None:
-    """Else transformers would be blamed, or the code that the folder names."""
+def test_incomplete_model_is_rejected(checkpoint, tmp_path, kind) -> None:
+    """Otherwise the error would name transformers, or the code in the folder."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three", {"model_type": kind, "auto_map": {"AutoModel": "a.B"}})
     (folder / "mm_projector" / "config.json").write_text("{}")
     with pytest.raises(models.ModelError, match="mm_projector/config.json gives mm_projector_type None"):
@@ -207,8 +211,8 @@ def test_a_model_that_is_there_in_part(checkpoint, tmp_path, kind) -> None:
         models.read_config(folder)
 
 
-def test_what_ends_an_image_is_as_its_encoder_says(checkpoint, tmp_path) -> None:
-    """Of tiles the prompt writes one more."""
+def test_image_encoder_determines_line_breaks(checkpoint, tmp_path) -> None:
+    """The prompt adds one line break per tile."""
     folder = split(checkpoint("nvila_lite"), tmp_path / "three")
     for cut, encoder, ends in (
         ("dynamic", {}, 2), ("dynamic", '{"end_tokens": null}', 1), ("resize", {}, 1), ("resize", None, 0),
@@ -231,30 +235,30 @@ def test_vila_1_5_has_one_tile_and_no_line_break(vila_1_5) -> None:
 
 
 def test_vila_1_5_has_the_chat_template_of_its_tokenizer(vila_1_5, tmp_path) -> None:
-    """Its folders have none, or one that VILA passes over. The line break behind an image is text, written once."""
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nfirst?"}]}]
-    told = [*asked, {"role": "assistant", "content": "3"}]
+    """Its folders have no template, or one that VILA ignores. The line break after an image is text and occurs once."""
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "\nfirst?"}]}]
+    answered = [*messages, {"role": "assistant", "content": "3"}]
 
     def written(folder: Path, turns: list[dict]) -> str:
         processor = models.load_processor(folder)
         return processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=len(turns) % 2 == 1)
 
-    assert written(vila_1_5, told).endswith("user's questions. USER: <image>\nfirst? ASSISTANT: 3</s>")
-    assert written(vila_1_5, asked).endswith("questions. USER: <image>\nfirst? ASSISTANT:")
-    assert written(vila_1_5, [{"role": "system", "content": "Be."}, *told[:1]])[:11] == "Be. USER: <"
+    assert written(vila_1_5, answered).endswith("user's questions. USER: <image>\nfirst? ASSISTANT: 3</s>")
+    assert written(vila_1_5, messages).endswith("questions. USER: <image>\nfirst? ASSISTANT:")
+    assert written(vila_1_5, [{"role": "system", "content": "Be."}, *answered[:1]])[:11] == "Be. USER: <"
     folder = Path(shutil.copytree(vila_1_5, tmp_path / "three"))
     for file in (folder / "llm").glob("*token*.json"):  # one that Llama 3 has
         file.write_text(file.read_text().replace("[BOS]", "<|eot_id|>"))
     tokenizer = models.load_tokenizer(folder)
     tokenizer.chat_template = "Llama's own"
     tokenizer.save_pretrained(folder / "llm", save_jinja_files=False)
-    four = written(folder, [*told, *asked, told[1]])
+    four = written(folder, [*answered, *messages, answered[1]])
     assert four.count("<|start_header_id|>user<|end_header_id|>\n\n<image>\nfirst?<|eot_id|>") == 2
     assert "3<|eot_id|><|start" in four and four.endswith("3<|end_of_text|>")
     edit(folder / "config.json", chat_template="qwen2")  # NVILA's, by its name
-    assert written(folder, told) == written(folder, asked) + "3<|im_end|>\n"
+    assert written(folder, answered) == written(folder, messages) + "3<|im_end|>\n"
     (folder / "llm" / "chat_template.jinja").write_text("{{ messages | length }} mine")
-    assert written(folder, told) == "2 mine"
+    assert written(folder, answered) == "2 mine"
     edit(folder / "config.json", chat_template="mistral")
     (folder / "llm" / "chat_template.jinja").unlink()
     with pytest.raises(

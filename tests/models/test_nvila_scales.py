@@ -38,11 +38,11 @@ def test_grids(size, limits, grid) -> None:
     assert images_of(**limits).grid(*size) == grid
 
 
-def test_tiles_are_the_largest_scale_then_the_smaller_ones_then_black() -> None:
+def test_tiles_are_largest_scale_then_smaller_scales_then_padding() -> None:
     image = some_image(1, (40, 30))
-    made = images_of()(images=[image])
-    tiles = np.stack(made["pixel_values"])
-    assert made["grids"] == [(2, 3, 4)] and tiles.shape == (24, 3, 8, 8) and not tiles[17:].any()
+    batch = images_of()(images=[image])
+    tiles = np.stack(batch["pixel_values"])
+    assert batch["grids"] == [(2, 3, 4)] and tiles.shape == (24, 3, 8, 8) and not tiles[17:].any()
 
     def cut(width: int, height: int) -> list[np.ndarray]:
         whole = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC), dtype=np.float64)
@@ -52,8 +52,8 @@ def test_tiles_are_the_largest_scale_then_the_smaller_ones_then_black() -> None:
     assert np.allclose(tiles[:17], [*cut(32, 24), *cut(8, 8), *cut(16, 16)], atol=1e-5)
 
 
-def test_blocks_have_all_scales_side_by_side() -> None:
-    """The smallest scale's channels first; maps resized by area, in fp32 also of BF16 features."""
+def test_blocks_concatenate_all_scales() -> None:
+    """The smallest scale's channels come first; maps are resized by area in fp32, also for BF16 features."""
     torch.manual_seed(0)
     one, other = make_cut((2, 2, 3), (1, 4)), make_cut((1, 1, 1), (1, 4))
     assert one == Cut(2, 3, (1, 2), 12) and used_tiles([one, other]) == [*range(11), 12]
@@ -73,7 +73,7 @@ def test_blocks_have_all_scales_side_by_side() -> None:
 
 
 def test_tokens_of_blocks_are_read_row_by_row() -> None:
-    """Of the image, not block by block."""
+    """In row order of the image, not of blocks."""
     whole = torch.arange(4 * 6).reshape(4, 6)
     tokens = torch.stack([whole[y : y + 2, x : x + 2].flatten() for y in (0, 2) for x in (0, 2, 4)])[..., None]
     assert torch.equal(stitch(tokens, 2, 3)[:, 0], whole.flatten())
@@ -83,19 +83,21 @@ def test_an_image_has_its_blocks_tokens_and_one_line_break(checkpoint) -> None:
     model, processor = models.load(checkpoint("nvila")), models.load_processor(checkpoint("nvila"))
     assert model.config.projector_input == 2 * 64 and model.model.mm_projector.layers[2].in_features == 4 * 2 * 64
     images = [some_image(0, (60, 32)), some_image(1, (16, 16))]
-    made = processor(text=["<image><image>?"], images=images, return_tensors="pt", return_text_replacement_offsets=True)
-    (told,) = made.pop("text_replacement_offsets")
-    assert [one["new_span"] for one in told] == [(0, 7 * 25), (7 * 25, 7 * 42)]
-    assert made["image_grid_thw"].tolist() == [[2, 2, 3], [2, 2, 2]]
-    features = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    batch = processor(
+        text=["<image><image>?"], images=images, return_tensors="pt", return_text_replacement_offsets=True
+    )
+    (offsets,) = batch.pop("text_replacement_offsets")
+    assert [one["new_span"] for one in offsets] == [(0, 7 * 25), (7 * 25, 7 * 42)]
+    assert batch["image_grid_thw"].tolist() == [[2, 2, 3], [2, 2, 2]]
+    features = model.model.get_image_features(batch["pixel_values"], batch["image_grid_thw"]).pooler_output
     newline = model.get_input_embeddings().weight[model.config.newline_token_id]
     assert [len(one) for one in features] == [25, 17] and all(torch.equal(one[-1], newline) for one in features)
-    changed = made["pixel_values"].clone()
+    changed = batch["pixel_values"].clone()
     changed[7:12] = 1.0  # what fills up the first image goes nowhere
-    again = model.model.get_image_features(changed, made["image_grid_thw"]).pooler_output
+    again = model.model.get_image_features(changed, batch["image_grid_thw"]).pooler_output
     assert all(torch.equal(one, other) for one, other in zip(features, again, strict=True))
     vision = models.vision_of(model.config)
-    patches = vision.patches(made)
+    patches = vision.patches(batch)
     assert patches == [7 * 16, 5 * 16] and list(map(vision.features, patches)) == [24, 16]
 
 
@@ -109,16 +111,16 @@ def test_scales_of_three_folders(checkpoint, tmp_path) -> None:
         edit(folder / "config.json", s2_scales=stated)
         with pytest.raises(models.ModelError, match="and they are sides in pixels, such as '448,896,1344'"):
             models.read_config(folder)
-    with pytest.raises(ValueError, match="the scales .448, 896. are not multiples of a tile, 16 pixels"):
+    with pytest.raises(ValueError, match="s2_scales is .448, 896.; it must begin with one tile, 16 pixels"):
         nvila.NvilaConfig(vision_config={"image_size": 16}, s2_scales=[448, 896])
 
 
 @pytest.mark.parametrize("family", ["nvila", "nvila_lite"])
-def test_ranks_that_share_images_count_their_places(checkpoint, family) -> None:
-    """What deals the images of a row to ranks: the features of each image, or tile, with the line breaks behind."""
+def test_ranks_that_share_images_count_their_placeholders(checkpoint, family) -> None:
+    """Used to distribute images over ranks: features of each image or tile, including line breaks."""
     processor, config = models.load_processor(checkpoint(family)), models.read_config(checkpoint(family))
     images = [some_image(0, (60, 32)), some_image(1, (16, 16))]
-    made = processor(text=["<image>and<image>"], images=images, return_tensors="pt")
+    batch = processor(text=["<image>and<image>"], images=images, return_tensors="pt")
     vision = models.vision_of(config)
-    places = sum(vision.features(patches) + vision.ends for patches in vision.patches(made))
-    assert places == int((made["input_ids"] == processor.image_token_id).sum())
+    places = sum(vision.features(patches) + vision.ends for patches in vision.patches(batch))
+    assert places == int((batch["input_ids"] == processor.image_token_id).sum())

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision-1.5: folders as they are published, the tower against a plain one, and each trap on the way."""
+"""LLaVA-OneVision-1.5: published folders, and the tower against a plain implementation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loaded(published):
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-def test_a_published_folder_is_read_and_its_code_never_run(published, loaded):
+def test_published_folder_is_read_without_running_its_code(published, loaded):
     config = models.read_config(published)
     assert type(config) is onevision.LLaVAOneVision1_5_Config and not hasattr(config, "auto_map")
     assert config.vision_start_token_id == 151652
@@ -57,7 +57,7 @@ def test_a_published_folder_is_read_and_its_code_never_run(published, loaded):
 
 
 def test_names_on_disk_are_the_published_ones(published, loaded, tmp_path):
-    """And so they are written again, all values as they were."""
+    """They are also saved in that layout with unchanged values."""
     layer = [f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     layer += ["input_layernorm.weight", "post_attention_layernorm.weight"]
@@ -75,14 +75,14 @@ def test_names_on_disk_are_the_published_ones(published, loaded, tmp_path):
     loaded.save_pretrained(tmp_path)
     again = load_file(tmp_path / "model.safetensors")
     assert set(again) == names and all(torch.equal(first[name], again[name]) for name in names)
-    told = json.loads((tmp_path / "config.json").read_text())
-    assert told["architectures"] == ["LLaVAOneVision1_5_ForConditionalGeneration"]
-    assert (told["model_type"], told["text_config"]["model_type"]) == (KIND, "LLaVAOneVision1_5_text")
-    assert told["vision_config"]["model_type"] == "rice_vit" and told["tie_word_embeddings"] is False
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LLaVAOneVision1_5_ForConditionalGeneration"]
+    assert (config["model_type"], config["text_config"]["model_type"]) == (KIND, "LLaVAOneVision1_5_text")
+    assert config["vision_config"]["model_type"] == "rice_vit" and config["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("how", [{}, {"load_in_fp8": {"image_encoder": "row"}}, {"dtype": torch.bfloat16}], ids=str)
-def test_class_tokens_are_loaded_and_angles_made(published, how):
+def test_class_tokens_are_loaded_and_angles_computed(published, how):
     """Initialisation after loading would draw the first anew, and weights made on the meta device leave the second
     empty."""
     visual, disk = models.load(published, **how).model.visual, load_file(published / "model.safetensors")
@@ -94,23 +94,26 @@ def test_class_tokens_are_loaded_and_angles_made(published, how):
     )
 
 
-def test_a_model_that_ranks_fill_has_class_tokens_and_angles_before_its_weights(published, loaded):
-    """Buffers are whole on every rank; a model that is drawn has no class token yet."""
+def test_deferred_model_has_class_tokens_and_angles_before_its_weights(published, loaded):
+    """Buffers are unsharded on every rank; an initialized model has a zero class token."""
     wanted = dict(loaded.named_buffers())
-    for made in (models.load_deferred(published).model, init_deferred(published).model):
-        assert all(p.is_meta for p in made.parameters())
-        found = dict(made.named_buffers())
-        drawn = {name for name in wanted if not torch.equal(found[name], wanted[name])}
-        assert found.keys() == wanted.keys() and drawn <= {"model.visual.class_embedding", "model.visual.class_pos_emb"}
-        assert not any(found[name].any() for name in drawn)
+    for model in (models.load_deferred(published).model, init_deferred(published).model):
+        assert all(p.is_meta for p in model.parameters())
+        actual = dict(model.named_buffers())
+        drawn = {name for name in wanted if not torch.equal(actual[name], wanted[name])}
+        assert actual.keys() == wanted.keys() and drawn <= {
+            "model.visual.class_embedding",
+            "model.visual.class_pos_emb",
+        }
+        assert not any(actual[name].any() for name in drawn)
 
 
-def test_what_is_known_of_other_loaders_is_told(published):
-    """transformers alone has no such class, and of servers nothing was read."""
-    found = verify(published)
-    assert found.ok and [(one.kind, one.file) for one in found.warnings] == [("own-family", "config.json")]
-    assert {one.loader: one.verdict for one in found.verdicts} == dict.fromkeys(LOADERS, "warns")
-    assert found.unread == ("configuration_llavaonevision1_5.py", "modeling_llavaonevision1_5.py")
+def test_known_problems_of_other_loaders_are_reported(published):
+    """transformers has no such class."""
+    actual = verify(published)
+    assert actual.ok and [(one.kind, one.file) for one in actual.warnings] == [("own-family", "config.json")]
+    assert {one.loader: one.verdict for one in actual.verdicts} == dict.fromkeys(LOADERS, "warns")
+    assert actual.unread == ("configuration_llavaonevision1_5.py", "modeling_llavaonevision1_5.py")
 
 
 def test_class_tokens_are_never_trained(loaded):
@@ -121,7 +124,7 @@ def test_class_tokens_are_never_trained(loaded):
     assert family.component_of("model.visual.pre_layernorm") == "image_encoder"
 
 
-def test_words_are_read_as_qwen3_reads_them(published, loaded, tmp_path):
+def test_tokens_equal_qwen3(published, loaded, tmp_path):
     """The head is the folder's own, though the configuration says that it is tied; logits have the rows of the table,
     not the vocab_size at the top."""
     config = json.loads((published / "config.json").read_text())
@@ -132,13 +135,13 @@ def test_words_are_read_as_qwen3_reads_them(published, loaded, tmp_path):
     stock.load_state_dict({name: value for name, value in weights.items() if not name.startswith("visual.")})
     ids = torch.arange(5, 45).reshape(2, 20)
     with torch.no_grad():
-        wanted, found = stock.eval()(input_ids=ids, labels=ids), loaded(input_ids=ids, labels=ids)
-    assert torch.equal(found.logits, wanted.logits) and torch.equal(found.loss, wanted.loss)
-    assert found.logits.shape[-1] == len(weights["lm_head.weight"]) < loaded.config.vocab_size
+        wanted, actual = stock.eval()(input_ids=ids, labels=ids), loaded(input_ids=ids, labels=ids)
+    assert torch.equal(actual.logits, wanted.logits) and torch.equal(actual.loss, wanted.loss)
+    assert actual.logits.shape[-1] == len(weights["lm_head.weight"]) < loaded.config.vocab_size
 
 
 def test_positions_count_tokens(loaded):
-    """Of images too: the three axes of Qwen2.5-VL, whose processor this family has, are not its own."""
+    """Also for images: the three axes of Qwen2.5-VL, whose processor this family uses, do not apply."""
     assert models.prompt_positions(loaded, models.describe(loaded), torch.arange(7))[0].tolist() == [
         [0, 1, 2, 3, 4, 5, 6]
     ]
@@ -164,13 +167,13 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"temporal_patch_size": 2}, "temporal_patch_size 2, and RICE-ViT takes frames one by one"),
+        ({"temporal_patch_size": 2}, "temporal_patch_size 2, but RICE-ViT takes single frames"),
         ({"embed_dim": 32}, "embed_dim 32 and hidden_size 64"),
         ({"num_heads": 32}, "32 heads of a width of 64"),
         ({"text_hidden_size": 32}, "hidden_size 64 and vision_config text_hidden_size 32"),
     ],
 )
-def test_a_tower_that_cannot_be_is_refused(published, tmp_path, changes, why):
+def test_invalid_tower_is_rejected(published, tmp_path, changes, why):
     folder = Path(shutil.copytree(published, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"] |= changes
@@ -183,7 +186,7 @@ def test_a_tower_that_cannot_be_is_refused(published, tmp_path, changes, why):
 
 
 def test_patches_are_of_one_frame(published, loaded, tmp_path):
-    """transformers takes two where a folder says nothing, and then every patch would be cut in two."""
+    """transformers defaults to two frames, which would split every patch in two."""
     processor = models.load_processor(published)
     inputs = batch(processor, image=True)
     assert inputs["pixel_values"].shape == (16, 3 * 4 * 4)
@@ -199,40 +202,41 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
 
 
 def test_patches_come_in_the_order_of_their_places(published):
-    """An image whose every patch is as bright as its number tells where each row of pixels was cut."""
+    """An image whose patches have their number as brightness shows where rows of pixels were cut."""
     processor = models.load_processor(published).image_processor
     high, wide = 4, 8
     numbers = np.arange(high * wide, dtype=np.uint8).reshape(high, wide)
     picture = Image.fromarray(numbers.repeat(4, 0).repeat(4, 1))
     made = processor(images=[picture], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [[1, high, wide]]
-    found = ((made["pixel_values"] * 0.5 + 0.5) * 255).mean(1).round().long()
+    actual = ((made["pixel_values"] * 0.5 + 0.5) * 255).mean(1).round().long()
     rows, columns = segments.patch_positions([(1, high, wide)], 2, torch.device("cpu")).unbind(1)
-    assert (rows * wide + columns).tolist() == found.tolist()
-    assert found[:6].tolist() == [0, 1, wide, wide + 1, 2, 3]  # block by block of 2 x 2
+    assert (rows * wide + columns).tolist() == actual.tolist()
+    assert actual[:6].tolist() == [0, 1, wide, wide + 1, 2, 3]  # block by block of 2 x 2
 
 
 def asked(model, *sizes: tuple[int, int], frames: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, pixels, grid) of images of so many patches high and wide, two words before each and three at the end."""
-    token, made = model.config.image_token_id, torch.Generator().manual_seed(seed)
+    """Return (ids, pixels, grid) for images of given heights and widths in patches, two tokens before each and three at
+    the end."""
+    token, generator = model.config.image_token_id, torch.Generator().manual_seed(seed)
     ids: list[int] = []
     for high, wide in sizes:
         ids += [7, 8, *[token] * (frames * high * wide // 4)]
     grid = torch.tensor([(frames, *size) for size in sizes])
-    pixels = torch.randn(int(grid.prod(1).sum()), 48, generator=made)
+    pixels = torch.randn(int(grid.prod(1).sum()), 48, generator=generator)
     return torch.tensor([[*ids, 9, 10, 11]]), pixels, grid
 
 
-def test_features_that_fit_no_tokens_are_refused(loaded):
+def test_features_that_do_not_match_tokens_are_rejected(loaded):
     ids, pixels, grid = asked(loaded, (4, 4), (2, 4))
-    with pytest.raises(ValueError, match="6 tokens .* placeholders for 4 features of images"):
+    with pytest.raises(ValueError, match="6 placeholder tokens .* for 4 image features"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid[:1])
-    with pytest.raises(ValueError, match="16 patches came with grids of 24"):
+    with pytest.raises(ValueError, match="16 patches were passed with grids of 24"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid)
-    with pytest.raises(ValueError, match="give input_ids"):
+    with pytest.raises(ValueError, match="pass input_ids, not inputs_embeds"):
         embeds = loaded.get_input_embeddings()(ids)
         loaded(inputs_embeds=embeds, pixel_values=pixels, image_grid_thw=grid)
-    with pytest.raises(ValueError, match="2 sequences of a prompt with images"):
+    with pytest.raises(ValueError, match="2 sequences per prompt with images"):
         loaded.generate(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, num_return_sequences=2, do_sample=True)
 
 
@@ -240,14 +244,14 @@ def test_features_that_fit_no_tokens_are_refused(loaded):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Features i and i + D / 2 of [heads, N, D] as one complex number, turned by angle i of [N, D / 2]."""
+    """Rotate features i and i + D / 2 of [heads, N, D] as complex numbers by angle i of [N, D / 2]."""
     one, other = x.chunk(2, -1)
     numbers = torch.complex(one, other) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([numbers.real, numbers.imag], -1)
 
 
 def plain(visual: onevision.RiceViT, pixels: Tensor, high: int, wide: int) -> Tensor:
-    """Features of one image, in fp64, by what the tower is said to compute: nothing of its code is used."""
+    """Compute the features of one image in fp64 from the documented formulas, without the tower's code."""
     p = {name: value.double() for name, value in visual.state_dict().items()}
     heads, eps, width = visual.config.num_heads, visual.config.layer_norm_eps, visual.config.hidden_size
 
@@ -297,13 +301,13 @@ def test_the_tower_is_a_plain_loop_over_images(published, attention, eps):
     pixels = torch.randn(edges[-1], 48, generator=torch.Generator().manual_seed(1))
     wanted = [plain(visual, pixels[a:b], *size) for (a, b), size in zip(pairwise(edges), sizes, strict=True)]
     with torch.no_grad():
-        found = visual(pixels, torch.tensor([(1, *size) for size in sizes]))
-    assert found.last_hidden_state.shape == (edges[-1], 64)
-    assert torch.allclose(found.pooler_output, torch.cat(wanted), atol=2e-5)
+        actual = visual(pixels, torch.tensor([(1, *size) for size in sizes]))
+    assert actual.last_hidden_state.shape == (edges[-1], 64)
+    assert torch.allclose(actual.pooler_output, torch.cat(wanted), atol=2e-5)
 
 
 def test_frames_of_a_video_are_images(loaded):
-    """Each a segment with a class token of its own."""
+    """Each frame is a segment with a class token."""
     frame, _, one = (asked(loaded, (2, 4))[i] for i in (1, 1, 2))
     other = asked(loaded, (2, 4), seed=1)[1]
     clip = torch.cat([frame, other])
@@ -319,28 +323,28 @@ def test_frames_of_a_video_are_images(loaded):
         assert torch.allclose(loaded(inputs_embeds=embeds).logits, seen, atol=1e-5)
 
 
-def test_images_of_other_sizes_are_no_cause_to_compile_anew(published):
-    """Sizes of images are numbers of Python, which a compiled block would be made for, one by one."""
+def test_new_image_sizes_do_not_recompile(published):
+    """Image sizes are Python integers, so a compiled block would specialize on each."""
     visual, counter = models.load(published).model.visual, CompileCounter()
     visual.blocks[0].forward = torch.compile(visual.blocks[0].forward, backend=counter)
-    made = []
+    created = []
     for high, wide in ((2, 2), (4, 4), (2, 8), (6, 4)):
         visual(torch.randn(high * wide, 48), torch.tensor([[1, high, wide]]))
-        made.append(counter.frame_count)
-    assert made[0] < made[1] == made[2] == made[3]
+        created.append(counter.frame_count)
+    assert created[0] < created[1] == created[2] == created[3]
     torch._dynamo.reset()
 
 
-def test_queries_are_turned_in_fp32():
-    """Rounded once, to the nearest."""
-    made = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 2, 8, generator=made).bfloat16()
-    angles = torch.randn(5, 4, generator=made).repeat(1, 2)[:, None]
-    found = rotate(x, angles.cos(), angles.sin())
+def test_queries_are_rotated_in_fp32():
+    """Rounded once to nearest."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 8, generator=generator).bfloat16()
+    angles = torch.randn(5, 4, generator=generator).repeat(1, 2)[:, None]
+    actual = rotate(x, angles.cos(), angles.sin())
     wanted = turned(x.transpose(0, 1).double(), angles[:, 0, :4].double()).transpose(0, 1)
-    assert found.dtype is torch.bfloat16
+    assert actual.dtype is torch.bfloat16
     half = 2.0 ** (wanted.frexp().exponent - 9)  # of the distance of two BF16 numbers
-    assert bool(((found.double() - wanted).abs() <= half + 1e-5).all())
+    assert bool(((actual.double() - wanted).abs() <= half + 1e-5).all())
 
 
 # --- class tokens -----------------------------------------------------------------------------------------------------
@@ -364,7 +368,7 @@ def test_class_tokens_of_earlier_images_are_counted():
     assert published_offsets(of, rows).flatten().tolist() == [0, 1, 2, 3, -1, 4, 5, 6, -1, 7, 8]
 
 
-def test_one_image_is_that_of_the_published_code_and_two_are_not(loaded, monkeypatch):
+def test_one_image_equals_published_code_and_two_do_not(loaded, monkeypatch):
     _, pixels, grid = asked(loaded, (4, 4), (2, 4))
 
     def features(*numbers: int) -> tuple[Tensor, ...]:

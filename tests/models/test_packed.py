@@ -34,11 +34,11 @@ PADDING = 5
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    """family -> (model, its family, samples): text, an image, one token, two images' worth, two tokens."""
-    made = {}
+    """family -> (model, description, samples): text, an image, one token, two images, two tokens."""
+    created = {}
 
     def get(family: str):
-        if family not in made:
+        if family not in created:
             model = models.load(checkpoint(family)).train()
             processor = models.load_processor(checkpoint(family))
             described = models.describe(model)
@@ -47,8 +47,8 @@ def loaded(checkpoint):
                 sample_of(processor, some_image(n, (16 + 8 * n, 24)) if image and n % 2 else None) for n in range(4)
             ]
             short = [{"input_ids": samples[0]["input_ids"][:, :n]} for n in (1, 2)]
-            made[family] = model, described, [*samples[:2], short[0], samples[3], short[1], samples[2]]
-        model, described, samples = made[family]
+            created[family] = model, described, [*samples[:2], short[0], samples[3], short[1], samples[2]]
+        model, described, samples = created[family]
         model.set_attn_implementation("sdpa")
         return model, described, samples
 
@@ -56,14 +56,14 @@ def loaded(checkpoint):
 
 
 def sample_of(processor, image) -> dict:
-    """Two questions and their answers, about an image or not."""
+    """Two questions with answers, with or without an image."""
     text = processor.apply_chat_template(conversation(image is not None), tokenize=False)
-    found = processor(text=[text], images=image and [image], return_tensors="pt", add_special_tokens=False)
-    return {key: value for key, value in found.items() if key != "attention_mask"}
+    actual = processor(text=[text], images=image and [image], return_tensors="pt", add_special_tokens=False)
+    return {key: value for key, value in actual.items() if key != "attention_mask"}
 
 
 def joined(samples, padding: int = PADDING):
-    """(inputs of a pack, its edges, images of each sample); the last segment is padding."""
+    """Return (inputs of a pack, its edges, images per sample); the last segment is padding."""
     ids = [sample["input_ids"] for sample in samples] + [torch.zeros(1, padding, dtype=torch.int64)] * bool(padding)
     inputs = {"input_ids": torch.cat(ids, 1)}
     for key in dict.fromkeys(key for sample in samples for key in sample if key not in (*KINDS[:1], "input_ids")):
@@ -76,7 +76,7 @@ def joined(samples, padding: int = PADDING):
 
 
 def of_pack(model, family, samples, **more):
-    """Logits of a pack by sample."""
+    """Return the logits of a pack per sample."""
     inputs, edges, images = joined(samples)
     forms = packed.Packed(model, family)
     positions = forms.positions(edges, inputs["input_ids"], images, None, inputs.get("image_grid_thw"))
@@ -86,7 +86,7 @@ def of_pack(model, family, samples, **more):
 
 
 def step(model, forward):
-    """(logits by sample, gradients) of a loss that every logit is part of."""
+    """Return (logits per sample, gradients) of a loss that depends on every logit."""
     model.zero_grad()
     parts = forward()
     sum(part.float().square().mean() for part in parts).backward()
@@ -100,22 +100,22 @@ def alone(model, samples):
 
 
 def same(found, wanted, logits=2e-6, grads=1e-6):
-    for ours, own in zip(found[0], wanted[0], strict=True):
-        assert float((ours - own).abs().max()) <= logits
+    for actual_value, own in zip(found[0], wanted[0], strict=True):
+        assert float((actual_value - own).abs().max()) <= logits
     assert found[1].keys() == wanted[1].keys()
     for name, grad in wanted[1].items():
         assert float((found[1][name] - grad).abs().max()) <= grads * max(1.0, float(grad.abs().max())), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_is_its_samples_apart(loaded, family):
+def test_pack_equals_separate_samples(loaded, family):
     model, described, samples = loaded(family)
     wanted = step(model, lambda: alone(model, samples))
     same(step(model, lambda: of_pack(model, described, samples)), wanted)
 
 
-def test_what_would_mix_them_is_seen_here(loaded):
-    """The comparison of these tests tells samples that see each other from samples that do not."""
+def test_layers_that_mix_samples_are_detected(loaded):
+    """The comparison of these tests detects samples that attend to each other."""
     model, _, samples = loaded("qwen3")
     inputs, edges, _ = joined(samples)
     mixed = model(**inputs, use_cache=False).logits[:, edges[1] : edges[2]]
@@ -124,8 +124,8 @@ def test_what_would_mix_them_is_seen_here(loaded):
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
-def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded, family, how):
-    """Two packs' forwards, then both backwards: what runs again is told of its own pack, not of the last one."""
+def test_recomputed_blocks_use_segments_of_their_pack(checkpoint, loaded, family, how):
+    """Two forwards of packs, then both backwards: recomputed blocks use the segments of their own pack."""
     _, _, samples = loaded(family)
     first, second = samples[:3], list(reversed(samples[1:]))
     model = models.load(checkpoint(family)).train()
@@ -140,8 +140,8 @@ def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded,
     same(step(model, both), wanted, grads=5e-6)
 
 
-def test_a_cache_and_a_mask_change_nothing(loaded):
-    """Both make transformers forget, without a word, that a row holds several samples."""
+def test_packed_forward_rejects_cache_and_ignores_mask(loaded):
+    """Both make transformers silently treat the pack as one sample."""
     model, family, samples = loaded("qwen3_vl")
     inputs, edges, images = joined(samples)
     forms = packed.Packed(model, family)
@@ -164,7 +164,7 @@ def test_a_cache_and_a_mask_change_nothing(loaded):
         logits(past_key_values=filled, use_cache=True)
 
 
-def test_positions_that_are_not_the_samples_own_are_refused(loaded):
+def test_positions_that_do_not_restart_per_sample_are_rejected(loaded):
     model, family, samples = loaded("qwen3_vl")
     inputs, edges, images = joined(samples)
     forms = packed.Packed(model, family)
@@ -180,7 +180,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
         pass
 
 
-def test_layers_that_are_not_told_are_counted(loaded):
+def test_layers_that_ignore_segments_are_counted(loaded):
     model, family, samples = loaded("qwen3")
     forms = packed.Packed(model, family)
     inputs, edges, _ = joined(samples)
@@ -190,7 +190,7 @@ def test_layers_that_are_not_told_are_counted(loaded):
         model(**inputs, position_ids=positions, use_cache=False)
 
 
-def test_a_layer_that_asks_for_more_than_a_softmax_is_refused(loaded):
+def test_attention_beyond_a_softmax_is_rejected(loaded):
     model, family, samples = loaded("qwen3")
     forms = packed.Packed(model, family)
     inputs, edges, _ = joined(samples)
@@ -219,8 +219,8 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
     assert "linear_attention, whose state continues" in models.why_not_packed(models.empty(recurrent))
     for changes, why in (
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
-        ({"layer_types": ["chunked_attention"]}, "layers of chunked_attention"),
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "8 tokens back"),
+        ({"layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "only 8 earlier tokens"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "angles depend on the longest sample"),
     ):
         model = models.empty(checkpoint("qwen3"))
@@ -238,8 +238,8 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 @pytest.mark.long
-def test_flex_attention_sees_the_same(loaded, name):
-    """One call for all samples, in a forward: it has no backward on a CPU. Queries of a shared row too."""
+def test_flex_attention_equals_sdpa(loaded, name):
+    """One call for all samples, forward only because it has no backward on a CPU. Shared rows too."""
     model, family, _ = loaded(name)
     edges = (0, 37, 38, 150, 161)
     ids = torch.arange(edges[-1])[None] % 90 + 5
@@ -264,11 +264,11 @@ def test_flex_attention_sees_the_same(loaded, name):
 
 @pytest.mark.parametrize("window", [True, False])
 def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
-    """On a stand-in that takes what torch's function takes, in the signature of either version."""
+    """Uses a fake with the arguments of torch's function, in both versions of its signature."""
     import torch.nn.attention.varlen as varlen
 
     def apart(q, k, v, edges, keys, most, scale, causal):
-        """Bottom-right: the last query of a span sees all of its keys."""
+        """Bottom-right alignment: the last query of a span attends to all of its keys."""
         ends = [x.tolist() for x in (edges, keys)]
         assert edges.dtype == keys.dtype == torch.int32 and most == tuple(max(np.diff(x)) for x in ends)
         parts = []
@@ -300,7 +300,7 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
 
     class Late:
-        """The queries of tokens 2 to 8, and whatever keys there are."""
+        """The queries of tokens 2 to 8 and all keys."""
 
         local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
 

@@ -45,7 +45,7 @@ def test_text_and_answers(checkpoint, family):
 
 
 @pytest.mark.parametrize("family", tiny_families())
-def test_system_turns_and_any_text_survive(checkpoint, family):
+def test_system_turns_and_any_text_are_rendered(checkpoint, family):
     tokenizer = models.load_tokenizer(checkpoint(family))
     messages = [{"role": "system", "content": "Answer in German."}, *conversation(False)]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -67,7 +67,7 @@ def test_a_text_model_refuses_images(checkpoint, family):
     assert isinstance(processor, models.TextProcessor)
     with pytest.raises(models.ModelError, match="1 images were passed to a text-only model"):
         processor(text=["first?"], images=[some_image()])
-    with pytest.raises(models.ModelError, match="max_pixels given, but .* is a text-only model"):
+    with pytest.raises(models.ModelError, match="max_pixels is set, but .* is a text-only model"):
         models.load_processor(checkpoint(family), max_pixels=4096)
 
 
@@ -83,8 +83,8 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)])
-def test_max_pixels_bound_one_image(checkpoint, family, tokens):
-    """Of GLM too, whose own limit is that of an image's two frames."""
+def test_max_pixels_limits_each_image(checkpoint, family, tokens):
+    """Also for GLM, whose limit counts both frames of an image."""
     processor = models.load_processor(checkpoint(family), max_pixels=256)
     text = processor.apply_chat_template(conversation(True), tokenize=False)
     inputs = processor(text=[text], images=[some_image(size=(64, 64))], return_tensors="pt")
@@ -180,7 +180,7 @@ def rewrite(file: Path, **changes) -> None:
         ("config.json", {"image_token_id": 3}),
     ],
 )
-def test_tiles_that_the_model_does_not_take(checkpoint, tmp_path, file, changes):
+def test_unsupported_tiles_are_rejected(checkpoint, tmp_path, file, changes):
     folder = Path(shutil.copytree(checkpoint("internvl"), tmp_path / "model"))
     rewrite(folder / file, **changes)
     with pytest.raises(models.ModelError, match=f"{folder}.*{next(iter(changes)).replace('size', 'sizes')}"):
@@ -204,7 +204,7 @@ def test_the_layout_of_published_qwen_folders(checkpoint, tmp_path):
         assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
 
 
-def test_auto_processor_where_torchvision_is(checkpoint):
+def test_processor_equals_auto_processor_with_torchvision(checkpoint):
     pytest.importorskip("torchvision")
     from transformers import AutoProcessor
 
@@ -212,17 +212,17 @@ def test_auto_processor_where_torchvision_is(checkpoint):
         if family == "smolvlm":  # its stock class also wants num2words
             continue
         stock = AutoProcessor.from_pretrained(checkpoint(family))
-        ours = models.load_processor(checkpoint(family))
-        assert type(stock) in type(ours).__mro__ or family == "mistral3"
-        assert type(stock.image_processor) is type(ours.image_processor)
-        assert models.image_backend(ours) == "torchvision"
+        octavo_model = models.load_processor(checkpoint(family))
+        assert type(stock) in type(octavo_model).__mro__ or family == "mistral3"
+        assert type(stock.image_processor) is type(octavo_model.image_processor)
+        assert models.image_backend(octavo_model) == "torchvision"
         assert family in ("mistral3", "gemma3") or stock.video_processor is not None
-        expected, found = batch(stock, image=True), batch(ours, image=True)
-        assert set(expected) == set(found)
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        expected, actual = batch(stock, image=True), batch(octavo_model, image=True)
+        assert set(expected) == set(actual)
+        assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
-def test_without_torchvision_pillow(checkpoint):
+def test_pillow_is_used_without_torchvision(checkpoint):
     if importlib.util.find_spec("torchvision"):
         pytest.skip("torchvision is installed")
     assert models.image_backend(models.load_processor(checkpoint("internvl"))) == "pil"
@@ -230,7 +230,7 @@ def test_without_torchvision_pillow(checkpoint):
 
 
 def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
-    """PyPI's beside a CPU torch raises as it is imported."""
+    """The PyPI build raises on import with a CPU build of torch."""
     for name in ("stock", "audio"):
         monkeypatch.delitem(sys.modules, f"{processors.__name__}.{name}", raising=False)
         monkeypatch.delattr(processors, name, raising=False)
@@ -240,6 +240,8 @@ def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
 
     monkeypatch.setattr("transformers.utils.is_torchvision_available", broken)
     monkeypatch.setitem(sys.modules, "transformers.models.qwen2_audio.processing_qwen2_audio", None)
-    for family, said in (("qwen3_vl", r"\(RuntimeError: nms\)"), ("qwen2_audio", r"\(\w*Error: .*\)")):
-        with pytest.raises(models.ModelError, match=rf"cannot be imported {said}\. .*install the build for this torch"):
+    for family, message in (("qwen3_vl", r"\(RuntimeError: nms\)"), ("qwen2_audio", r"\(\w*Error: .*\)")):
+        with pytest.raises(
+            models.ModelError, match=rf"cannot be imported {message}\. .*install the build for this torch"
+        ):
             models.load_processor(checkpoint(family))

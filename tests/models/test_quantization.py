@@ -1,4 +1,4 @@
-"""What config.json says of FP8: read, written, refused; and each loader's way with lists of names."""
+"""The quantization block of config.json: reading, writing and errors, and each loader's rule for lists of names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("q", EVERY, ids=str)
-def test_what_is_written_is_read_back(q, tmp_path):
+def test_written_config_is_read_back(q, tmp_path):
     block = to_config(q)
     assert parse(json.loads(json.dumps(block))) == q
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": block}))
@@ -64,14 +64,14 @@ def test_what_is_written_is_read_back(q, tmp_path):
 
 
 @pytest.mark.parametrize("q", EVERY, ids=str)
-def test_the_libraries_of_the_formats_read_what_is_written(q):
+def test_format_libraries_read_written_folders(q):
     block = to_config(q)
     if q.method == "fp8":
         from transformers import FineGrainedFP8Config
 
-        theirs = FineGrainedFP8Config(**block)
-        assert tuple(theirs.weight_block_size) == q.block and tuple(theirs.modules_to_not_convert) == q.skipped
-        assert theirs.scale_fmt == q.scale_format
+        stock = FineGrainedFP8Config(**block)
+        assert tuple(stock.weight_block_size) == q.block and tuple(stock.modules_to_not_convert) == q.skipped
+        assert stock.scale_fmt == q.scale_format
         return
     config = pytest.importorskip("compressed_tensors.quantization").QuantizationConfig.model_validate(block)
     (scheme,) = config.config_groups.values()
@@ -150,7 +150,7 @@ W = ("config_groups", "group_0", "weights")
         (changed(CHANNEL, W, None), "in 0 ways .none"),
     ],
 )
-def test_what_is_not_read_is_refused_with_the_fix(block, message):
+def test_unsupported_quantization_is_rejected_with_fix(block, message):
     with pytest.raises(models.ModelError, match=message):
         parse(block, "config.json")
 
@@ -162,13 +162,13 @@ def test_block_sizes_as_words_and_missing_lists():
     assert parse(compressed("channel", None)).targets == ("Linear",)
 
 
-def test_what_no_method_has_words_for_is_not_written():
+def test_unsupported_quantization_is_not_written():
     for q in (Q("fp8", "row"), Q("fp8", "tensor"), Q("compressed-tensors", "row", scale_format="ue8m0")):
         with pytest.raises(models.ModelError, match="use "):
             to_config(q)
 
 
-def test_modelopt_beside_a_silent_config(tmp_path):
+def test_modelopt_file_without_quantization_config_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_scales_of_a_shape():
 NAMES = ["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.11.mlp.gate", "visual.blocks.0.attn.qkv"]
 
 
-def test_each_loaders_rule():
+def test_each_loader_rule():
     listed = ["lm_head", "model.layers.1", "mlp.gate"]
     assert [matches_exactly(n, listed) for n in NAMES] == [True, False, False, False]
     assert [matches_parts(n, listed) for n in NAMES] == [True, True, True, False]
@@ -202,13 +202,13 @@ def test_each_loaders_rule():
 
 
 def test_patterns_agree_with_transformers():
-    theirs = pytest.importorskip("transformers.quantizers.quantizers_utils").should_convert_module
-    if not theirs("model.layers.11.mlp", ["model.layers.1"]):
+    stock = pytest.importorskip("transformers.quantizers.quantizers_utils").should_convert_module
+    if not stock("model.layers.11.mlp", ["model.layers.1"]):
         pytest.skip("this version of transformers does not end a pattern at a dot yet")
     listed = [["lm_head"], ["model.layers.1"], ["mlp.gate"], ["gate"], [r"model\.layers\.\d+"], ["visual", "up_proj"]]
     for patterns in listed:
         for name in NAMES:
-            assert matches_pattern(name, patterns) == (not theirs(name, patterns)), (name, patterns)
+            assert matches_pattern(name, patterns) == (not stock(name, patterns)), (name, patterns)
 
 
 def test_targets_agree_with_compressed_tensors():
@@ -222,7 +222,7 @@ def test_targets_agree_with_compressed_tensors():
             )
 
 
-def test_an_octavo_cast_for_every_kind():
+def test_every_kind_has_an_octavo_cast():
     assert Q("compressed-tensors", "row").spec.block == (1, -1)
     assert Q("compressed-tensors", "tensor").spec.block == (-1, -1)
     assert Q("fp8", "block", (64, 32)).spec.block == (64, 32)

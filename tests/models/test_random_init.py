@@ -1,4 +1,4 @@
-"""Models from config.json alone: the family's own initialisation, by a seed, in any dtype."""
+"""Models initialized from config.json by the rules of their family, from a seed, in any dtype."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from octavo.models.tiny import tiny
 def bare(tmp_path_factory):
     """`bare(family)`: a mini model folder without weights; and those that transformers' own initialisation of the whole
     model draws with seed 5."""
-    made = {}
+    created = {}
 
     def folder(family):
-        if family not in made:
+        if family not in created:
             path = tiny.write(family, tmp_path_factory.mktemp("bare") / family, size="mini")
-            made[family] = path, whole(path)
+            created[family] = path, whole(path)
             (path / "model.safetensors").unlink()
-        return made[family]
+        return created[family]
 
     return folder
 
@@ -43,24 +43,24 @@ def whole(path):
 
 
 def all_of(model):
-    """Parameters and all buffers, those too that no folder holds."""
+    """Compares parameters and all buffers, including those that no folder contains."""
     return model.state_dict() | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("family", tiny_families())
-def test_as_the_family_initialises_it(bare, family):
+def test_weights_equal_those_of_transformers_initialization(bare, family):
     folder, wanted = bare(family)
     state = torch.random.get_rng_state()
     model = models.init_model(folder, seed=5)
     assert torch.equal(torch.random.get_rng_state(), state) and not model.training
-    found = all_of(model)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual = all_of(model)
+    assert actual.keys() == wanted.keys() and all(torch.equal(actual[name], wanted[name]) for name in wanted)
     assert model.generation_config.eos_token_id == model.config.get_text_config().eos_token_id
     other = models.init_model(folder, seed=6).state_dict()
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
 
 
-def test_narrow_and_split_are_of_the_same_numbers(bare):
+def test_bf16_and_split_weights_have_the_same_values(bare):
     folder, wanted = bare("qwen3_vl")
     low = models.init_model(folder, torch.bfloat16, seed=5)
     assert all(torch.equal(p, wanted[name].bfloat16()) for name, p in low.named_parameters())
@@ -70,14 +70,14 @@ def test_narrow_and_split_are_of_the_same_numbers(bare):
     assert {p.dtype for p in high.parameters()} == {torch.bfloat16} and set(lows) <= set(wanted) and lows
 
 
-def test_the_spread_of_normal_weights(bare):
+def test_standard_deviation_of_normal_weights(bare):
     model = models.init_model(bare("qwen3_vl")[0], seed=5, std=0.5)
     for part in (model.model.visual, model.model.language_model):
         spread = [float(p.detach().std()) for p in part.parameters() if p.dim() == 2 and p.numel() > 4000]
         assert spread and all(0.45 < one < 0.55 for one in spread)
 
 
-def test_what_cannot_be_drawn_is_refused(bare, tmp_path, monkeypatch):
+def test_models_that_cannot_be_initialized_are_rejected(bare, tmp_path, monkeypatch):
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
     folder = bare("qwen3_moe")[0]
@@ -88,7 +88,7 @@ def test_what_cannot_be_drawn_is_refused(bare, tmp_path, monkeypatch):
     config.write_text(
         text.replace("{", '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},', 1)
     )
-    with pytest.raises(ModelError, match="weights in FP8 .quantization_config.*Remove that entry"):
+    with pytest.raises(ModelError, match="FP8 weights .quantization_config.*Remove that entry"):
         models.init_model(folder)
     config.write_text(text)
     monkeypatch.setattr(module.Qwen3MoePreTrainedModel, "_init_weights", module.PreTrainedModel._init_weights)

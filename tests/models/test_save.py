@@ -1,4 +1,4 @@
-"""Exported folders: stock transformers loads them, and they hold the model's values."""
+"""Exported folders load in stock transformers and have the model's values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stock(path, dtype=torch.float32):
 
 
 class Swapped(nn.Linear):
-    """What a class swap in place leaves behind: the same parameters under another class."""
+    """A model after an in-place class swap: the same parameters under a different class."""
 
 
 def disturb(model) -> None:
@@ -46,8 +46,8 @@ def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
     inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
     with torch.no_grad():
-        expected, found = model(**inputs).logits, stock(out)(**inputs).logits
-    assert torch.equal(expected, found)
+        expected, actual = model(**inputs).logits, stock(out)(**inputs).logits
+    assert torch.equal(expected, actual)
     with safe_open(source / "model.safetensors", "pt") as a, safe_open(out / "model.safetensors", "pt") as b:
         assert set(a.keys()) == set(b.keys())  # names and layouts on disk are the source's
         assert all(a.get_slice(k).get_shape() == b.get_slice(k).get_shape() for k in a.keys())  # noqa: SIM118
@@ -62,7 +62,7 @@ def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3_moe"])
-def test_a_model_of_bf16_parameters_is_written_as_it_trains(checkpoint, tmp_path, family):
+def test_bf16_parameters_are_saved_unchanged(checkpoint, tmp_path, family):
     source = checkpoint(family)  # fp32
     model, lows = models.load_split(source)
     assert lows
@@ -74,10 +74,10 @@ def test_a_model_of_bf16_parameters_is_written_as_it_trains(checkpoint, tmp_path
     assert {v for k, v in walk(config) if k in ("dtype", "torch_dtype")} == {"bfloat16"}
     inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
     inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
-    found = stock(out, "auto")
-    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    actual = stock(out, "auto")
+    assert {p.dtype for p in actual.parameters()} == {torch.bfloat16}
     with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, found(**inputs).logits)
+        assert torch.equal(model(**inputs).logits, actual(**inputs).logits)
     again, none = models.load_split(out)
     assert none == {} and all(torch.equal(p, q) for p, q in zip(again.parameters(), model.parameters(), strict=True))
 
@@ -87,7 +87,7 @@ def walk(node):
         yield from walk(value) if isinstance(value, dict) else [(key, value)]
 
 
-def test_the_dtype_of_most_weights_is_the_folders(checkpoint, tmp_path):
+def test_folder_dtype_is_that_of_most_weights(checkpoint, tmp_path):
     source = checkpoint("qwen3")
     model = models.load(source)
     for name, parameter in model.named_parameters():
@@ -97,7 +97,7 @@ def test_the_dtype_of_most_weights_is_the_folders(checkpoint, tmp_path):
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_earlier_export_is_replaced_and_a_strange_folder_is_not(checkpoint, tmp_path):
+def test_earlier_export_is_replaced_but_other_folders_are_not(checkpoint, tmp_path):
     source = checkpoint("qwen3")
     model = models.load(source)
     save_hf(model, source, tmp_path / "hf", World())
@@ -111,7 +111,7 @@ def test_an_earlier_export_is_replaced_and_a_strange_folder_is_not(checkpoint, t
         save_hf(model, source, other, World())
 
 
-def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeypatch):
+def test_failed_save_leaves_no_partial_files(checkpoint, tmp_path, monkeypatch):
     source = checkpoint("qwen3")
     model = models.load(source)
 
@@ -145,7 +145,7 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(checkpoint, tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
 
 
-def test_safetensors_other_errors_are_not_taken_for_a_full_disk(checkpoint, tmp_path, monkeypatch):
+def test_other_safetensors_errors_are_not_reported_as_full_disk(checkpoint, tmp_path, monkeypatch):
     def fail(directory):
         raise SafetensorError("a defect")
 
@@ -154,7 +154,7 @@ def test_safetensors_other_errors_are_not_taken_for_a_full_disk(checkpoint, tmp_
         save_hf(models.load(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf", World())
 
 
-def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch):
+def test_leftovers_of_killed_export_are_removed(checkpoint, tmp_path, monkeypatch):
     source = checkpoint("qwen3")
     model = models.load(source)
     save_hf(model, source, tmp_path / "hf", World())
@@ -172,25 +172,25 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
-def test_two_who_write_one_place_do_not_mix(tmp_path):
-    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as made:
-        (made / "first").touch()
+def test_concurrent_writers_do_not_mix_files(tmp_path):
+    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as folder:
+        (folder / "first").touch()
         with (
             pytest.raises(models.ModelError, match="hf is being written by another process"),
             atomic_write.new_folder(tmp_path / "hf", models.ModelError),
         ):
             pass
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["first"]
-    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as made:
-        (made / "second").touch()
+    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as folder:
+        (folder / "second").touch()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["hf", "second"]
 
 
-def test_a_link_stays_one(tmp_path):
+def test_link_is_preserved(tmp_path):
     (tmp_path / "disk" / "hf").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
-    with atomic_write.new_folder(tmp_path / "link", models.ModelError) as made:
-        (made / "first").touch()
+    with atomic_write.new_folder(tmp_path / "link", models.ModelError) as folder:
+        (folder / "first").touch()
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "hf" / "first").exists()
 
 

@@ -1,4 +1,4 @@
-"""Published sizes: the right number of parameters, no memory, no time."""
+"""Published shapes: correct number of parameters, without memory or time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_shape_is_checked():
 
 
 def test_an_unknown_shape_lists_the_known():
-    with pytest.raises(models.ModelError, match=r"did you mean 'qwen3_vl_8b'\?\); known: qwen3_vl_2b, .*mpt_1b"):
+    with pytest.raises(models.ModelError, match=r"did you mean 'qwen3_vl_8b'\?\); known shapes: qwen3_vl_2b, .*mpt_1b"):
         models.shape_model("qwen3_vl_8")
 
 

@@ -1,4 +1,4 @@
-"""The token by which a chat template ends answers: known, stopped at, and named in the folders that are written."""
+"""The token with which a chat template ends answers: detected, used as a stop, and written to folders."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ TURN = "{% for m in messages %}{{ m['content'] }}END{% endfor %}"
         ("{% for m in messages %}{{ m['content'][0]['text'] }}<|im_end|>{% endfor %}", "<|im_end|>"),
     ],
 )  # fmt: skip
-def test_what_a_template_ends_answers_with(checkpoint: Callable[[str], Path], written: str, found: str | None) -> None:
+def test_end_token_of_a_template(checkpoint: Callable[[str], Path], written: str, found: str | None) -> None:
     tokenizer = models.load_tokenizer(checkpoint("qwen3"))
     tokenizer.chat_template = written
     end = stop_tokens.answer_end_token(tokenizer)
@@ -99,19 +99,19 @@ def test_what_a_template_ends_answers_with(checkpoint: Callable[[str], Path], wr
     assert stop_tokens.answer_end_token(tokenizer) is None
 
 
-def test_a_template_that_closes_with_a_stop_needs_no_other(base: Callable[..., Path]) -> None:
+def test_template_that_ends_with_a_stop_token_needs_no_other(base: Callable[..., Path]) -> None:
     folder = base("qwen3")
     template(folder, TURN.replace("END", "<|im_end|>") + "{{ '<|endoftext|>' }}")
     edit(folder / SETTINGS, eos_token_id=[models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")])
     assert stop_tokens.missing_end_token(folder) is None
 
 
-def test_exports_and_hf_name_both(base: Callable[..., Path], tmp_path: Path) -> None:
-    folder, said = base("qwen3"), []
+def test_exports_and_hf_have_both_end_tokens(base: Callable[..., Path], tmp_path: Path) -> None:
+    folder, messages = base("qwen3"), []
     number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
-    done = export_model(folder, tmp_path / "served", "fp8-dynamic", log=said.append)
+    done = export_model(folder, tmp_path / "served", "fp8-dynamic", log=messages.append)
     assert ends(tmp_path / "served") == [7, number] and done.end == stop_tokens.EndToken(number, "<|im_end|>")
-    assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(said)
+    assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(messages)
     assert done.to_json()["end_token_added"] == {"id": number, "text": "<|im_end|>"}
     assert save_hf(models.load(folder), folder, tmp_path / "hf", World()) and ends(tmp_path / "hf") == [7, number]
     again = export_model(tmp_path / "hf", tmp_path / "again", "bf16")
@@ -119,14 +119,14 @@ def test_exports_and_hf_name_both(base: Callable[..., Path], tmp_path: Path) -> 
     assert ends(folder) == 7  # the source is as it was
 
 
-def test_settings_are_made_where_a_folder_has_none(base: Callable[..., Path], tmp_path: Path) -> None:
+def test_generation_settings_are_created_if_missing(base: Callable[..., Path], tmp_path: Path) -> None:
     folder = base("qwen3")
     (folder / SETTINGS).unlink()
     edit(folder / "config.json", eos_token_id=7, pad_token_id=5)
     export_model(folder, tmp_path / "served", "bf16")
     number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
-    made = json.loads((tmp_path / "served" / SETTINGS).read_text())
-    assert made == {"pad_token_id": 5, "eos_token_id": [7, number]}
+    result = json.loads((tmp_path / "served" / SETTINGS).read_text())
+    assert result == {"pad_token_id": 5, "eos_token_id": [7, number]}
     assert models.load(tmp_path / "served").generation_config.eos_token_id == [7, number]
 
 
@@ -138,7 +138,7 @@ def test_weights_are_written_without_a_tokenizer(base: Callable[..., Path], tmp_
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
-def test_answers_stop_at_both(base: Callable[..., Path], family: str) -> None:
+def test_answers_stop_at_both_end_tokens(base: Callable[..., Path], family: str) -> None:
     folder = base(family)
     model, processor = models.load(folder), models.load_processor(folder)
     number = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -150,10 +150,10 @@ def test_answers_stop_at_both(base: Callable[..., Path], family: str) -> None:
         model.get_input_embeddings().weight[number] = 1
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([number]), 9.0))
-    asked = [{"role": "user", "content": "Which?"}]
-    assert models.generate(model, processor, asked, max_new_tokens=4) == ""
+    messages = [{"role": "user", "content": "Which?"}]
+    assert models.generate(model, processor, messages, max_new_tokens=4) == ""
     for whole in (processor, processor.tokenizer):
-        [done] = Engine(model, whole, slots=1).generate([prompt_of(processor, asked)], Sampling(4, temperature=0))
+        [done] = Engine(model, whole, slots=1).generate([prompt_of(processor, messages)], Sampling(4, temperature=0))
         assert done.reason == "stop" and done.tokens.tolist() == [number]
 
 
@@ -166,8 +166,8 @@ def test_verify_warns(base: Callable[..., Path], tokenizer: bool, kind: str) -> 
     assert warned == ({"transformers", "vLLM", "SGLang"} if tokenizer else {"transformers"})
 
 
-def test_settings_that_name_no_end_token_are_named_and_mended(base: Callable[..., Path], tmp_path: Path) -> None:
-    """transformers asks nobody else then; the tokenizer's own end stays one, as in Octavo's answers."""
+def test_settings_without_end_token_are_reported_and_completed(base: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers then uses nothing else; the tokenizer's end token stays a stop, as in Octavo's answers."""
     folder = base("qwen3")
     settings = json.loads((folder / SETTINGS).read_text())
     del settings["eos_token_id"]
@@ -190,9 +190,7 @@ def test_an_end_token_that_only_the_tokenizer_names(checkpoint: Callable[[str], 
     assert "the tokenizer's end token" in warning.text
 
 
-def test_the_tokenizer_of_another_model_is_no_folder_to_export(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_folder_with_foreign_tokenizer_is_not_exported(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
     raw = json.loads((folder / "config.json").read_text())
     del raw["image_token_id"]

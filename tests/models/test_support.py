@@ -1,4 +1,4 @@
-"""What trains here, and why another family is planned only."""
+"""Which families can be trained, and why others can only be planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.train.errors import TrainError
 from octavo.train.setup.checks import check_family
 
 
-def test_what_trains_has_a_processor():
+def test_trained_families_have_a_processor():
     named = [RECORDS[family].processor for family in trained_families("images")]
     assert set(named) == set(stock.PROCESSORS)
 
@@ -38,13 +38,13 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
         (Gemma3Config, "Octavo knows neither its image processor nor how its images are cut"),
     ],
 )
-def test_others_wait_for_a_reason(config, reason, monkeypatch):
+def test_untrained_families_have_a_reason(config, reason, monkeypatch):
     if config is Gemma3Config:
         monkeypatch.delitem(RECORDS, config.model_type)
     assert reason in models.why_not_trained(config())
 
 
-def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
+def test_rank_that_hangs_is_named(monkeypatch):
     monkeypatch.setattr(models, "read_config", lambda path: Gemma3Config())
     monkeypatch.setitem(RECORDS, "gemma3", replace(RECORDS["gemma3"], why_not="of this reason"))
     with pytest.raises(TrainError, match="'gemma3' can be planned but not trained: of this reason"):

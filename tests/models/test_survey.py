@@ -1,4 +1,4 @@
-"""Every model of images and text that transformers has is described, or refused by a rule."""
+"""Every image-text model of transformers is described, or rejected by a rule."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def test_some_families():
 
 @pytest.mark.long
 def test_every_family_of_this_version():
-    found = list(survey.survey())
-    names = {one.model_type for one in found}
+    actual = list(survey.survey())
+    names = {one.model_type for one in actual}
     assert names >= {"qwen2_audio", "voxtral", *(c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)}
-    for one in found:
+    for one in actual:
         assert one.here in survey.SUPPORT_LEVELS
         described = one.here in (survey.TRAINS, survey.PLANNED)
         assert described == bool(one.decoder and one.blocks)
         assert one.why or one.here == survey.TRAINS, one.model_type
         assert len(one.why) < 200, one.why
     counts = {
-        "described": sum(one.here in (survey.TRAINS, survey.PLANNED) for one in found),
-        **{here: sum(one.here == here for one in found) for here in (survey.REFUSED, survey.UNBUILT)},
+        "described": sum(one.here in (survey.TRAINS, survey.PLANNED) for one in actual),
+        **{here: sum(one.here == here for one in actual) for here in (survey.REFUSED, survey.UNBUILT)},
     }
     print(f"\ntransformers {transformers.__version__}: {counts}")
     if (least := LEAST.get(transformers.__version__)) is not None:
         assert counts["described"] >= least["described"] and counts["not built"] <= least["not built"]
     written = re.search(r"The table is of transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
     if written[1] == transformers.__version__:
-        made = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](found)
-        assert PAGE.read_text(encoding="utf-8") == made, "python docs/site/families.py writes it again"
+        result = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](actual)
+        assert PAGE.read_text(encoding="utf-8") == result, "python docs/site/families.py writes it again"
 
 
 @pytest.mark.long
-def test_no_default_is_taken_for_a_broken_file(tmp_path):
-    """phi4_multimodal's depthwise channels were a depth, kosmos-2.5's patches tiles."""
+def test_broken_file_does_not_fall_back_to_defaults(tmp_path):
+    """phi4_multimodal's depthwise channels contain "depth", kosmos-2.5's patches "size"."""
     file = tmp_path / "config.json"
     for config_class in survey.config_classes().values():
         try:
@@ -74,7 +74,7 @@ def test_no_default_is_taken_for_a_broken_file(tmp_path):
 
 
 @pytest.mark.parametrize("field", [{"depthwise_separable_out_channel": 1024}, {"max_num_patches": 4096}])
-def test_sizes_that_a_word_in_their_name_does_not_bound(tmp_path, field):
+def test_size_limits_use_the_first_matching_word(tmp_path, field):
     (tmp_path / "config.json").write_text(json.dumps(field))
     folder.check_sizes(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"depth": 1024}))

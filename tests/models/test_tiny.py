@@ -1,4 +1,4 @@
-"""Small checkpoints: deterministic, complete, and what stock transformers loads."""
+"""Small checkpoints are deterministic, complete and load in stock transformers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_config_and_tokenizer_agree_on_image_tokens(checkpoint, family):
         ("glm4v_moe", "Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
     ],
 )
-def test_stock_class_names_are_written(checkpoint, family, name, image, video):
+def test_files_have_stock_class_names(checkpoint, family, name, image, video):
     def read(file):
         return json.loads((checkpoint(family) / file).read_text())
 
@@ -113,7 +113,7 @@ def test_same_seed_same_bytes_another_seed_other_weights(tmp_path):
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
 
 
-def test_the_random_generator_is_left_alone(tmp_path):
+def test_random_generator_is_unchanged(tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -121,7 +121,7 @@ def test_the_random_generator_is_left_alone(tmp_path):
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_words_of_given_texts_become_tokens(tmp_path):
+def test_words_of_additional_texts_become_tokens(tmp_path):
     folder = tiny.write("qwen3", tmp_path / "a", size="mini", texts=["Elephants trumpet loudly."] * 50)
     tokenizer = models.load_tokenizer(folder)
     assert len(tokenizer("Elephants trumpet loudly.")["input_ids"]) == 3

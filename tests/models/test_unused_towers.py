@@ -1,4 +1,4 @@
-"""The dummy image: the tower runs, and nothing changes."""
+"""The dummy image runs the tower without changing results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_batch_without_images_reaches_the_tower_with_zero_gradients_and_the_sa
     assert all(grad is None for name, grad in again.items() if of_images(described, name))
 
 
-def test_a_frozen_tower_runs_too_and_stays_without_gradients(checkpoint):
+def test_frozen_tower_runs_without_gradients(checkpoint):
     model = models.load(checkpoint("qwen3_vl"))
     family = models.describe(model)
     models.freeze(model, family, ["image_encoder", "image_projector"])
@@ -74,7 +74,7 @@ def test_a_frozen_tower_runs_too_and_stays_without_gradients(checkpoint):
     assert all(grad is None for name, grad in grads.items() if of_images(family, name))
 
 
-def test_with_real_images_the_dummy_adds_nothing_to_the_towers_gradients(checkpoint):
+def test_dummy_adds_no_tower_gradients_to_real_images(checkpoint):
     model = models.load(checkpoint("qwen3_vl"))
     family = models.describe(model)
     inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
@@ -86,7 +86,7 @@ def test_with_real_images_the_dummy_adds_nothing_to_the_towers_gradients(checkpo
     assert any(torch.count_nonzero(grad) for name, grad in grads.items() if of_images(family, name))
 
 
-def test_experts_for_images_that_ran_do_not_run_again(checkpoint):
+def test_image_experts_that_ran_do_not_run_again(checkpoint):
     model = models.load(checkpoint("ernie4_5_vl_moe"))
     inputs = batch(models.load_processor(checkpoint("ernie4_5_vl_moe")), image=True)
     loss, grads = step(model, inputs)
@@ -96,7 +96,7 @@ def test_experts_for_images_that_ran_do_not_run_again(checkpoint):
     assert all(grad is None if (own := same[name]) is None else torch.equal(grad, own) for name, grad in grads.items())
 
 
-def test_features_that_are_not_finite_leave_no_trace_in_the_language_model(checkpoint):
+def test_nonfinite_dummy_features_do_not_change_language_model(checkpoint):
     model = models.load(checkpoint("qwen3_vl"))
     family = models.describe(model)
     inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=False)
@@ -109,7 +109,7 @@ def test_features_that_are_not_finite_leave_no_trace_in_the_language_model(check
     assert all(torch.equal(grad, dummy_grads[name]) for name, grad in grads.items() if not of_images(family, name))
 
 
-def test_disabled_it_does_nothing(checkpoint):
+def test_disabled_hook_has_no_effect(checkpoint):
     model = models.load(checkpoint("internvl"))
     family = models.describe(model)
     calls = []

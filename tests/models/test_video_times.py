@@ -1,4 +1,4 @@
-"""Where the tokens of Qwen2.5-VL's videos stand in time, under every version of transformers: by the formula."""
+"""Timestamps of Qwen2.5-VL's video tokens match the formula in every version of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 
 def batch_of(rows: list[list[tuple[str, tuple[int, int, int] | int]]], seconds: list[float]) -> dict:
-    """Padded rows of ("text", tokens), ("image", grid) and ("video", grid); seconds of each video's time step."""
+    """Build padded rows of ("text", tokens), ("image", grid) and ("video", grid), with the seconds of each video's
+    step."""
     kinds, images, videos = [], [], []
     for row in rows:
         of_row = []
@@ -48,7 +49,7 @@ def batch_of(rows: list[list[tuple[str, tuple[int, int, int] | int]]], seconds: 
 
 
 def by_the_formula(model, row: list, seconds: list[float]) -> list[list[int]]:
-    """The three positions of each token of one row: Qwen2.5-VL's rule, written out."""
+    """Compute the three positions of each token of a row by Qwen2.5-VL's rule."""
     rate = model.config.vision_config.tokens_per_second
     positions, start, left = [], 0, list(seconds)
     for what, size in row:
@@ -72,7 +73,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("shift", range(len(SECONDS)))
-def test_positions_are_those_of_the_formula(model, shift: int) -> None:
+def test_positions_match_the_formula(model, shift: int) -> None:
     seconds = [SECONDS[(shift + n) % len(SECONDS)] for n in range(3)]
     batch = batch_of(ROWS, seconds)
     positions = models.batch_positions(model, batch)
@@ -90,8 +91,8 @@ def test_positions_are_those_of_the_formula(model, shift: int) -> None:
         assert alone.T.tolist() == expected and next_one == max(map(max, expected)) + 1
 
 
-def test_a_version_that_cuts_seconds_is_refused_where_its_own_forward_places_them(model, monkeypatch) -> None:
-    """What 5.17 does, planted: positions of training do not change, and an answer by its forward is refused."""
+def test_transformers_version_that_truncates_seconds_is_rejected(model, monkeypatch) -> None:
+    """With the behavior of 5.17, positions in training do not change, and generation with its forward is an error."""
     batch = batch_of(ROWS[:1], [0.5])
     expected = models.batch_positions(model, batch)
     own = model.base_model.get_rope_index

@@ -1,4 +1,4 @@
-"""What a batch's images are in the tower and behind it, counted by the shapes of inputs and by the model itself."""
+"""Patches and features of a batch's images, computed from input shapes and by the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN = {"llavaonevision1_5": 2}  # class tokens, one an image, which are no patch
 
 @pytest.mark.parametrize("family", trained_families("images"))
 def test_patches_and_features_are_those_of_the_model(checkpoint, family):
-    """What FLOPs, tokens of a plan and shares of ranks are reckoned from."""
+    """FLOPs, planned tokens and the distribution over ranks depend on these."""
     model, processor = models.load(checkpoint(family)), models.load_processor(checkpoint(family))
     turn = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "first?"}]}]
     text = processor.apply_chat_template(turn, tokenize=False)

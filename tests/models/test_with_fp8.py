@@ -1,4 +1,4 @@
-"""The models package and the FP8 core together: what was swapped does not leak, what is a dummy does not count."""
+"""The models package with the FP8 core: swapped classes are not saved, and dummy images are not counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small NVILA in the original layout, made of a one-folder checkpoint by the published names."""
+"""Writes a small NVILA in the original layout from a one-folder checkpoint, by the published names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ELSEWHERE = "/not/here"
 
 
 def split(source: Path, target: Path, more: dict[str, Any] | None = None) -> Path:
-    """`target`, three folders that hold what the one folder `source` does, weights in BF16; `more` for config.json."""
+    """Write `source` as three folders in `target`, with BF16 weights; `more` is added to config.json."""
     raw = json.loads((source / "config.json").read_text())
     parts = {
         "llm": {**raw["text_config"], "architectures": ["Qwen2ForCausalLM"]},
@@ -61,6 +61,6 @@ def without_media(folder: Path) -> Path:
 
 
 def edit(file: Path, *gone: str, **fields: Any) -> None:
-    """Change a JSON object: fields that go, and others that it is given."""
+    """Change a JSON file: remove some fields and set others."""
     raw = {**json.loads(file.read_text()), **fields}
     file.write_text(json.dumps({key: value for key, value in raw.items() if key not in gone}))

@@ -21,7 +21,7 @@ HEADS = {2: ((8, 2), (4, 1), (6, 3), (4, 4)), 4: ((8, 2), (4, 1), (12, 3))}
 
 
 def attention(held, q, k, v):
-    """Causal within samples, as transformers would call it."""
+    """Causal attention within samples, called like transformers does."""
 
     def one(q, k, v):
         if q.shape[2] == k.shape[2]:
@@ -45,19 +45,19 @@ def _attends(world: World, ulysses: int) -> dict:
             wanted = attention(segments.Segments.from_edges(edges), *whole)
             wanted.backward(dy)
             part = made.local_slice(512)
-            mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
-            found = attention(segments.Segments.from_edges(edges, share=made), *mine)
-            found.backward(dy[:, part])
+            local = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
+            actual = attention(segments.Segments.from_edges(edges, share=made), *local)
+            actual.backward(dy[:, part])
             pairs = [
-                (found, wanted[:, part]),
-                *((a.grad, b.grad[:, :, part]) for a, b in zip(mine, whole, strict=True)),
+                (actual, wanted[:, part]),
+                *((a.grad, b.grad[:, :, part]) for a, b in zip(local, whole, strict=True)),
             ]
             answer[f"{heads}/{few} {name}"] = [float((a - b).abs().max().detach()) for a, b in pairs]
     return answer
 
 
 def _sends(world: World, ulysses: int) -> list[float]:
-    """(bytes that this rank sends to others in a forward and backward of a layer, and what the page says)."""
+    """Return (bytes that this rank sends in a forward and backward of a layer, documented bytes)."""
     sent = [0.0]
 
     def counted(send, of):
@@ -72,18 +72,18 @@ def _sends(world: World, ulysses: int) -> list[float]:
     context._all_gather = counted(context._all_gather, "got")
     context._reduce_scatter = counted(context._reduce_scatter, "sent")
     ranks, tokens, heads, few, dim, each = world.size, 512, 8, 2, 16, 2
-    made = make_context(world, ulysses, heads)
+    result = make_context(world, ulysses, heads)
     x = [torch.randn(1, n, tokens // ranks, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, few, few)]
-    attention(segments.Segments.from_edges((0, tokens), share=made), *x).float().sum().backward()
+    attention(segments.Segments.from_edges((0, tokens), share=result), *x).float().sum().backward()
     u, c, held = ulysses, ranks // ulysses, math.lcm(few, ulysses)
     exchange = 4 * (heads + held) * dim * each * tokens / ranks * (1 - 1 / u)
     return [sent[0], exchange + 2 * held / u * dim * tokens * (each + 4) * (1 - 1 / c)]
 
 
 @pytest.mark.parametrize(("size", "ulysses"), [(2, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
-def test_bytes_are_those_of_the_page(size: int, ulysses: int):
-    for sent, said in ranks.run(_sends, size, ulysses, context=size):
-        assert sent == said > 0
+def test_bytes_match_the_documentation(size: int, ulysses: int):
+    for sent, message in ranks.run(_sends, size, ulysses, context=size):
+        assert sent == message > 0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_page(size: int, ulysses: int):
     [(2, 2), (2, 1), *(pytest.param(4, u, marks=pytest.mark.long) for u in (4, 2, 1))],
     ids=lambda n: str(n),
 )
-def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: int):
+def test_attention_of_shared_row_equals_one_process(size: int, ulysses: int):
     for answer in ranks.run(_attends, size, ulysses, context=size):
         for case, (out, dq, dk, dv) in answer.items():
             few = int(case.split()[0].split("/")[1])
@@ -101,6 +101,6 @@ def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: in
 
 def test_ulysses_divides_the_context_and_the_heads():
     assert [ulysses_size(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
-    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 query heads. .*auto \(2 here\)")):
-        with pytest.raises(WorldError, match=rf"ulysses is {asked}, which does not divide .*{why}"):
-            ulysses_size(4, asked, heads)
+    for value, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 query heads. .*auto \(2 here\)")):
+        with pytest.raises(WorldError, match=rf"ulysses is {value}, which does not divide .*{why}"):
+            ulysses_size(4, value, heads)

@@ -30,7 +30,7 @@ WITHOUT = ("vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bi
 
 
 def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after: int, seed: int) -> Sample:
-    """A text with images of so many tokens high and wide in it, 3 tokens between them."""
+    """A text with images of given heights and widths in tokens, separated by 3 tokens."""
     random = np.random.default_rng(seed)
     vision, ids, pixels, grid, sizes = getattr(config, "vision_config", None), [], [], [], []
     for high, wide in images if vision is not None else ():
@@ -72,16 +72,17 @@ def packs(config: Any, size: int) -> list[dict[str, Any]]:
     end = 128 * size
     cut = [(90, (), 0), (14, ((6, 6), (2, 4), (2, 2)), 0), (end - 249, ((4, 6), (2, 2)), 0), (1, ((2, 2),), 2)]
     far = [(end - 120, (), 1), (3, ((4, 4),), 9)]
-    made = []
+    created = []
     for rows in (cut, far):
         samples = [sample(config, *row, seed=n) for n, row in enumerate(rows)]
-        made.append(collate_pack(samples, 0, end, ranks=size))
-        assert made[-1]["boundaries"].length == end
-    return made
+        created.append(collate_pack(samples, 0, end, ranks=size))
+        assert created[-1]["boundaries"].length == end
+    return created
 
 
 def _wide(model: Any, path: str) -> Any:
-    """In float64, but for FP8: how far fp32 sums in another order lie apart is the CPU's. Grouped experts know none."""
+    """In float64, except for FP8, because the error of fp32 sums depends on the CPU. Grouped experts do not support
+    it."""
     if Path(path).name == FP8:
         return model
     model.set_experts_implementation("eager")
@@ -91,34 +92,39 @@ def _wide(model: Any, path: str) -> Any:
 def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
     answer = {}
     for path in paths:
-        one, ours = (_wide(models.load(path).train(), path) for _ in range(2))
-        family = models.describe(ours)
+        one, octavo_model = (_wide(models.load(path).train(), path) for _ in range(2))
+        family = models.describe(octavo_model)
         if path.endswith(FP8):
-            for model in (one, ours):
+            for model in (one, octavo_model):
                 fp8.apply(model, fp8.plan(model, "blockwise", components={"foundation": ("model.layers.**",)}))
-        context = make_context(world, ulysses, ours.config.get_text_config().num_attention_heads)
+        context = make_context(world, ulysses, octavo_model.config.get_text_config().num_attention_heads)
         assert context is not None
-        images = ImageSharding(ours, family, context) if family.has_vision else None
+        images = ImageSharding(octavo_model, family, context) if family.has_vision else None
         alone = Forward(one, World(), None, packed=models.Packed(one, family))
         shared = Forward(
-            ours, world, None, packed=models.Packed(ours, family, context), context=context, image_sharding=images
+            octavo_model,
+            world,
+            None,
+            packed=models.Packed(octavo_model, family, context),
+            context=context,
+            image_sharding=images,
         )
-        attach_dummy_image(ours, family, lambda: False) if images else None
-        for model in (one, ours):
+        attach_dummy_image(octavo_model, family, lambda: False) if images else None
+        for model in (one, octavo_model):
             attach_idle_experts(model, family) if images else None
         gaps, sees, routed = [], [], family.name.endswith("moe")
-        for batch in packs(ours.config, world.size):
+        for batch in packs(octavo_model.config, world.size):
             part = shared.part(batch)
             pairs = []
             for forward in (alone, shared):
                 logits, aux = forward.balanced(batch) if routed else (forward(batch), torch.zeros(()))
                 (logits.square().sum() / 1e4 + BALANCE * aux).backward()
                 pairs.append((logits.detach(), aux.detach()))
-            (whole, balance), (found, part_of_it) = pairs
-            gaps += [float((found - whole[:, part]).abs().max()), abs(float(world.sum(part_of_it) - balance))]
+            (whole, balance), (actual, part_of_it) = pairs
+            gaps += [float((actual - whole[:, part]).abs().max()), abs(float(world.sum(part_of_it) - balance))]
             sees.append(shared.sees(batch))
         worst = 0.0
-        for (name, a), b in zip(one.named_parameters(), ours.parameters(), strict=True):
+        for (name, a), b in zip(one.named_parameters(), octavo_model.parameters(), strict=True):
             if name.endswith(WITHOUT) and a.grad is None and b.grad is None:
                 continue
             assert a.grad is not None, name
@@ -153,27 +159,27 @@ cut is one question and what a family needs of them another: families take turns
     ids=lambda n: str(n),
 )
 def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], size: int, ulysses: int):
-    asked = {"qwen3", "qwen3_vl", FP8, *LAYOUTS[size, ulysses]}
-    answers = ranks.run(_models, size, ulysses, [path for path in paths if Path(path).name in asked], context=size)
-    assert all(answer.keys() == asked for answer in answers)
+    options = {"qwen3", "qwen3_vl", FP8, *LAYOUTS[size, ulysses]}
+    answers = ranks.run(_models, size, ulysses, [path for path in paths if Path(path).name in options], context=size)
+    assert all(answer.keys() == options for answer in answers)
     for answer in answers:
-        for family, found in answer.items():
+        for family, actual in answer.items():
             exact = ulysses == size and family in ("qwen3", FP8)  # in FP8: every code of a forward is the same
             if family == FP8 and not exact:
                 continue  # a code flips where a sum is rounded otherwise
-            assert max(found["gaps"]) <= (0 if exact else 3e-6), (family, found)
-            assert found["grad"] < (1e-3 if family == FP8 else 2e-6), (family, found)
+            assert max(actual["gaps"]) <= (0 if exact else 3e-6), (family, actual)
+            assert actual["grad"] < (1e-3 if family == FP8 else 2e-6), (family, actual)
     first, *others = (answer["qwen3_vl"]["sees"] for answer in answers)
     assert first == [True, True] and all(sees == [True, False] for sees in others)
 
 
-def test_images_are_dealt_by_what_they_cost():
+def test_images_are_distributed_by_cost():
     assert assign_images([4, 4, 4, 4], 2) == (0, 1, 0, 1)
     assert assign_images([100, 9000, 8000, 900], 2) == (1, 0, 1, 1)
     assert assign_images([], 2) == () and assign_images([7], 4) == (0,)
 
 
-def test_features_come_in_the_order_of_their_placeholders():
+def test_features_are_in_placeholder_order():
     places, tokens = torch.tensor([2, 3, 4, 9, 10, 11, 12, 13, 14]), (3, 4, 2)
     seen = [make_assignment(places, tokens, (3, 50, 2), 8, 2, rank) for rank in range(2)]
     assert [d.images for d in seen] == [(1,), (0, 2)]

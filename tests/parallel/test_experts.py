@@ -1,4 +1,4 @@
-"""Experts dealt to ranks against one process that has the ranks' tokens one behind the other."""
+"""Experts distributed over ranks against one process that has the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo import fp8
 from octavo.fp8.optim import gradient_norm
 from octavo.parallel import Layout, World, WorldError, shard
 from octavo.parallel.experts import distribute_experts
-from octavo.train.step.update import _limited
+from octavo.train.step.update import _clip_gradients
 from tests import ranks
 from tests.fp8.moe.expert_modules import FAMILIES, H
 from tests.parallel.differences import worst_difference
@@ -19,7 +19,7 @@ E, TOKENS, TOP_K = 8, 11, 2
 
 
 class Layer(nn.Module):
-    """A router's place is taken by indices that are given; the norm is a parameter that is not dealt out."""
+    """Indices replace the router; the norm is a parameter that is not distributed."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ def _model(family: str, recipe: str | None) -> nn.Module:
 
 
 def _tokens(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rank has: x, index, share. ``one rank``: all choices are the first experts'; ``none``: rank 1 has none."""
+    """Return x, index and share of a rank. ``one rank``: all choices are the first experts; ``none``: rank 1 has
+    none."""
     g = torch.Generator().manual_seed(10 + rank)
     tokens = 0 if case == "no tokens" and rank == 1 else TOKENS + 3 * rank
     x = torch.randn(tokens, H, generator=g)
@@ -65,7 +66,7 @@ def _tokens(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run(model: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and the gradients of tokens and shares."""
+    """Return the output and the gradients of tokens and shares."""
     x, index, share = given[0].clone().requires_grad_(), given[1], given[2].clone().requires_grad_()
     y = model(x, index, share)
     aim = torch.randn(H, generator=torch.Generator().manual_seed(1))
@@ -87,12 +88,12 @@ def _compare(world: World, cases: dict[str, tuple[str, str | None, str]]) -> dic
         shard(dealt, Layers(), world)
         each = [_tokens(case, rank) for rank in range(world.size)]
         want = _run(whole, tuple(torch.cat(parts) for parts in zip(*each, strict=True)))
-        mine = _run(dealt, each[world.rank])
+        local = _run(dealt, each[world.rank])
         before = sum(len(x) for x, _, _ in each[: world.rank])
         own = slice(before, before + len(each[world.rank][0]))
-        tokens = [0.0 if torch.equal(a[own], b) else _gap(a[own], b) for a, b in zip(want, mine, strict=True)]
+        tokens = [0.0 if torch.equal(a[own], b) else _gap(a[own], b) for a, b in zip(want, local, strict=True)]
         norm, wanted = (float(gradient_norm(model.parameters())) for model in (dealt, whole))
-        limited = float(_limited(list(dealt.parameters()), 0.5 * wanted))
+        limited = float(_clip_gradients(list(dealt.parameters()), 0.5 * wanted))
         out[name] = [tokens, worst_difference(dealt, whole, factor=0.5), norm / wanted, limited / wanted]
     return out
 
@@ -107,11 +108,11 @@ CASES = {
 }
 
 
-def test_rows_come_in_the_order_of_one_process():
+def test_rows_are_in_the_order_of_one_process():
     """Outputs and gradients of tokens are those of one process bit for bit, so its casts were; gradients of weights are
     sums of the same rows."""
-    for found in ranks.run(_compare, 2, CASES, expert=2):
-        for name, (tokens, gap, *norms) in found.items():
+    for actual in ranks.run(_compare, 2, CASES, expert=2):
+        for name, (tokens, gap, *norms) in actual.items():
             assert not any(tokens) and gap < 2e-6 and norms == pytest.approx([1, 1], rel=1e-6), (
                 name,
                 tokens,
@@ -122,11 +123,11 @@ def test_rows_come_in_the_order_of_one_process():
 
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [{"expert": 4}, {"expert": 2}, {"replicate": 2, "expert": 2}], ids=str)
-def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
+def test_four_ranks_agree_for_all_layouts(axes: dict[str, int]):
     """Where two ranks have an expert, each has other rows than one process. Products in fp32 then round otherwise;
     casts for wgrad have blocks of 128 rows, so in FP8 gradients of weights are as close as sums of FP8 are."""
-    for found in ranks.run(_compare, 4, CASES, **axes):
-        for name, (tokens, gap, *norms) in found.items():
+    for actual in ranks.run(_compare, 4, CASES, **axes):
+        for name, (tokens, gap, *norms) in actual.items():
             close = 0.05 if CASES[name][1] is not None and axes["expert"] < 4 else 2e-6
             limit = 0 if axes["expert"] == 4 else 1e-6
             assert max(tokens) <= limit and gap < close, (name, tokens, gap)
@@ -148,7 +149,7 @@ def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
     ],
     ids=["no experts", "number", "delayed", "more than experts", "another forward"],
 )
-def test_what_cannot_be_dealt_out_is_refused(model, ranks_: int, message: str):
+def test_experts_that_cannot_be_distributed_are_rejected(model, ranks_: int, message: str):
     world = World(0, ranks_, mesh=object(), layout=Layout(shard=ranks_, expert=ranks_), experts=object())
     with pytest.raises(WorldError, match=message):
         distribute_experts(model(), world)

@@ -1,4 +1,4 @@
-"""Models filled after sharding, each rank by its own rows, against what one process loads: every bit of it."""
+"""Models that are filled after sharding equal those loaded in one process bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = {"dtype": "bfloat16"}
 
 
 class Case(NamedTuple):
-    """A folder, how it is loaded, and the recipe and `param` that its layers get before they are sharded."""
+    """A folder, its loading options, and the recipe and `param` of its layers before sharding."""
 
     folder: str
     how: dict[str, Any]
@@ -97,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.DeferredModel | models.DeferredInit]:
-    """(the whole model, its lower halves, the one to be filled)"""
+    """Return (unsharded model, its lower halves, model to be filled)."""
     how = {key: getattr(torch, value) if key == "dtype" else value for key, value in case.how.items()}
     if (seed := how.pop("drawn", None)) is not None:
         unread = models.init_deferred(folder / case.folder, seed=seed, **how)
@@ -117,29 +117,29 @@ def _differences(world: World, folder: Path, case: Case) -> list[str]:
     assert all(p.is_meta for p in unread.model.parameters())
     shard(unread.model, models.describe(unread.model), world)
     halves, read = fill(unread.model, unread, world)
-    found = ["the very model", "buffers", "codes", "halves"]
-    mine, theirs = unread.model, dict(whole.named_buffers())
-    if all(torch.equal(b, theirs[name]) for name, b in mine.named_buffers()):
-        found.remove("buffers")
-    if fp8.fingerprint(mine) == fp8.fingerprint(whole):
-        found.remove("codes")
+    actual = ["the very model", "buffers", "codes", "halves"]
+    local, stock = unread.model, dict(whole.named_buffers())
+    if all(torch.equal(b, stock[name]) for name, b in local.named_buffers()):
+        actual.remove("buffers")
+    if fp8.fingerprint(local) == fp8.fingerprint(whole):
+        actual.remove("codes")
     if halves.keys() == lows.keys() and all(_here(halves[name], lows[name]) for name in lows):
-        found.remove("halves")
-    state, wanted = ranks.whole_state(mine, world), whole.state_dict()
+        actual.remove("halves")
+    state, wanted = ranks.whole_state(local, world), whole.state_dict()
     names = [(name, p.dtype, p.requires_grad) for name, p in whole.named_parameters()]
-    if names == [(name, p.dtype, p.requires_grad) for name, p in mine.named_parameters()]:
-        found.remove("the very model")
+    if names == [(name, p.dtype, p.requires_grad) for name, p in local.named_parameters()]:
+        actual.remove("the very model")
     for name, values in state.items():
         value = wanted[name].dequantize() if is_frozen(wanted[name]) else plain(wanted[name])
         if value.dtype != values.dtype or not torch.equal(value, values):
-            found.append(name)
-    return found + ([] if not state or state.keys() == wanted.keys() else ["names"])
+            actual.append(name)
+    return actual + ([] if not state or state.keys() == wanted.keys() else ["names"])
 
 
 def _here(low: Tensor, whole: Tensor) -> bool:
-    """Whether these are the halves of this rank's rows."""
-    mine = span(low)
-    return torch.equal(plain(low).flatten(), whole.flatten()[mine.start : mine.stop])
+    """Return whether these are the lower halves of this rank's rows."""
+    local = span(low)
+    return torch.equal(plain(low).flatten(), whole.flatten()[local.start : local.stop])
 
 
 def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[str]]:
@@ -158,7 +158,7 @@ def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[st
         pytest.param(4, DEALT, {"expert": 2}, id="dealt over two of four", marks=LONG),
     ],
 )
-def test_each_rank_has_the_rows_of_what_one_process_loads(
+def test_each_rank_has_its_rows_of_the_one_process_model(
     folders: Folders, size: int, cases: dict[str, Case], axes: dict[str, int]
 ):
     assert ranks.run(_all, size, str(folders(cases.values())), cases, **axes) == [{}] * size
@@ -168,7 +168,7 @@ READ = ("values", "rows", "blocks", "codes")
 
 
 def _read(world: World, folder: str) -> list[float]:
-    """The part of the file that this rank reads: plain, in FP8 by rows, by blocks, and of codes."""
+    """Fraction of the file that this rank reads: plain, FP8 by rows, by blocks, and codes."""
     out = []
     for case in READ:
         _, _, unread = _load(Path(folder), CASES[case])
@@ -187,7 +187,7 @@ def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Fo
     assert 0.5 < codes < 0.53  # every rank has all scales
 
 
-def test_a_parameter_that_nothing_fills_is_an_error(folders: Folders):
+def test_unfilled_parameter_is_an_error(folders: Folders):
     unread = models.load_deferred(folders([CASES["values"]]) / "qwen3")
     unread.prepared.sources.origins.pop()
     with pytest.raises(WorldError, match="1 parameters were sharded without values and not filled, first model"):

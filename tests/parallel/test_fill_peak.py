@@ -1,4 +1,4 @@
-"""What a rank holds and reads while it loads its share of a thousand million parameters, made on the spot."""
+"""Memory and bytes read of a rank that loads its shard of a generated model of one billion parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {"values": {}, "blocks": {"load_in_fp8": "blo
 
 
 def _filled(folder: str, how: dict[str, Any], world: World) -> tuple[nn.Module, int, int]:
-    """(the model, bytes that were read, bytes of the largest tensor on disk)"""
+    """Return (model, bytes read, bytes of the largest tensor on disk)."""
     unread = models.load_deferred(folder, torch.bfloat16, **how)
     shard(unread.model, models.describe(unread.model), world)
     _, read = fill(unread.model, unread, world)
@@ -35,14 +35,14 @@ def _status(key: str) -> int:
 
 
 def _held(model: nn.Module) -> int:
-    """Bytes of parameters and buffers on this rank."""
+    """Return the bytes of parameters and buffers on this rank."""
     here = [local_of(p) for p in model.parameters()]
     size = sum(p.nbytes for p in here if not is_frozen(p)) + sum(b.nbytes for b in model.buffers())
     return size + frozen_bytes(model)
 
 
 def measure(world: World, small: str, folder: str, how: dict[str, Any]) -> dict[str, int]:
-    """What loading takes on this rank; before it a small model is loaded, so that everything was done once."""
+    """Measure loading on this rank, after a small model has been loaded as a warm-up."""
     _filled(small, how, world)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = {key: _status(key) for key in ("VmHWM", "RssAnon")}
@@ -77,8 +77,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's counts of memory are Linux's")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_holds_its_shard_and_at_most_one_tensor(folders: tuple[str, str], kind: str):
-    for found in ranks.run(measure, 2, *folders, KINDS[kind]):
-        print(f"{kind}: " + ", ".join(f"{key} {value / 1e6:.1f}e6" for key, value in found.items()))
-        assert found["parameters"] > 0.99e9
-        assert found["peak"] <= 1.1 * found["shard"] + found["largest"]
-        assert found["read"] <= 1.01 * found["parameters"]  # BF16, halved; blocks of 128 rows end at borders here
+    for actual in ranks.run(measure, 2, *folders, KINDS[kind]):
+        print(f"{kind}: " + ", ".join(f"{key} {value / 1e6:.1f}e6" for key, value in actual.items()))
+        assert actual["parameters"] > 0.99e9
+        assert actual["peak"] <= 1.1 * actual["shard"] + actual["largest"]
+        assert actual["read"] <= 1.01 * actual["parameters"]  # BF16, halved; blocks of 128 rows end at borders here

@@ -1,4 +1,4 @@
-"""`train.gather: bf16` on two gloo ranks: BF16 on the wire, fp32 in the shards, and a resume to the bit."""
+"""`train.gather: bf16` on two gloo ranks: BF16 communication, fp32 shards, and a bit-exact resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {  # name -> (policy or None, gather)
 
 
 class Wire(TorchDispatchMode):
-    """Which collectives run on which dtypes, and the bytes of what they make or take."""
+    """Records which collectives run on which dtypes, and their bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, ste
     for step in steps:
         for micro in range(2):
             ids = torch.randint(0, 31, (4, 16), generator=torch.Generator().manual_seed(2 * step + micro))
-            mine = ids[world.rank :: world.size]
-            logits = model(mine).flatten(0, 1).float()
-            loss = nn.functional.cross_entropy(logits, (3 * mine + 1).flatten() % 31, reduction="sum") / 128
+            local = ids[world.rank :: world.size]
+            logits = model(local).flatten(0, 1).float()
+            loss = nn.functional.cross_entropy(logits, (3 * local + 1).flatten() % 31, reduction="sum") / 128
             loss.backward()
             losses.append(float(world.sum(loss)))
         optimizer.step()
@@ -85,9 +85,9 @@ def _all(world: World, folder: str) -> dict:
         )
         losses += _train(model, optimizer, world, range(3, 6))
         again = _model(name, world)
-        theirs = fp8.AdamW(again.parameters(), lr=3e-3)
-        checkpoint.load(Path(saved), model=again, optimizer=theirs, world=world)
-        resumed = _train(again, theirs, world, range(3, 6))
+        stock = fp8.AdamW(again.parameters(), lr=3e-3)
+        checkpoint.load(Path(saved), model=again, optimizer=stock, world=world)
+        resumed = _train(again, stock, world, range(3, 6))
         equal = all(
             torch.equal(local_of(a), local_of(b)) for a, b in zip(model.parameters(), again.parameters(), strict=True)
         )
@@ -99,7 +99,7 @@ def _all(world: World, folder: str) -> dict:
 
 
 @pytest.mark.long
-def test_bf16_on_the_wire_and_fp32_shards(tmp_path: Path) -> None:
+def test_bf16_gather_with_fp32_shards(tmp_path: Path) -> None:
     first, second = ranks.run(_all, 2, str(tmp_path))
     for got in (first, second):
         assert got["stored"]["wire"] == [["allgather_base", "float32"], ["reduce_scatter_base", "float32"]]
@@ -112,10 +112,10 @@ def test_bf16_on_the_wire_and_fp32_shards(tmp_path: Path) -> None:
         # codes and values of one group go in one buffer of bytes: less than all in BF16, gradients BF16
         assert dict(got["codes"]["wire"])["reduce_scatter_base"] == "bfloat16"
         assert got["codes"]["bytes"] < 0.8 * got["bf16"]["bytes"]
-        for name, found in got.items():
-            assert found["stays"] == ["torch.float32"], name
-            assert found["resumed"] == found["losses"][6:] and found["equal"], name
-            assert found["seen"] == (["torch.float32"] if name == "stored" else ["torch.bfloat16"]), name
-            gaps = [abs(a - b) / a for a, b in zip(got["stored"]["losses"], found["losses"], strict=True)]
+        for name, actual in got.items():
+            assert actual["stays"] == ["torch.float32"], name
+            assert actual["resumed"] == actual["losses"][6:] and actual["equal"], name
+            assert actual["seen"] == (["torch.float32"] if name == "stored" else ["torch.bfloat16"]), name
+            gaps = [abs(a - b) / a for a, b in zip(got["stored"]["losses"], actual["losses"], strict=True)]
             assert max(gaps) < 3e-2 and (name == "stored" or max(gaps) > 0), (name, gaps)
-            assert found["losses"][-1] < 0.8 * found["losses"][0], "nothing was learnt, so nothing was compared"
+            assert actual["losses"][-1] < 0.8 * actual["losses"][0], "nothing was learnt, so nothing was compared"

@@ -54,7 +54,7 @@ class Recomputed(Block):
 
 
 class Experts(nn.Module):
-    """As Hugging Face keeps them; transformers itself takes seconds to import, on every rank."""
+    """Config in Hugging Face's format; importing transformers would take seconds on every rank."""
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Seen:
 
 
 def _codes(world: World, recipes: tuple[str, ...]) -> dict:
-    """Codes of every layer against those of the whole weight; what was gathered; what was in memory meanwhile."""
+    """Compares codes of every layer with those of the unsharded weight, gathered bytes, and memory."""
     answer: dict = {"wrong": [], "copies": [], "bytes": {}}
     stock = fp8_rows.dequantize
     decoded: list[object] = []
@@ -177,8 +177,8 @@ def _codes(world: World, recipes: tuple[str, ...]) -> dict:
             seen = Seen(model, {codes[0].data.shape for codes in want.values()})
             model(_batch(0, world)).square().mean().backward()
             assert seen.codes.keys() == want.keys()
-            for name, found in seen.codes.items():
-                for q, w in zip(found, want[name], strict=True):
+            for name, actual in seen.codes.items():
+                for q, w in zip(actual, want[name], strict=True):
                     same = torch.equal(q.data.view(torch.uint8), w.data.view(torch.uint8))
                     if not same or not torch.equal(q.scale.view(torch.uint8), w.scale.view(torch.uint8)):
                         answer["wrong"].append(f"{recipe} {name} {q.spec}")
@@ -195,7 +195,7 @@ def _codes(world: World, recipes: tuple[str, ...]) -> dict:
 
 
 def _training(world: World, recipes: tuple[str, ...]) -> dict:
-    """Steps with FP8 weights against steps without, of the same recipe on as many ranks: bit for bit."""
+    """Steps with FP8 weights equal steps without, with the same recipe and ranks, bit for bit."""
     answer: dict = {}
     for recipe in recipes:
         for kind in (Block, Moe):
@@ -215,7 +215,7 @@ def _training(world: World, recipes: tuple[str, ...]) -> dict:
 
 
 def _casts(world: World) -> dict:
-    """Rows are cast once a step, not once a gather; and nothing is kept where codes are to be cast at each use."""
+    """Rows are cast once per step, not once per gather; nothing is cached if codes are cast at each use."""
     keep, recast = (shard(_build("blockwise", weight_codes=how), Blocks(), world) for how in ("keep", "recast"))
     runs = [_train(model, world, steps=2) for model in (keep, recast)]
     local = _local(keep[0].up_proj.weight)
@@ -230,7 +230,7 @@ def _casts(world: World) -> dict:
 
 
 def _states(world: World) -> dict:
-    """State dicts: stock DTensors that can be written to, whole ones, FP8 ones; and what comes after a load."""
+    """State dicts: writable stock DTensors, full ones and FP8 ones, and the state after a load."""
     answer = {}
     model, whole = shard(_build("tensorwise"), Blocks(), world), _build("tensorwise")
     first = _train(model, world)[1]
@@ -272,7 +272,7 @@ def _outputs(model: nn.Module, whole: nn.Module, world: World) -> bool:
 
 
 def _high(world: World) -> dict:
-    """High precision asks for values: those of the codes, decoded and nothing else."""
+    """In high precision the values are the decoded codes."""
     model, stock = shard(_build("rowwise"), Blocks(), world), nn.Sequential(Block(), Block())
     codes = fp8.fp8_state_dict(model)
     fp8.load_fp8_state_dict(whole := _build("rowwise"), codes)
@@ -309,7 +309,7 @@ def _summed(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _low(world: World) -> dict:
-    """Under a policy that gathers in BF16 the gathered weight shows BF16; codes are those of the master."""
+    """With a BF16 gather policy the gathered weight is BF16; codes are those of the master."""
     model = _build("blockwise")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     dtypes = set()
@@ -355,7 +355,7 @@ def test_ranks(size: int, recipes: tuple[str, ...], steps: bool) -> None:
         assert codes["wrong"] == [] and codes["copies"] == [] and codes["decoded"] == 0
         # One byte a parameter and cast, and the scales: fp32 a row and a column (short ones here), a byte of 32.
         most = {"blockwise": 1.01, "tensorwise": 1.01, "delayed": 1.01, "rowwise": 2.4, "mxfp8": 2.1}
-        assert all(found < most[recipe] for recipe, found in codes["bytes"].items()), codes["bytes"]
+        assert all(actual < most[recipe] for recipe, actual in codes["bytes"].items()), codes["bytes"]
         assert all(answer["training"].values()), answer["training"]
         assert answer["casts"] == ({"same": True, "kept": 2, "again": 8, "bytes": 0, "share": True} if steps else {})
         states = answer["states"]
@@ -369,6 +369,6 @@ def test_ranks(size: int, recipes: tuple[str, ...], steps: bool) -> None:
         assert "Call fp8.apply before fully_shard" in answer["late"]
 
 
-def test_fsdp_takes_the_short_form_of_the_hook() -> None:
-    """The long form refuses scales on ranks with fewer rows; torch 2.11 to 2.13 take the one with the mesh alone."""
+def test_fsdp_accepts_short_form_of_hook() -> None:
+    """The long form rejects scales on ranks with fewer rows; torch 2.11 to 2.13 use the form with only the mesh."""
     assert list(inspect.signature(Fp8Weight.fsdp_pre_all_gather).parameters) == ["self", "mesh"]

@@ -1,4 +1,4 @@
-"""Ranks meet in a store that former ranks have written to, and NCCL's flight recorder has its place."""
+"""Rendezvous in a store that earlier ranks have written to, and NCCL's flight recorder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.parallel.rendezvous import compare_facts, describe_differences, meet
 
 
 def _all_meet(store: dist.Store, size: int) -> list[str]:
-    """Each rank says its number to the next; what each heard."""
+    """Send each rank's number to the next; return the received ones."""
     heard = [""] * size
 
     def rank(number: int) -> None:
@@ -35,7 +35,7 @@ def _all_meet(store: dist.Store, size: int) -> list[str]:
     return heard
 
 
-def test_ranks_that_are_started_again_do_not_meet_their_forerunners() -> None:
+def test_restarted_ranks_do_not_meet_earlier_ranks() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
     assert _all_meet(store, 3) == ["2", "0", "1"]
@@ -44,13 +44,13 @@ def test_ranks_that_are_started_again_do_not_meet_their_forerunners() -> None:
     assert _all_meet(store, 3) == ["2", "0", "1"]
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_missing_ranks_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"these ranks did not appear within 0.1 s: 1, 2"):
         meet(dist.HashStore(), 0, 3, 0.1)
 
 
 def _in_threads(ranks: dict[int, Callable[[], object]]) -> dict[int, object]:
-    """What each rank returned or raised."""
+    """Return what each rank returned or raised."""
     ends: dict[int, object] = {}
 
     def run(rank: int, work: Callable[[], object]) -> None:
@@ -76,7 +76,7 @@ def _in_threads(ranks: dict[int, Callable[[], object]]) -> dict[int, object]:
         pytest.param({0: 4, 1: 4, 2: 3, 3: 4}, id="one of four"),
     ],
 )
-def test_ranks_for_another_number_of_ranks_end_them_all(sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_world_size_ends_all_ranks(sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     if len(sizes) == max(sizes.values()):
         monkeypatch.setattr(meetings, "LINGER_SECONDS", 60)  # all come, however slowly
     else:
@@ -91,8 +91,8 @@ def test_ranks_for_another_number_of_ranks_end_them_all(sizes: dict[int, int], m
         assert f"WORLD_SIZE is {sizes[0]} on rank" in str(ends[rank]) and f" {other} on rank" in str(ends[rank])
 
 
-def test_a_rank_that_a_running_run_has_no_place_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run has two ranks and has begun; a third is started for three. A run that no longer beats is no reason."""
+def test_extra_rank_of_a_running_job_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third rank is started with size three after a run of two has begun. A run without heartbeats is ignored."""
     monkeypatch.setattr(meetings, "HEARTBEAT_SECONDS", 0.05)
     store = dist.HashStore()
     store.set("start", json.dumps({"name": "former", "size": 2}))
@@ -116,26 +116,26 @@ def test_a_rank_that_a_running_run_has_no_place_for_ends(monkeypatch: pytest.Mon
         beating.join()
 
 
-def test_ranks_agree_or_every_one_of_them_gets_the_key_and_both_values() -> None:
+def test_ranks_agree_or_all_get_the_key_and_both_values() -> None:
     facts = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1", "b": "2", "c": "4"}}
     store = dist.HashStore()
     ends = _in_threads({rank: partial(compare_facts, store, rank, 3, own, 60) for rank, own in facts.items()})
-    words = {describe_differences(found) for found in ends.values()}
+    words = {describe_differences(actual) for actual in ends.values()}
     assert words == {"b is 2 on ranks 0, 2 and 3 on rank 1; c is absent on ranks 0, 1 and 4 on rank 2"}
     again = _in_threads(
         {rank: partial(compare_facts, dist.PrefixStore("b", store), rank, 3, facts[0], 60) for rank in facts}
     )
-    assert all(not found for found in again.values())
+    assert all(not actual for actual in again.values())
 
 
-def test_many_differences_are_counted_and_many_ranks_are_cut() -> None:
+def test_long_lists_of_differences_and_ranks_are_shortened() -> None:
     ten = {"1": range(20), "2": [20]}
     words = describe_differences([(f"key {number}", ten) for number in range(9)])
     assert words.startswith("key 0 is 1 on ranks 0, 1, 2, 3, 4, 5, 6, 7, ... and 2 on rank 20; key 1")
     assert words.endswith("; and 5 more")
 
 
-def test_the_flight_recorder_is_told_by_both_sets_of_names_and_writes_a_file(tmp_path: Path, monkeypatch) -> None:
+def test_flight_recorder_sets_both_variable_names_and_writes_a_file(tmp_path: Path, monkeypatch) -> None:
     for name in (
         *nccl_flight_recorder._SIZE_VARIABLES,
         *nccl_flight_recorder._FILE_VARIABLES,

@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, tied head; sizes that two ranks cannot halve."""
+    """Embedding, blocks and tied head, with sizes that two ranks do not divide."""
 
     def __init__(self, width: int = 7, vocabulary: int = 11):
         super().__init__()
@@ -83,7 +83,7 @@ def _decoders(world: World) -> dict:
 
 
 def _gathers(model: nn.Module, ids: torch.Tensor) -> list[int]:
-    """How often weights were gathered as each block's forward begins, and at its end."""
+    """Count how often weights were gathered at the start and end of each block's forward."""
     seen = []
     with torch.no_grad(), CommCounter() as counted:
         for block in model.blocks:
@@ -149,7 +149,7 @@ def test_ranks_give_the_gradients_and_the_fp8_losses_of_one_process(size: int, r
         assert got["one gemms"] == got["ranks gemms"] == ["dgrad", "fwd", "wgrad"]
 
 
-def test_one_process_is_left_as_it_is():
+def test_one_process_is_unchanged():
     model = Decoder()
     kind = type(model)
     assert shard(model, Blocks(), World()) is model and type(model) is kind

@@ -1,4 +1,4 @@
-"""A tower under FSDP2 when only one of two ranks has an image or a sound: no hang, and gradients of one process."""
+"""A tower under FSDP2 when only one of two ranks has an image or sound: no hang, and the gradients of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _vision(world: World, path: str) -> dict:
 
 
 def _one_vision(world: World, path: str, frozen: bool) -> dict:
-    """Rank 1's row has no image. The reference sees both rows, one after the other, in one process."""
+    """Rank 1's row has no image. The reference processes both rows one after the other in one process."""
     sharded, whole = models.load(path), models.load(path)
     family = models.describe(sharded)
     rows = _rows(sharded, family)
@@ -74,9 +74,9 @@ def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) 
     mask = torch.zeros(1, hearing.frames, dtype=torch.int64)
     mask[:, :7] = 1
     sound = torch.randn(1, hearing.bins, hearing.frames, generator=generator)
-    asked = {"attention_mask": torch.ones_like(ids[0])}
+    options = {"attention_mask": torch.ones_like(ids[0])}
     heard = {"input_ids": ids[0], "input_features": sound, "feature_attention_mask": mask}
-    return [{**heard, **asked}, {"input_ids": ids[1], **asked}]
+    return [{**heard, **options}, {"input_ids": ids[1], **options}]
 
 
 @pytest.mark.long
@@ -92,7 +92,7 @@ def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) 
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
 def test_a_rank_without_an_image_runs_the_tower_too(family, axes, tmp_path):
-    """And experts that images alone reach."""
+    """Also for experts that only images reach."""
     path = tiny.write(family, tmp_path / "model", size="mini")
     for answer in ranks.run(_vision, 2, str(path), **axes):
         for frozen, got in answer.items():

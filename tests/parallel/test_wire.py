@@ -1,4 +1,4 @@
-"""Bytes of each collective, as they are counted where they are called."""
+"""Counted bytes of each collective."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests import ranks
 def _each(world: parallel.World) -> dict[str, dict[str, int]]:
     """Every collective once, of 1,200 bytes a rank where not said; rank 1 sends 3 rows of 8 bytes to rank 0, which
     sends one."""
-    x, found = torch.ones(300), {}
+    x, actual = torch.ones(300), {}
 
     def count(name: str, work) -> None:
         with parallel.CommCounter() as counted:
             work()
-        found[name] = dict(counted.bytes)
+        actual[name] = dict(counted.bytes)
 
     count("gather", lambda: dist.all_gather_into_tensor(x.new_empty(600), x))
     count("gather of a list", lambda: dist.all_gather([torch.empty(300) for _ in range(2)], x))
@@ -36,11 +36,11 @@ def _each(world: parallel.World) -> dict[str, dict[str, int]]:
     count("functional gather", lambda: functional.all_gather_tensor(x, 0, group).sum())
     count("functional reduce", lambda: functional.reduce_scatter_tensor(torch.ones(600), "sum", 0, group).sum())
     count("functional rows", lambda: functional.all_to_all_single(rows, got, sent, group).sum())
-    return found
+    return actual
 
 
 @pytest.mark.filterwarnings("ignore")  # torch 2.13 has new names
-def test_bytes_that_come_to_a_rank() -> None:
+def test_received_bytes_are_counted() -> None:
     first, second = ranks.run(_each, 2)
     whole = {"gather": 1200, "gather of a list": 1200, "functional gather": 1200}
     assert {name: first[name]["all_gather"] for name in whole} == whole
@@ -52,5 +52,5 @@ def test_bytes_that_come_to_a_rank() -> None:
     assert second["rows"] == second["functional rows"] == {"all_to_all": 8}
 
 
-def test_an_all_reduce_in_pieces() -> None:
+def test_all_reduce_bytes_with_uneven_pieces() -> None:
     assert [all_reduce_bytes(10, n) for n in (1, 2, 4)] == [0, 10, 18]

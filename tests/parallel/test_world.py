@@ -1,4 +1,4 @@
-"""One process needs no group; several read torchrun's environment, exchange JSON, and notice a dead peer."""
+"""A single process has no group; several read torchrun's environment, exchange JSON and detect a dead peer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_threads_must_be_positive():
         setup(threads=0)
 
 
-def test_objects_that_json_does_not_hold_are_refused():
+def test_objects_that_are_not_json_are_rejected():
     with pytest.raises(TypeError):
         World().gather_objects(object())
 
@@ -107,7 +107,7 @@ def _exchange(world: World) -> dict:
     return answer
 
 
-def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_axes_that_do_not_match_number_of_ranks_are_rejected(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorldError, match="replicate: 2 and shard: auto, 1 / 2, but there are 1 ranks. Start"):
         setup(section=ParallelSection(replicate=2))
     monkeypatch.setenv("WORLD_SIZE", "6")
@@ -121,7 +121,7 @@ def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyP
     assert not dist.is_initialized()
 
 
-def test_ranks_of_a_context_share_a_part_of_the_batch_and_follow_one_another():
+def test_ranks_of_a_context_are_consecutive_and_share_a_batch_part():
     layout = Layout.from_section(24, ParallelSection(replicate=2, context=3, expert=4))
     assert (layout.shard, layout.sharded, layout.axes) == (4, 12, {"replicate": 2, "shard": 12})
     worlds = [World(rank, 24, layout=layout) for rank in (0, 2, 3, 23)]
@@ -129,7 +129,7 @@ def test_ranks_of_a_context_share_a_part_of_the_batch_and_follow_one_another():
     assert {world.data_size for world in worlds} == {8}
 
 
-def test_two_ranks_sum_gather_and_fail_together():
+def test_two_ranks_sum_gather_and_raise_together():
     first, second = ranks.run(_exchange, 2)
     for answer in (first, second):
         assert (answer["sum"], answer["max"], answer["any"]) == (3.0, 10, [True, False])
@@ -181,8 +181,8 @@ FAILURES = [  # of rank r: how, the timeout, what the other one says
 ]
 
 
-def test_a_rank_that_does_not_come_is_named_by_the_one_that_waits(tmp_path):
-    """Without torchrun, which would end the survivor before it could speak. All at a time: they wait."""
+def test_missing_rank_is_named_by_waiting_rank(tmp_path):
+    """Runs without torchrun, which would end the survivor too early. All cases run at once because they wait."""
     context, pairs = multiprocessing.get_context(ranks.START), []
     for number, (fails, failure, seconds, _) in enumerate(FAILURES):
         port, file = ranks.free_port(), tmp_path / str(number)
@@ -194,17 +194,17 @@ def test_a_rank_that_does_not_come_is_named_by_the_one_that_waits(tmp_path):
         for (fails, _, seconds, words), pair, number in zip(FAILURES, pairs, itertools.count()):
             pair[1 - fails].join(60)
             assert pair[1 - fails].exitcode == 0
-            said = (tmp_path / str(number)).read_text()
+            text = (tmp_path / str(number)).read_text()
             where = f"rank {1 - fails} of 2 at step 7, forward and backward"
             start = rf"a collective failed on {where} \(run.timeout: {seconds:g} s"
-            assert re.match(rf"{start}\): {words}", said), said
+            assert re.match(rf"{start}\): {words}", text), text
     finally:
         for process in itertools.chain(*pairs):
             process.kill()
             process.join()
 
 
-def test_ranks_that_do_not_appear_are_not_waited_for_in_silence(monkeypatch):
+def test_waiting_for_missing_ranks_prints_a_message(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)

@@ -1,1 +1,1 @@
-"""Architectures that transformers does not ship: MPT, NVILA, LLaVA-OneVision-1.5."""
+"""Architectures that transformers does not have: MPT, NVILA, LLaVA-OneVision-1.5."""

@@ -1,4 +1,4 @@
-"""The result of `get_image_features` in the families that Octavo implements itself."""
+"""The result of `get_image_features` in the families that Octavo implements."""
 
 from __future__ import annotations
 

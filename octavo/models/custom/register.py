@@ -1,12 +1,13 @@
-"""Registers the families that transformers does not have and Octavo implements itself, so that Auto classes build them.
+"""Registers the families that Octavo implements because transformers does not have them, so that Auto classes build
+them.
 
-Their code follows the layout of the published folders: their `model_type`, their fields, their names of tensors. Such
-folders name code of their authors (`auto_map`), which Octavo's code replaces and which never runs. After
+Their code follows the layout of the published folders: `model_type`, configuration fields and tensor names. Such
+folders name Python code of their authors (`auto_map`), which Octavo's code replaces and never runs. After
 :mod:`octavo.models` is imported, `AutoModelForImageTextToText.from_pretrained(folder)` returns Octavo's class.
 
-MPT differs: transformers has a class of that `model_type`, which ignores most fields of such folders. `AutoConfig`
-still returns it; for folders that Octavo opens, :func:`octavo.models.custom.mpt.read` returns Octavo's configuration,
-from which the same Auto classes build Octavo's model.
+MPT differs: transformers has a class for that `model_type`, which ignores most fields of such folders. `AutoConfig`
+still returns that class; for folders that Octavo opens, :func:`octavo.models.custom.mpt.read` returns Octavo's
+configuration, from which the same Auto classes build Octavo's model.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from octavo.models.custom import mpt, nvila, onevision
 
 class CustomFamily(NamedTuple):
     """The classes of a family: its configuration, the model without output projection, the generating model; and a
-    function that returns transformers' rules from names on disk to names in memory, new ones in each call."""
+    function that returns new transformers rules from names on disk to names in memory."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
-    writes: type[PreTrainedModel]
+    generator: type[PreTrainedModel]
     renamings: Callable[[], list[Any]]
 
 
@@ -66,7 +67,7 @@ def may_name_code(model_type: object) -> bool:
 
 
 def is_custom(model_type: object) -> bool:
-    """Return whether models of this `model_type` are built by Octavo's own classes."""
+    """Return whether models of this `model_type` are built by Octavo's classes."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     return family is not None and CONFIG_MAPPING[family.config.model_type] is family.config
 
@@ -79,7 +80,7 @@ def _register(family: CustomFamily) -> None:
         return
     AutoConfig.register(kind, family.config)
     AutoModel.register(family.config, family.model)
-    AutoModelForImageTextToText.register(family.config, family.writes)
+    AutoModelForImageTextToText.register(family.config, family.generator)
     register_checkpoint_conversion_mapping(kind, family.renamings())
 
 

@@ -220,7 +220,7 @@ def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
     for key in _EXPERTS_PER_TOKEN:
         if type(taken := part.get(key)) is int and taken > max(counts, default=0) > 1:  # dense siblings have 0 or 1
             raise ModelError(
-                f"{file} has {key}={taken}; it must be at most {max(counts)}, the number of experts. Correct the field."
+                f"{file} gives {key}={taken}; it must be at most {max(counts)}, the number of experts. Correct it."
             )
 
 

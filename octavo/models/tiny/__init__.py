@@ -1,1 +1,1 @@
-"""Small checkpoints of real architectures, made for tests and trials."""
+"""Creates small checkpoints of real architectures for tests and trials."""

@@ -177,7 +177,7 @@ def llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @_CHECKPOINTS.add(special_tokens.QWEN)
 def mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """As LLM-Foundry's mpt-1b: learned positions, biases, and its initialisation."""
+    """Like LLM-Foundry's mpt-1b: learned positions, biases, and its initialization."""
     return MPTConfig(
         d_model=128 if size == "small" else 64,
         n_heads=4,
@@ -192,7 +192,7 @@ CHECKPOINTS = Checkpoints(_CHECKPOINTS | audio_families.CHECKPOINTS | vision_fam
 
 
 def tiny_config(family: str, size: str = "mini", vocab: int = 512) -> PreTrainedConfig:
-    """Return the configuration without a tokenizer, for benchmarks: special tokens get the last ids of the
+    """Return the configuration of a family without a tokenizer, for benchmarks: special tokens get the last ids of the
     vocabulary."""
     ids: dict[str, int] = defaultdict(lambda: vocab - 1 - len(ids))
     return CHECKPOINTS[family].config(size, vocab, ids)

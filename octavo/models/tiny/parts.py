@@ -1,7 +1,7 @@
 """Shared parts of small checkpoints: their table, decoders and towers of a few hundred thousand parameters, and files
 of processors.
 
-Widths are multiples of 16, 32 and 64 where the published models' are, and ragged where theirs are. "small" trains well
+Widths are multiples of 16, 32 and 64 if those of the published models are, and ragged otherwise. "small" trains well
 from scratch within minutes on a CPU; "mini" is for tests.
 """
 
@@ -29,7 +29,7 @@ AREAS = {"shortest_edge": _CELL, "longest_edge": 256 * _CELL}
 PATCHES: Mapping[str, object] = {"patch_size": PATCH, "merge_size": 2, "size": AREAS}
 """Entries of an image processor that cuts whole images into patches of one frame."""
 PAIRS: Mapping[str, object] = {**PATCHES, "temporal_patch_size": 2}
-"""The same with patches of two frames; an image is a pair of two equal ones."""
+"""Entries of an image processor with patches of two frames; an image is a pair of equal frames."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Checkpoints(dict[str, TinyCheckpoint]):
     ) -> Callable[[Dimensions], Dimensions]:
         """Decorate the function that builds the configuration; its name is the `model_type`."""
 
-        def enter(config: Dimensions) -> Dimensions:
+        def register(config: Dimensions) -> Dimensions:
             self[config.__name__] = TinyCheckpoint(config, special, files or {})
             return config
 
-        return enter
+        return register
 
 
 def processor_files(
@@ -68,10 +68,10 @@ def processor_files(
     """Return the files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the
     video file; Octavo reads the rest).
 
-    image, entries   the fields of preprocessor_config.json and of processor_config.json besides the classes
+    image, entries   the fields of preprocessor_config.json and of processor_config.json other than the classes
     video            the fields in which frames of videos differ from images
     """
-    # Each file has the processor's class, because AutoProcessor may read it from any of them.
+    # Every file has the processor class, because AutoProcessor may read it from any of them.
     common = {**_HALF, "processor_class": processor}
     files = {
         "preprocessor_config.json": {**image, **common, "image_processor_type": image_processor},
@@ -85,7 +85,7 @@ def processor_files(
 
 
 def image_file(**entries: object) -> dict[str, dict[str, object]]:
-    """Return the only file of a family that has one for images and none for the processor."""
+    """Return the only file of a family that has an image processor file but no processor file."""
     return {"preprocessor_config.json": {**_HALF, **entries}}
 
 
@@ -140,7 +140,7 @@ def qwen_vision_fields(out: int, **fields: object) -> dict[str, Any]:
 
 
 def vision_ids(ids: Ids) -> VisionIds:
-    """Return the numbers of Qwen's tokens for images and videos."""
+    """Return the ids of Qwen's tokens for images and videos."""
     return {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -150,7 +150,8 @@ def vision_ids(ids: Ids) -> VisionIds:
 
 
 def rope_fields(rotated: int, **fields: object) -> dict[str, Any]:
-    """Return rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
+    """Return the settings of a rotary embedding with three axes over `rotated` features of a head; most angles are for
+    time."""
     half = rotated // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **fields}

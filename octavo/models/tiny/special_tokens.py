@@ -1,8 +1,8 @@
 """Special tokens and chat templates of small checkpoints that several families share, similar to the published ones.
 Those of a single family are defined with its dimensions.
 
-The templates are Octavo's: they write roles, marks and line breaks as the published ones, without tools or thinking.
-Every answer ends with the end token, which the template of GLM omits.
+The templates write the same roles, special tokens and line breaks as the published ones, without tools or thinking.
+Every answer ends with the end token, which GLM's template omits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 class SpecialTokens:
     """Special tokens of a family, in the order of their ids, and its chat template.
 
-    names: attribute -> token, kept in the tokenizer's `extra_special_tokens` so that processors find them.
+    names: attribute -> token, stored in the tokenizer's `extra_special_tokens` for processors.
     """
 
     tokens: tuple[str, ...]
@@ -59,7 +59,7 @@ def role_template(image: str, **turns: str) -> str:
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
-QWEN = SpecialTokens(CHATML_TOKENS, chatml_template(""), eos="<|im_end|>", pad="<|endoftext|>")  # MPT's too
+QWEN = SpecialTokens(CHATML_TOKENS, chatml_template(""), eos="<|im_end|>", pad="<|endoftext|>")  # also for MPT
 QWEN_VL = SpecialTokens(
     CHATML_TOKENS + _QWEN_VISION,
     chatml_template("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"),

@@ -4,7 +4,7 @@
     tokenizer.json, tokenizer_config.json, chat_template.jinja
     preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (families of images or audio)
 
-All entries name stock transformers classes, or Octavo's classes of families that it implements. The same family, size,
+All entries name stock transformers classes, or Octavo's classes for families that it implements. The same family, size,
 seed and texts give the same bytes (with the same versions of torch and transformers).
 """
 
@@ -38,20 +38,20 @@ def write(
     size   "small" (the default: trains well from scratch; Qwen3-VL has 1.2 M parameters) or "mini" (for tests)
     texts  additional texts to train the tokenizer on: their words become single tokens
 
-    Raises ModelError for an unknown family or size, and for a directory with other contents than those that would be
-    written; writing the same again is a no-op.
+    Raises ModelError for an unknown family or size, and for a directory with different contents; writing the same
+    checkpoint again is a no-op.
     """
     if family not in tiny_families():
-        raise ModelError(f"there is no tiny family {family!r}; known: {', '.join(tiny_families())}.")
+        raise ModelError(f"unknown tiny family {family!r}; known families: {', '.join(tiny_families())}.")
     size = size or SIZES[0]
     if size not in SIZES:
-        raise ModelError(f"there is no size {size!r}; known: {', '.join(SIZES)}.")
+        raise ModelError(f"unknown size {size!r}; known sizes: {', '.join(SIZES)}.")
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; name a directory that is new, empty, or written by this command.")
     if target_folder.is_free(target):
         with atomic_write.new_folder(target, ModelError, replace=False) as folder:
-            _write_all(family, folder, seed, size, texts)  # no fsync: the checkpoint can be written again from its seed
+            _write_all(family, folder, seed, size, texts)  # no fsync: the checkpoint can be written again
     else:
         with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
             _write_all(family, Path(scratch), seed, size, texts)
@@ -98,9 +98,9 @@ def _write_json(file: Path, content: Mapping[str, object]) -> None:
 
 
 def _fill_zeros(model: torch.nn.Module) -> None:
-    """Draw weights that transformers initialises to zero, which tests could not distinguish from lost weights. With
-    zeros, Gemma 3's projection would pass no features of an image and no gradient to the tower. The corrections of
-    routers, which training leaves as they are, are part of the choice of experts."""
+    """Draw weights that transformers initializes to zero, which tests could not distinguish from lost weights. With
+    zeros, Gemma 3's projection would pass no image features and no gradient to the tower. The corrections of routers,
+    which are not trained, affect the selection of experts."""
     for name, values in model.state_dict().items():
         if name.endswith("mm_input_projection_weight"):
             torch.nn.init.normal_(values, std=values.shape[0] ** -0.5)

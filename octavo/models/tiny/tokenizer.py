@@ -1,4 +1,4 @@
-"""Small tokenizers, trained when a checkpoint is written, with a family's special tokens and a chat template like its.
+"""Small tokenizers, trained when a checkpoint is written, with a family's special tokens and a similar chat template.
 
 Byte-level BPE: every string can be encoded, and frequent words of the texts become single tokens. A line break directly
 after a word belongs to that word, so that "user\\n" is one token and a conversation stays short.
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from octavo.models.tiny.special_tokens import SpecialTokens
 
 _BYTES = 256
-_WORDS = 192  # merges at most: "small vocabulary" is about 450 with the bytes and the special tokens
+_WORDS = 192  # maximum of merges; about 450 tokens with bytes and special tokens
 
 DEFAULT_TEXTS = (
     *("system\n", "user\n", "assistant\n") * 40,
@@ -28,8 +28,8 @@ DEFAULT_TEXTS = (
 
 
 def train_tokenizer(special: SpecialTokens, texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer trained on `texts` and on built-in ones, from which role names and digits
-    become single tokens.
+    """Train a byte-level BPE tokenizer on `texts` and on built-in texts, in which role names and digits become single
+    tokens.
 
     Equal texts give an equal tokenizer. Ids: 256 bytes, the merges, then the special tokens.
     """
@@ -39,7 +39,7 @@ def train_tokenizer(special: SpecialTokens, texts: Iterable[str] | None = None) 
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, behavior="isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     corpus = [*DEFAULT_TEXTS, *(texts or ())]
-    # Questions asked for by name outweigh the built-in texts: the merge budget is small and frequency decides.
+    # Additional texts outweigh the built-in ones: the merge budget is small and frequency decides.
     trainer = trainers.BpeTrainer(
         vocab_size=_BYTES + _WORDS,
         min_frequency=2,

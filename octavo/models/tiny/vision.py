@@ -225,7 +225,7 @@ _GLM46V_FILES = processor_files("Glm46VProcessor", "Glm46VImageProcessor", _GLM_
 
 
 def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) -> dict[str, Any]:
-    """Return the fields of a GLM; part: the share of each head that rotary turns."""
+    """Return the fields of a GLM. `part`: the fraction of each head with a rotary embedding."""
     head = decoder["hidden_size"] // decoder["num_attention_heads"]
     decoder["rope_parameters"] = rope_fields(int(part * head), partial_rotary_factor=part)
     tower = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
@@ -254,7 +254,7 @@ def glm_ocr(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @CHECKPOINTS.add(_GLM4V, _GLM4V_FILES)
 def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """Return a dense layer, then a layer of eight routed experts and a shared one."""
+    """A dense layer, then a layer with eight routed experts and a shared one."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
     decoder = {**decoder_fields(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
     return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
@@ -274,7 +274,7 @@ def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:
-    """Return every layer except the last, of four the fourth, is recurrent (Gated DeltaNet)."""
+    """Return the fields of a Qwen3.5 model, in which every layer except the last is recurrent (Gated DeltaNet)."""
     depth = decoder["num_hidden_layers"]
     linear = {"key_head_dim": 32, "value_head_dim": 32, "num_key_heads": 2, "num_value_heads": 4}
     decoder |= {f"linear_{name}": value for name, value in linear.items()}
@@ -326,7 +326,7 @@ _ERNIE4_5_VL_FILES = processor_files(
 
 @CHECKPOINTS.add(_ERNIE4_5_VL, _ERNIE4_5_VL_FILES)
 def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """Return a dense layer, then a layer with separate experts for tokens of text and of images."""
+    """A dense layer, then a layer with separate experts for tokens of text and of images."""
     decoder = decoder_fields(size, vocab, num_hidden_layers=2)
     half = decoder["hidden_size"] // decoder["num_attention_heads"] // 2
     decoder |= {
@@ -367,7 +367,7 @@ def _media_ids(ids: Ids, image: str, video: str) -> _MediaIds:
 
 
 def _mark_ids(ids: Ids, start: str, end: str, case: Callable[[str], str] = str) -> _MarkIds:
-    """Return the marks around images and videos, by the configurations' names."""
+    """Return the ids of the tokens around images and videos, by the names of configuration fields."""
     image, video = case("image"), case("video")
     return {
         "image_start_token_id": ids[start.format(image)],
@@ -388,8 +388,8 @@ _NVILA_FILES = image_file(image_processor_type="SiglipImageProcessor", size=_SQU
 
 
 def _nvila(size: str, ids: Ids, **fields: object) -> dict[str, Any]:
-    """Return the table of embeddings ends before the tokens of media, and the width of the tower's MLP is ragged, as in
-    the published model. The last layer of the tower never runs."""
+    """Return the fields of an NVILA model. As in the published model, the embedding table ends before the tokens of
+    media and the width of the tower's MLP is ragged. The last layer of the tower never runs."""
     ragged = 272 if size == "small" else 144  # 16 * 17, 16 * 9
     return {
         "text_config": decoder_fields(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False),
@@ -409,5 +409,5 @@ def nvila(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @CHECKPOINTS.add(_NVILA, _NVILA_FILES)
 def nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """Return a tile of 4 x 4 patches, padded to 6 x 6, becomes 4 tokens of 3 x 3 patches."""
+    """A tile of 4 x 4 patches, padded to 6 x 6, becomes 4 tokens of 3 x 3 patches."""
     return NvilaLiteConfig(**_nvila(size, ids, max_tiles=4))

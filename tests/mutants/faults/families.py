@@ -36,7 +36,7 @@ area(
     ),
     (
         "sounds-of-one-token", "models/structure/audio_shapes.py",
-        "LEAST = 2", "LEAST = 1",
+        "MIN_TOKENS = 2", "MIN_TOKENS = 1",
         "a sound of one token goes to the model, which takes it for a placeholder of the old form",
         "data/test_audio.py",
     ),

@@ -7,7 +7,7 @@ area(
     "nvila",
     (
         "nvila-last-layer", "models/custom/nvila/tower.py",
-        "nn.ModuleList([*layers[:-1], Unread(layers[-1])])", "nn.ModuleList(layers)",
+        "nn.ModuleList([*layers[:-1], UnusedWeights(layers[-1])])", "nn.ModuleList(layers)",
         "the features are those of the last layer",
         TESTS,
     ),
@@ -49,7 +49,7 @@ area(
     ),
     (
         "nvila-media-looked-up", "models/custom/nvila/model.py",
-        "input_ids.masked_fill(places, 0)", "input_ids",
+        "input_ids.masked_fill(is_placeholder, 0)", "input_ids",
         "places of images, which lie behind the table, are looked up in it",
         TESTS,
     ),

@@ -18,7 +18,7 @@ area(
     ),
     (
         "packs-layers-uncounted", "models/forward/packed.py",
-        "if len(now.seen) != self.layers:", "if False:",
+        "if len(running.seen) != self.layers:", "if False:",
         "a model whose layers are not told where samples begin trains on",
         "models/test_packed.py",
     ),
@@ -80,7 +80,7 @@ area(
     ),
     (
         "context-counts-rows-twice", "train/step/step.py",
-        "weight = int(self.world.context_rank == 0)", "weight = 1",
+        "is_first_context_rank = self.world.context_rank == 0", "is_first_context_rank = True",
         "rows that ranks share count once for each",
         "train/test_context.py",
     ),
@@ -92,7 +92,7 @@ area(
     ),
     (
         "context-features-by-rank", "parallel/images.py",
-        "mine.argsort(stable=True).argsort()", "mine.argsort(stable=True)",
+        "encoders.argsort(stable=True).argsort()", "encoders.argsort(stable=True)",
         "features of images lie at the placeholders of others",
         "parallel/test_context_models.py",
     ),

@@ -1,4 +1,4 @@
-"""MPT as LLM-Foundry trains it, with its folders and all of its fields, most of which transformers' class ignores."""
+"""MPT as trained by LLM-Foundry, with all of its configuration fields, most of which transformers' class ignores."""
 
 from octavo.models.custom.mpt.configuration import MPTConfig
 from octavo.models.custom.mpt.model import MPTForCausalLM, MPTForSequenceClassification, MPTModel

@@ -1,7 +1,7 @@
 """config.json of MPT: LLM-Foundry's fields with LLM-Foundry's meaning, each implemented or refused.
 
 transformers has a class for the same `model_type` that reads a few of them (:mod:`octavo.models.custom.mpt.reading`
-lists them and the meaning of absent fields). All fields are written into a saved folder, so that no reader depends on
+lists them and the meaning of missing fields). All fields are written to a saved folder, so that no reader depends on
 defaults.
 """
 
@@ -57,7 +57,7 @@ UNSUPPORTED_ATTENTION: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "samples of a pack never see each other under data.packing (with data.join: false); set it to false",
     ),
 }
-"""Fields of `attn_config` that change the attention -> the accepted values, and why no others."""
+"""Fields of `attn_config` that change the attention -> (accepted values, reason why others are not supported)."""
 
 ROPE_FIELDS = ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
 UNSUPPORTED_FIELDS: Mapping[str, str] = {
@@ -65,7 +65,7 @@ UNSUPPORTED_FIELDS: Mapping[str, str] = {
     "final_logit_softcapping": "a cap of logits is not implemented",
     "residual_modification": "a block adds what it computes",
 }
-"""Top-level fields that change the computation, and are refused unless they are null."""
+"""Top-level fields that change the computation and must be null, with the reason."""
 
 NORMS = ("layernorm", "low_precision_layernorm")
 ACTIVATIONS = ("gelu", "relu", "silu")
@@ -77,9 +77,9 @@ class MPTConfig(PreTrainedConfig):
     """The fields of LLM-Foundry's `MPTConfig` with its defaults, and two fields of transformers: `layer_norm_epsilon`
     (LLM-Foundry's `norm_eps`) and `initializer_range`, which, if set, replaces `init_config`.
 
-    `attn_config`, `ffn_config` and `init_config` are dicts, completed here with defaults. ALiBi turns learned positions
-    off, as in LLM-Foundry. `te_ln_mlp` is TransformerEngine's name for norm_2 and an MLP with the tanh form of GELU: it
-    becomes `mptmlp` with that activation.
+    `attn_config`, `ffn_config` and `init_config` are dicts that are completed with defaults. ALiBi disables learned
+    positions, as in LLM-Foundry. `te_ln_mlp` is TransformerEngine's name for norm_2 and an MLP with the tanh form of
+    GELU: it becomes `mptmlp` with that activation.
 
     Raises ValueError, naming the field, for values that Octavo does not implement.
     """
@@ -142,7 +142,7 @@ class MPTConfig(PreTrainedConfig):
 
     @property
     def eps(self) -> float:
-        """The epsilon of all norms."""
+        """Epsilon of all norms."""
         return 1e-5 if self.norm_eps is None else self.norm_eps
 
     @property
@@ -172,100 +172,102 @@ class MPTConfig(PreTrainedConfig):
         return super().to_diff_dict() | declared
 
     def _check(self) -> None:
-        # `attn_config` and `ffn_config` are complete and plain here, which the checks below rely on.
+        # The checks below rely on complete and normalized `attn_config` and `ffn_config`.
         assert self.attn_config is not None and self.ffn_config is not None
         for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, and it is a whole number from 1. {_FIX}")
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be an integer of at least 1. {_FIX}")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not divide. {_FIX}")
         if self.hidden != self.d_model * self.expansion_ratio and self.ffn_config["ffn_hidden_size"] is None:
             raise ValueError(
-                f"d_model {self.d_model} times expansion_ratio {self.expansion_ratio} is no whole number. {_FIX}"
+                f"d_model {self.d_model} times expansion_ratio {self.expansion_ratio} is not an integer. {_FIX}"
             )
         if self.norm_type.lower() not in NORMS:
-            raise ValueError(f"norm_type is {self.norm_type!r}; there are {' and '.join(NORMS)}. {_FIX}")
-        both = {eps for eps in (self.norm_eps, self.layer_norm_epsilon) if eps is not None}
-        if len(both) > 1:
+            raise ValueError(f"norm_type is {self.norm_type!r}; it must be {' or '.join(NORMS)}. {_FIX}")
+        epsilons = {eps for eps in (self.norm_eps, self.layer_norm_epsilon) if eps is not None}
+        if len(epsilons) > 1:
             raise ValueError(
-                f"norm_eps is {self.norm_eps} and layer_norm_epsilon {self.layer_norm_epsilon}, and both are the "
+                f"norm_eps is {self.norm_eps} and layer_norm_epsilon {self.layer_norm_epsilon}, but both are the "
                 f"epsilon of all norms. {_FIX}"
             )
-        self.norm_eps = self.layer_norm_epsilon = both.pop() if both else 1e-5
+        self.norm_eps = self.layer_norm_epsilon = epsilons.pop() if epsilons else 1e-5
         if self.norm_eps < 0:
-            raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}, and it is a number from 0. {_FIX}")
+            raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}; it must not be negative. {_FIX}")
         for key, fc_type in (("fc_type", self.fc_type), ("ffn_config.fc_type", self.ffn_config.get("fc_type"))):
             kind = fc_type.get("name", "torch") if isinstance(fc_type, dict) else fc_type
             if kind not in ("torch", "te") and not (kind is None and "." in key):
-                raise ValueError(f"{key} is {kind!r}; torch and te are linear layers, others are not known. {_FIX}")
+                raise ValueError(f"{key} is {kind!r}; only torch and te are supported. {_FIX}")
         wrong = isinstance(self.logit_scale, str) and self.logit_scale != "inv_sqrt_d_model"
         if wrong or not math.isfinite(self.factor) or not self.factor:
-            raise ValueError(f"logit_scale is {self.logit_scale!r}; give a number, not 0, or inv_sqrt_d_model. {_FIX}")
+            raise ValueError(
+                f"logit_scale is {self.logit_scale!r}; it must be a nonzero number or inv_sqrt_d_model. {_FIX}"
+            )
         if not 0 < self.embedding_fraction <= 1:
             raise ValueError(
-                f"embedding_fraction is {self.embedding_fraction}, and it is above 0 and at most 1. {_FIX}"
+                f"embedding_fraction is {self.embedding_fraction}; it must be above 0 and at most 1. {_FIX}"
             )
         shares = {"resid_pdrop": self.resid_pdrop, "emb_pdrop": self.emb_pdrop,
                   "attn_pdrop": self.attn_config["attn_pdrop"]}  # fmt: skip
-        if odd := {key: share for key, share in shares.items() if not 0 <= share < 1}:
+        if out_of_range := {key: share for key, share in shares.items() if not 0 <= share < 1}:
             raise ValueError(
-                f"{', '.join(f'{key} is {share}' for key, share in odd.items())}: from 0 to below 1. {_FIX}"
+                f"{', '.join(f'{key} is {share}' for key, share in out_of_range.items())}; dropout must be at least 0 "
+                f"and below 1. {_FIX}"
             )
 
 
-_FIX = "Correct config.json, if the weights are of another kind than it says"
+_FIX = "Correct config.json if it does not describe the weights"
 
 
 def _with_defaults(
     name: str, stated: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return a nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field,
-    which may change the computation. transformers writes generic fields of its own into `attn_config`, which are
-    dropped."""
+    """Complete a nested dict with defaults. Raises ValueError for an unknown field, which may change the computation.
+    Generic fields that transformers writes to `attn_config` are dropped."""
     generic = PreTrainedConfig().to_dict()
     fields = {key: value for key, value in (stated or {}).items() if key in known or key not in generic}
-    if odd := [key for key in fields if key not in known and key not in others]:
+    if unknown := [key for key in fields if key not in known and key not in others]:
         raise ValueError(
-            f"{name}.{odd[0]} is {fields[odd[0]]!r:.80}, and Octavo does not know what it changes; it knows "
-            f"{', '.join(known)}. Remove the field, if it changes nothing"
+            f"{name}.{unknown[0]} is {fields[unknown[0]]!r:.80}, which Octavo does not support; known fields are "
+            f"{', '.join(known)}. Remove the field if it has no effect"
         )
     return {**known, **fields}
 
 
 def _check_attention(attention: dict[str, Any]) -> None:
-    for key, (may, why) in UNSUPPORTED_ATTENTION.items():
-        if key in attention and attention[key] not in may:
+    for key, (accepted, why) in UNSUPPORTED_ATTENTION.items():
+        if key in attention and attention[key] not in accepted:
             raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}: {why}. {_FIX}")
     for key in ("alibi", "qk_ln", "qk_gn"):
         if not isinstance(attention[key], bool):
-            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}, and it is true or false. {_FIX}")
+            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}; it must be true or false. {_FIX}")
     if attention["qk_ln"] and attention["qk_gn"]:
-        raise ValueError(f"attn_config asks for qk_ln and qk_gn, and queries have one norm. {_FIX}")
+        raise ValueError(f"attn_config has both qk_ln and qk_gn, but queries have one norm. {_FIX}")
     for key in ("clip_qkv", "softmax_scale", "alibi_bias_max", "attn_pdrop"):
         value = attention[key]
         unset = value is None and key in ("clip_qkv", "softmax_scale")
         if not unset and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            raise ValueError(f"attn_config.{key} is {value!r:.80}, and it is a number from 0. {_FIX}")
+            raise ValueError(f"attn_config.{key} is {value!r:.80}; it must be a number of at least 0. {_FIX}")
     if float(attention["attn_pdrop"]).is_integer():
-        attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class accepts no whole number as a float
+        attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class does not accept integral floats
 
 
 def _normalize_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
-    """Return `ffn_config` of an MLP of two layers. Raises ValueError for others."""
-    # An absent activation is GELU; the name "gelu" leaves its form open, which the rest of this function fixes.
+    """Return the normalized `ffn_config` of an MLP of two layers. Raises ValueError for others."""
+    # A missing activation is GELU; the rest of this function fixes the form of "gelu".
     act = ffn["ffn_act_fn"] or {"name": "gelu"}
     if not isinstance(act, dict) or "name" not in act:
-        raise ValueError(f"ffn_config.ffn_act_fn is {act!r:.80}, and it is an object with a name, "
+        raise ValueError(f"ffn_config.ffn_act_fn is {act!r:.80}; it must be an object with a name, "
                          f'{{"name": "gelu"}}. {_FIX}')  # fmt: skip
     act = dict(act)
     if ffn["ffn_type"] == FUSED:
         if act != {"name": "gelu"}:
-            raise ValueError(f"ffn_config: {FUSED} has the GELU of TransformerEngine, and ffn_act_fn is {act}. {_FIX}")
+            raise ValueError(f"ffn_config: {FUSED} has the GELU of TransformerEngine, but ffn_act_fn is {act}. {_FIX}")
         ffn, act = {**ffn, "ffn_type": PLAIN}, {"name": "gelu", "approximate": "tanh"}
     if ffn["ffn_type"] != PLAIN:
         raise ValueError(
-            f"ffn_config.ffn_type is {ffn['ffn_type']!r:.80}; {PLAIN} and {FUSED} are implemented, gated MLPs and "
-            f"experts are not. {_FIX}"
+            f"ffn_config.ffn_type is {ffn['ffn_type']!r:.80}; only {PLAIN} and {FUSED} are implemented, not gated "
+            f"MLPs or experts. {_FIX}"
         )
     if act["name"] == "gelu":
         act.setdefault("approximate", "none")
@@ -278,5 +280,5 @@ def _normalize_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
                          f"none or tanh. {_FIX}")  # fmt: skip
     width = ffn["ffn_hidden_size"]
     if width is not None and (type(width) is not int or width < 1):
-        raise ValueError(f"ffn_config.ffn_hidden_size is {width!r:.80}, and it is a whole number from 1. {_FIX}")
+        raise ValueError(f"ffn_config.ffn_hidden_size is {width!r:.80}; it must be an integer of at least 1. {_FIX}")
     return {**ffn, "ffn_act_fn": act}

@@ -1,12 +1,12 @@
-"""Initialisation of MPT: LLM-Foundry's `init_config`, or one standard deviation for all weights.
+"""Initialization of MPT: LLM-Foundry's `init_config`, or one standard deviation for all weights.
 
     kaiming_normal_   gain / sqrt(fan_in), which in every layer here but down_proj is d_model; relu: gain sqrt(2)
     baseline_         init_std
     small_init_       sqrt(2 / (5 d_model))                                  (Nguyen and Salazar, 2019)
-    neox_init_        the same, outputs of blocks divided by n_layers / sqrt(10)
+    neox_init_        like small_init_, with outputs of blocks divided by n_layers / sqrt(10)
 
 Layers that write into the residual stream (out_proj, down_proj) are divided by sqrt(2 n_layers), or by the number in
-`init_div_is_residual`. Embeddings are drawn as other weights, or with `emb_init_std`. Norms are initialised to one,
+`init_div_is_residual`. Embeddings are drawn like other weights, or with `emb_init_std`. Norms are initialized to one,
 biases to zero. If `initializer_range` is set (by transformers, or by `model.init_std`), it is the standard deviation of
 every matrix, as in transformers' class.
 """
@@ -27,8 +27,8 @@ RESIDUAL = "writes_residual"
 
 
 def init_std(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
-    """Create the standard deviation of a layer's weights. Raises ModelError for an unknown scheme, and for fields that
-    do not give a finite number from 0."""
+    """Return the standard deviation of a layer's weights. Raises ModelError for an unknown scheme, and for fields that
+    do not give a finite non-negative number."""
     try:
         deviation = _compute_std(config, module)
     except (TypeError, ValueError, ZeroDivisionError) as cause:  # from a field of the wrong type
@@ -61,12 +61,14 @@ def _scheme_std(config: MPTConfig, init: Mapping[str, Any], module: nn.Linear | 
     name = init["name"]
     if name == "kaiming_normal_":
         if init["fan_mode"] != "fan_in":
-            raise ModelError(f"init_config.fan_mode is {init['fan_mode']!r}, and kaiming_normal_ uses fan_in here.")
+            raise ModelError(
+                f"init_config.fan_mode is {init['fan_mode']!r}; only fan_in is supported for kaiming_normal_."
+            )
         gain = nn.init.calculate_gain(init["init_nonlinearity"], init["init_gain"])
         return gain / math.sqrt(module.weight.shape[1])
     if name == "baseline_":
         if init["init_std"] is None:
-            raise ModelError("init_config.name is baseline_, which needs init_config.init_std.")
+            raise ModelError("init_config.name is baseline_, which requires init_config.init_std.")
         return float(init["init_std"])
     if name in ("small_init_", "neox_init_"):
         return math.sqrt(2 / (5 * config.d_model))
@@ -84,6 +86,6 @@ def _divisor(config: MPTConfig, init: Mapping[str, Any], module: nn.Module) -> f
 
 
 _KNOWN_SCHEMES = (
-    "weights are drawn by kaiming_normal_, baseline_, small_init_ or neox_init_, all of them normal. Name one of "
-    "them, or give model.init_std."
+    "supported schemes are kaiming_normal_, baseline_, small_init_ and neox_init_, all of them normal. Use one of "
+    "them, or set model.init_std."
 )

@@ -4,9 +4,9 @@
     block:  x = x + attn(norm_1(x));  x = x + down_proj(act(up_proj(norm_2(x))))
     logits = wte . (norm_f(x) * logit_scale)
 
-All layers except the head have biases, including norms, or none has (`no_bias`). In attention q, k and v are clamped to
-`clip_qkv`, then q and k are normalised: over all heads (`qk_ln`) or for each head (`qk_gn`). Names are those on disk.
-`low_precision_layernorm` and `layernorm` are both torch's LayerNorm, which autocast computes in fp32; LLM-Foundry
+Either all layers except the head, including norms, have biases, or none has (`no_bias`). In attention q, k and v are
+clamped to `clip_qkv`, then q and k are normalized over all heads (`qk_ln`) or per head (`qk_gn`). Names are those on
+disk. `low_precision_layernorm` and `layernorm` are both torch's LayerNorm, which autocast computes in fp32; LLM-Foundry
 computes the former in 16 bits.
 """
 
@@ -58,9 +58,9 @@ class MPTAttention(nn.Module):
         self.Wqkv = nn.Linear(config.d_model, 3 * config.d_model, bias=not config.no_bias)
         self.out_proj = nn.Linear(config.d_model, config.d_model, bias=not config.no_bias)
         setattr(self.out_proj, RESIDUAL, True)
-        self.normed = self.head_dim if options["qk_gn"] else config.d_model
+        self.norm_width = self.head_dim if options["qk_gn"] else config.d_model
         if options["qk_ln"] or options["qk_gn"]:
-            self.q_ln, self.k_ln = _norm(config, self.normed), _norm(config, self.normed)
+            self.q_ln, self.k_ln = _norm(config, self.norm_width), _norm(config, self.norm_width)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Cache | None = None, **kwargs: Any
@@ -72,7 +72,7 @@ class MPTAttention(nn.Module):
         q, k, v = qkv.chunk(3, -1)
         if hasattr(self, "q_ln"):
             q, k = (
-                norm(x.unflatten(-1, (-1, self.normed))).to(v.dtype) for norm, x in ((self.q_ln, q), (self.k_ln, k))
+                norm(x.unflatten(-1, (-1, self.norm_width))).to(v.dtype) for norm, x in ((self.q_ln, q), (self.k_ln, k))
             )
         q, k, v = (x.reshape(rows, length, self.heads, self.head_dim).transpose(1, 2) for x in (q, k, v))
         if past_key_values is not None:
@@ -126,10 +126,10 @@ class MPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise linear layers and embeddings by :mod:`octavo.models.custom.mpt.initial`."""
+        """Initialize linear layers and embeddings with :mod:`octavo.models.custom.mpt.initial`."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             super()._init_weights(module)
-        elif not module.weight.is_meta:  # models that are loaded are built on meta: their init_config is not needed
+        elif not module.weight.is_meta:  # loaded models are built on meta and do not need init_config
             init.normal_(module.weight, std=init_std(self.config, module))
             bias: Tensor | None = getattr(module, "bias", None)
             if bias is not None:
@@ -169,15 +169,14 @@ class MPTModel(MPTPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return the hidden states [B, T, C] after the last norm.
 
-        position_ids   [B, T]: positions of the tokens in their samples; None: counted from the first token after
-                       padding on the left
-        cache          the name of `past_key_values` from transformers 5.24 on
+        position_ids   [B, T]: positions of the tokens in their samples, or None to count from the first token after
+        padding on the left cache          the name of `past_key_values` from transformers 5.24 on
 
         Raises ValueError for a row beyond the last learned position.
         """
         past_key_values = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, one of them")
+            raise ValueError("pass either input_ids or inputs_embeds")
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache
@@ -191,7 +190,7 @@ class MPTModel(MPTPreTrainedModel):
             limit = self.config.max_seq_len
             if (counted or past_key_values is not None) and past + length > limit:
                 raise ValueError(
-                    f"a row of {past + length} tokens, and this MPT has {limit} learned positions (max_seq_len). "
+                    f"a row has {past + length} tokens, but this MPT has {limit} learned positions (max_seq_len). "
                     "Shorten the row"
                 )
             x = x + self.wpe(position_ids)
@@ -208,14 +207,14 @@ class MPTModel(MPTPreTrainedModel):
 
     def _add_bias(self, mask: Any, x: Tensor, past: int) -> dict[str, Any]:
         """Return the attention arguments: the mask with ALiBi's bias, computed once for all layers; for a packed row,
-        whose mask is no tensor, the slopes."""
+        whose mask is not a tensor, the slopes."""
         if not self.config.alibi:
             return {"attention_mask": mask}
         name = self.config._attn_implementation
         assert self.config.attn_config is not None
         slope = alibi.slopes(self.config.n_heads, self.config.attn_config["alibi_bias_max"], x.device)
         if name not in ("sdpa", "eager") and not name.startswith("octavo_"):
-            raise ValueError(f"attention by {name!r} adds no bias to scores, and ALiBi is one. Use sdpa or eager")
+            raise ValueError(f"attention {name!r} does not support a bias, which ALiBi needs. Use sdpa or eager")
         if mask is not None and not isinstance(mask, Tensor):
             return {"attention_mask": mask, "alibi_slopes": slope}
         device = x.device.type
@@ -257,8 +256,8 @@ class MPTForCausalLM(MPTPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
-        `labels` the loss; other arguments as `MPTModel.forward`. `logit_scale` multiplies the input of the head, which
-        has no bias, instead of its output: losses that never materialise the logits are then scaled too."""
+        `labels` the loss; for other arguments see `MPTModel.forward`. `logit_scale` multiplies the input of the head,
+        which has no bias, instead of its output: so losses that never materialize the logits are scaled too."""
         output = self.transformer(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, cache=cache,

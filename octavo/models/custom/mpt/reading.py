@@ -1,4 +1,4 @@
-"""Reading a folder of model_type `mpt`: the meaning of absent fields, and whether config.json and tensors agree.
+"""Reads a folder of model_type `mpt`: resolves missing fields, and checks that config.json and tensors agree.
 
 Two programs write such folders, with opposite defaults of important fields:
 
@@ -7,10 +7,10 @@ Two programs write such folders, with opposite defaults of important fields:
     no_bias               true                       false
     initializer_range     0.02                       not a field: init_config
 
-A field that is present counts. An absent one has transformers' default, unless the file has a field that only
+A field that is present is used. A missing one has transformers' default, unless the file has a field that only
 LLM-Foundry writes (`ffn_config`, `init_config`, `fc_type`, `auto_map`, or its class in `architectures`). The names of
 tensors, if there are any, must then agree: learned positions, biases and norms of q and k exist if and only if
-config.json has them. A folder that contradicts itself is refused; nothing is guessed.
+config.json has them. A folder that contradicts itself is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
     fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
     attention = fields.get("attn_config")
     if attention is not None and not isinstance(attention, dict):
-        raise ModelError(f"{folder}/config.json: attn_config is {attention!r:.80}, and it is an object.")
+        raise ModelError(f"{folder}/config.json: attn_config is {attention!r:.80}; it must be an object.")
     if not _is_from_foundry(raw):
         fields = {
             "no_bias": True,
@@ -58,7 +58,7 @@ def _is_from_foundry(raw: Mapping[str, Any]) -> bool:
 
 
 def _tensor_names(folder: Path) -> set[str]:
-    """Return names of a folder's tensors; unreadable files are skipped here, and refused when weights are loaded."""
+    """Return names of a folder's tensors; unreadable files are skipped here and reported when weights are loaded."""
     names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -69,9 +69,9 @@ def _tensor_names(folder: Path) -> set[str]:
 
 
 def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
-    """Return how tensors of these names contradict a configuration, with the fix; None if they agree, or if they are
-    not those of a whole model."""
-    # First names of layers that Octavo's MPT does not have; then the layers that one field or another switches.
+    """Return how tensors of these names contradict a configuration, with the fix, or None if they agree or are not
+    those of a full model."""
+    # First names of layers that Octavo's MPT does not have; then the layers that depend on a field.
     if fused := sorted(name for name in names if _TE_NAME.search(name)):
         return (
             f"{fused[0]} is of TransformerEngine's LayerNormMLP (ffn_type: te_ln_mlp). Rename in each block "
@@ -79,9 +79,9 @@ def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
             "ffn.up_proj.weight and .bias, ffn.fc2_weight and _bias to ffn.down_proj.weight and .bias, and drop "
             "_extra_state; config.json may keep te_ln_mlp, whose activation it names."
         )
-    if apart := sorted(name for name in names if name.endswith((".attn.Wq.weight", ".ffn.gate_proj.weight"))):
+    if separate := sorted(name for name in names if name.endswith((".attn.Wq.weight", ".ffn.gate_proj.weight"))):
         return (
-            f"{apart[0]} is of a layer that Octavo's MPT does not have: q, k and v are one Wqkv, and the MLP has no "
+            f"{separate[0]} is of a layer that Octavo's MPT does not have: q, k and v are one Wqkv, and the MLP has no "
             "gate."
         )
     if WTE not in names:
@@ -110,7 +110,7 @@ def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
 
 
 def ignored_by_stock(config: MPTConfig) -> list[str]:
-    """Return the fields of config.json that transformers' own MPT would silently ignore for this model."""
+    """Return the fields of config.json that transformers' MPT would silently ignore for this model."""
     attention, ffn = config.attn_config, config.ffn_config
     assert isinstance(attention, dict) and isinstance(ffn, dict)
     ignored = {
@@ -130,14 +130,14 @@ def ignored_by_stock(config: MPTConfig) -> list[str]:
 
 
 def why_too_long(config: MPTConfig, length: int) -> str | None:
-    """Return why the model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it
+    """Return why the model does not take rows of `length` tokens, as the end of a sentence with the fix, or None if it
     does."""
     if length <= config.max_seq_len:
         return None
     if config.alibi:
         return (
             f"is an MPT of max_seq_len {config.max_seq_len}. ALiBi itself has no limit: raise max_seq_len in "
-            "config.json, which transformers' own class enforces too, or lower train.seq_length."
+            "config.json, which transformers' class also enforces, or lower train.seq_length."
         )
     if config.learned_pos_emb:
         return f"is an MPT of {config.max_seq_len} learned positions (max_seq_len). Lower train.seq_length."

@@ -1,5 +1,4 @@
-"""NVILA and NVILA-Lite, which transformers does not ship: model code of Octavo's own
-(:mod:`octavo.models.custom.register`).
+"""NVILA and NVILA-Lite, which transformers does not have, implemented by Octavo (:mod:`octavo.models.custom.register`).
 
 Source of the arithmetic: Liu et al., NVILA, arXiv 2412.04468, and the published checkpoints.
 """

@@ -1,10 +1,9 @@
-"""The configuration of NVILA: a SigLIP tower, a projector that joins neighbouring patches, a decoder.
+"""The configuration of NVILA: a SigLIP tower, a projector that merges neighboring patches, and a decoder.
 
     nvila_lite   3 x 3 patches to a token; an image becomes tiles and a thumbnail
     nvila        2 x 2 patches to a token; an image enters the tower at several scales (dynamic S2)
 
-The fields have the names that the one-folder checkpoints use; fields that these leave out default to the published
-values.
+The fields have the names that the one-folder checkpoints use; missing fields default to the published values.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ _PUBLISHED = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
     "image_size": 448, "patch_size": 14,
 }  # fmt: skip
-"""The tower of both, the default."""
+"""The default tower of both models."""
 _NEWLINE = 198  # "\n" of Qwen2's tokenizer
 MAX_TILES = 64
-"""The limit of tiles of an image, whatever a configuration says: every image is compared with all grids up to it."""
+"""The limit of tiles of an image, in addition to that of the configuration: every image is compared with all grids up
+to it."""
 
 
 class NvilaLiteConfig(PreTrainedConfig):
@@ -34,14 +34,14 @@ class NvilaLiteConfig(PreTrainedConfig):
     projector_type               one of `PROJECTORS`
     image_token_id, video_token_id   placeholders of media; they may be outside the table of embeddings
     newline_token_id             the token whose embedding ends a tile
-    newlines                     how many of them end each tile: one of the encoder, and one that the prompt writes;
-                                 with `s2_scales` each image
-    min_tiles, max_tiles         of an image, without the thumbnail; max_tiles 1: each image is one tile
-    s2_scales                    side in pixels of the square of each scale, the last one cut to the image's aspect
+    newlines                     the number of them after each tile, or with `s2_scales` after each image: one from the
+    encoder and one from the prompt min_tiles, max_tiles         of an image, without the thumbnail; max_tiles 1: each
+    image is one tile s2_scales                    side in pixels of the square of each scale, the last one cut to the
+    image's aspect
                                  ratio (dynamic S2); none: tiles
 
     Raises ValueError for an unknown projector, for scales that are not multiples of a tile, for limits that exclude
-    every number of tiles, and for values that are no whole numbers.
+    every number of tiles, and for values that are not integers.
     """
 
     model_type = "nvila_lite"
@@ -69,7 +69,7 @@ class NvilaLiteConfig(PreTrainedConfig):
         self.projector_type = projector_type or self._projector
         if self.projector_type not in PROJECTORS:
             raise ValueError(
-                f"the projector {self.projector_type!r} is not one that Octavo knows; it knows {', '.join(PROJECTORS)}"
+                f"the projector {self.projector_type!r} is not supported; it must be one of {', '.join(PROJECTORS)}"
             )
         _check_integers(
             image_token_id=image_token_id, newline_token_id=newline_token_id, min_tiles=min_tiles, max_tiles=max_tiles,
@@ -87,7 +87,8 @@ class NvilaLiteConfig(PreTrainedConfig):
         side = self.tile_side
         if self.s2_scales and (self.s2_scales[0] != side or any(scale % side for scale in self.s2_scales)):
             raise ValueError(
-                f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, beginning with one tile"
+                f"s2_scales is {self.s2_scales}; it must begin with one tile, {side} pixels, and contain multiples of "
+                "it"
             )
         tied = bool(getattr(self.text_config, "tie_word_embeddings", False))  # the decoder decides, not the top level
         super().__init__(**{**kwargs, "tie_word_embeddings": tied})
@@ -125,7 +126,7 @@ class NvilaConfig(NvilaLiteConfig):
     _newlines: ClassVar[int] = 1
     _scales: ClassVar[tuple[int, ...]] = (448, 896, 1344)
 
-    def __init__(self, **fields: Any) -> None:  # without it, transformers generates one from the class's annotations
+    def __init__(self, **fields: Any) -> None:  # otherwise transformers generates one from the annotations
         super().__init__(**fields)
 
 
@@ -133,9 +134,9 @@ def _check_integers(**fields: Any) -> None:
     for name, value in fields.items():
         for one in value if name == "s2_scales" and isinstance(value, list | tuple) else [value]:
             if type(one) is not int or one < 0:
-                raise ValueError(f"{name} is {value!r:.80}; it takes only whole numbers from 0")
+                raise ValueError(f"{name} is {value!r:.80}; it must be an integer of at least 0")
     if fields["newlines"] > MAX_TILES:
-        raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MAX_TILES} at most")
+        raise ValueError(f"newlines is {fields['newlines']}; it must be at most {MAX_TILES}")
 
 
 def _text_config(config: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:

@@ -1,11 +1,11 @@
-"""Images to tiles, with Pillow and numpy.
+"""Converts images to tiles with Pillow and numpy.
 
-    tiles     the grid of tiles closest to the image's aspect ratio, row by row, then the whole image as one more tile
+    tiles     the grid of tiles closest to the image's aspect ratio, row by row, then the full image as one more tile
               if the grid has several: InternVL's rule and order
     scales    (dynamic S2) the image at each scale as a square of tiles, except the largest, which is a grid as above of
               at least as many tiles as its square; one tile if the limit does not allow that many
 
-All tiles are squares of `size`, resized with bicubic interpolation, scaled to 0 .. 1 and normalised as in SigLIP.
+All tiles are squares of `size`, resized with bicubic interpolation, scaled to 0 .. 1 and normalized as in SigLIP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HALF = [0.5, 0.5, 0.5]
 
 
 class NvilaImages(GotOcr2ImageProcessorPil):
-    """Images to `pixel_values`, tiles [3, side, side] in fp32, and `grids`.
+    """Converts images to `pixel_values`, tiles [3, side, side] in fp32, and `grids`.
 
     A grid is (tiles, 1, 1), or with several scales (frames, rows, columns): the first frame is the largest scale, row
     by row; the second contains the smaller ones, the smallest first, and is padded with zeros. An image of one tile has
@@ -63,10 +63,10 @@ class NvilaImages(GotOcr2ImageProcessorPil):
         return 1 + -(-sum(self._squares()[:-1]) // (rows * columns)), rows, columns
 
     def _squares(self) -> list[int]:
-        """Return tiles of each scale as a square."""
+        """Return the number of tiles of each scale as a square."""
         return [(scale // self.size["height"]) ** 2 for scale in self.scales]
 
-    # ignored: two base classes of transformers differ in the signature, so no override fits both
+    # type ignored: the signatures of two transformers base classes differ, so no override fits both
     def _preprocess(self, images: list[np.ndarray], **options: Any) -> BatchFeature:  # type: ignore[override]
         if not self.scales:
             batch = super()._preprocess(images, **options)
@@ -89,9 +89,9 @@ class NvilaImages(GotOcr2ImageProcessorPil):
     def _cut(self, image: np.ndarray, rows: int, columns: int, options: dict[str, Any]) -> list[np.ndarray]:
         """Return an image resized to rows x columns tiles, row by row."""
         tall, wide = self.size["height"], self.size["width"]
-        whole = self.resize(image, SizeDict(height=rows * tall, width=columns * wide), options["resample"])
-        whole = self.normalize(
-            self.rescale(whole, options["rescale_factor"]), options["image_mean"], options["image_std"]
+        resized = self.resize(image, SizeDict(height=rows * tall, width=columns * wide), options["resample"])
+        resized = self.normalize(
+            self.rescale(resized, options["rescale_factor"]), options["image_mean"], options["image_std"]
         )
-        tiles = whole.reshape(-1, rows, tall, columns, wide).transpose(1, 3, 0, 2, 4)
+        tiles = resized.reshape(-1, rows, tall, columns, wide).transpose(1, 3, 0, 2, 4)
         return list(tiles.reshape(rows * columns, -1, tall, wide))

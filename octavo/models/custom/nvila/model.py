@@ -1,4 +1,4 @@
-"""NVILA and NVILA-Lite as transformers models: tower, projector and decoder. On disk, tensors have other names.
+"""NVILA and NVILA-Lite as transformers models: tower, projector and decoder. Tensors have different names on disk.
 
 memory                              on disk, one folder
 model.vision_tower.X                vision_tower.vision_model.X
@@ -48,7 +48,7 @@ class NvilaPreTrainedModel(PreTrainedModel):
     config: NvilaLiteConfig
     base_model_prefix = "model"
     input_modalities = ["image", "text"]
-    media_outside = True  # ids of media may be beyond the table of embeddings, because they are never looked up
+    media_outside = True  # ids of media may be outside the embedding table, because they are never looked up
     supports_gradient_checkpointing = True
     _no_split_modules = ["SiglipEncoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -59,13 +59,13 @@ class NvilaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: for custom code, transformers does not initialise modules without direct parameters, so SigLIP's
-        attention and MLP would not be initialised as in SigLIP."""
+        """Return False: for custom code, transformers does not initialize modules without direct parameters, so
+        SigLIP's attention and MLP would not be initialized as in SigLIP."""
         return False
 
     def get_parameter(self, target: str) -> Any:
-        """Return the parameter, or the buffer of a weight that no forward reads: transformers' loader of compressed
-        tensors gets all weights by this method."""
+        """Return a parameter, or the buffer of a weight that no forward reads: transformers' loader of compressed
+        tensors gets all weights with this method."""
         module, _, name = target.rpartition(".")
         unread = self.get_submodule(module)._buffers.get(name)
         return super().get_parameter(target) if unread is None else unread
@@ -106,12 +106,12 @@ class NvilaLiteModel(NvilaPreTrainedModel):
             patches = self.vision_tower(pixels)
             return ImageFeatures(patches, self.add_line_breaks(self.mm_projector(patches)))
         if image_grid_thw is None:
-            raise ValueError("images at several scales need image_grid_thw, from which their cuts are computed")
+            raise ValueError("images at several scales require image_grid_thw, which determines their tiles")
         squares = [(scale // self.config.tile_side) ** 2 for scale in self.config.s2_scales[:-1]]
         cuts = [make_cut(grid, squares) for grid in image_grid_thw.tolist()]
         patches = self.vision_tower(pixels[torch.tensor(used_tiles(cuts), device=pixels.device)])
         blocks = make_blocks(patches, cuts, len(self.config.s2_scales))
-        # One call of the projector for the blocks of all images, so that each of its layers runs once in a forward.
+        # One projector call for the blocks of all images, so that each of its layers runs once per forward.
         tokens = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
         images = [stitch(one, cut.rows, cut.columns) for one, cut in zip(tokens, cuts, strict=True)]
         return ImageFeatures(patches, tuple(self.add_line_breaks(image[None])[0] for image in images))
@@ -128,9 +128,9 @@ class NvilaLiteModel(NvilaPreTrainedModel):
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (embeddings of the tokens [B, T, H], whether a token is a placeholder of an image [B, T]). Media have
         ids beyond the table, so row 0 is looked up for them and replaced later."""
-        places = input_ids == self.config.image_token_id
-        embeds: Tensor = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
-        return embeds, places
+        is_placeholder = input_ids == self.config.image_token_id
+        embeds: Tensor = self.get_input_embeddings()(input_ids.masked_fill(is_placeholder, 0))
+        return embeds, is_placeholder
 
     def forward(
         self,
@@ -144,19 +144,19 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds")
         if input_ids is None and pixel_values is not None:
-            raise ValueError("images are placed by input_ids: give these, not inputs_embeds, with pixel_values")
+            raise ValueError("images are placed by input_ids: pass these, not inputs_embeds, with pixel_values")
         if input_ids is not None:
-            inputs_embeds, places = self.embed(input_ids)
+            inputs_embeds, is_placeholder = self.embed(input_ids)
             if pixel_values is not None:
                 features = self.get_image_features(pixel_values, image_grid_thw).rows()
                 # Without this check masked_scatter would silently drop surplus features.
                 torch_compilable_check(
-                    places.sum() == len(features),
-                    f"images have {len(features)} features, and the text has another number of placeholders for them",
+                    is_placeholder.sum() == len(features),
+                    f"the number of image placeholders in the text differs from the {len(features)} image features",
                 )
-                inputs_embeds = inputs_embeds.masked_scatter(places[..., None], features.to(inputs_embeds))
+                inputs_embeds = inputs_embeds.masked_scatter(is_placeholder[..., None], features.to(inputs_embeds))
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -178,7 +178,7 @@ class NvilaOutput(ModelOutput):
 
 
 class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
-    """NVILA-Lite with its output projection: text and tiles in, logits out."""
+    """NVILA-Lite with its output projection: computes logits from text and tiles."""
 
     config_class: type[NvilaLiteConfig] = NvilaLiteConfig
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -230,7 +230,7 @@ class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
             image_grid_thw=image_grid_thw,
             **kwargs,
         )
-        # Generation asks only for the logits of the last token; slice(0, None) keeps all.
+        # Generation requests only the logits of the last token; slice(0, None) keeps all.
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
@@ -246,7 +246,7 @@ class NvilaModel(NvilaLiteModel):
 
 
 class NVILAForConditionalGeneration(NVILALiteForConditionalGeneration):
-    """NVILA with its output projection: text and images at several scales in, logits out."""
+    """NVILA with its output projection: computes logits from text and images at several scales."""
 
     config_class = NvilaConfig
     base_class = NvilaModel

@@ -1,7 +1,7 @@
-"""Text and images to NVILA's inputs: the `<image>` of an image is repeated for each of its features.
+"""Converts text and images to NVILA's inputs: the `<image>` of an image is repeated for each of its features.
 
-The line breaks that end a tile have placeholders too, which the model replaces with their embedding. As text, they
-would be merged with the following characters into other tokens.
+The line breaks that end a tile also have placeholders, which the model replaces with their embedding. As text, they
+would be merged with the following characters.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
     """`processor(text=, images=)` and `processor.apply_chat_template(messages)` of a model of `config`.
 
     Chat templates of NVILA take contents as texts, so parts are joined to one text, with images as `<image>`.
-    `image_token_ids` are the tokens of all media, which no text may contain. Raises ModelError if the tokenizer does
-    not agree with the configuration.
+    `image_token_ids` are the tokens of all media, which no text may contain. Raises ModelError if tokenizer and
+    configuration disagree.
     """
 
     image_token = PLACEHOLDER
@@ -75,7 +75,7 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         texts = [text] if isinstance(text, str) else list(text or ())
         images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         if (places := sum(one.count(PLACEHOLDER) for one in texts)) != len(images):
-            raise ValueError(f"the text has {places} places for {len(images)} images")
+            raise ValueError(f"the text has {places} placeholders for {len(images)} images")
         inputs: dict[str, Any] = {}
         grids: list[tuple[int, int, int]] = []
         if images:
@@ -84,8 +84,8 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
             grids = [tuple(grid) for grid in batch["grids"]]
             if self.grids:
                 inputs["image_grid_thw"] = np.array(grids, dtype=np.int64)
-        expanded, offsets = _expand_placeholders(texts, [self._places(grid) for grid in grids])
-        # The model takes neither kind of token types, which callers of stock processors ask for.
+        expanded, offsets = _expand_placeholders(texts, [self._count_placeholders(grid) for grid in grids])
+        # Callers of stock processors request token types, which the model does not take.
         options.pop("return_mm_token_type_ids", None)
         encoded = dict(self.tokenizer(expanded, return_tensors=return_tensors, **options))
         encoded.pop("token_type_ids", None)
@@ -95,7 +95,7 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
             inputs["text_replacement_offsets"] = offsets
         return BatchFeature({**encoded, **inputs})
 
-    def _places(self, grid: tuple[int, int, int]) -> int:
+    def _count_placeholders(self, grid: tuple[int, int, int]) -> int:
         """Return placeholders of an image: line breaks end each tile, or with several scales the whole image."""
         tiles, rows, columns = grid
         if self.grids:
@@ -103,16 +103,16 @@ class NvilaProcessor(ProcessorTraits, ProcessorMixin):
         return tiles * (self.tile_tokens + self.newlines)
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the chat template, with contents converted to texts."""
+        """Render the chat template, with contents converted to texts."""
         flat = [
             _join_content(message, PLACEHOLDER if self.newlines else f"{PLACEHOLDER}\n") for message in conversation
         ]
         return super().apply_chat_template(flat, *args, **kwargs)
 
     def _get_num_multimodal_tokens(self, image_sizes: Any = None, **_: Any) -> dict[str, list[int]]:
-        """Return tokens of images (height, width), in the form of transformers' processors."""
+        """Return the numbers of tokens of images (height, width), in the format of transformers' processors."""
         grids = [self.image_processor.grid(*size) for size in image_sizes or ()]
-        return {"num_image_tokens": [self._places(grid) for grid in grids]}
+        return {"num_image_tokens": [self._count_placeholders(grid) for grid in grids]}
 
 
 def _expand_placeholders(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list[list[dict[str, Any]]]]:
@@ -138,11 +138,11 @@ def _join_content(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    text, behind = "", False
+    text, after_image = "", False
     for part in content:
         image = part.get("type") == "image"
-        text += place if image else part["text"].removeprefix("\n") if behind else part["text"]
-        behind = image
+        text += place if image else part["text"].removeprefix("\n") if after_image else part["text"]
+        after_image = image
     return {**message, "content": text}
 
 
@@ -151,9 +151,10 @@ def _check_token_ids(config: NvilaLiteConfig, tokenizer: Any) -> None:
     if config.newlines:
         ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
         stated.append(("newline_token_id", config.newline_token_id, ids[0] if len(ids) == 1 else ids))
-    for key, theirs, ours in stated:
-        if theirs != ours:
+    for key, config_value, tokenizer_value in stated:
+        if config_value != tokenizer_value:
             raise ModelError(
-                f"{config.name_or_path or 'the model'}: config.json gives {key} {theirs!r:.80}, and its tokenizer "
-                f"{ours!r:.80}: the model could not take its images. Copy all files from one model."
+                f"{config.name_or_path or 'the model'}: {key} is {config_value!r:.80} in config.json but "
+                f"{tokenizer_value!r:.80} in the tokenizer: the model could not use its images. Copy all files from "
+                "one model."
             )

@@ -1,9 +1,9 @@
-"""From patches to tokens: blocks of k x k neighbouring patches become one vector each, then an MLP.
+"""Projects patches to tokens: each block of k x k neighboring patches becomes one vector, then an MLP.
 
     2 x 2    downsample, LayerNorm(4C), Linear(4C, H), GELU, Linear(H, H)
     3 x 3    downsample, LayerNorm(9C), Linear(9C, 3C), GELU, LayerNorm(3C), Linear(3C, H), GELU, Linear(H, H)
 
-The channels of a token are the concatenated channels of its patches, row by row of the block.
+The channels of a token are the concatenated channels of its patches, in row order within the block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dynamic S2: the features of an image at several scales, concatenated, in blocks for the projector.
 
-    1  the tiles of a scale are stitch to one map of features
-    2  each map is resized to the largest scale, by area, in fp32, and channels are joined, the smallest scale first
-    3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens are stitch to a
+    1  the tiles of a scale are joined to one feature map
+    2  each map is resized to the largest scale, by area, in fp32, and channels are concatenated, smallest scale first
+    3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens are joined to a
        map, which is read row by row
 
 An image of one tile has the same features at every scale. Tiles are cut by `octavo.models.custom.nvila.images`.
@@ -29,8 +29,8 @@ class Cut(NamedTuple):
     tiles: int
 
     @property
-    def seen(self) -> int:
-        """Tiles without the padding, which comes last."""
+    def num_used(self) -> int:
+        """Number of tiles without the padding, which comes last."""
         return self.rows * self.columns + sum(side * side for side in self.smaller)
 
 
@@ -44,12 +44,12 @@ def make_cut(grid: Sequence[int], squares: Sequence[int]) -> Cut:
 def used_tiles(cuts: Sequence[Cut]) -> list[int]:
     """Return the indices of the tiles of all images that go through the tower."""
     starts = accumulate((one.tiles for one in cuts), initial=0)
-    return [start + number for start, one in zip(starts, cuts, strict=False) for number in range(one.seen)]
+    return [start + number for start, one in zip(starts, cuts, strict=False) for number in range(one.num_used)]
 
 
 def make_blocks(features: Tensor, cuts: Sequence[Cut], scales: int) -> list[Tensor]:
-    """Create features [tiles seen, h, w, C] of images -> the blocks of each, [rows * columns, h, w, scales * C]."""
-    parts = features.split([cut.seen for cut in cuts])
+    """Split features [tiles, h, w, C] of images into the blocks of each image, [rows * columns, h, w, scales * C]."""
+    parts = features.split([cut.num_used for cut in cuts])
     return [_blocks(part, cut, scales) for part, cut in zip(parts, cuts, strict=True)]
 
 

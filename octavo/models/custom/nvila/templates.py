@@ -1,10 +1,10 @@
-"""Chat templates that VILA has in its code, by name, and not in the folders of its models.
+"""Chat templates that are in VILA's code, by name, but not in the folders of its models.
 
     qwen2       ChatML; a conversation without a system turn gets one (NVILA's; config.json names it, if anything does)
     vicuna_v1   VILA 1.5 over Vicuna (3B, 13B)
-    llama_3     VILA 1.5 over Llama 3 (8B); the last answer ends with another token than those before it
+    llama_3     VILA 1.5 over Llama 3 (8B); the last answer ends with a different token
 
-VILA chooses between the last two by the name of the model's folder; Octavo chooses by its tokenizer.
+VILA selects one of the last two by the name of the model folder, Octavo by the tokenizer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The original layout of VILA and NVILA: a folder each for decoder, tower and projector, and a configuration above.
+"""The original layout of VILA and NVILA: one folder each for decoder, tower and projector, and a top-level
+configuration.
 
     config.json       how images are cut and which layer of the tower is read
     llm/              config.json, weights, tokenizer
     vision_tower/     config.json, weights, preprocessor_config.json
     mm_projector/     config.json, weights
 
-The parts are found by the names of their folders, because the paths in config.json are on the author's machine.
-Folders that also name Python code (`auto_map`) are read from their configuration and weights; their code never runs.
+The parts are found by folder names, because the paths in config.json are those of the author's machine. If folders name
+Python code (`auto_map`), only their configuration and weights are read; the code never runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ IN_THREE_FOLDERS = ("llava_llama", "vila")
 _CUTS = {"dynamic": 1, "dynamic_s2": 0, "resize": 0}
 _PUBLISHED = "448,896,1344"
 _ENCODER = "llava.model.encoders.BasicImageEncoder"
-#: fields of config.json -> the accepted values; others mean other arithmetic and would give wrong results silently
+#: fields of config.json -> the accepted values; others change the arithmetic and would silently give wrong results
 _ACCEPTED = {
     "mm_vision_select_layer": (-2,),
     "mm_vision_select_feature": ("cls_patch",),
@@ -42,7 +43,7 @@ _ACCEPTED = {
 def read_three_folders(folder: Path) -> NvilaLiteConfig:
     """Read the configuration of a model in three folders. Raises ModelError for values that Octavo's model code does
     not implement."""
-    # Every field that changes the arithmetic is compared with the values that Octavo implements, before any is used.
+    # Every field that changes the arithmetic is checked before any field is used.
     raw = {part: read_json(folder / part / "config.json") for part in PARTS}
     top = read_json(folder / "config.json")
     for file in (folder, *(folder / part for part in PARTS)):
@@ -57,12 +58,12 @@ def read_three_folders(folder: Path) -> NvilaLiteConfig:
         for key in ("auto_map", "_name_or_path", "architectures"):
             part.pop(key, None)
     vision["vision_use_head"] = _has_head(folder, vision)
-    several, side = cut == "dynamic_s2", vision.get("image_size")
-    _check_value(folder, "dynamic_s2", bool(top.get("dynamic_s2", several)), (several,))
+    has_scales, side = cut == "dynamic_s2", vision.get("image_size")
+    _check_value(folder, "dynamic_s2", bool(top.get("dynamic_s2", has_scales)), (has_scales,))
     _check_value(
         folder, "vision_resolution", top.get("vision_resolution") or -1, (-1, side)
-    )  # the positions' table has it
-    scales = _scales(folder, top) if several else ()
+    )  # the size of the position table
+    scales = _scales(folder, top) if has_scales else ()
     image = _image_token(folder, text)
     projector = raw["mm_projector"].get("mm_projector_type", top.get("mm_projector_type"))
     _check_value(folder / "mm_projector", "mm_projector_type", projector, PROJECTORS)
@@ -81,22 +82,22 @@ def read_three_folders(folder: Path) -> NvilaLiteConfig:
 
 
 def check_parts(folder: Path, model_type: str) -> None:
-    """Raise ModelError for a model of one of :data:`IN_THREE_FOLDERS` that lacks folders."""
-    lacking = [part for part in PARTS if not (folder / part / "config.json").is_file()]
-    if lacking:
+    """Raise ModelError for a model of one of :data:`IN_THREE_FOLDERS` with missing folders."""
+    missing = [part for part in PARTS if not (folder / part / "config.json").is_file()]
+    if missing:
         raise ModelError(
-            f"{folder} is of model_type {model_type!r}, of which Octavo reads VILA's models, stored in three folders "
-            f"({', '.join(PARTS)}), and {folder / lacking[0]} has no config.json. Download the whole model."
+            f"{folder} has model_type {model_type!r}, which Octavo reads only from VILA's three folders "
+            f"({', '.join(PARTS)}), but {folder / missing[0]} has no config.json. Download the full model."
         )
 
 
 def add_media_tokens(tokenizer: Any) -> None:
-    """Add the tokens of media that a tokenizer lacks, with the next ids, as VILA does when it loads a tokenizer."""
+    """Add the missing tokens of media to a tokenizer, with the next ids, like VILA's loading code."""
     tokenizer.add_tokens([token for token in MEDIA if token not in tokenizer.get_vocab()], special_tokens=True)
 
 
 def find_template(folder: Path, tokenizer: Any) -> str | None:
-    """Find the chat template that VILA has in its code for such a folder; None if it uses the tokenizer's. Raises
+    """Return the chat template that VILA's code has for such a folder, or None if it uses the tokenizer's. Raises
     ModelError for a template that Octavo does not have."""
     top = read_json(folder / "config.json")
     name = top.get("chat_template")
@@ -104,7 +105,7 @@ def find_template(folder: Path, tokenizer: Any) -> str | None:
         name = vila_1_5_template(tokenizer.get_vocab())
     if name is not None and name not in TEMPLATES:
         raise ModelError(
-            f"{folder}/config.json names the chat template {name!r:.80} of VILA's code, and Octavo has only "
+            f"{folder}/config.json names the chat template {name!r:.80} of VILA's code, but Octavo has only "
             f"{', '.join(TEMPLATES)}. Write it as {folder}/llm/chat_template.jinja."
         )
     return None if name is None else TEMPLATES[name]
@@ -115,7 +116,8 @@ def _image_cut(top: dict[str, Any]) -> Any:
 
 
 def _count_line_breaks(folder: Path, top: dict[str, Any], cut: str) -> int:
-    """Return line breaks that the encoder of images appends to each: VILA 1.5 predates encoders and has none."""
+    """Return the number of line breaks that the image encoder appends to each image. VILA 1.5 has no encoder and
+    none."""
     stated = top.get("image_encoder")
     if stated is None:
         return 0 if cut == "resize" else 1
@@ -131,17 +133,18 @@ def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
     stated = top.get("s2_scales") or _PUBLISHED
     if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
         raise ModelError(
-            f"{folder}/config.json gives s2_scales {stated!r:.80}, and they are sides in pixels, such as "
+            f"{folder}/config.json gives s2_scales {stated!r:.80}, which must be sides in pixels, such as "
             f"{_PUBLISHED!r}. Correct the field."
         )
     scales = tuple(sorted(map(int, stated.split(","))))
     key = "s2_resize_output_to_scale_idx"
-    _check_value(folder, key, top.get(key), (-1, len(scales) - 1))  # where it is absent VILA takes the smallest
+    # VILA uses the smallest scale if the field is missing.
+    _check_value(folder, key, top.get(key), (-1, len(scales) - 1))
     return scales
 
 
 def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
-    """Return whether the tower has a pooling head: older configurations lack the field, so the weights are
+    """Return whether the tower has a pooling head: older configurations do not have the field, so the weights are
     inspected."""
     if "vision_use_head" in vision or not list((folder / "vision_tower").glob("*.safetensors")):
         return bool(vision.get("vision_use_head", False))
@@ -161,6 +164,6 @@ def _image_token(folder: Path, text: dict[str, Any]) -> int:
 def _check_value(folder: Path, key: str, value: object, known: Collection[object]) -> None:
     if value not in known:
         raise ModelError(
-            f"{folder}/config.json gives {key} {value!r:.80}, and Octavo's NVILA supports only "
+            f"{folder}/config.json gives {key} {value!r:.80}, but Octavo's NVILA supports only "
             f"{' or '.join(map(repr, known))}."
         )

@@ -1,8 +1,8 @@
-"""The tower: SigLIP up to its second-to-last layer, whose outputs are the features of patches.
+"""The vision tower: SigLIP up to its second-to-last layer, whose outputs are the patch features.
 
-The output of the last layer is unused, so it and the modules after it are not computed and would get no gradient. Their
-weights still belong to the checkpoint, which is saved complete: they are buffers under their original names, so that
-they are not trained, planned, sharded or counted.
+The output of the last layer is unused, so it and the modules after it are not computed and get no gradient. Their
+weights are still saved with the checkpoint: they are buffers under their original names, so that they are not trained,
+planned, sharded or counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.models.siglip.modeling_siglip import (
 
 
 class UnusedWeights(nn.Module):
-    """The weights of a module and of its children as buffers with the same names; no forward reads them."""
+    """Holds the weights of a module and of its children as buffers with the same names; no forward reads them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
 class Tower(SiglipPreTrainedModel):
     """Tiles [n, 3, height, width] -> features of their patches [n, rows, columns, C]."""
 
-    config: SiglipVisionConfig  # type: ignore[assignment]  # transformers' own towers redefine these two likewise
+    config: SiglipVisionConfig  # type: ignore[assignment]  # transformers' towers also redefine these two
     base_model_prefix = "vision_model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)  # type: ignore[assignment]
@@ -76,7 +76,7 @@ class Tower(SiglipPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As SigLIP; unread weights are initialised to zeros, so that a saved folder always has them."""
+        """Initialize like SigLIP; unused weights are set to zero, so that a saved folder always has them."""
         super()._init_weights(module)
         if isinstance(module, UnusedWeights):
             for buffer in module.buffers(recurse=False):

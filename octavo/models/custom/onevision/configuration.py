@@ -1,8 +1,8 @@
 """config.json of LLaVA-OneVision-1.5: the fields of the published folders, and checks of fields that must agree.
 
-The language model is Qwen3 field for field, under another `model_type`, which is kept so that a saved folder has the
-published layout. Output projection and embeddings are two tensors at every published size, also at 4B, whose Qwen3-4B
-ties them. They are never tied here, whatever a folder says.
+The language model has the fields of Qwen3 under a different `model_type`, which is kept so that a saved folder has the
+published layout. Output projection and embeddings are separate tensors at all published sizes, including 4B, although
+Qwen3-4B ties them. They are never tied here, independently of the folder.
 
 The `vocab_size` at the top of published files (152064) is not the size of any tensor; the embedding table has the rows
 of `text_config`.
@@ -53,13 +53,13 @@ class RiceConfig(PreTrainedConfig):
             )
         if self.temporal_patch_size != 1:
             raise ValueError(
-                f"vision_config gives temporal_patch_size {self.temporal_patch_size}, and RICE-ViT takes frames one "
-                "by one. Correct config.json: it is 1."
+                f"vision_config has temporal_patch_size {self.temporal_patch_size}, but RICE-ViT takes single "
+                "frames. Set it to 1 in config.json."
             )
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(
-                f"vision_config gives {self.num_heads} heads of a width of {self.hidden_size}: a head has a multiple "
-                "of 4 features, two for each axis of its rotary embedding. Correct config.json."
+                f"vision_config has {self.num_heads} heads for a width of {self.hidden_size}: each head must have a "
+                "multiple of 4 features, two per axis of its rotary embedding. Correct config.json."
             )
 
 
@@ -73,7 +73,7 @@ class LLaVAOneVision1_5_TextConfig(Qwen3Config):
 
 @strict
 class LLaVAOneVision1_5_Config(PreTrainedConfig):
-    """The whole model. Raises ValueError where the projector's width is not the language model's."""
+    """Configuration of the full model. Raises ValueError if the widths of projector and language model differ."""
 
     model_type = "llavaonevision1_5"
     sub_configs = {"text_config": LLaVAOneVision1_5_TextConfig, "vision_config": RiceConfig}
@@ -102,10 +102,10 @@ class LLaVAOneVision1_5_Config(PreTrainedConfig):
 
     @property
     def text(self) -> Qwen3Config:
-        """`text_config`, which `__post_init__` has made an object."""
+        """`text_config`, converted to an object by `__post_init__`."""
         return cast(Qwen3Config, self.text_config)
 
     @property
     def vision(self) -> RiceConfig:
-        """`vision_config`, which `__post_init__` has made an object."""
+        """`vision_config`, converted to an object by `__post_init__`."""
         return cast(RiceConfig, self.vision_config)

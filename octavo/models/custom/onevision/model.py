@@ -60,7 +60,7 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         return ImageFeatures(output.last_hidden_state, output.pooler_output.split(tokens.tolist()))
 
     def get_video_features(self, pixel_values_videos: Tensor, video_grid_thw: Tensor, **_: object) -> ImageFeatures:
-        """As `get_image_features`: the frames of a video are images."""
+        """See `get_image_features`: the frames of a video are images."""
         return self.get_image_features(pixel_values_videos, video_grid_thw)
 
     @can_return_tuple
@@ -79,22 +79,21 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         mm_token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the decoder's output. `pixel_values` and `image_grid_thw` as for `RiceViT.forward`, of the images
-        whose tokens are in `input_ids` [B, T], in their order; `mm_token_type_ids`, which processors return, are
-        ignored.
-        Raises ValueError if the numbers of tokens and features differ."""
+        """Return the decoder's output. `pixel_values` and `image_grid_thw` are those of `RiceViT.forward` for the
+        images whose tokens are in `input_ids` [B, T], in order; `mm_token_type_ids`, which processors return, are
+        ignored. Raises ValueError if the numbers of tokens and features differ."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, one of them")
+            raise ValueError("pass either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         # Images and videos have tokens of different ids, so either may be placed first.
         if pixel_values is not None:
             images = self.get_image_features(pixel_values, _required(image_grid_thw, "pixel_values", "image_grid_thw"))
-            inputs_embeds = self._place(images, inputs_embeds, input_ids, self.config.image_token_id)
+            inputs_embeds = self._insert_features(images, inputs_embeds, input_ids, self.config.image_token_id)
         if pixel_values_videos is not None:
             grid = _required(video_grid_thw, "pixel_values_videos", "video_grid_thw")
             videos = self.get_video_features(pixel_values_videos, grid)
-            inputs_embeds = self._place(videos, inputs_embeds, input_ids, self.config.video_token_id)
+            inputs_embeds = self._insert_features(videos, inputs_embeds, input_ids, self.config.video_token_id)
         return self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -104,16 +103,16 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
             **kwargs,
         )
 
-    def _place(self, features: ImageFeatures, embeds: Tensor, ids: Tensor | None, token: int) -> Tensor:
+    def _insert_features(self, features: ImageFeatures, embeds: Tensor, ids: Tensor | None, token: int) -> Tensor:
         """Return embeddings [B, T, H] in which the embeddings of a token are replaced by the features, in order."""
         if ids is None:
-            raise ValueError("images are placed by input_ids: give input_ids, not inputs_embeds, with images")
-        rows, here = features.rows(), ids == token
+            raise ValueError("images are placed by input_ids: pass input_ids, not inputs_embeds, with images")
+        rows, is_placeholder = features.rows(), ids == token
         torch_compilable_check(
-            here.sum() == len(rows),
-            lambda: f"{int(here.sum())} tokens {token} are placeholders for {len(rows)} features of images",
+            is_placeholder.sum() == len(rows),
+            lambda: f"{int(is_placeholder.sum())} placeholder tokens {token} for {len(rows)} image features",
         )
-        return embeds.masked_scatter(here[..., None], rows.to(embeds))
+        return embeds.masked_scatter(is_placeholder[..., None], rows.to(embeds))
 
 
 def _required(grid: Tensor | None, pixels: str, name: str) -> Tensor:
@@ -123,7 +122,7 @@ def _required(grid: Tensor | None, pixels: str, name: str) -> Tensor:
 
 
 class LLaVAOneVision1_5_ForConditionalGeneration(LLaVAOneVision1_5_PreTrainedModel, GenerationMixin):
-    """The model that writes text; its name is that in `architectures` of config.json."""
+    """The generating model; the class name is the one in `architectures` of config.json."""
 
     def __init__(self, config: LLaVAOneVision1_5_Config) -> None:
         super().__init__(config)
@@ -156,7 +155,7 @@ class LLaVAOneVision1_5_ForConditionalGeneration(LLaVAOneVision1_5_PreTrainedMod
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
-        `labels` the loss; other arguments as `LLaVAOneVision1_5_Model.forward`."""
+        `labels` the loss; for other arguments see `LLaVAOneVision1_5_Model.forward`."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -186,8 +185,8 @@ class LLaVAOneVision1_5_ForConditionalGeneration(LLaVAOneVision1_5_PreTrainedMod
     ) -> Any:
         if expand_size > 1 and any(kwargs.get(key) is not None for key in ("pixel_values", "pixel_values_videos")):
             raise ValueError(
-                f"{expand_size} sequences of a prompt with images: their patches would be repeated row by row. Pass "
-                f"the prompt {expand_size} times, or use Octavo's generation engine."
+                f"{expand_size} sequences per prompt with images are not supported: patches would be repeated row by "
+                f"row. Pass the prompt {expand_size} times, or use Octavo's generation engine."
             )
         stock: Any = super()  # a static method in transformers 5.17
         return stock._expand_inputs_for_generation(

@@ -1,4 +1,4 @@
-"""The edges of images and frames in the rows of a tower, and the places of their class tokens.
+"""The boundaries of images and frames in the rows of the tower, and the positions of class tokens.
 
 The patches of all images are concatenated. A frame (an image is one) of h x w patches is a segment: its patches attend
 only to each other. Each segment begins with a class token, so segment i, which begins at patch p_i, begins at row
@@ -8,8 +8,8 @@ p_i + i of the tower:
     rows      C a a a a C b b
 
 Class tokens are inserted and removed segment by segment. The code that was published with the weights removes them at
-p_i, without the i class tokens before: this is right for one image; from the second on, the projector receives class
-tokens among the patches, and the last patches are lost. The code that trained those weights counts as above.
+p_i, ignoring the i class tokens before. This is correct only for a single image: with several, the projector receives
+class tokens among the patches, and the last patches are lost. The code that trained those weights counts as above.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class Segments:
     """The rows of a tower. `patches`: patches of each segment, without class tokens; `edges`: the ends of segments with
-    class tokens, int32 [segments + 1] on the device; `longest`: the maximum of rows in a segment."""
+    class tokens, int32 [segments + 1] on the device; `longest`: the maximum number of rows in a segment."""
 
     patches: tuple[int, ...]
     edges: Tensor
@@ -54,7 +54,7 @@ class Segments:
 
 def patch_positions(grid: Sequence[Sequence[int]], merge: int, device: torch.device) -> Tensor:
     """Return (row, column) of each patch in its image, int64 [patches, 2]. Patches are ordered in blocks of merge x
-    merge, as the projector joins them; the frames of a video repeat the same places."""
+    merge, as the projector joins them; the frames of a video have the same positions."""
     frames = []
     for t, h, w in grid:
         at = torch.cartesian_prod(torch.arange(h, device=device), torch.arange(w, device=device))

@@ -1,11 +1,11 @@
-"""RICE-ViT: patches of any number of images in, features in the language model's width out.
+"""RICE-ViT: computes features in the language model's width from the patches of any number of images.
 
     patches [N, 3 * 14 * 14] -> patch embedding -> [N, C] -> a class token before each frame (segments.py)
     angles of 2-D rotary attention: [row * f, column * f] of a patch, f of D / 4 frequencies; learned for a class token
     norm -> blocks: x + attention(norm(x)), x + MLP(norm(x)) -> class tokens removed -> merger: 2 x 2 patches to a token
 
-The class token and its angles are buffers: weights that are loaded and saved and never trained, as in the code that
-trained the published ones. They need no gradient, no optimizer state and no component. They are initialised to zero.
+The class token and its angles are buffers: weights that are loaded and saved but never trained, as in the code that
+trained the published models. They need no gradient, optimizer state or component, and are initialized to zero.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RicePatchEmbed(nn.Module):
         wanted = self.shape[0] * self.shape[1] * self.shape[2]
         if pixels.dim() != 2 or pixels.shape[1] != wanted:
             raise ValueError(
-                f"pixel_values have the shape {list(pixels.shape)}, and RICE-ViT takes [patches, {wanted}]: patches of "
-                "one frame. Let the image processor make them with temporal_patch_size 1."
+                f"pixel_values have shape {list(pixels.shape)}, but RICE-ViT takes [patches, {wanted}], patches of "
+                "a single frame. Set temporal_patch_size to 1 in the image processor."
             )
         return self.proj(pixels.to(self.proj.weight.dtype).view(-1, *self.shape)).flatten(1)
 
@@ -91,7 +91,7 @@ class RiceAttention(nn.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         return self.proj(self._attend(q, k, v, segments).reshape(len(x), -1))
 
-    @torch.compiler.disable  # or the code would be compiled again for each new size of images
+    @torch.compiler.disable  # otherwise the code would be recompiled for each new image size
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         """Return [N, H, D] of q, k and v [N, H, D], segment by segment."""
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
@@ -146,7 +146,7 @@ class RiceMerger(nn.Module):
 
 
 class RicePreTrainedModel(PreTrainedModel):
-    """The initialisation of the tower's buffers; all other modules are initialised as in transformers."""
+    """Initializes the tower's buffers; all other modules are initialized as in transformers."""
 
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -158,7 +158,7 @@ class RicePreTrainedModel(PreTrainedModel):
         if isinstance(module, RiceRotaryEmbedding):
             init.copy_(module.inv_freq, module.frequencies())
         elif isinstance(module, RiceViT):
-            init.zeros_(module.class_embedding)  # not random: each rank initialises its buffers by itself
+            init.zeros_(module.class_embedding)  # not random, because each rank initializes its own buffers
             init.zeros_(module.class_pos_emb)
 
 
@@ -198,8 +198,9 @@ class RiceViT(RicePreTrainedModel):
         patches = sum(t * h * w for t, h, w in grid)
         if len(hidden_states) != patches or any(h % merge or w % merge for _, h, w in grid):
             raise ValueError(
-                f"{len(hidden_states)} patches came with grids of {patches} (frames, rows, columns: {grid[:4]}), whose "
-                f"rows and columns must be multiples of {merge}. Take both from one call of the image processor."
+                f"{len(hidden_states)} patches were passed with grids of {patches} (frames, rows, columns: "
+                f"{grid[:4]}); rows and columns must be multiples of {merge}. Take both from one call of the image "
+                "processor."
             )
         x = self.patch_embed(hidden_states)
         segments = Segments.from_grid(grid, x.device)
