@@ -126,11 +126,11 @@ def attach(
 
 @contextmanager
 def mute_reports() -> Iterator[None]:
-    """Report nothing that runs inside: a backward that runs again over the same graph, which is reported once. Checkers
-    still receive reports: what is computed twice may go wrong twice.
+    """Report nothing inside the context, for a second backward over the same graph. Checkers still receive reports,
+    because the second run can have faults too.
 
-    Layers still are :func:`is_watching`, as they were in its forward: what is computed again must save what it saved,
-    or torch refuses it.
+    :func:`is_watching` keeps the value that it had in the forward: a recomputed forward must save the same tensors, or
+    torch raises.
     """
     global _muted
     with _lock:
