@@ -100,7 +100,7 @@ def main() -> None:
                   f"{row['later']['seconds']:9.2f} {row['later']['mib']:6.0f}", flush=True)  # fmt: skip
             rows.append(row)
     if args.out:
-        about = {"command": f"python benchmarks/data_files.py --mb {args.mb:g}", "machine": record.machine()}
+        about = {"command": f"python benchmarks/data_files.py --mb {args.mb:g}", "machine": record.describe_machine()}
         record.save({**about, "megabytes": args.mb, "rows": rows}, args.out)
 
 

@@ -49,7 +49,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
     report = json.loads((trial / "report" / "report.json").read_text(encoding="utf-8"))
     runs = report["arms"]
     fp8 = next(run for run in runs if run["kind"] == "fp8")
-    machine = record.machine(fp8["environment"])
+    machine = record.describe_machine(fp8["environment"])
     device = "gpu" if machine.get("gpus") else "cpu"
     result = {
         "command": COMMANDS[name],

@@ -141,7 +141,12 @@ def main() -> None:
         command = "python benchmarks/encryption.py" + "".join(
             f" --{name} {value}" for name, value in sizes.items() if sizes != SIZE
         )
-        result = {"command": command, "settings": {**sizes, "threads": 1}, "rows": rows, "machine": record.machine()}
+        result = {
+            "command": command,
+            "settings": {**sizes, "threads": 1},
+            "rows": rows,
+            "machine": record.describe_machine(),
+        }
         print(f"wrote {record.save(result, out)}")
     else:
         print("wrote no file: this is not the default size; --out FILE keeps the figures")

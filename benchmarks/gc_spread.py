@@ -126,7 +126,8 @@ def main() -> None:
               f"collections {row['share_of_time']:.1%}")  # fmt: skip
     about = {"command": f"python benchmarks/gc_spread.py --rounds {args.rounds} --steps {args.steps}"}
     record.save(
-        {**about, "machine": record.machine(), "thresholds": list(gc.get_threshold()), "settings": rows}, args.out
+        {**about, "machine": record.describe_machine(), "thresholds": list(gc.get_threshold()), "settings": rows},
+        args.out,
     )
 
 

@@ -139,7 +139,7 @@ def main() -> None:
             {
                 "command": "python benchmarks/generation.py", "prompts": args.prompts, "group": args.group,
                 "new": args.new, "equal": equal, "sizes": {k: min(v.cpu_seconds) for k, v in tried.items()},
-                "rows": rows, "machine": record.machine(),
+                "rows": rows, "machine": record.describe_machine(),
             },
             args.out,
         )  # fmt: skip

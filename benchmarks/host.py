@@ -184,7 +184,12 @@ def main() -> None:
     for name, micro in one.items():
         print(f"{'one launch: ' + name:40} {micro:7.1f}")
     if args.out:
-        result = {"command": "python benchmarks/host.py", "layers": rows, "launch_us": one, "machine": record.machine()}
+        result = {
+            "command": "python benchmarks/host.py",
+            "layers": rows,
+            "launch_us": one,
+            "machine": record.describe_machine(),
+        }
         record.save(result, args.out)
 
 

@@ -27,8 +27,8 @@ from octavo.report.evidence.run_reader import RunRecord, read
 from octavo.report.run import plots
 from octavo.report.trial.judge import Run
 from octavo.report.trial.parallel_runs import train_together
-from octavo.report.trial.reuse import finished
-from octavo.report.trial.runs import high_precision
+from octavo.report.trial.reuse import read_finished
+from octavo.report.trial.runs import high_precision_config
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GREYS = ("base", "noise", "kind-5")
@@ -50,7 +50,7 @@ def runs_of(cfg: Config, seeds: int, directory: Path) -> list[Run]:
     """Each seed in high precision and in FP8, with the same data in the same order."""
     runs = []
     for seed in range(seeds):
-        for kind, label, chosen in (("reference", "high precision", high_precision(cfg)), ("fp8", "FP8", cfg)):
+        for kind, label, chosen in (("reference", "high precision", high_precision_config(cfg)), ("fp8", "FP8", cfg)):
             name = f"{label.replace(' ', '-').lower()}-{seed}"
             folder = str(directory / "arms" / name)
             run_settings = chosen.run.model_copy(update={"dir": folder, "resume": "auto", "seed": seed})
@@ -116,12 +116,12 @@ def main() -> None:
         tiny.write("qwen3_vl", here / "model")
     cfg = load_config_text(CONFIG.format(here=here, steps=args.steps), ())
     runs = runs_of(cfg, args.seeds, here)
-    unfinished = [run for run in runs if finished(run) is None]
+    unfinished = [run for run in runs if read_finished(run) is None]
     failures = train_together(unfinished, args.jobs, Console()) if unfinished else {}
     if failures:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
     records = [read(run.cfg.run.dir) for run in runs]
-    machine = record.machine(records[0].environment)
+    machine = record.describe_machine(records[0].environment)
     result = {
         "command": f"python benchmarks/long_run.py --steps {args.steps} --seeds {args.seeds}",
         "steps": args.steps,

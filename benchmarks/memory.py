@@ -346,7 +346,7 @@ def keep(runs: list[dict[str, Any]], settings: dict[str, int]) -> None:
         "model": "Qwen2.5-0.5B's sizes, random weights",
         "settings": {**settings, "allocator": ALLOCATOR},
         "arms": [{**run, "times_less": round(baseline / run["peak"], 3)} for run in runs],
-        "machine": record.machine(),
+        "machine": record.describe_machine(),
     }
     record.save(result, RESULTS / "memory_cpu.json")
     draw(runs, settings, RESULTS / "memory_cpu.png")

@@ -284,7 +284,7 @@ def main(parts: list[str]) -> None:
         print(f"{peer}: {why}; its rows in the file stay as an earlier run wrote them", flush=True)
     for part in parts or known:
         result[part] = measured(part, makers) + of_earlier(earlier, part, absent)
-        result.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
+        result.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.describe_machine())
         record.save(result, path)
     if all(part in result for part in known):
         plot(result, path.with_suffix(".png"))

@@ -93,7 +93,7 @@ def main() -> None:
                 f"{of:7} {capacity:6}  waste by window {by_window_text}; padded "
                 f"{sets[f'{of} {capacity}']['padded']:.1%}"
             )
-    about = {"command": f"python benchmarks/packing.py --rows {args.rows}", "machine": record.machine()}
+    about = {"command": f"python benchmarks/packing.py --rows {args.rows}", "machine": record.describe_machine()}
     record.save({**about, "rows": args.rows, "sets": sets}, args.out)
 
 

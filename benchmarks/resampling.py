@@ -68,7 +68,7 @@ def main() -> None:
     for row in rows:
         print("{rate:6}  {channels:8}  {stock_largest:34g}   {scipy_rms:10.3f}   {scipy_features:8.4f}".format(**row))
     if args.out is not None:
-        about = {"command": "python benchmarks/resampling.py", "machine": record.machine()}
+        about = {"command": "python benchmarks/resampling.py", "machine": record.describe_machine()}
         print(f"wrote {record.save({**about, 'rows': rows}, args.out)}")
 
 

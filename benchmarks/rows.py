@@ -300,7 +300,7 @@ def main() -> None:
     if args.out:
         about = {"command": f"python benchmarks/rows.py --sets {args.sets} --rounds {args.rounds}"}
         before = record.load(args.out)["sets"] if args.out.exists() else {}
-        record.save({**about, "machine": record.machine(), "sets": {**before, **sets}}, args.out)
+        record.save({**about, "machine": record.describe_machine(), "sets": {**before, **sets}}, args.out)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def main() -> int:
             "runs": runs,
             "attack": attack(*token_counts(place)),
             "attack_with_public_weights": by_weights,
-            "machine": record.machine(),
+            "machine": record.describe_machine(),
         }
     record.save(document, FILE)
     short = {r: {k: v for k, v in one.items() if k != "losses"} for r, one in runs.items()}

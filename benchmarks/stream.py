@@ -128,7 +128,7 @@ def main() -> None:
             timed.append({"way": name, "first": first, "again": again})
     if args.out:
         command = f"python benchmarks/stream.py --rows {args.rows} --shards {args.shards} --steps {args.steps}"
-        record.save({"command": command, "machine": record.machine(), "ways": timed}, args.out)
+        record.save({"command": command, "machine": record.describe_machine(), "ways": timed}, args.out)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from octavo.models.tiny import tiny
 from octavo.report.evidence.run_reader import read
 from octavo.report.trial.judge import Run
 from octavo.report.trial.parallel_runs import train_together
-from octavo.report.trial.reuse import finished
-from octavo.report.trial.runs import high_precision
+from octavo.report.trial.reuse import read_finished
+from octavo.report.trial.runs import high_precision_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,13 +42,13 @@ def main() -> None:
     for name, kind in (("high precision", "reference"), ("FP8", "fp8")):
         folder = here / name.replace(" ", "-").lower()
         cfg = load_config(ROOT / "examples" / "digits_video.yaml", [*where, f"run.dir={folder}"])
-        runs.append(Run(folder.name, name, kind, high_precision(cfg) if kind == "reference" else cfg))
-    unfinished = [run for run in runs if finished(run) is None]
+        runs.append(Run(folder.name, name, kind, high_precision_config(cfg) if kind == "reference" else cfg))
+    unfinished = [run for run in runs if read_finished(run) is None]
     failures = train_together(unfinished, args.jobs, Console()) if unfinished else {}
     if failures:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
     records = [read(run.cfg.run.dir) for run in runs]
-    machine = record.machine(records[0].environment)
+    machine = record.describe_machine(records[0].environment)
     rows = [
         {"run": run.label, "recipe": run.cfg.fp8.recipe, "steps": run.cfg.train.steps, "seed": run.cfg.run.seed,
          "mean_loss": run_record.mean_loss, "eval": run_record.eval}

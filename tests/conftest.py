@@ -133,7 +133,7 @@ def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     write them for train/test_watchers.py and cli/test_commands.py."""
     from octavo.report.run import run_page
 
-    monkeypatch.setattr(run_page, "write", lambda *given: None)
+    monkeypatch.setattr(run_page, "write_page", lambda *given: None)
 
 
 class Everything(set):

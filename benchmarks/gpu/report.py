@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.targets import TARGETS
-from octavo.bench.record import NOISE, Result, Row, budget
+from octavo.bench.record import NOISE, Result, Row, budget_table
 
 HEAD = ("what", "best known elsewhere", "measured", "limit", "verdict")
 NONE = "They say nothing about FP8 on a GPU: no verdict."
@@ -105,7 +105,7 @@ def page(result: Result) -> list[str]:
         text.append(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     if noisy := sum(row.spread > NOISE for row in result.rows):
         text.append(f"{noisy} of {len(result.rows)} rows vary by more than {100 * NOISE:.0f} % between quartiles")
-    if cut := budget(result):
+    if cut := budget_table(result):
         text += ["", "where the time of a step goes", *_set(cut)]
     return text
 

@@ -66,7 +66,7 @@ def where(send: Send) -> int:
     from octavo.bench import record
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    send(device=device, machine=record.machine())
+    send(device=device, machine=record.describe_machine())
     return 0
 
 
@@ -89,13 +89,13 @@ def suite(order: dict[str, Any], send: Send, began: float) -> int:
         torch.device(order["device"]),
         small=order["small"],
         log=lambda text: print(text, flush=True),
-        begins=lambda case, candidates: send(begins=[case, list(candidates)]),
+        on_candidates=lambda case, candidates: send(begins=[case, list(candidates)]),
         on_result=found,
         skip={(case, candidate) for case, candidate in order["skip"]},
     )
     run = import_module(order["target"]).run
     bench.budget = order["seconds"] - (time.monotonic() - began)
-    bench.begin()
+    bench.start_budget()
     run(bench)
     return 0
 

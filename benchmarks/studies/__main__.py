@@ -94,7 +94,7 @@ def _save(name: str, study: Any, home: Path, planned: list[Any], outcomes: dict[
         "command": f"python -m benchmarks.studies {name}", "question": study.question, "power": written,
         "units": len(planned), "trained": len(outcomes), "cpu_hours": round(hours, 2),
         "failed": {one.name: one.failure for one in outcomes.values() if one.failure},
-        **judged, "machine": record.machine(environment.describe()),
+        **judged, "machine": record.describe_machine(environment.describe()),
     }  # fmt: skip
     record.save(whole, results / f"study_{name}.json")
     if study.draw is not None:

@@ -32,8 +32,8 @@ class Design:
         return {
             "design": self.name, "units": self.units, "spread": self.spread, "source": self.source,
             "margin": self.margin, "half_width": power.half_width(self.spread, self.units),
-            "chance": power.chance(self.spread, self.units, self.margin),
-            "units_for_80": power.units_for(self.spread, self.margin),
+            "chance": power.pass_probability(self.spread, self.units, self.margin),
+            "units_for_80": power.required_units(self.spread, self.margin),
         }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def row(design: str, what: str, gaps: Sequence[float], margin: float, failed: Se
     if interval.high <= margin:
         return {**line, "status": "pass"}
     spread = float(np.std(gaps, ddof=1))
-    return {**line, "status": "undecided", "needed": power.units_for(spread, margin, max(interval.estimate, 0.0))}
+    return {**line, "status": "undecided", "needed": power.required_units(spread, margin, max(interval.estimate, 0.0))}
 
 
 def gap(ours: Outcome, theirs: Outcome, first: int, last: int) -> float:

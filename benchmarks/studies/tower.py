@@ -19,7 +19,7 @@ from unit import Outcome, Unit
 from units import bare
 
 from octavo.config import Config, load_config_text
-from octavo.report.evidence.factorial import contrast
+from octavo.report.evidence.factorial import compute_contrast
 from octavo.report.run.plots import PALETTE, STYLE
 
 SEEDS, STEPS = 8, 400
@@ -68,7 +68,7 @@ def effects(cells: Mapping[str, float]) -> dict[str, float]:
     (octavo.report.evidence.factorial)."""
     figures = {frozenset(_on(cell)): figure for cell, figure in cells.items()}
     named = {"tower": ("tower",), "decoder": ("decoder",), "interaction": tuple(PARTS)}
-    return {name: contrast(figures, of) for name, of in named.items()}
+    return {name: compute_contrast(figures, of) for name, of in named.items()}
 
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:

@@ -81,7 +81,11 @@ def train_all(
     # A worker whose study was killed must not train on: it would write into the folder that the same command then makes
     # again.
     pool = ProcessPoolExecutor(
-        jobs, get_context("spawn"), exit_with_parent.follow, (os.getpid(), signal.SIGKILL), max_tasks_per_child=12
+        jobs,
+        get_context("spawn"),
+        exit_with_parent.signal_on_parent_exit,
+        (os.getpid(), signal.SIGKILL),
+        max_tasks_per_child=12,
     )
     running: dict[Any, Unit] = {}
     try:
@@ -128,9 +132,9 @@ def _needs(cfg: Config) -> list[Path]:
 
 def _settings(cfg: Config, plant: Sequence[Any]) -> dict[str, Any]:
     """The settings that decide a unit's numbers: all but paths."""
-    from octavo.report.trial.reuse import comparable
+    from octavo.report.trial.reuse import comparable_settings
 
-    return {**comparable(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
+    return {**comparable_settings(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
 
 
 def _tail(path: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Attaching adapters to the layers of a model, in place, by PEFT: the model keeps its class, modules their objects.
+"""Attaches adapters to the layers of a model in place, with PEFT: the model keeps its class and its module objects.
 
 ``X.weight`` becomes ``X.base_layer.weight``, with the new parameters ``X.lora_A.default.weight`` [r, K] and
 ``X.lora_B.default.weight`` [N, r] (and ``X.lora_magnitude_vector.default.weight`` [N] for DoRA). FP8 layers, stock
@@ -31,12 +31,12 @@ def attach(
     model: nn.Module, family: Family | None, lora: LoraSection, log: Log = lambda text: None, seed: int = 0,
     device: torch.device | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Attach an adapter without effect (B = 0) to every target of ``lora``, and make only adapters trainable.
+    """Attach an adapter with B = 0, which has no effect yet, to every target of ``lora``; only adapters stay trainable.
 
     Call it after :func:`octavo.fp8.apply` (and ``fuse``), before sharding. With ``lora.adapter`` the adapters are
-    filled from that folder, whose rank, alpha and targets must be the configured ones. A depends only on ``seed``, the
+    loaded from that folder, whose rank, alpha and targets must match the configuration. A depends only on ``seed``, the
     targets and the rank: it is the same on every rank and for every base, and no generator of the process is changed.
-    `device`: the device of adapters whose base is on the meta device; None: they are on the meta device, too.
+    `device`: the device of adapters whose base is on the meta device; by default they are on the meta device, too.
 
     Returns the names of the targets. Raises AdapterError, before the model is changed, for targets that
     :func:`~octavo.adapters.targets.resolve_targets` refuses, dropout or DoRA with experts, DoRA with dropout, a model
@@ -53,22 +53,22 @@ def attach(
 
 
 def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0, device: torch.device | None = None) -> None:
-    """Attach a second adapter, also without effect and trainable, to the layers that :func:`attach` adapted: a second
+    """Attach a second trainable adapter, also with B = 0, to the layers that :func:`attach` adapted: a second
     model on the same base (PPO's critic). It is active only inside :func:`octavo.adapters.inject.use_second_adapter`,
     and is not in the files of the first. Raises AdapterError without a first adapter.
     """
     configs = getattr(model, "peft_config", {})
     if NAME not in configs:
-        raise AdapterError("a second adapter needs a first, and the model has none; attach that before.")
+        raise AdapterError("a second adapter requires a first one; call attach before attach_second.")
     layers = adapted_layers(model)
     inject(model, copy_config(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND, device)
     for layer in layers.values():
-        layer._active_adapter = [NAME]  # PEFT has activated the newest
+        layer._active_adapter = [NAME]  # PEFT activated the new one
 
 
 def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[str, ...]:
-    """Return the names of the targets of :func:`attach`, and its errors; nothing is attached. The model may be on the
-    meta device, so that a plan can report the errors of a run before the base is read."""
+    """Return the names of the targets of :func:`attach`, or raise its errors, without attaching anything. The model may
+    be on the meta device, so that a plan can report the errors of a run before the base is read."""
     names = _select_targets(model, family, lora, _lora_config(lora), lambda text: None)
     if lora.adapter is not None:
         read_continued(lora, model, names)
@@ -80,7 +80,7 @@ def _lora_config(lora: LoraSection) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise AdapterError(f"LoRA needs peft, which cannot be imported ({error}). pip install peft") from error
-    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # PEFT computes with either
+    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # PEFT accepts both
     return LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
@@ -98,32 +98,34 @@ def _select_targets(
     """Return the names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does
     not depend on a folder."""
     if adapted_layers(model):
-        raise AdapterError("the model has adapters already, and takes one set. Load it again, or use these.")
+        raise AdapterError(
+            "the model has adapters already and supports only one set. Load the model again, or use these."
+        )
     names = resolve_targets(model, family, lora.targets, lora.exclude)
     modules, parameters = split_targets(model, names)
     # Errors come before `config` is changed, which `attach` passes to PEFT.
     experts.check_settings(parameters, lora)
     for name in dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters):
-        why = experts.why_not(model.get_submodule(name))
-        if why:
-            raise AdapterError(f'{name} cannot have adapters: {why}. Exclude it: lora.exclude: ["**.experts"]')
+        reason = experts.why_not(model.get_submodule(name))
+        if reason:
+            raise AdapterError(f'{name} cannot have adapters: {reason}. Exclude it: lora.exclude: ["**.experts"]')
     if lora.dora and lora.dropout:
         raise AdapterError(
             f"lora.dora with lora.dropout={lora.dropout} would need the base layer's product of the dropped input as "
             "well, a second quantization and GEMM of every layer. Set lora.dropout: 0, or lora.dora: false."
         )
     config.target_modules, config.target_parameters = set(modules), parameters or None
-    lost = set(names_lost_by_peft(model, config))
-    if lost:
-        first = min(lost)
+    skipped = set(names_lost_by_peft(model, config))
+    if skipped:
+        first = min(skipped)
         log(
-            f"LoRA leaves out {len(lost)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT reads "  # type: ignore[union-attr]
-            "their names as names of experts in older checkpoints, and would load the adapter into wrong weights"
+            f"LoRA leaves out {len(skipped)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT "  # type: ignore[union-attr]
+            "treats their names as names of experts in older checkpoints and would load the adapter into wrong weights"
         )
-        names = tuple(name for name in names if name not in lost)
-        config.target_modules = set(modules) - lost
+        names = tuple(name for name in names if name not in skipped)
+        config.target_modules = set(modules) - skipped
         if not names:
-            raise AdapterError(f"nothing is left to adapt: PEFT cannot address {first} in this model type.")
+            raise AdapterError(f"no layer is left to adapt: PEFT cannot address {first} in this model type.")
     return names
 
 

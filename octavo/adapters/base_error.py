@@ -1,7 +1,7 @@
-"""The error of an FP8 base compared with the stock model that its adapters will be loaded on.
+"""The error of an FP8 base relative to the stock model on which its adapters will be loaded.
 
-An adapter is trained with the values of FP8 codes, and PEFT loads it on the BF16 model: it may correct errors of one
-base that the other does not have. The adapter is the same for both, so only the weights differ. For each weight W and
+An adapter is trained on dequantized FP8 codes, and PEFT loads it on the BF16 model: it may correct errors of the one
+that the other does not have. The adapter is the same for both, so only the weights differ. For each weight W and
 its dequantized codes W'::
 
     relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
@@ -55,7 +55,7 @@ class BaseErrors:
         return statistics.median(row.sqnr for row in self.rows)
 
     def summary(self) -> str:
-        """One sentence."""
+        """Return the summary as one sentence."""
         return (
             f"{len(self.rows)} FP8 weights differ from the stock ones by {self.relative:.2%} on average "
             f"({self.sqnr:.1f} dB), at most by {self.worst.relative:.2%} ({self.worst.name})"
@@ -79,23 +79,23 @@ def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]
 
     stock: the stock model, or its parameters by name, which may be produced one at a time; others are ignored.
 
-    Raises AdapterError for a model without frozen weights, and for weights that ``stock`` lacks or that have another
-    shape there.
+    Raises AdapterError for a model without frozen weights, and for weights that are missing in ``stock`` or have
+    another shape there.
     """
-    mine = {stock_name(name): weight for name, weight in frozen_weights(model)}
-    if not mine:
-        raise AdapterError("the model has no FP8 weights: its base is the stock one, so nothing differs.")
+    frozen = {stock_name(name): weight for name, weight in frozen_weights(model)}
+    if not frozen:
+        raise AdapterError("the model has no FP8 weights, so its base is the stock model.")
     rows: dict[str, WeightError] = {}
     for name, value in stock.named_parameters() if isinstance(stock, nn.Module) else stock:
-        if name in mine and name not in rows:
-            rows[name] = _weight_error(name, value, mine[name])
-    missing = [name for name in mine if name not in rows]
+        if name in frozen and name not in rows:
+            rows[name] = _weight_error(name, value, frozen[name])
+    missing = [name for name in frozen if name not in rows]
     if missing:
         raise AdapterError(
             f"{len(missing)} weights of the model are not among the stock ones, first {missing[0]}. It belongs to "
             "another model."
         )
-    return BaseErrors(tuple(rows[name] for name in mine))
+    return BaseErrors(tuple(rows[name] for name in frozen))
 
 
 @torch.no_grad()

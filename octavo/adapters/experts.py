@@ -1,4 +1,4 @@
-"""Adapters of experts: low-rank products of each expert's rows, without the delta of a whole weight.
+"""Adapters of experts: low-rank products on each expert's rows, without materializing the delta of a weight.
 
 PEFT adapts the three-dimensional parameters of a mixture-of-experts layer by ``target_parameters``: a ``ParamWrapper``
 around the module for each of them (nested: the first parameter's inside), with all experts' factors in one matrix
@@ -63,15 +63,15 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Return why the rows of these experts cannot be computed one by one, as adapters require; None if they can."""
-    if isinstance(module, moe.Experts):  # was compared with the stock module when it was converted
+    """Return why these experts cannot be computed row by row, as adapters require, or None if they can."""
+    if isinstance(module, moe.Experts):  # compared with the stock module when it was converted
         return None
     return moe.why_not(module) or (None if _is_meta(module) else moe.matches_stock(module))
 
 
 def sort_parameters(model: nn.Module) -> None:
-    """Put the parameters of experts into the order of their classes. The names in an adapter's file depend on it: PEFT
-    wraps the first parameter first, and loading may have changed the order."""
+    """Restore the order in which the classes of experts define their parameters. Names in an adapter's file depend on
+    it: PEFT wraps the first parameter first, and loading may have changed the order."""
     for module in model.modules():
         if moe.is_experts(module):
             for name in [n for n in module._parameters if not n.startswith(moe.PROJECTIONS[0])]:
@@ -79,21 +79,20 @@ def sort_parameters(model: nn.Module) -> None:
 
 
 def check_settings(names: Iterable[str], lora: LoraSection) -> None:
-    """Raise AdapterError for dropout and DoRA if there are ``names`` of parameters of experts, whose adapters cannot
-    have them."""
+    """Raise AdapterError for dropout and DoRA if ``names``, the targeted parameters of experts, is not empty."""
     first = next(iter(names), None)
     settings = {"lora.dropout": lora.dropout, "lora.dora": lora.dora}
     wrong = [f"{key}={value}" for key, value in settings.items() if value]
     if first is not None and wrong:
         raise AdapterError(
-            f"{' and '.join(wrong)} cannot be used for experts, and {first} is among the targets: PEFT adapts their "
+            f"{' and '.join(wrong)} cannot be used for experts, but {first} is a target: PEFT adapts their "
             "weights as W + B A, which has no place for dropout, DoRA or a bias, and could not read such an adapter. "
             'Set lora.dropout: 0 and lora.dora: false, or exclude experts: lora.exclude: ["**.experts"]'
         )
 
 
 def wrappers(outer: nn.Module) -> dict[str, Any]:
-    """projection -> PEFT's wrapper of it, for nested wrappers."""
+    """Return projection -> PEFT's wrapper, for nested wrappers."""
     by_projection, module = {}, outer
     while _is_wrapper(module):
         by_projection[str(module.parameter_name)] = module
@@ -123,23 +122,23 @@ def replace_forwards(model: nn.Module) -> int:
     outer = [(name, module) for name, module in model.named_modules() if _is_wrapper(module)]
     inner = {id(module.base_layer) for _, module in outer}
     outer = [(name, module) for name, module in outer if id(module) not in inner]
-    held: set[tuple[object, ...]] = set()
+    checked: set[tuple[object, ...]] = set()
     for name, module in outer:
-        base, mine = module.get_base_layer(), wrappers(module)
-        other = [p for p in mine if p not in moe.PROJECTIONS]
-        if other or not moe.is_experts(base):
+        base, by_projection = module.get_base_layer(), wrappers(module)
+        unsupported = [p for p in by_projection if p not in moe.PROJECTIONS]
+        if unsupported or not moe.is_experts(base):
             raise AdapterError(
-                f"{name}.{(other or list(mine))[0]} was named as a parameter to adapt, and only "
-                f"{' and '.join(moe.PROJECTIONS)} of experts can be adapted (three dimensions [E, N, K]). Name linear "
-                "layers as target_modules"
+                f"{name}.{(unsupported or list(by_projection))[0]} cannot be adapted as a parameter: only "
+                f"{' and '.join(moe.PROJECTIONS)} of experts can ([E, N, K]). Name linear layers in "
+                "target_modules"
             )
         kind = (type(base), *(tuple(base._parameters[p].shape) for p in moe.PROJECTIONS))
-        if kind not in held and (why := why_not(base)):
+        if kind not in checked and (why := why_not(base)):
             raise AdapterError(
                 f"{name}: experts of this structure cannot have adapters: {why}. Exclude them with "
                 'lora.exclude: ["**.experts"]'
             )
-        held.add(kind)
+        checked.add(kind)
         if not isinstance(base, moe.Experts):
             moe.enable_row_forward(base)
         module.__class__ = _adapted_class()
@@ -150,7 +149,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _adapted_class() -> type[nn.Module]:
-    """PEFT's wrapper with Octavo's forward; created when it is first needed, because PEFT may not be installed."""
+    """Return PEFT's wrapper with Octavo's forward, created on first use because PEFT may not be installed."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if ParamWrapper in _classes:
@@ -179,7 +178,7 @@ def _adapted_class() -> type[nn.Module]:
 
 
 def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
-    """s B_e A_e x for every expert's rows x [R, K], summed over active adapters -> [R, N]; padding rows are
+    """Return s B_e A_e x [R, N] for every expert's rows x [R, K], summed over active adapters; padding rows are
     undefined."""
     source = get_source(x)
     parts = [

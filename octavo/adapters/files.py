@@ -1,9 +1,9 @@
-"""PEFT's adapter folder: written atomically, read strictly.
+"""Reads and writes PEFT's adapter folders.
 
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r],
                                 .lora_magnitude_vector [N] (DoRA)
     adapter_config.json         LoraConfig's fields; base_model_name_or_path: the stock model's folder
-    sealed.json                 for an adapter of a sealed model: the key (octavo.base.seal_note)
+    sealed.json                 for an adapter of a sealed model: the key's fingerprint (octavo.base.seal_note)
 
 The folder does not depend on the precision of the base. PEFT loads it on the stock model; :func:`load` on a stock or an
 FP8 model, because it registers the layers for FP8, which PEFT does not store.
@@ -48,7 +48,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Files of a folder that may be replaced: PEFT's files, and others that users commonly add to an adapter.
 _REPLACEABLE = (CONFIG, WEIGHTS, NOTE, encryption.LIST, "README.md", ".gitattributes")
 
-# Fields of LoraConfig that are supported, or that do not affect the computation.
+# Fields of LoraConfig that are supported or do not affect the computation.
 _SUPPORTED_FIELDS = {
     *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters"),
@@ -57,11 +57,11 @@ _SUPPORTED_FIELDS = {
     *("megatron_core", "qalora_group_size", "lora_ga_config"),
 }
 _NAMES = ValueCheck(
-    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value)),
     "text or a list of names",
 )
 _LAYERS = ValueCheck(
-    lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
+    lambda value: all(type(index) is int for index in (value if isinstance(value, list) else [value])),
     "a number or a list of numbers",
 )
 _SCHEMA = {
@@ -78,7 +78,7 @@ _REASONS = {
     "megatron_config": "it is for Megatron's own layers",
     "trainable_token_indices": "it trains rows of the embeddings",
 }
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # initialisations that change the base
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # initializations that change the base
 Log = Callable[[str], None]
 
 
@@ -103,7 +103,7 @@ def save(
 ) -> Path:  # fmt: skip
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
-    The folder is written atomically: an adapter that is there stays until the new one replaces it
+    The folder is written atomically: an existing adapter stays until the new one replaces it
     (:mod:`octavo.base.atomic_write`). On several ranks, get ``state`` from :func:`adapter_state` on all of them, and
     call this on one. ``encrypt``: encrypt every file (:mod:`octavo.base.encryption`).
 
@@ -113,11 +113,11 @@ def save(
     final = Path(directory)
     values = dict(state) if state is not None else adapter_state(model)
     if bad := fp8.find_nonfinite(values.items()):
-        raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): such an adapter is not written.")
+        raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): the adapter is not written.")
     text = json.dumps(_config_document(model, str(base)), indent=2, sort_keys=True) + "\n"
     if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _REPLACEABLE]):
-        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
-        raise AdapterError(f"{final} exists and is no adapter's folder ({odd}); name another.")
+        what = "it is a file" if not final.is_dir() else "it contains " + ", ".join(target_folder.contents(final)[:3])
+        raise AdapterError(f"{final} exists and is not an adapter folder ({what}); choose another.")
     try:
         with atomic_write.new_folder(final, AdapterError) as temporary:
             encrypted = encryption.Folder(temporary) if encrypt else None
@@ -152,7 +152,7 @@ def _to_json(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, dict):
         return {key: _to_json(inner) for key, inner in value.items()}
-    return getattr(value, "value", value)  # of an enumeration its text
+    return getattr(value, "value", value)  # the text of an enumeration member
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -161,19 +161,19 @@ def _to_json(value: Any) -> Any:
 def read_config(directory: str | Path) -> LoraConfig:
     """Return the LoraConfig of an adapter's folder, if Octavo implements it exactly.
 
-    Raises AdapterError for a folder that is no adapter's, JSON that cannot be read, another kind of adapter (IA3,
+    Raises AdapterError for a folder that is not an adapter, JSON that cannot be read, another kind of adapter (IA3,
     prompt tuning, ...) and fields whose effect Octavo does not implement.
     """
     folder = Path(directory)
     file = folder / CONFIG
     if not folder.is_dir() or not os.path.lexists(file):
-        raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
+        raise AdapterError(f"{folder} is not an adapter folder: it has no {CONFIG}, which PEFT and octavo train write.")
     raw = safe_read.read_json(file, AdapterError)
     safe_read.check_schema(raw, _SCHEMA, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
-            f"{folder} is an adapter of type {kind!r}, and Octavo supports only LoRA (with rsLoRA and DoRA). Merge it "
+            f"{folder} is an adapter of type {kind!r}, but Octavo supports only LoRA (with rsLoRA and DoRA). Merge it "
             "into its base with PEFT, and use the merged model."
         )
     from peft import LoraConfig
@@ -183,12 +183,12 @@ def read_config(directory: str | Path) -> LoraConfig:
     for key, value in raw.items():
         if key in _SUPPORTED_FIELDS or not value or (key in stock and _to_json(stock[key]) == value) or value == "none":
             continue
-        why = _REASONS.get(key, "it changes the adapter's computation in a way that Octavo does not know")
+        why = _REASONS.get(key, "Octavo does not know its effect on the adapter")
         raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} is not supported: {why}.")
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_INITS):
         raise AdapterError(
-            f"{file}: init_lora_weights={start!r} means that the adapter is for a base that this initialisation "
+            f"{file}: init_lora_weights={start!r} means that the adapter is for a base that this initialization "
             "changed. Save it as plain LoRA with PEFT: save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)."
         )
@@ -207,7 +207,7 @@ def read_config(directory: str | Path) -> LoraConfig:
         if wrong or not 0 <= config.lora_dropout < 1:
             raise ValueError(f"r, lora_alpha and their patterns must be positive, lora_dropout in [0, 1): {numbers}")
     except (TypeError, ValueError, AttributeError, re.error) as error:
-        raise AdapterError(f"{file} is no valid LoRA configuration: {error}") from error
+        raise AdapterError(f"{file} is not a valid LoRA configuration: {error}") from error
     return config
 
 
@@ -219,8 +219,8 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     if not os.path.lexists(file):
         pickled = [name for name in find_pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
-            f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
-            "load it with PEFT if you trust it, and save it with save_pretrained."
+            f"{folder} contains {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
+            "if you trust it, load it with PEFT and save it with save_pretrained."
             if pickled
             else f"{folder} has no {WEIGHTS}: the adapter is incomplete."
         )
@@ -229,7 +229,9 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
         with plain_path(file) as plain, safe_open(plain, framework="pt") as tensors:
             state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (headers.HeaderError, SafetensorError, OSError) as error:
-        raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error
+        raise AdapterError(
+            f"{file} cannot be read: {error}. It was truncated, or is not a safetensors file."
+        ) from error
     for name, value in state.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise AdapterError(f"{file}: {name} is {value.dtype}; adapters are fp32, bf16 or fp16.")
@@ -245,16 +247,16 @@ def load(model: nn.Module, directory: str | Path, log: Log = lambda text: None, 
     configuration, in training mode.
 
     Raises AdapterError, before the model is changed, as :func:`read_config` does, for pickles, tensors that are missing
-    or that no target needs, shapes that do not fit the model, and targets that never get an adapter.
+    or that no target needs, shapes that do not fit the model, and targets that cannot have an adapter.
     """
     if adapted_layers(model):
-        raise AdapterError("the model has adapters already, and takes one set. Load it again.")
+        raise AdapterError("the model has adapters already and supports only one set. Load the model again.")
     config, state = read_config(directory), read_state(directory)
     names = _check_fit(model, config, state, Path(directory))
     resolved: Any = copy_config(config)  # PEFT's types do not allow sets, which it accepts and stores
-    of_experts = experts.expert_parameters(model)
-    resolved.target_modules = {name for name in names if name not in of_experts}
-    resolved.target_parameters = [name for name in names if name in of_experts] or None
+    expert_parameters = experts.expert_parameters(model)
+    resolved.target_modules = {name for name in names if name not in expert_parameters}
+    resolved.target_parameters = [name for name in names if name in expert_parameters] or None
     resolved.exclude_modules = resolved.layers_to_transform = resolved.layers_pattern = None
     inject(model, resolved, names, DTYPES[dtype], seed=0)
     load_adapter_state(model, state, where=str(directory))
@@ -267,27 +269,29 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
 
     Raises AdapterError, before anything is written, for names that are missing or unknown, and for other shapes.
     """
-    mine = {state_name(name): p for name, p in adapter_parameters(model)}
+    parameters_by_name = {state_name(name): p for name, p in adapter_parameters(model)}
     _check_tensors(
-        where, {name: tuple(p.shape) for name, p in mine.items()}, {n: tuple(v.shape) for n, v in state.items()}
+        where,
+        {name: tuple(p.shape) for name, p in parameters_by_name.items()},
+        {n: tuple(v.shape) for n, v in state.items()},
     )
     with torch.no_grad():
-        for name, parameter in mine.items():
+        for name, parameter in parameters_by_name.items():
             value = state[name].to(parameter.device, parameter.dtype)
             parameter.copy_(value if is_whole(parameter) else distribute_like(value, parameter))
 
 
 def _check_tensors(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:
     missing, extra = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
-    other = [name for name in sorted(wanted.keys() & present.keys()) if wanted[name] != present[name]]
+    mismatched = [name for name in sorted(wanted.keys() & present.keys()) if wanted[name] != present[name]]
     wrong = []
     for names, what in ((missing, "missing"), (extra, "unknown to the model")):
         if names:
             wrong.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
-    for name in other[:3]:
+    for name in mismatched[:3]:
         wrong.append(f"{name} is {list(present[name])} where the model takes {list(wanted[name])}")
     if wrong:
-        raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
+        raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was trained on another base.")
 
 
 def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
@@ -297,35 +301,37 @@ def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor]
     from peft.tuners.tuners_utils import check_target_module_exists
 
     rows = {row.name: row for row in fp8.describe_layers(model)}
-    of_experts = experts.expert_parameters(model)
+    expert_parameters = experts.expert_parameters(model)
     matched: list[str] = []
     if config.target_modules == "all-linear":
-        matched = [n for n, row in rows.items() if row.kind in ("linear", "router") and row.name not in of_experts]
+        matched = [
+            n for n, row in rows.items() if row.kind in ("linear", "router") and row.name not in expert_parameters
+        ]
     elif config.target_modules:
         matched = [name for name, _ in model.named_modules() if name and check_target_module_exists(config, name)]
     for wanted in config.target_parameters or ():
-        matched += [name for name in of_experts if name == wanted or name.endswith("." + wanted)]
+        matched += [name for name in expert_parameters if name == wanted or name.endswith("." + wanted)]
     for name in matched:
         row = rows.get(name)
         if row is None or row.kind not in ("linear", "experts"):
             kind = row.kind if row is not None else _module_kind(model, name)
-            why = UNADAPTABLE.get(kind, "it is no linear layer")
-            raise AdapterError(f"{where} adapts {name} ({kind}), which gets no adapter here: {why}.")
-    parameters = [name for name in matched if name in of_experts]
+            why = UNADAPTABLE.get(kind, "it is not a linear layer")
+            raise AdapterError(f"{where} adapts {name} ({kind}), which cannot have an adapter: {why}.")
+    parameters = [name for name in matched if name in expert_parameters]
     if parameters and (config.lora_dropout or config.use_dora):
         raise AdapterError(
             f"{where} adapts experts ({parameters[0]}) with lora_dropout={config.lora_dropout} and "
             f"use_dora={config.use_dora}, and PEFT supports neither for them. Set lora_dropout to 0 in {CONFIG}."
         )
-    lost = names_lost_by_peft(model, config) if not isinstance(config.target_modules, str) else ()
-    if lost:
+    skipped = names_lost_by_peft(model, config) if not isinstance(config.target_modules, str) else ()
+    if skipped:
         raise AdapterError(
-            f"{where} was made for experts as separate modules ({lost[0]}), as in older transformers. Load it with "
-            "PEFT on this version's model and save it again."
+            f"{where} was trained with experts as separate modules ({skipped[0]}), as in older transformers. Load it "
+            "with PEFT on this version's model and save it again."
         )
     wanted_shapes: dict[str, tuple[int, ...]] = {}
     for name in dict.fromkeys(matched):
-        wanted_shapes |= _adapter_shapes(name, rows[name], config, of_experts, matched)
+        wanted_shapes |= _adapter_shapes(name, rows[name], config, expert_parameters, matched)
     _check_tensors(str(where), wanted_shapes, {name: tuple(value.shape) for name, value in state.items()})
     return tuple(name for name in rows if name in set(matched))
 
@@ -339,17 +345,17 @@ def _module_kind(model: nn.Module, name: str) -> str:
 
 
 def _adapter_shapes(
-    name: str, row: Row, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
+    name: str, row: Row, config: Any, expert_parameters: Mapping[str, nn.Parameter], matched: list[str]
 ) -> dict[str, tuple[int, ...]]:
     from peft.utils.other import get_pattern_key
 
     key = get_pattern_key(config.rank_pattern.keys(), name)
     rank = config.rank_pattern.get(key, config.r)
     out, into = row.shape
-    if name in of_experts:
+    if name in expert_parameters:
         # PEFT nests the wrappers of one module, its first parameter innermost (:func:`experts.in_order`).
         container = name.rpartition(".")[0]
-        others = [n for n in of_experts if n in matched and n.rpartition(".")[0] == container]
+        others = [n for n in expert_parameters if n in matched and n.rpartition(".")[0] == container]
         depth = len(others) - 1 - others.index(name)
         prefix = container + ".base_layer" * depth
         return {
@@ -371,19 +377,19 @@ def read_continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) 
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)
     settings = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
-    held = {"rank": config.r, "alpha": config.lora_alpha, "rslora": config.use_rslora, "dora": config.use_dora}
+    saved = {"rank": config.r, "alpha": config.lora_alpha, "rslora": config.use_rslora, "dora": config.use_dora}
     for key, value in settings.items():
-        if held[key] != value:
+        if saved[key] != value:
             raise AdapterError(
-                f"lora.{key} is {value} and the adapter {folder} has {held[key]}. Use lora.{key}: {held[key]}"
+                f"lora.{key} is {value}, but the adapter {folder} has {saved[key]}. Set lora.{key}: {saved[key]}"
             )
     if config.rank_pattern or config.alpha_pattern:
-        raise AdapterError(f"{folder} has separate ranks or alphas for some layers, which `lora` cannot continue.")
-    theirs = set(_check_fit(model, config, state, folder))
-    if theirs != set(names):
-        odd = sorted(theirs ^ set(names))
+        raise AdapterError(f"{folder} has separate ranks or alphas for some layers, which `lora` cannot express.")
+    adapted = set(_check_fit(model, config, state, folder))
+    if adapted != set(names):
+        differing = sorted(adapted ^ set(names))
         raise AdapterError(
-            f"lora.targets name {len(names)} layers and the adapter {folder} has {len(theirs)}; {len(odd)} differ, "
-            f"first {odd[0]}. Use the adapter's targets."
+            f"lora.targets selects {len(names)} layers, but the adapter {folder} has {len(adapted)}; {len(differing)} "
+            f"differ, first {differing[0]}. Use the adapter's targets."
         )
     return state

@@ -28,9 +28,9 @@ def inject(
     model: nn.Module, config: LoraConfig, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
     device: torch.device | None = None,
 ) -> None:  # fmt: skip
-    """Let PEFT wrap the layers ``names``, linear ones in Octavo's class, and freeze all parameters except adapters.
-    ``device``: the device of adapters whose base is on the meta device (None: the meta device). Raises AdapterError if
-    PEFT wraps other layers."""
+    """Wrap the layers ``names`` with PEFT, linear ones in Octavo's class, and freeze all parameters except adapters.
+    ``device``: the device of adapters whose base is on the meta device (by default the meta device). Raises
+    AdapterError if PEFT wraps different layers."""
     from peft import inject_adapter_in_model
 
     from octavo.adapters.layer import Linear
@@ -45,10 +45,10 @@ def inject(
         inject_adapter_in_model(config, model, adapter)
     adapted = set(adapted_layers(model))
     if adapted != set(names):
-        odd = sorted(adapted ^ set(names))
+        differing = sorted(adapted ^ set(names))
         raise AdapterError(
-            f"PEFT adapted other layers than the requested ones: {len(odd)} differ, first {odd[0]}. This version of "
-            "PEFT matches names in a way that Octavo does not know; use another version."
+            f"PEFT adapted different layers: {len(differing)} of them differ from the targets, first {differing[0]}. "
+            "This version of PEFT matches names in an unknown way; use another version."
         )
     experts.replace_forwards(model)
     _set_dora_magnitudes(model, adapter)
@@ -63,8 +63,8 @@ _MOVE = "_move_adapter_to_device_of_base_layer"  # PEFT's method, which is repla
 
 @contextmanager
 def _keep_drawn_values(device: torch.device | None) -> Iterator[None]:
-    """A context in which new adapters keep the values that PEFT draws, on this device, although PEFT then moves them to
-    the device of their base, which may be the meta device. None: they are moved to their base's device."""
+    """Keep the values that PEFT draws for new adapters on ``device`` while the block runs, although PEFT then moves
+    them to the device of their base, which may be the meta device. With None they are moved to their base's device."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     stock = BaseTunerLayer._move_adapter_to_device_of_base_layer
@@ -95,12 +95,12 @@ def _set_dora_magnitudes(model: nn.Module, adapter: str) -> None:
 
     for module in model.modules():
         if isinstance(module, Linear) and module.use_dora.get(adapter, False):
-            held: Any = module
-            held.lora_magnitude_vector[adapter].weight = nn.Parameter(held.norms(adapter))
+            layer: Any = module
+            layer.lora_magnitude_vector[adapter].weight = nn.Parameter(layer.norms(adapter))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Stock name -> PEFT's layer, for modules and for parameters of experts, in model order."""
+    """Return stock name -> PEFT's layer, for modules and for parameters of experts, in model order."""
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
@@ -132,12 +132,12 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """A context in which the model computes without adapters: the reference model of RL. `requires_grad` is not
+    """Disable all adapters while the block runs, for the reference model of RL. `requires_grad` is not
     changed. With activation checkpointing, do not run the backward of a graph from inside after the context: blocks
     would be recomputed with adapters. Raises AdapterError for a model without adapters."""
     layers = list(adapted_layers(model).values())
     if not layers:
-        raise AdapterError("the model has no adapters that could be disabled.")
+        raise AdapterError("the model has no adapters to disable.")
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
@@ -150,7 +150,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_second_adapter(model: nn.Module) -> Iterator[None]:
-    """A context in which the second adapter is active instead of the first. Run the backward inside, too: blocks with
+    """Activate the second adapter instead of the first while the block runs. Run the backward inside, too: blocks with
     activation checkpointing are recomputed with the adapters that are active then. `requires_grad` is not changed.
     Raises AdapterError without a second adapter."""
     layers = [layer for layer in adapted_layers(model).values() if SECOND in layer.lora_A]

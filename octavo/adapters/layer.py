@@ -1,8 +1,8 @@
-"""The layer that PEFT puts in place of a linear layer: PEFT's LoRA linear with another forward.
+"""The adapted linear layer: PEFT's LoRA linear with another forward.
 
 Parameters, names, configuration, files, DoRA's magnitudes and the switching of adapters are PEFT's. Only the arithmetic
 differs (:mod:`octavo.adapters.lowrank`). It is the same with an FP8 layer, a frozen FP8 weight in a stock layer
-and a stock BF16 layer, so two runs with different bases differ in nothing else. The base layer is called with x itself,
+and a stock BF16 layer, so two runs with different bases differ only in these. The base layer is called with x itself,
 so that q, k and v share its codes; dropout applies only to the input of A.
 
 DoRA (Liu et al. 2024) scales each row of the adapted weight to a trained length m [N]::
@@ -33,7 +33,7 @@ class Linear(PeftLinear):
     """y = base(x) + s B (A d(x)); see the module's docstring."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., K] -> [..., N], in the dtype of the base layer's output."""
+        """Compute x [..., K] -> [..., N], in the dtype of the base layer's output."""
         if kwargs.get("adapter_names") is not None:
             raise AdapterError("adapter_names mixes adapters in one batch, which Octavo's layers do not support.")
         kwargs.pop("adapter_names", None)
@@ -68,14 +68,14 @@ class Linear(PeftLinear):
 
     @torch._disable_dynamo  # FP8 weights cannot be traced
     def norms(self, name: str) -> Tensor:
-        """|W + s B A| of each row, [N] in fp32, for the adapter ``name``."""
-        held: Any = self
-        a, b = held.lora_A[name].weight, held.lora_B[name].weight
-        return row_norms(held.get_base_layer().weight, a, b, held.scaling[name])
+        """Return |W + s B A| of each row, [N] in fp32, for the adapter ``name``."""
+        layer: Any = self
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        return row_norms(layer.get_base_layer().weight, a, b, layer.scaling[name])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """PEFT's merge, for a base in high precision. Raises AdapterError for frozen FP8 codes, which cannot be added
-        to."""
+        """Merge like PEFT, for a base in high precision. Raises AdapterError for frozen FP8 codes, to which nothing can
+        be added."""
         if is_frozen(self.get_base_layer().weight):
             raise AdapterError(
                 "an adapter cannot be merged into frozen FP8 codes in place: they would have to be quantized again, "

@@ -27,20 +27,20 @@ from octavo.fp8.dense import Input, Source, get_source
 
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
-    """y [..., N] + scale * B (A d(x)), x [..., K], in the dtype of y.
+    """Return y [..., N] + scale * B (A d(x)), x [..., K], in the dtype of y.
 
-    dropout: the share of x that is zeroed, 0 outside training. user: the layer, the same object in every call.
+    dropout: the share of x that is zeroed, 0 outside training. user: the layer, the same object in every args.
     """
     mask = None
     if dropout:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
-    call = LowRankArgs(scale, dropout, user, get_source(x))
-    out: Tensor = _LowRank.apply(y, x, a, b, mask, call)
+    args = LowRankArgs(scale, dropout, user, get_source(x))
+    out: Tensor = _LowRank.apply(y, x, a, b, mask, args)
     return out
 
 
 def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
-    """Return the same in operators that a compiler can trace; the compiler decides what is saved."""
+    """Return the same result in traceable operators; the compiler decides what is saved."""
     dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
     dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     h = dropped @ a.to(y.dtype).t()
@@ -49,7 +49,7 @@ def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dr
 
 
 class LowRankArgs(NamedTuple):
-    """The arguments of a forward besides its tensors."""
+    """The arguments of a forward except its tensors."""
 
     scale: float
     dropout: float
@@ -59,21 +59,21 @@ class LowRankArgs(NamedTuple):
 
 class _LowRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: LowRankArgs) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, args: LowRankArgs) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
-            operand = Input(x, call.user, dtype)
+            operand = Input(x, args.user, dtype)
             x_MK = operand.high_precision() if x.dtype != dtype else operand.matrix()
-            h = _apply_mask(x_MK, mask, call.dropout) @ a.to(dtype).t()
+            h = _apply_mask(x_MK, mask, args.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
-            out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)
-        source = call.source
+            out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=args.scale)
+        source = args.source
         # Save x itself and not a view, because its other users save x too, and the memory is then shared.
         saved = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
         masks = () if mask is None else (mask,)
         ctx.save_for_backward(a, b, h, *masks, *(saved if ctx.needs_input_grad[2] else ()))
         ctx.recompute = None if source is None else source.recompute
-        ctx.scale, ctx.dropout, ctx.masked = call.scale, call.dropout, mask is not None
+        ctx.scale, ctx.dropout, ctx.masked = args.scale, args.dropout, mask is not None
         ctx.x_shape, ctx.x_dtype, ctx.dtype = x.shape, x.dtype, dtype
         return torch.ops.aten._unsafe_view(out, y.shape)
 
@@ -101,7 +101,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _apply_mask(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """x with the masked elements zeroed and the others scaled by 1 / (1 - dropout); the gradient is the same map."""
+    """Zero the masked elements of x and scale the others by 1 / (1 - dropout); the gradient is the same map."""
     if mask is None:
         return x_MK
     return (x_MK * mask.view(x_MK.shape)).mul_(1 / (1 - dropout))

@@ -1,4 +1,4 @@
-"""Merging adapters into the weights of their layers: W' = W + s B A, added in fp32 and rounded once.
+"""Merges adapters into the weights of their layers: W' = W + s B A, added in fp32 and rounded once.
 
 W is the matrix that the base multiplies by: for frozen FP8 codes their values (code * scale, exact in fp32), else the
 parameter. DoRA scales the rows of the sum to their trained lengths, W' = m / |W + s B A| * (W + s B A). Experts are
@@ -57,7 +57,7 @@ class AdaptedWeight:
         return (None,) if self.count is None else tuple(range(self.count))
 
     def base_values(self, slot: int | None = None) -> Tensor:
-        """W in fp32, [N, K]: the dequantized codes, or the parameter."""
+        """Return W in fp32, [N, K]: the dequantized codes, or the parameter."""
         if is_frozen(self.weight):
             q = codes_of_frozen(self.weight)
             if slot is not None:
@@ -68,7 +68,7 @@ class AdaptedWeight:
         return (values.mT if self.transposed else values).float()
 
     def merged(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
-        """W' in fp32, [N, K]; ``base``: W, if the caller has computed it."""
+        """Return W' in fp32, [N, K]; ``base``: W, if the caller has computed it."""
         w = self.base_values(slot) if base is None else base
         a, b = self._factors(slot)
         out = torch.addmm(w, b, a, alpha=float(self.layer.scaling[NAME]))
@@ -111,17 +111,17 @@ def adapted_weights(model: nn.Module, base: nn.Module | None = None) -> dict[str
     for stock, layer in layers.items():
         if layer.merged:
             raise AdapterError(f"the adapter of {stock} is merged in place already; unmerge it (PEFT's unmerge) first.")
-        inside = layer.get_base_layer()
+        base_layer = layer.get_base_layer()
         projection = getattr(layer, "parameter_name", None)
         name = stock if projection is not None else f"{stock}.weight"
-        weight = inside._parameters[projection or "weight"] if base is None else _base_parameter(base, name)
+        weight = base_layer._parameters[projection or "weight"] if base is None else _base_parameter(base, name)
         if not all(is_whole(p) for p in (weight, *layer.lora_A.parameters())):
             raise AdapterError(
                 f"{name} is a rank's shard; merge from a checkpoint or an adapter folder, in one process."
             )
-        if weight.shape != inside._parameters[projection or "weight"].shape:
-            raise AdapterError(f"{name} has the shape {list(weight.shape)} in `base`, and another one in the model.")
-        transposed = projection is not None and bool(getattr(inside, "is_transposed", False))
+        if weight.shape != base_layer._parameters[projection or "weight"].shape:
+            raise AdapterError(f"{name} has the shape {list(weight.shape)} in `base`, but another one in the model.")
+        transposed = projection is not None and bool(getattr(base_layer, "is_transposed", False))
         by_name[name] = AdaptedWeight(name, layer, weight, None if projection is None else weight.shape[0], transposed)
     return by_name
 
@@ -133,7 +133,7 @@ def merged_weights(
 
     Adapted weights are W' as the stock model stores them, computed in fp32 and rounded once to ``dtype``, one at a
     time. All others are unchanged: frozen weights are their codes ([N, K], or [E, N, K] for experts), parameters and
-    buffers have their own dtypes.
+    buffers keep their dtypes.
 
     base: a stock model of any precision to merge the adapters into, instead of their own base.
 

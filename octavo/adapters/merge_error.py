@@ -1,4 +1,4 @@
-"""How much of an adapter survives the rounding of a merged weight.
+"""Measures how much of an adapter survives the rounding of a merged weight.
 
 With W the base's weight, D the adapter's change (s B A; for DoRA the whole change), and V the written value of W + D::
 
@@ -181,7 +181,7 @@ class MergeErrors:
         return sorted(self.fp8_weights(), key=lambda w: -w.noise_ratio)[:count]
 
     def rounded_weights(self) -> list[WeightErrors]:
-        """Weights in high precision with ``kept`` below :data:`MIN_KEPT`: BF16 rounds too."""
+        """Return weights in high precision with ``kept`` below :data:`MIN_KEPT`: BF16 rounds, too."""
         return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < MIN_KEPT]
 
     def to_json(self) -> dict[str, object]:
@@ -200,7 +200,7 @@ def _sum_of_squares(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-def _weighted_mean(pairs: Iterable[tuple[float, float]], none: float) -> float:
+def _weighted_mean(pairs: Iterable[tuple[float, float]], default: float) -> float:
     pairs = list(pairs)
     weight = sum(w for w, _ in pairs)
-    return sum(w * v for w, v in pairs) / weight if weight else none
+    return sum(w * v for w, v in pairs) / weight if weight else default

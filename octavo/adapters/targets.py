@@ -1,4 +1,4 @@
-"""The modules that get adapters: components, globs and names, resolved to full names before they are passed to PEFT.
+"""Resolves the targets of adapters (components, globs and names) to full names, which are passed to PEFT.
 
 A pattern is one of
 
@@ -7,7 +7,8 @@ A pattern is one of
                   modules in it
     a suffix      "q_proj", "self_attn.q_proj": PEFT's target modules
 
-The results are full names, so that an adapter has the same modules wherever it is loaded. Some linear maps never get an
+The results are full names, so that an adapter has the same modules wherever it is loaded. Some linear layers cannot
+have an
 adapter: see :data:`UNADAPTABLE`.
 """
 
@@ -36,7 +37,7 @@ UNADAPTABLE: Mapping[str, str] = {
     "router": "it decides which expert a token goes to; a change moves tokens, and servers use it without adapters",
     "subclass": "its class has its own forward, to which adding a low-rank product may be wrong",
 }
-"""Kinds of modules that get no adapter, with the reason. A glob skips them; naming one is an error."""
+"""Kinds of modules that cannot have an adapter, with the reason. A glob skips them; naming one is an error."""
 
 
 def resolve_targets(
@@ -45,9 +46,9 @@ def resolve_targets(
     """Return the names of the layers to adapt, in model order: modules, and parameters for experts
     ("...experts.down_proj").
 
-    family   the components of modules; None uses conventional names
+    family   maps modules to components; conventional names are used by default
     targets  components, globs or suffixes; each must match a layer that can have an adapter
-    exclude  the same, for layers to exclude from the targets
+    exclude  patterns of layers to exclude from the targets
 
     Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names a layer of
     :data:`UNADAPTABLE` (with the reason), a malformed glob, and when no layer is left.
@@ -66,7 +67,7 @@ def resolve_targets(
         chosen -= out
     if not chosen:
         raise AdapterError(
-            f"nothing is left to adapt: exclude ({', '.join(exclude)}) covers all that targets "
+            f"no layer is left to adapt: exclude ({', '.join(exclude)}) covers all that targets "
             f"({', '.join(targets)}) name. Exclude less."
         )
     return tuple(row.name for row in usable if row.name in chosen)
@@ -92,10 +93,10 @@ def _match_pattern(pattern: str, rows: Sequence[Row], model: nn.Module, family: 
     tables = [name for name, m in names.items() if isinstance(m, nn.Embedding) and _covers(pattern, name)]
     for name, kind in [*((row.name, row.kind) for row in hit), *((name, "embedding") for name in tables)]:
         raise AdapterError(
-            f"targets: {pattern!r} names {name} ({kind}), which gets no adapter: {UNADAPTABLE[kind]}. Remove it."
+            f"targets: {pattern!r} names {name} ({kind}), which cannot have an adapter: {UNADAPTABLE[kind]}. Remove it."
         )
     covered = [name for name in names if _covers(pattern, name)]
-    why = f"names {covered[0]}, which holds no linear layer" if covered else "matches nothing"
+    why = f"names {covered[0]}, which contains no linear layer" if covered else "matches nothing"
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     raise AdapterError(
         f"targets: {pattern!r} {why}. A target is a component ({', '.join(WITHOUT_HEAD)}) or a glob over module names."
@@ -121,19 +122,19 @@ def _suggest_names(pattern: str, rows: Sequence[Row]) -> str:
 
 def split_targets(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (modules, parameters of experts) among target names."""
-    of_experts = experts.expert_parameters(model)
-    return [n for n in names if n not in of_experts], [n for n in names if n in of_experts]
+    expert_parameters = experts.expert_parameters(model)
+    return [n for n in names if n not in expert_parameters], [n for n in names if n in expert_parameters]
 
 
 def names_lost_by_peft(model: nn.Module, config: Any) -> tuple[str, ...]:
-    """Modules that PEFT would not adapt although ``config`` (a LoraConfig) names them.
+    """Return modules that PEFT would not adapt although ``config`` (a LoraConfig) names them.
 
-    For some mixture-of-experts families PEFT takes the last part of a target's name for a name in an older checkpoint,
+    For some mixture-of-experts families PEFT treats the last part of a target's name as a name in an older checkpoint,
     in which experts were modules: a dense "mlp.gate_proj" of such a model becomes the experts' gate_up_proj.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # older versions of PEFT do not
+    except ImportError:  # older versions of PEFT do not convert names
         return ()
     if not hasattr(getattr(model, "config", None), "model_type"):
         return ()

@@ -10,6 +10,6 @@ On a CPU the same suites run at small sizes: the same code, but the figures say 
 
 from octavo.bench.bench import Bench
 from octavo.bench.record import Result, load, table
-from octavo.bench.suites import SUITES, BenchError, folder, keep, report, run
+from octavo.bench.suites import SUITES, BenchError, check_folder, report, run, write_suites
 
-__all__ = ["SUITES", "Bench", "BenchError", "Result", "folder", "keep", "load", "report", "run", "table"]
+__all__ = ["SUITES", "Bench", "BenchError", "Result", "check_folder", "load", "report", "run", "table", "write_suites"]

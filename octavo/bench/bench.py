@@ -13,13 +13,13 @@ import torch
 
 from octavo.base import accelerator
 from octavo.base.safe_read import first_line
-from octavo.bench.record import Absent, Result, Row
+from octavo.bench.record import AbsentCandidate, Result, Row
 from octavo.fp8 import measuring
 
 Call = Callable[[], Any]
 
 
-class Refusal(RuntimeError):
+class Unavailable(RuntimeError):
     """A candidate that cannot run here; the message says why (a package, an architecture, a shape)."""
 
 
@@ -41,8 +41,8 @@ class Bench:
                    the mean of the earlier ones (None: no limit)
     shape, tokens  the model of the layer and step suites, and the tokens of a call; None: the suite's defaults
     log            called with each case when it begins
-    begins         receives the case and the candidates that are built or timed next
-    on_result      receives the result after each case
+    on_candidates  called with the case and the candidates that are built or timed next
+    on_result      called with the result after each case
     skip           (case, name) of candidates that are skipped, because an earlier process timed them or died of them
     """
 
@@ -53,7 +53,7 @@ class Bench:
     shape: str | None = None
     tokens: int | None = None
     layers: int | None = None
-    begins: Callable[[str, Sequence[str]], None] = lambda case, candidates: None
+    on_candidates: Callable[[str, Sequence[str]], None] = lambda case, candidates: None
     on_result: Callable[[Result], None] = lambda result: None
     skip: Collection[tuple[str, str]] = ()
     result: Result = field(init=False)
@@ -63,9 +63,9 @@ class Bench:
         settings = {"shape": self.shape, "tokens": self.tokens, "layers": self.layers}
         chosen = {k: v for k, v in settings.items() if v is not None}
         self.result = Result(name, self.small, settings=chosen)
-        self.begin()
+        self.start_budget()
 
-    def begin(self) -> None:
+    def start_budget(self) -> None:
         """Start a suite's budget."""
         self._began, self._built = time.perf_counter(), 0
 
@@ -102,7 +102,7 @@ class Bench:
         candidates = {key: build for key, build in candidates.items() if (name, key) not in self.skip}
         if not candidates:
             return
-        if self._late(len(candidates)):
+        if self._exceeds_budget(len(candidates)):
             which = next(iter(candidates)) if len(candidates) == 1 else "it"
             self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s is too short for {which}")
             self.on_result(self.result)
@@ -111,10 +111,10 @@ class Bench:
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for candidate, build in candidates.items():
-            if calls and self._late(1):
+            if calls and self._exceeds_budget(1):
                 self.result.cut.append(f"{suite} {name}: the time budget is too short for {candidate}")
                 continue
-            self.begins(name, [candidate])
+            self.on_candidates(name, [candidate])
             self._built += 1
             try:
                 calls[candidate] = build()
@@ -123,12 +123,14 @@ class Bench:
             except Exception as error:  # any error of a candidate is reported as its result
                 calls.pop(candidate, None)
                 self.result.absent.append(
-                    Absent(suite, name, candidate, str(error) if isinstance(error, Refusal) else first_line(error))
+                    AbsentCandidate(
+                        suite, name, candidate, str(error) if isinstance(error, Unavailable) else first_line(error)
+                    )
                 )
                 accelerator.synchronize(self.device)  # raises if the GPU is lost, which must end this process
                 continue
         if calls:
-            self.begins(name, list(calls))
+            self.on_candidates(name, list(calls))
             kinds = {} if isinstance(memory, bool) else dict(memory)
             for candidate, timed in measuring.time_calls(calls, self.device).items():
                 did = work if isinstance(work, Work) else work[candidate]
@@ -149,7 +151,7 @@ class Bench:
         accelerator.empty_cache(self.device)
         self.on_result(self.result)
 
-    def _late(self, count: int) -> bool:
+    def _exceeds_budget(self, count: int) -> bool:
         """Whether the budget is too short for this many further candidates."""
         spent = time.perf_counter() - self._began
         return self.budget is not None and spent * (1 + count / self._built if self._built else 1) > self.budget

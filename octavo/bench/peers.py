@@ -1,4 +1,4 @@
-"""Linear layers to measure against each other: high precision, Octavo by recipe and backend, other libraries.
+"""Linear layers to compare: high precision, Octavo by recipe and backend, and other libraries.
 
 Other libraries are included if they are installed; nothing here is needed to use Octavo. Each function returns a module
 with a weight [N, K] in the bench's precision on its device, or raises :class:`Refusal`.
@@ -17,7 +17,7 @@ from torch import nn
 from octavo import fp8
 from octavo.base import accelerator
 from octavo.base.recipe_specs import CANDIDATES, SPECS, names_in_library
-from octavo.bench.bench import Bench, Refusal
+from octavo.bench.bench import Bench, Unavailable
 from octavo.fp8 import kernels
 
 # Recipes that more GPUs multiply natively come first, because a time budget drops the last.
@@ -27,42 +27,44 @@ RECIPES = tuple(sorted(CANDIDATES, key=lambda name: SPECS[name].native))
 SHARED = tuple(name for name in RECIPES if SPECS[name].layouts == 1)
 
 
-def high(bench: Bench, n: int, k: int) -> nn.Module:
+def high_precision_linear(bench: Bench, n: int, k: int) -> nn.Module:
     """A plain ``nn.Linear``."""
     return nn.Linear(k, n, bias=False, device=bench.device, dtype=bench.dtype)
 
 
-def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto", weight_codes: str = "keep") -> nn.Module:
+def octavo_linear(
+    bench: Bench, n: int, k: int, recipe: str, backend: str = "auto", weight_codes: str = "keep"
+) -> nn.Module:
     """A linear layer in FP8, converted by a plan as in a training run."""
-    model = nn.Sequential(high(bench, n, k))
+    model = nn.Sequential(high_precision_linear(bench, n, k))
     try:
         return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, backend=backend, weight_codes=weight_codes)))
     except fp8.BackendError as error:
-        raise Refusal(str(error)) from error
+        raise Unavailable(str(error)) from error
 
 
-def compiled(make: Callable[[], nn.Module], whole: bool = True) -> nn.Module:
+def compile_module(make: Callable[[], nn.Module], whole: bool = True) -> nn.Module:
     """The module of ``make`` under torch.compile; ``whole``: as one graph, else it raises.
 
     Beyond the limit of recompilations it raises in either case: dynamo would continue in eager mode and be timed as if
     it were compiled. If graph breaks are allowed, the code between graphs runs eagerly as in a training run.
     """
     if importlib.util.find_spec("torch._inductor") is None:
-        raise Refusal("this build of torch has no inductor")
+        raise Unavailable("this build of torch has no inductor")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = 32  # candidates of a case share a block's code, and each is a graph of it
     return torch.compile(make(), fullgraph=whole)  # type: ignore[return-value]
 
 
-def torchao(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
+def torchao_linear(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
     """torchao's float8 training layer, compiled, as its documentation asks."""
     if importlib.util.find_spec("torchao") is None:
-        raise Refusal("torchao is not installed")
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        raise Unavailable("torchao is not installed")
+    from torchao_linear.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = nn.Sequential(high(bench, n, k))
+    model = nn.Sequential(high_precision_linear(bench, n, k))
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    return compiled(lambda: model)
+    return compile_module(lambda: model)
 
 
 class _Autocast(nn.Module):
@@ -77,18 +79,18 @@ class _Autocast(nn.Module):
             return self.layer(x)
 
 
-def transformer_engine(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
+def transformer_engine_linear(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
     """TransformerEngine's Linear under one of its recipes: DelayedScaling, Float8CurrentScaling, Float8BlockScaling."""
     if importlib.util.find_spec("transformer_engine") is None:
-        raise Refusal("transformer_engine is not installed")
-    import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as recipes
+        raise Unavailable("transformer_engine is not installed")
+    import transformer_engine_linear.pytorch as te
+    from transformer_engine_linear.common import recipe as recipes
 
     layer = te.Linear(k, n, bias=False, params_dtype=bench.dtype, device=bench.device)
     return _Autocast(layer, partial(te.fp8_autocast, enabled=True, fp8_recipe=getattr(recipes, recipe)()))
 
 
-def able(bench: Bench, recipe: str) -> list[str]:
+def supported_backends(bench: Bench, recipe: str) -> list[str]:
     """The backends that can run all three GEMMs of a recipe on the bench's device and that `auto` may choose; on a CPU
     only the reference. A recipe is included where tensor cores multiply by its scales (MXFP8 from Blackwell on):
     elsewhere it is emulated, cannot win, and would take a fifth of a suite's time."""
@@ -105,23 +107,23 @@ def able(bench: Bench, recipe: str) -> list[str]:
     return backends
 
 
-def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable[[], nn.Module]]:
+def linear_builders(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable[[], nn.Module]]:
     """All linear layers to compare, row name -> builder; ``compiling`` adds those under torch.compile."""
-    builders: dict[str, Callable[[], nn.Module]] = {bench.high: partial(high, bench, n, k)}
+    builders: dict[str, Callable[[], nn.Module]] = {bench.high: partial(high_precision_linear, bench, n, k)}
     for recipe in RECIPES:
-        for backend in able(bench, recipe):
-            builders[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
-    if accelerator.is_gpu(bench.device):  # the reference reads codes either way round
+        for backend in supported_backends(bench, recipe):
+            builders[f"{recipe} {backend}"] = partial(octavo_linear, bench, n, k, recipe, backend)
+    if accelerator.is_gpu(bench.device):  # the reference reads codes either setup round
         for recipe in SHARED:
-            for backend in able(bench, recipe)[:1]:
-                layer = partial(octavo, bench, n, k, recipe, backend, "both")
+            for backend in supported_backends(bench, recipe)[:1]:
+                layer = partial(octavo_linear, bench, n, k, recipe, backend, "both")
                 builders[f"{recipe} {backend}, both layouts of w"] = layer
     for recipe in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):
-        builders[f"TransformerEngine {recipe}"] = partial(transformer_engine, bench, n, k, recipe)
+        builders[f"TransformerEngine {recipe}"] = partial(transformer_engine_linear, bench, n, k, recipe)
     if compiling:
-        builders[f"{bench.high} compiled"] = partial(compiled, partial(high, bench, n, k))
+        builders[f"{bench.high} compiled"] = partial(compile_module, partial(high_precision_linear, bench, n, k))
         for recipe in SHARED:
-            builders[f"{recipe} compiled"] = partial(compiled, partial(octavo, bench, n, k, recipe))
+            builders[f"{recipe} compiled"] = partial(compile_module, partial(octavo_linear, bench, n, k, recipe))
         for recipe in names_in_library("torchao"):
-            builders[f"torchao {recipe}"] = partial(torchao, bench, n, k, recipe)
+            builders[f"torchao {recipe}"] = partial(torchao_linear, bench, n, k, recipe)
     return builders

@@ -80,7 +80,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Absent:
+class AbsentCandidate:
     """A candidate that did not run in a case, and why."""
 
     suite: str
@@ -96,7 +96,7 @@ class Result:
     device: str
     small: bool
     rows: list[Row] = field(default_factory=list)
-    absent: list[Absent] = field(default_factory=list)
+    absent: list[AbsentCandidate] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -139,29 +139,29 @@ def table(result: Result) -> list[tuple[str, ...]]:
         peak = kinds + ("" if r.peak_bytes is None else f", {'peak ' if kinds else ''}{r.peak_bytes / 2**30:.1f} GiB")
         rate = r.rate + ("" if mfu is None else f", MFU {100 * mfu:.0f} %") + peak
         rows.append(
-            (r.suite, r.case, r.candidate, _time(r.seconds), f"{100 * r.spread:.0f} %", rate, r.baseline)
+            (r.suite, r.case, r.candidate, _format_seconds(r.seconds), f"{100 * r.spread:.0f} %", rate, r.baseline)
             + (("" if ratio is None else f"{ratio:.2f}x"),)
         )
     return rows
 
 
-def budget(result: Result) -> list[tuple[str, ...]]:
+def budget_table(result: Result) -> list[tuple[str, ...]]:
     """The time of steps by part: a heading, and a line for each row with parts; empty without such a row."""
     cut = [r for r in result.rows if r.parts]
     lines = []
     for row in cut:
         total = sum(row.parts.values())
-        cells = [f"{_time(seconds)} {100 * seconds / total:.0f} %" for seconds in row.parts.values()]
-        lines.append((row.case, row.candidate, _time(total), *cells))
+        cells = [f"{_format_seconds(seconds)} {100 * seconds / total:.0f} %" for seconds in row.parts.values()]
+        lines.append((row.case, row.candidate, _format_seconds(total), *cells))
     return [("case", "candidate", "step", *cut[0].parts), *lines] if cut else []
 
 
-def noisy(result: Result) -> list[Row]:
+def noisy_rows(result: Result) -> list[Row]:
     """Rows with a spread so large that their ratios mean little."""
     return [r for r in result.rows if r.spread > NOISE]
 
 
-def part(result: Result, suite: str) -> Result:
+def select_suite(result: Result, suite: str) -> Result:
     """The results of one suite."""
     cut = [line for line in result.cut if line.split()[0] == suite]
     rows = [r for r in result.rows if r.suite == suite]
@@ -169,7 +169,7 @@ def part(result: Result, suite: str) -> Result:
     return Result(result.device, result.small, rows, absent, cut, result.settings)
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.3f} s"
 
 
@@ -178,7 +178,7 @@ def write(result: Result, path: Path) -> Path:
     return save(result.to_json(), path)
 
 
-def machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe_machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Machine, versions and commit, as :data:`MACHINE` lists them: of this process, or of a run's description."""
     described = environment.describe() if described is None else described
     return {key: described[key] for key in MACHINE if key in described}
@@ -197,6 +197,6 @@ def load(path: Path) -> Mapping[str, Any]:
     return result
 
 
-def suites_of(rows: Sequence[Row]) -> list[str]:
+def suite_names(rows: Sequence[Row]) -> list[str]:
     """The suites that have rows, in order."""
     return list(dict.fromkeys(r.suite for r in rows))

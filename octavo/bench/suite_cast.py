@@ -1,6 +1,6 @@
 """``cast``: casts and fused layers against the bandwidth of a plain copy.
 
-A copy reads and writes 2 bytes an element in BF16; a cast into both layouts reads 2 and writes 1 + 1, so at the same
+A copy reads and writes 2 bytes per element in BF16; a cast into both layouts reads 2 and writes 1 + 1, so at the same
 bandwidth both take the same time. The ratio of a row is its bandwidth over the copy's.
 """
 
@@ -23,18 +23,18 @@ SMALL = ((96, 160), (64, 144))
 def run(bench: Bench) -> None:
     """Measure every recipe's casts of x, and the fused layers, for each shape [M, K]."""
     for m, k in SMALL if bench.small else SHAPES:
-        _casts(bench, m, k)
-        _fused(bench, m, k)
+        _run_casts(bench, m, k)
+        _run_fused(bench, m, k)
 
 
-def _casts(bench: Bench, m: int, k: int) -> None:
+def _run_casts(bench: Bench, m: int, k: int) -> None:
     size = torch.finfo(bench.dtype).bits // 8
     elements = m * k
     candidates = {"copy": lambda: _copy(bench, m, k)}
     work = {"copy": Work(bytes=2.0 * size * elements)}
     for name in peers.RECIPES:
         recipe = fp8.recipe(name)
-        for backend in peers.able(bench, name):
+        for backend in peers.supported_backends(bench, name):
             for which, writes in (("row", 1), ("both", 2)):
                 key = f"{name} {which} {backend}"
                 candidates[key] = partial(_cast, bench, m, k, recipe, backend, which)
@@ -58,12 +58,12 @@ def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str
     return lambda: chosen.quantize_both(inputs(), row, col)
 
 
-def _fused(bench: Bench, m: int, k: int) -> None:
+def _run_fused(bench: Bench, m: int, k: int) -> None:
     """RMSNorm and SwiGLU with their casts in one kernel, compared with torch's own function followed by the cast."""
     recipe = fp8.recipe("blockwise")
     assert recipe.fwd is not None and recipe.wgrad is not None and recipe.dgrad is not None
     row, col, dy_row, dy_col = recipe.fwd.a, recipe.wgrad.b, recipe.dgrad.a, recipe.wgrad.a
-    chosen = {op: _backend(bench, op, recipe) for op in ("rmsnorm", "swiglu", "swiglu_backward", "quantize")}
+    chosen = {op: _select_backend(bench, op, recipe) for op in ("rmsnorm", "swiglu", "swiglu_backward", "quantize")}
     weight = torch.ones(k, device=bench.device, dtype=bench.dtype)
     x, gate, up, dh = (Rotation(lambda: bench.randn(m, k)) for _ in range(4))
     caster = chosen["quantize"]
@@ -99,6 +99,6 @@ def _fused(bench: Bench, m: int, k: int) -> None:
         bench.case("cast", f"{name} {m} x {k} ({moved} B an element fused)", "separate", candidates, work)
 
 
-def _backend(bench: Bench, op: str, recipe: Recipe) -> kernels.Backend:
+def _select_backend(bench: Bench, op: str, recipe: Recipe) -> kernels.Backend:
     what = recipe.fwd.a if op == "quantize" and recipe.fwd is not None else recipe
     return kernels.select(op, recipe_or_spec=what, device=bench.device).backend

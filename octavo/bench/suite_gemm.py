@@ -23,7 +23,7 @@ SHAPES = (
     ("qwen2.5-vl gate", 3420, 1280),
 )
 SMALL = (("small", 80, 144), ("odd", 43, 72))
-DECODED = (("qwen3-8b gate", 12288, 4096), *SHAPES[2:4])
+DECODE_SHAPES = (("qwen3-8b gate", 12288, 4096), *SHAPES[2:4])
 TOKENS, FEW = 16384, 64
 ROWS, SMALL_ROWS = (1, 8, 32, 64), (1, 8)
 
@@ -33,46 +33,48 @@ def run(bench: Bench) -> None:
     m = bench.tokens or (FEW if bench.small else TOKENS)
     for label, n, k in SMALL if bench.small else SHAPES:
         for gemm in GEMMS:
-            candidates = {bench.high: partial(_plain, bench, gemm, m, n, k)}
+            candidates = {bench.high: partial(_make_plain_call, bench, gemm, m, n, k)}
             for name in peers.RECIPES:
-                for backend in peers.able(bench, name):
+                for backend in peers.supported_backends(bench, name):
                     recipe = fp8.recipe(name)
-                    candidates[f"{name} {backend}"] = partial(_fp8, bench, gemm, recipe, backend, m, n, k)
+                    candidates[f"{name} {backend}"] = partial(_make_fp8_call, bench, gemm, recipe, backend, m, n, k)
             case = f"{label} {gemm} M={m} N={n} K={k}"
             bench.case("gemm", case, bench.high, candidates, Work(flops=2.0 * m * n * k))
-    for label, n, k in SMALL[:1] if bench.small else DECODED:
+    for label, n, k in SMALL[:1] if bench.small else DECODE_SHAPES:
         for rows in SMALL_ROWS if bench.small else ROWS:
-            _decode(bench, label, rows, n, k)
+            _run_decode(bench, label, rows, n, k)
 
 
-def _decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:
+def _run_decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:
     """One forward of few rows; where a backend has a kernel for them, its product of many rows stands beside it. Bytes
     are those that FP8 has to move, for all candidates, so that ratios are ratios of time."""
-    candidates = {bench.high: partial(_plain, bench, "fwd", m, n, k)}
+    candidates = {bench.high: partial(_make_plain_call, bench, "fwd", m, n, k)}
     work = Work(flops=2.0 * m * n * k, bytes=float(n * k + m * k + m * n * bench.dtype.itemsize))
     for name in peers.RECIPES:
-        for backend in peers.able(bench, name):
+        for backend in peers.supported_backends(bench, name):
             has_kernel = type(kernels.get(backend)).gemm_decode is not kernels.Backend.gemm_decode
             for suffix, product in (("", "decode"), (", tiles of many rows", "fwd"))[: 1 + has_kernel]:
-                call = partial(_fp8, bench, "fwd", fp8.recipe(name), backend, m, n, k, product)
+                call = partial(_make_fp8_call, bench, "fwd", fp8.recipe(name), backend, m, n, k, product)
                 candidates[f"{name} {backend}{suffix}"] = call
     bench.case("gemm", f"{label} decode M={m} N={n} K={k}", bench.high, candidates, work)
 
 
-def _operands(bench: Bench, gemm: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_operands(bench: Bench, gemm: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[gemm]
     return bench.randn(*shapes[0]), bench.randn(*shapes[1])
 
 
-def _plain(bench: Bench, gemm: str, m: int, n: int, k: int) -> Call:
-    a, b = _operands(bench, gemm, m, n, k)
+def _make_plain_call(bench: Bench, gemm: str, m: int, n: int, k: int) -> Call:
+    a, b = _make_operands(bench, gemm, m, n, k)
     return {"fwd": lambda: a @ b.t(), "dgrad": lambda: a @ b, "wgrad": lambda: a.t() @ b}[gemm]
 
 
-def _fp8(bench: Bench, gemm: str, recipe: Recipe, backend: str, m: int, n: int, k: int, product: str = "") -> Call:
+def _make_fp8_call(
+    bench: Bench, gemm: str, recipe: Recipe, backend: str, m: int, n: int, k: int, product: str = ""
+) -> Call:
     chosen, casts = kernels.get(backend), recipe.gemm(gemm)
     assert casts is not None
-    a, b = _operands(bench, gemm, m, n, k)
+    a, b = _make_operands(bench, gemm, m, n, k)
     a_dim, b_dim = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}[gemm]
     a_q, b_q = chosen.quantize(a, casts.a, a_dim), chosen.quantize(b, casts.b, b_dim)
     multiply = getattr(chosen, f"gemm_{product or gemm}")

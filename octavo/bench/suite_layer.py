@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from octavo import fp8, models
 from octavo.bench import peers
-from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.bench.bench import Bench, Call, Rotation, Unavailable, Work
 from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.models.forward.unused_towers import dummy_image_inputs
 
@@ -27,7 +27,7 @@ SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
 
 def run(bench: Bench) -> None:
     """Measure each recipe, eager and compiled, and high precision, eager and compiled."""
-    model, family = small_or_real(bench)
+    model, family = build_model(bench)
     tokens = bench.tokens or (24 if bench.small else TOKENS)
     calls = {"decoder block": partial(decoder_inputs, model, tokens)}
     if family.has_vision and "image_grid_thw" in dummy_image_inputs(model, family):
@@ -35,28 +35,28 @@ def run(bench: Bench) -> None:
     for name, inputs in calls.items():
         index = 0 if name == "vision block" else -1
         block = family.layers(model)[index][1]
-        args, kwargs = capture(block, inputs)
+        args, kwargs = capture_arguments(block, inputs)
         rows = args[0].shape[:-1].numel()
         linear = sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
         work = Work(flops=3.0 * rows * linear, tokens=rows)
         # The vision tower's attention reads lengths (tolist), which causes a graph break.
-        by_name = candidates(bench, block, args, kwargs, whole=name != "vision block")
-        case = f"{shown(bench)} {name}, {rows} rows fwd+bwd"
+        by_name = make_candidates(bench, block, args, kwargs, whole=name != "vision block")
+        case = f"{case_label(bench)} {name}, {rows} rows fwd+bwd"
         bench.case("layer", case, bench.high, by_name, work, memory=True)
-    head_case(bench, model, tokens)
+    run_head_case(bench, model, tokens)
 
 
-def head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
+def run_head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
     """Losses of all positions without full logits, the head in high precision and by each recipe (``fp8.lm_head``).
     FLOPs are three GEMMs; recomputing logits in backward is not counted."""
     weight = model.get_output_embeddings().weight
-    recipes = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
+    recipes = [None, *(r for r in peers.RECIPES if peers.supported_backends(bench, r))]
     builders = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
     work = Work(flops=6.0 * tokens * weight.numel(), tokens=tokens)
-    bench.case("layer", f"{shown(bench)} head, {tokens} rows fwd+bwd", bench.high, builders, work, memory=True)
+    bench.case("layer", f"{case_label(bench)} head, {tokens} rows fwd+bwd", bench.high, builders, work, memory=True)
 
 
-class _HeadAlone(nn.Module):
+class _HeadOnlyModel(nn.Module):
     """A model that consists of its head only."""
 
     def __init__(self, head: nn.Module) -> None:
@@ -71,7 +71,7 @@ class _HeadAlone(nn.Module):
 
 
 def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int) -> Call:
-    model = _HeadAlone(peers.high(bench, *shape))
+    model = _HeadOnlyModel(peers.high_precision_linear(bench, *shape))
     if recipe is not None:
         fp8.apply(
             model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": fp8.ComponentPolicy(recipe=recipe)}))
@@ -90,12 +90,12 @@ def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int)
     return call
 
 
-def shown(bench: Bench) -> str:
+def case_label(bench: Bench) -> str:
     """The shape's name in a case."""
     return "tiny qwen3_vl" if bench.small else bench.shape or SHAPE
 
 
-def small_or_real(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
+def build_model(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
     """The model of the suite: the requested shape, cut to ``layers``; for small sizes the tiny Qwen3-VL."""
     if bench.small:
         config = models.tiny_config("qwen3_vl")
@@ -123,50 +123,50 @@ def vision_inputs(model: PreTrainedModel, patches: int) -> None:
     model.model.get_image_features(values, torch.tensor([[1, side, side]], device=model.device))
 
 
-class _Captured(Exception):
+class _CaptureDone(Exception):
     """Carries a block's arguments out of a forward that can stop there."""
 
 
-def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def capture_arguments(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which ``forward`` calls ``block``. Raises Refusal if it never does."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((args, kwargs))
-        raise _Captured
+        raise _CaptureDone
 
     handle = block.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with torch.no_grad():
             forward()
-    except _Captured:
+    except _CaptureDone:
         pass
     finally:
         handle.remove()
     if not calls:
-        raise Refusal("the model never called this block")
+        raise Unavailable("the model never called this block")
     args, kwargs = calls[0]
     if not args:  # some towers pass their first argument by keyword
         return (kwargs.pop("hidden_states"),), kwargs
     return args, kwargs
 
 
-def candidates(
+def make_candidates(
     bench: Bench, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = True
 ) -> dict[str, Callable[[], Call]]:
     """High precision and every recipe, each eager and compiled (as one graph if ``whole``), recipes also with norms and
     gated MLPs fused by the plan; all on the same weights."""
-    recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
+    recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.supported_backends(bench, r))]
     builders: dict[str, Callable[[], Call]] = {}
     for how in ("", "compiled", "fused", "fused compiled"):
         for recipe in recipes:
             if recipe is not None or "fused" not in how:
                 name = f"{recipe or bench.high} {how}".strip()
-                builders[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
+                builders[name] = partial(_make_call, bench, block, recipe, how, args, kwargs, whole)
     return builders
 
 
-def _call(
+def _make_call(
     bench: Bench,
     block: nn.Module,
     recipe: str | None,
@@ -178,7 +178,7 @@ def _call(
     layer = copy.deepcopy(block)
     if recipe is not None:
         fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe=recipe, fuse="on" if "fused" in how else "off")))
-    run = peers.compiled(lambda: layer, whole) if "compiled" in how else layer
+    run = peers.compile_module(lambda: layer, whole) if "compiled" in how else layer
     shape = args[0].shape
     inputs = Rotation(lambda: bench.randn(*shape, grad=True))
     dy = bench.randn(*shape)

@@ -30,13 +30,13 @@ def run(bench: Bench) -> None:
     for part in PARTS:
         for label, n, k in shapes:
             # Compiling takes longer than measuring: one shape is enough to show its effect.
-            layers = peers.linears(bench, n, k, compiling=part == "sum" and label == COMPILED)
-            candidates = {name: partial(_call, bench, make, part, m, n, k) for name, make in layers.items()}
+            layers = peers.linear_builders(bench, n, k, compiling=part == "sum" and label == COMPILED)
+            candidates = {name: partial(_make_call, bench, make, part, m, n, k) for name, make in layers.items()}
             work = Work(flops=2.0 * m * n * k * _GEMMS[part])
             bench.case("linear", f"{label} {part} M={m} N={n} K={k}", bench.high, candidates, work)
 
 
-def _call(bench: Bench, make: Callable[[], nn.Module], part: str, m: int, n: int, k: int) -> Call:
+def _make_call(bench: Bench, make: Callable[[], nn.Module], part: str, m: int, n: int, k: int) -> Call:
     layer = make()
     needs_x, needs_w = part in ("fwd", "fwd+dgrad", "sum", "sum, new weight"), part != "fwd+dgrad"
     for parameter in layer.parameters():

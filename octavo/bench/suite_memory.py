@@ -1,8 +1,9 @@
 """``memory``: the memory of a stack of decoder blocks of a published size in training, with and without each saving.
 
-Four blocks, no embedding and no head: 0.77 B parameters at the width of 8 B. Each row is a way to train them, the first
-in plain PyTorch (fp32 weights under autocast, fused AdamW); those above the line of :data:`LEAN` add one saving each to
-the row before, those below exchange one thing of the leanest. Bytes are the allocator's, as tensors asked for them:
+Four blocks, no embedding and no head: 0.77 B parameters at the width of 8 B. Each row is a setup to train them, the
+first in plain PyTorch (fp32 weights under autocast, fused AdamW); those above the line of :data:`LEAN` add one saving
+each to the row before, those below exchange one thing of the leanest. Bytes are the allocator's, as tensors asked for
+them:
 
     weights       parameters
     states        what lies there between two steps beside them: moments, halves of weights, cached FP8 codes
@@ -10,7 +11,7 @@ the row before, those below exchange one thing of the leanest. Bytes are the all
     gradients     what lies there after a backward
     peak          the most that was there in a step, beside what lay there before the stack was made
 
-Where there is no allocator to ask, on a CPU, steps are timed alone. One way at a time is on the device.
+Where there is no allocator to ask, on a CPU, steps are timed alone. One setup at a time is on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformers import PreTrainedConfig
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.bench.bench import Bench, Call, Work
-from octavo.bench.suite_layer import capture, decoder_inputs, shown, small_or_real
+from octavo.bench.suite_layer import build_model, capture_arguments, case_label, decoder_inputs
 from octavo.fp8.blocks import grouped_attention
 from octavo.fp8.optim import OffloadedAdamW, UpdateInBackward, clip_factor, gradient_norm
 
@@ -37,30 +38,30 @@ BLOCKS, TOKENS, FEW = 4, 8192, 24
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a stack is trained; the defaults are plain PyTorch's. ``states`` None: torch's AdamW."""
+class Setup:
+    """The settings for training a stack; the defaults are plain PyTorch. ``states=None`` uses torch's AdamW."""
 
     recipe: str | None = None
     states: str | None = None
     master: str = "fp32"
     activations: str = "bf16"
-    inside: bool = False
+    update_in_backward: bool = False
     codes: str = "keep"
     param: bool = False
     recompute: str = "none"
     offload: str = ""  # what is kept in host memory: "states", "activations"
 
 
-FP8 = Way(recipe="blockwise")
-LEAN = Way("blockwise", "fp8", "bf16+sr", "fp8", inside=True)
+FP8 = Setup(recipe="blockwise")
+LEAN = Setup("blockwise", "fp8", "bf16+sr", "fp8", update_in_backward=True)
 BASELINE = "PyTorch"
-WAYS: Mapping[str, Way] = {
-    BASELINE: Way(),
+SETUPS: Mapping[str, Setup] = {
+    BASELINE: Setup(),
     "FP8 layers": FP8,
     "+ FP8 states": replace(FP8, states="fp8"),
     "+ bf16+16 weights": replace(FP8, states="fp8", master="bf16+16"),
     "+ bf16+sr weights": replace(FP8, states="fp8", master="bf16+sr"),
-    "+ FP8 activations": replace(LEAN, inside=False),
+    "+ FP8 activations": replace(LEAN, update_in_backward=False),
     "+ update in backward": LEAN,
     "that, codes recast": replace(LEAN, codes="recast"),
     "that, FP8 weights": replace(LEAN, param=True),
@@ -72,44 +73,49 @@ WAYS: Mapping[str, Way] = {
 
 
 def run(bench: Bench) -> None:
-    """One case: measure every way, one after the other."""
-    model, family = small_or_real(bench, 2 if bench.small else BLOCKS)
+    """Measure all setups of one case, one after another."""
+    model, family = build_model(bench, 2 if bench.small else BLOCKS)
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     blocks = [block for name, block in family.layers(model) if family.component_of(name) == "foundation"]
-    args, kwargs = capture(blocks[0], partial(decoder_inputs, model, tokens))
-    inputs = tree_map(_lowered, (args, kwargs))
+    args, kwargs = capture_arguments(blocks[0], partial(decoder_inputs, model, tokens))
+    inputs = tree_map(_to_bf16, (args, kwargs))
     count = sum(p.numel() for block in blocks for p in block.parameters())
-    case = f"{shown(bench)}, {len(blocks)} blocks, {count / 1e6:.3g} M parameters, {tokens} tokens"
+    case = f"{case_label(bench)}, {len(blocks)} blocks, {count / 1e6:.3g} M parameters, {tokens} tokens"
     work = Work(tokens=tokens)
-    for name, way in WAYS.items():
+    for name, setup in SETUPS.items():
         bytes_by_kind: dict[str, int] = {}
-        candidates = {name: partial(_call, bench, model, blocks, way, inputs, bytes_by_kind)}
+        candidates = {name: partial(_make_call, bench, model, blocks, setup, inputs, bytes_by_kind)}
         bench.case("memory", case, BASELINE, candidates, work, memory=bytes_by_kind)
 
 
-def _call(
-    bench: Bench, model: Any, blocks: list[nn.Module], way: Way, inputs: tuple[Any, Any], bytes_by_kind: dict[str, int]
+def _make_call(
+    bench: Bench,
+    model: Any,
+    blocks: list[nn.Module],
+    setup: Setup,
+    inputs: tuple[Any, Any],
+    bytes_by_kind: dict[str, int],
 ) -> Call:
     """Build the stack, run the steps that determine its memory, and return a step to time."""
-    held = _Held(bench.device)
-    stack = _stack(blocks, way)
-    if way.activations == "fp8":
+    memory = _AllocatedMemory(bench.device)
+    stack = _build_stack(blocks, setup)
+    if setup.activations == "fp8":
         models.use_attention(model, grouped_attention)
     else:
         model.set_attn_implementation("sdpa")
     for block in stack:  # blocks have a copy of the configuration
-        _follow(block, model)
-    weights = held.now()
-    optimizer, (args, kwargs) = _optimizer(stack, way), inputs
+        _copy_attention(block, model)
+    weights = memory.now()
+    optimizer, (args, kwargs) = _make_optimizer(stack, setup), inputs
     updating = None
-    if way.inside:
+    if setup.update_in_backward:
         assert isinstance(optimizer, fp8.AdamW)
         updating = UpdateInBackward(optimizer, stack)
     dy = torch.randn_like(args[0])
 
     def forward() -> Tensor:
         x: Any = args[0].detach().requires_grad_()
-        with torch.autocast(bench.device.type, torch.bfloat16, enabled=way.master == "fp32"):
+        with torch.autocast(bench.device.type, torch.bfloat16, enabled=setup.master == "fp32"):
             for block in stack:
                 x = block(x, *args[1:], **kwargs)
                 x = x[0] if isinstance(x, tuple) else x
@@ -133,24 +139,24 @@ def _call(
         backward(forward())
         update()
 
-    before = held.now()
+    before = memory.now()
     step()  # creates states, codes and workspaces
-    standing = held.now()
-    held.reset()
+    between_steps = memory.now()
+    memory.reset()
     out = forward()
-    saved = held.now() - standing - out.numel() * out.element_size()
+    saved = memory.now() - between_steps - out.numel() * out.element_size()
     backward(out)
     del out
-    gradients = held.now() - standing
+    gradients = memory.now() - between_steps
     update()
-    if held.measures:
+    if memory.measures:
         bytes_by_kind.update(
-            weights=weights, states=standing - before, activations=saved, gradients=gradients, peak=held.most()
+            weights=weights, states=between_steps - before, activations=saved, gradients=gradients, peak=memory.most()
         )
     return step
 
 
-class _Held:
+class _AllocatedMemory:
     """Memory allocated on the device since this object was created."""
 
     def __init__(self, device: torch.device) -> None:
@@ -180,19 +186,19 @@ class _Held:
         return accelerator.allocated_bytes(self._device) or 0
 
 
-def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:
-    dtype = torch.float32 if way.master == "fp32" else torch.bfloat16
+def _build_stack(blocks: list[nn.Module], setup: Setup) -> nn.ModuleList:
+    dtype = torch.float32 if setup.master == "fp32" else torch.bfloat16
     stack: nn.ModuleList = copy.deepcopy(nn.ModuleList(blocks)).to(dtype)
-    if way.recipe is not None:
-        settings = {"activations": way.activations, "weight_codes": way.codes, "param": way.param}
-        fp8.apply(stack, fp8.plan(stack, fp8.Policy(recipe=way.recipe, **settings)))  # type: ignore[arg-type]
-    fp8.activation_checkpointing(stack.named_children(), way.recompute)
-    if way.offload == "activations":
+    if setup.recipe is not None:
+        settings = {"activations": setup.activations, "weight_codes": setup.codes, "param": setup.param}
+        fp8.apply(stack, fp8.plan(stack, fp8.Policy(recipe=setup.recipe, **settings)))  # type: ignore[arg-type]
+    fp8.activation_checkpointing(stack.named_children(), setup.recompute)
+    if setup.offload == "activations":
         fp8.offload_activations(stack.named_children())
     return stack.train()
 
 
-def _follow(block: nn.Module, model: Any) -> None:
+def _copy_attention(block: nn.Module, model: Any) -> None:
     """Make a copied block compute attention as its model does."""
     wanted = model.config.get_text_config()._attn_implementation
     for module in block.modules():
@@ -201,12 +207,12 @@ def _follow(block: nn.Module, model: Any) -> None:
             config._attn_implementation = wanted
 
 
-def _optimizer(stack: nn.Module, way: Way) -> torch.optim.Optimizer:
-    if way.states is None:
+def _make_optimizer(stack: nn.Module, setup: Setup) -> torch.optim.Optimizer:
+    if setup.states is None:
         return torch.optim.AdamW(stack.parameters(), lr=1e-6, fused=True)
-    kind: Callable[..., fp8.AdamW] = OffloadedAdamW if way.offload == "states" else fp8.AdamW
-    return kind(stack.parameters(), lr=1e-6, states=way.states, master=way.master)
+    kind: Callable[..., fp8.AdamW] = OffloadedAdamW if setup.offload == "states" else fp8.AdamW
+    return kind(stack.parameters(), lr=1e-6, states=setup.states, master=setup.master)
 
 
-def _lowered(x: Any) -> Any:
+def _to_bf16(x: Any) -> Any:
     return x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 from octavo import fp8, models
 from octavo.bench import peers
-from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.bench.bench import Bench, Call, Rotation, Unavailable, Work
 
 TOKENS, FEW = 8192, 24
 
@@ -21,10 +21,12 @@ def run(bench: Bench) -> None:
     experts, active = config.num_experts, config.num_experts_per_tok
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     m = bench.tokens or (FEW if bench.small else TOKENS)
-    candidates = {f"{bench.high} {how}": partial(_call, bench, config, m, how, None) for how in ("grouped_mm", "eager")}
+    candidates = {
+        f"{bench.high} {how}": partial(_make_call, bench, config, m, how, None) for how in ("grouped_mm", "eager")
+    }
     for recipe in peers.RECIPES:
-        for backend in _able(bench, recipe):
-            candidates[f"{recipe} {backend}"] = partial(_call, bench, config, m, "eager", (recipe, backend))
+        for backend in _grouped_backends(bench, recipe):
+            candidates[f"{recipe} {backend}"] = partial(_make_call, bench, config, m, "eager", (recipe, backend))
     # gate and up are 2 I outputs, down H: 3 H I products a pair, three GEMMs, two operations each
     flops = 2.0 * 3 * m * active * 3 * hidden * inner
     case = f"{experts} experts, {active} a token, H={hidden} I={inner} M={m} fwd+bwd"
@@ -42,29 +44,29 @@ def _config(small: bool) -> PreTrainedConfig:
     return Qwen3MoeConfig.from_dict(settings)
 
 
-def _able(bench: Bench, recipe: str) -> list[str]:
+def _grouped_backends(bench: Bench, recipe: str) -> list[str]:
     built = fp8.recipe(recipe)
     ops = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
     return [
         name
-        for name in peers.able(bench, recipe)
+        for name in peers.supported_backends(bench, recipe)
         if not any(fp8.kernels.get(name).supports(op, built, bench.device, None) for op in ops)
     ]
 
 
-def _call(bench: Bench, config: PreTrainedConfig, m: int, how: str, ours: tuple[str, str] | None) -> Call:
+def _make_call(bench: Bench, config: PreTrainedConfig, m: int, how: str, ours: tuple[str, str] | None) -> Call:
     model = models.random_model(config, bench.device, bench.dtype)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(how)
     elif how != "eager":
-        raise Refusal("this transformers has no interface for experts")
+        raise Unavailable("this transformers has no interface for experts")
     if ours is not None:
         fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=ours[0], backend=ours[1])))
     layer = next(module for name, module in model.named_modules() if name.endswith("mlp.experts"))
-    return _train(bench, layer, config, m)
+    return _make_training_call(bench, layer, config, m)
 
 
-def _train(bench: Bench, layer: nn.Module, config: PreTrainedConfig, m: int) -> Call:
+def _make_training_call(bench: Bench, layer: nn.Module, config: PreTrainedConfig, m: int) -> Call:
     experts, active, hidden = config.num_experts, config.num_experts_per_tok, config.hidden_size
 
     def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -33,18 +33,18 @@ def run(bench: Bench) -> None:
     """One case: time a step of every candidate on the same shapes."""
     sizes = shapes(bench.small)
     count = sum(torch.Size(size).numel() for size in sizes)
-    candidates = {BASELINE: partial(_torch, bench, sizes)}
+    candidates = {BASELINE: partial(_make_torch_step, bench, sizes)}
     work = {BASELINE: Work(bytes=28.0 * count)}
     for states, held in STATES.items():
         for master, weight in MASTERS.items():
             name = f"{states} x {master}"
-            candidates[name] = partial(_ours, bench, sizes, states, master)
+            candidates[name] = partial(_make_octavo_step, bench, sizes, states, master)
             gradient = 4.0 if master == "fp32" else 2.0
             work[name] = Work(bytes=(2 * weight + gradient + 2 * held) * count)
     bench.case("optimizer", f"{count / 1e6:.3g} M parameters in {len(sizes)}", BASELINE, candidates, work, memory=True)
 
 
-def _parameters(bench: Bench, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+def _make_parameters(bench: Bench, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
     parameters: list[Tensor] = []
     for size in sizes:
         p = torch.nn.Parameter(torch.randn(size, device=bench.device, dtype=dtype))
@@ -53,13 +53,13 @@ def _parameters(bench: Bench, sizes: list[tuple[int, ...]], dtype: torch.dtype) 
     return parameters
 
 
-def _torch(bench: Bench, sizes: list[tuple[int, ...]]) -> Call:
-    return torch.optim.AdamW(_parameters(bench, sizes, torch.float32), lr=1e-4, weight_decay=0.1, fused=True).step
+def _make_torch_step(bench: Bench, sizes: list[tuple[int, ...]]) -> Call:
+    return torch.optim.AdamW(_make_parameters(bench, sizes, torch.float32), lr=1e-4, weight_decay=0.1, fused=True).step
 
 
-def _ours(bench: Bench, sizes: list[tuple[int, ...]], states: str, master: str) -> Call:
+def _make_octavo_step(bench: Bench, sizes: list[tuple[int, ...]], states: str, master: str) -> Call:
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
-    parameters = _parameters(bench, sizes, dtype)
+    parameters = _make_parameters(bench, sizes, dtype)
     optimizer = fp8.AdamW(parameters, lr=1e-4, weight_decay=0.1, states=states, master=master)
     factor = torch.full((), 0.5, device=bench.device)  # clipping is part of the step
     return partial(optimizer.step, factor=factor)

@@ -14,7 +14,7 @@ no part claims is the rest: embeddings, residual sums, activation functions, wai
 
 Modules get nothing but their usual arguments: no hooks, which would take fused ones apart, and no tensors in place of
 theirs. The events cost the host a few microseconds each; a GPU that waits for its host shows that in the part under
-way. What runs compiled has no modules inside and cannot be cut so.
+setup. What runs compiled has no modules inside and cannot be cut so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Work
-from octavo.bench.suite_layer import SHAPE, shown, small_or_real
+from octavo.bench.suite_layer import SHAPE, build_model, case_label
 
 TOKENS, FEW = 8192, 24
 #: parts in the order in which they are shown; the last is what no other claims
@@ -50,14 +50,14 @@ def run(bench: Bench) -> None:
     """One case: the shape, text only, one sequence."""
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     layers = bench.layers or (2 if bench.small else None)
-    name = f"{shown(bench)}{'' if layers is None else f' ({layers} blocks)'}, {tokens} tokens"
-    flops = step_flops(_model(bench, layers, meta=True), tokens)
+    name = f"{case_label(bench)}{'' if layers is None else f' ({layers} blocks)'}, {tokens} tokens"
+    flops = step_flops(_build_model(bench, layers, meta=True), tokens)
     candidates = {f"{bench.high} compiled": partial(Step, bench, layers, tokens, None, "compiled")}
     graph = ("graph",) if bench.device.type == "cuda" else ()
     for how in (*graph, ""):
         candidates[f"{bench.high} {how}".strip()] = partial(Step, bench, layers, tokens, None, how)
     for recipe in peers.RECIPES:
-        if peers.able(bench, recipe):
+        if peers.supported_backends(bench, recipe):
             for how in ("fused compiled", "compiled", "fused", *graph, ""):
                 candidates[f"{recipe} {how}".strip()] = partial(Step, bench, layers, tokens, recipe, how)
     work = Work(flops=flops, tokens=tokens)
@@ -66,10 +66,10 @@ def run(bench: Bench) -> None:
         bench.case("step", name, f"{bench.high} compiled", {candidate: build}, work, memory=True, parts=Step.parts)
 
 
-def _model(bench: Bench, layers: int | None, meta: bool = False) -> PreTrainedModel:
+def _build_model(bench: Bench, layers: int | None, meta: bool = False) -> PreTrainedModel:
     if meta and not bench.small:
         return models.random_model(bench.shape or SHAPE, "meta", bench.dtype, layers)
-    return small_or_real(bench, layers)[0]
+    return build_model(bench, layers)[0]
 
 
 def step_flops(model: PreTrainedModel, tokens: int) -> float:
@@ -97,7 +97,7 @@ class Step:
 
     def __init__(self, bench: Bench, layers: int | None, tokens: int, recipe: str | None, how: str) -> None:
         self.device, self.how = bench.device, how
-        self.model = model = _model(bench, layers)
+        self.model = model = _build_model(bench, layers)
         family = models.describe(model)
         if recipe is not None:
             policy = fp8.Policy(recipe=recipe, fuse="on" if "fused" in how else "off")
@@ -111,8 +111,8 @@ class Step:
         assert isinstance(embedding, nn.Embedding)
         vocabulary = embedding.num_embeddings
         self.ids = torch.randint(0, min(vocabulary, 1000), (1, tokens + 1), device=bench.device)
-        self.loss, self.update = _loss, self.optimizer.step
-        self.work = self.captured() if how == "graph" else self.gradients
+        self.loss, self.update = _chunked_loss, self.optimizer.step
+        self.work = self.capture_graph() if how == "graph" else self.gradients
 
     def __call__(self) -> None:
         self.work()
@@ -125,7 +125,7 @@ class Step:
         hidden = self.model.get_decoder()(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
         self.loss(hidden[0], self.model.get_output_embeddings().weight, self.ids[0, 1:]).backward()
 
-    def captured(self) -> Callable[[], None]:
+    def capture_graph(self) -> Callable[[], None]:
         """The same captured as a CUDA graph, including the casts of weights."""
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
@@ -144,16 +144,16 @@ class Step:
         if "compiled" in self.how or self.how == "graph":
             return {}
         budget = Budget(self.device)
-        self.loss, self.update = budget.around(HEAD, _loss), budget.around(OPTIMIZER, self.optimizer.step)
+        self.loss, self.update = budget.wrap(HEAD, _chunked_loss), budget.wrap(OPTIMIZER, self.optimizer.step)
         try:
-            with claimed(self.model, budget):
+            with measure_parts(self.model, budget):
                 measured = sorted((budget.step(self) for _ in range(steps)), key=lambda parts: sum(parts.values()))
         finally:
-            self.loss, self.update = _loss, self.optimizer.step
+            self.loss, self.update = _chunked_loss, self.optimizer.step
         return measured[steps // 2]
 
 
-def _loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
+def _chunked_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
     """Mean cross-entropy in chunks of the sequence, so that 8 000 x 152 000 logits never exist at once."""
     total = hidden.new_zeros((), dtype=torch.float32)
     for part, target in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -179,7 +179,7 @@ class Budget:
         self._marks: list[tuple[str, Any]] = []
         self._claimed: set[Any] = set()
 
-    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``function`` so that its calls in a step, and their backward, count as ``part``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -240,12 +240,12 @@ class Budget:
 
 
 @contextmanager
-def claimed(model: nn.Module, budget: Budget) -> Iterator[None]:
+def measure_parts(model: nn.Module, budget: Budget) -> Iterator[None]:
     """Context in which the modules of a model count as parts: linear layers, MLPs (as a whole, so that fused ones are
     comparable), norms, and attention, which is everything in it but linear layers and norms."""
-    changed = list(_parts(model, ""))
+    changed = list(_iter_parts(model, ""))
     for part, module in changed:
-        module.forward = budget.around(part, module.forward)
+        module.forward = budget.wrap(part, module.forward)
     try:
         yield
     finally:
@@ -253,7 +253,7 @@ def claimed(model: nn.Module, budget: Budget) -> Iterator[None]:
             del module.forward
 
 
-def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _iter_parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """(part, module) of the modules that count as parts, outermost first."""
     if isinstance(module, nn.Linear) or _MLP.search(name):
         yield LINEARS, module
@@ -263,4 +263,4 @@ def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if _ATTENTION.search(name):
             yield ATTENTION, module
         for child, inner in module.named_children():
-            yield from _parts(inner, child)
+            yield from _iter_parts(inner, child)

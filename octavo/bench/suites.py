@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from octavo.bench.bench import Bench
-from octavo.bench.record import Result, part, suites_of, write
+from octavo.bench.record import Result, select_suite, suite_names, write
 
 #: suite -> what it measures
 SUITES: Mapping[str, str] = {
@@ -34,10 +34,10 @@ def run(names: list[str], bench: Bench) -> Result:
     """Run suites one after the other into ``bench.result``. Raises BenchError for an unknown name."""
     unknown = [name for name in names if name not in SUITES]
     if unknown:
-        raise BenchError(f"there is no suite {unknown[0]!r}; there are: all, {', '.join(SUITES)}.")
+        raise BenchError(f"there is no suite {unknown[0]!r}; choose from all, {', '.join(SUITES)}.")
     for name in names:
         suite: Callable[[Bench], None] = import_module(f"{__package__}.suite_{name}").run
-        bench.begin()
+        bench.start_budget()
         suite(bench)
     return bench.result
 
@@ -53,7 +53,7 @@ def report(words: list[str]) -> int:
     return code
 
 
-def folder(path: Path) -> Path:
+def check_folder(path: Path) -> Path:
     """``path`` as a writable folder, created if necessary. Raises BenchError before anything is timed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def folder(path: Path) -> Path:
     return path
 
 
-def keep(result: Result, into: Path) -> list[Path]:
+def write_suites(result: Result, into: Path) -> list[Path]:
     """Write the results of each suite to ``bench_<device>_<suite>.json``; files of other suites stay."""
     stem = f"bench_{'_'.join(result.device.lower().split())}"
-    return [write(part(result, suite), into / f"{stem}_{suite}.json") for suite in suites_of(result.rows)]
+    return [write(select_suite(result, suite), into / f"{stem}_{suite}.json") for suite in suite_names(result.rows)]

@@ -16,7 +16,7 @@ from octavo.config import Component, Config, Fp8Section, Rule
 from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
-from octavo.report.trial.memory_savings import HEAD, Switch, changing, switches
+from octavo.report.trial.memory_savings import HEAD, Saving, change_section, enabled_savings
 from octavo.train.setup import planning
 
 REFERENCE = "reference"  # the backend that defines the arithmetic
@@ -42,7 +42,7 @@ class Space:
 
     cfg: Config
     gemms: tuple[Candidate, ...]
-    features: tuple[Switch, ...]
+    features: tuple[Saving, ...]
     layers: tuple[str, ...]  # all linear layers, including those in high precision
     recipes: Mapping[str, str]  # layer -> recipe, of the layers in FP8
 
@@ -126,31 +126,31 @@ def _rule(name: str, gemms: Sequence[str], is_whole_layer: bool) -> Rule:
     )
 
 
-def list_features(cfg: Config, backends: Collection[str]) -> list[Switch]:
+def list_features(cfg: Config, backends: Collection[str]) -> list[Saving]:
     """Return the savings of a configuration, its other features, and the backends of its plan except the reference."""
     others = sorted(set(backends) - {REFERENCE})
-    backend = [Switch(f"backend: {', '.join(others)}", changing("fp8", backend=REFERENCE))] if others else []
+    backend = [Saving(f"backend: {', '.join(others)}", change_section("fp8", backend=REFERENCE))] if others else []
     savings = [
-        switch for switch in switches(cfg) if not switch.words.startswith(HEAD)
+        switch for switch in enabled_savings(cfg) if not switch.words.startswith(HEAD)
     ]  # GEMMs of the head are candidates
     return [*savings, *extra_features(cfg), *backend]
 
 
-def extra_features(cfg: Config) -> list[Switch]:
+def extra_features(cfg: Config) -> list[Saving]:
     """Return the features of a configuration, except FP8 and savings, that change how a step is computed."""
     train, fp8 = cfg.train, cfg.fp8
     switchable = (
-        (train.compile, "compile", changing("train", compile=False)),
-        (train.cuda_graphs, "cuda_graphs", changing("train", cuda_graphs=False)),
-        (train.gather == "bf16", "gather: bf16", changing("train", gather="stored")),
-        (train.exchange == "fp8", "exchange: fp8", changing("train", exchange="stored")),
-        (fp8.fuse == "on", "fuse", changing("fp8", fuse="off")),
+        (train.compile, "compile", change_section("train", compile=False)),
+        (train.cuda_graphs, "cuda_graphs", change_section("train", cuda_graphs=False)),
+        (train.gather == "bf16", "gather: bf16", change_section("train", gather="stored")),
+        (train.exchange == "fp8", "exchange: fp8", change_section("train", exchange="stored")),
+        (fp8.fuse == "on", "fuse", change_section("fp8", fuse="off")),
     )
-    return [Switch(words, off) for on, words, off in switchable if on]
+    return [Saving(words, off) for on, words, off in switchable if on]
 
 
 def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
-    return changing("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
+    return change_section("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
 
 
 def _plan_to_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:

@@ -51,9 +51,9 @@ from octavo.config import Config, to_yaml
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.fp8.arithmetic import GEMMS
-from octavo.report.evidence.run_reader import json_of
-from octavo.report.trial.memory_savings import storable, switches
-from octavo.report.trial.reuse import same_files
+from octavo.report.evidence.run_reader import read_json_file
+from octavo.report.trial.memory_savings import enabled_savings, with_plain_storage
+from octavo.report.trial.reuse import check_same_files
 from octavo.report.trial.runs import own_recipe
 from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps
 
@@ -91,7 +91,7 @@ def bisect(
         _clear(directory)
     original = resolve_steps(resolve_recipe(cfg))
     cfg = _set_start(original, start)
-    if own_recipe(cfg) == "off" and not switches(cfg) and not extra_features(cfg):
+    if own_recipe(cfg) == "off" and not enabled_savings(cfg) and not extra_features(cfg):
         raise BisectError("the configuration is high precision without savings: nothing in it could break a run")
     # Runs of different lengths would run different parts of a schedule, so their losses are not comparable.
     has_schedule = any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules)
@@ -109,7 +109,7 @@ def bisect(
     total = cfg.train.total_steps - fork_step(cfg)
     if total < 1 or (steps is not None and not 1 <= steps <= total):
         raise BisectError(f"steps={steps}: the run has {max(total, 0)} steps from its start (train.steps, --from)")
-    same_files(cfg, directory)
+    check_same_files(cfg, directory)
     session = _Session(Trials(directory, _make_log(console)), by)
     answer = _search(cfg, session, by, MARGINS[by] if margin is None else margin, steps or total)
     if answer.works is not None:
@@ -150,7 +150,7 @@ class _Session:
 def _search(cfg: Config, session: _Session, by: By, margin: float, total: int) -> Answer:
     trials = session.trials
     unchanged = trials.outcome(cfg, total, "the unchanged configuration")
-    plan = json_of(trials.directory / unchanged.name / "plan.json")
+    plan = read_json_file(trials.directory / unchanged.name / "plan.json")
     if not plan:
         raise BisectError(f"the configuration fails before it has a plan: {unchanged.failure}")
     space = Space.of(cfg, plan)
@@ -247,7 +247,9 @@ def _set_start(cfg: Config, start: str | Path | None) -> Config:
     fork = Path(start or str(cfg.run.fork)).resolve()
     if not fork.is_dir():
         raise BisectError(f"{fork} is not a checkpoint: the folder does not exist")
-    return storable(cfg).model_copy(update={"run": cfg.run.model_copy(update={"fork": str(fork), "start_from": None})})
+    return with_plain_storage(cfg).model_copy(
+        update={"run": cfg.run.model_copy(update={"fork": str(fork), "start_from": None})}
+    )
 
 
 def _clear(directory: Path) -> None:

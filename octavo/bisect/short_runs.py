@@ -21,8 +21,8 @@ from octavo import checkpoint, rl, train
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.fp8 import ProofError
-from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed
-from octavo.report.trial.reuse import comparable
+from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed_run
+from octavo.report.trial.reuse import comparable_settings
 from octavo.train import TrainError
 
 BARE = {
@@ -134,7 +134,7 @@ class Trials:
 
 def run_name(cfg: Config) -> str:
     """Return a name derived from the settings that determine a configuration's numbers, and its starting point."""
-    text = json.dumps([comparable(cfg), cfg.run.fork], sort_keys=True)
+    text = json.dumps([comparable_settings(cfg), cfg.run.fork], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -166,6 +166,6 @@ def _read(folder: Path, begins: int) -> Outcome | None:
     try:
         record: RunRecord = read(folder)
     except ReportError:
-        record = read_failed(folder, failure)
+        record = read_failed_run(folder, failure)
     losses = np.where(np.isin(record.steps, record.skipped), math.nan, record.losses)
     return Outcome(folder.name, begins, losses, record.tokens / record.tokens_per_s, failure)

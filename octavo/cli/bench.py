@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
         models.shape_model(args.shape)  # check the name before anything is timed
     if args.out is not None:
-        bench.folder(args.out)  # check that the folder is writable
+        bench.check_folder(args.out)  # check that the folder is writable
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     small = args.small or device.type == "cpu"
     session = bench.Bench(
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(result)
     if args.out is not None:
-        for path in bench.keep(result, args.out):
+        for path in bench.write_suites(result, args.out):
             terminal.note(f"wrote {path}")
     if not result.rows:
         terminal.note("nothing was timed; see above for skipped cases and missing candidates")
@@ -86,7 +86,7 @@ def _show(result: Any) -> None:
     from octavo.bench import record
 
     terminal.show_table(record.COLUMNS, record.table(result), right=record.NUMBERS)
-    if budget := record.budget(result):
+    if budget := record.budget_table(result):
         terminal.show_table(budget[0], budget[1:], right=range(2, len(budget[0])))
     absent: dict[tuple[str, str], list[str]] = {}
     for a in result.absent:
@@ -95,7 +95,7 @@ def _show(result: Any) -> None:
         print(f"absent: {candidate} ({len(cases)} case{'s' * (len(cases) > 1)}): {why}")
     for line in result.cut:
         print(f"skipped: {line}")
-    if noisy := record.noisy(result):
+    if noisy := record.noisy_rows(result):
         print(f"note: {len(noisy)} of {len(result.rows)} rows are noisy: they vary by more than 50 % between quartiles")
     if result.small:
         print("note: sizes are small, and FP8 on a CPU is emulated: the ratios do not apply to a GPU")

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **execution)
     code = print_verdict(verdict, args.json)
     log = terminal.note if args.json else print
-    for component in factorial_cells.costly(verdict.effects):
+    for component in factorial_cells.costly_components(verdict.effects):
         command = _bisect_command(component, args, verdict.data)
         log(f"{component} costs more than its margin; to find the cause, run {command}")
     log(f"report: {Path(directory) / 'report' / 'report.html'}")
@@ -140,7 +140,7 @@ def parse_factorial(text: str | None) -> tuple[str, ...]:
     from octavo.report.trial import factorial_cells
 
     try:
-        return factorial_cells.named([name.strip() for name in text.split(",") if name.strip()])
+        return factorial_cells.check_components([name.strip() for name in text.split(",") if name.strip()])
     except ReportError as error:
         raise arguments.UsageError(f"--{error}") from error
 

@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.report.run import run_page
 
-    page, image = run_page.write(run_page.read(args.runs), out)
+    page, image = run_page.write_page(run_page.read_runs(args.runs), out)
     print(f"wrote {page}, {image}")
     return 0

@@ -32,8 +32,8 @@ def to_config(tree: Tree) -> Config:
     if tree.broken:
         raise ConfigError(tree.problems)
     problems = list(tree.problems)
-    bad: list[Path] = []
-    untold = 0
+    wrong_paths: list[Path] = []
+    num_unlisted = 0
     order = _order(tree)
     try:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
@@ -41,47 +41,47 @@ def to_config(tree: Tree) -> Config:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
         details = _without_consequences(_drop_duplicates(details), tree)
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
-        untold = len(details[MAX_SHOWN:])
+        num_unlisted = len(details[MAX_SHOWN:])
         problems += [_problem(detail, tree) for detail in details[:MAX_SHOWN]]
-        bad = [tuple(detail["loc"]) for detail in details]
-        config = None if untold else _without_wrong_values(tree.value, bad)
+        wrong_paths = [tuple(detail["loc"]) for detail in details]
+        config = None if num_unlisted else _without_wrong_values(tree.value, wrong_paths)
     if config is not None:
-        lost = any(problem.key == "extends" for problem in problems)
+        extends_failed = any(problem.key == "extends" for problem in problems)
         for finding in general.check(config):
             # A key that is absent because `extends` failed is not a second problem.
-            if lost and finding.reason == general.ABSENT:
+            if extends_failed and finding.reason == general.ABSENT:
                 continue
-            if not any(_overlaps(path, b) for path in (finding.path, *finding.needs) for b in bad):
+            if not any(_overlaps(path, b) for path in (finding.path, *finding.needs) for b in wrong_paths):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.reason, finding.fix))
     if problems or config is None:
-        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), untold)
+        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), num_unlisted)
     return config
 
 
 def _drop_duplicates(details: list[ErrorDetails]) -> list[ErrorDetails]:
     """For a key that takes a word or a whole number, pydantic reports why a value is neither; keep only the number's
     error, under the name of the key."""
-    kept_details: list[ErrorDetails] = []
+    remaining: list[ErrorDetails] = []
     for detail in details:
         last = str(detail["loc"][-1]) if detail["loc"] else ""
         if last == "constrained-int":
             detail = {**detail, "loc": detail["loc"][:-1]}
         if not last.startswith("literal["):
-            kept_details.append(detail)
-    return kept_details
+            remaining.append(detail)
+    return remaining
 
 
 def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
     """Drop errors that follow from others: keys that a broken `extends` would have set, and lists that count as empty
     because their entries are wrong."""
-    lost = any(problem.key == "extends" for problem in tree.problems)
+    extends_failed = any(problem.key == "extends" for problem in tree.problems)
     places = [tuple(detail["loc"]) for detail in details]
 
     def follows(detail: ErrorDetails) -> bool:
         here = tuple(detail["loc"])
         if detail["type"] == "too_short":
             return any(place != here and place[: len(here)] == here for place in places)
-        return detail["type"] == "missing" and lost
+        return detail["type"] == "missing" and extends_failed
 
     return [detail for detail in details if not follows(detail)]
 
@@ -95,15 +95,15 @@ def _order(tree: Tree) -> Callable[[Place], tuple[int, int, int]]:
     return lambda place: (position.get(place.source, -1), place.line or 0, place.column or 0)
 
 
-def _overlaps(path: Path, bad: Path) -> bool:
-    return path[: len(bad)] == bad or bad[: len(path)] == path
+def _overlaps(path: Path, wrong_path: Path) -> bool:
+    return path[: len(wrong_path)] == wrong_path or wrong_path[: len(path)] == path
 
 
-def _without_wrong_values(value: dict[str, Any], bad: list[Path]) -> Config | None:
+def _without_wrong_values(value: dict[str, Any], wrong_paths: list[Path]) -> Config | None:
     """Validate the configuration without its wrong values, so that the rules over the other keys can be checked too."""
     for whole_lists in (False, True):  # a list entry may be invalid without the key that was removed from it
         repaired = copy.deepcopy(value)
-        for path in bad:
+        for path in wrong_paths:
             _remove(repaired, path, whole_lists)
         for section, key, filler in _REQUIRED:
             repaired.setdefault(section, {}).setdefault(key, filler)

@@ -129,8 +129,8 @@ def _short_form(path: Path, value: str) -> str:
     first = next(iter(section.model_fields)) if section else ""
     if section is AttentionSection:
         kernel = nearest(value, get_args(Kernel))
-        meant = f"did you mean {kernel}? " if kernel else ""
-        return f"{meant}use one of {', '.join(get_args(Kernel))}, or a mapping such as {{foundation: flash}}"
+        suggestion = f"did you mean {kernel}? " if kernel else ""
+        return f"{suggestion}use one of {', '.join(get_args(Kernel))}, or a mapping such as {{foundation: flash}}"
     close, kind = nearest(value, ("none", "selective", "full")), nearest(value, FROZEN)
     return {
         "foundation": (f"did you mean {kind}? " if kind else "")
@@ -153,12 +153,14 @@ def _unknown_key_fix(path: Path) -> str:
     close = nearest(name, valid)
     if close:
         return f"did you mean `{close}`?"
-    homes = [f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]]
-    if homes:
-        return f"that is `{homes[0]}`"
-    other = nearest(name, OTHER_TRAINERS, 0.8)
-    if other:
-        return f"that is `{OTHER_TRAINERS[other]}`"
+    sections_with_key = [
+        f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]
+    ]
+    if sections_with_key:
+        return f"that is `{sections_with_key[0]}`"
+    foreign_key = nearest(name, OTHER_TRAINERS, 0.8)
+    if foreign_key:
+        return f"that is `{OTHER_TRAINERS[foreign_key]}`"
     return "valid here: " + ", ".join(valid)
 
 

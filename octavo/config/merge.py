@@ -57,17 +57,17 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
         tree.problem(origin or Place(str(path)), "extends" if origin else "", reason, "name a YAML file")
         tree.broken = True
         return
-    shown = _display_path(path)
+    display_path = _display_path(path)
     real = FilePath(os.path.realpath(path))  # Path.resolve raises if symbolic links form a loop
     if real in chain:
         names = " -> ".join(_display_path(p) for p in (*chain[chain.index(real) :], real))
         reason = f"the files extend each other ({names})"
-        tree.problem(origin or Place(shown), "extends", reason, "remove one of the `extends`")
+        tree.problem(origin or Place(display_path), "extends", reason, "remove one of the `extends`")
         tree.broken = True
         return
-    text = _text(tree, path, shown, origin)
+    text = _text(tree, path, display_path, origin)
     if text is not None:
-        _merge_document(tree, read_text(text, shown), path.parent, (*chain, real))
+        _merge_document(tree, read_text(text, display_path), path.parent, (*chain, real))
 
 
 def read_string(tree: Tree, text: str, base: FilePath) -> None:
@@ -213,14 +213,14 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
     return value
 
 
-def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str | None:
-    place, key = (origin, "extends") if origin else (Place(shown), "")
+def _text(tree: Tree, path: FilePath, display_path: str, origin: Place | None) -> str | None:
+    place, key = (origin, "extends") if origin else (Place(display_path), "")
     try:
-        return decode(read_bytes(path, limit=4 * MAX_CHARACTERS), shown, encoding="utf-8-sig")
+        return decode(read_bytes(path, limit=4 * MAX_CHARACTERS), display_path, encoding="utf-8-sig")
     except Unreadable as error:
         reason, fix = str(error).removesuffix("."), ""
         if isinstance(error.__cause__, FileNotFoundError):
-            reason, fix = f"there is no file {shown}", _suggest_file(path)
+            reason, fix = f"there is no file {display_path}", _suggest_file(path)
     tree.problem(place, key, reason, fix)
     tree.broken = True
     return None

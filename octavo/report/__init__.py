@@ -1,7 +1,7 @@
-"""The trial and its report: FP8 beside high precision on the same data, judged, drawn and written as one page.
+"""The trial and its report: compares FP8 with high precision on the same data and writes one page.
 
-``compare`` trains the runs and writes ``report.html``, ``report.json`` and PNG plots; ``judge`` alone turns finished
-runs into a ``Verdict``; ``demo.run`` is the whole story on the embedded handwritten digits.
+``compare`` trains the runs and writes ``report.html``, ``report.json`` and PNG plots; ``judge`` turns finished runs
+into a ``Verdict``; ``demo.run`` runs a trial on the bundled handwritten digits.
 """
 
 from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, read

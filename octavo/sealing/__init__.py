@@ -1,6 +1,6 @@
-"""Sealing: permuted twins of models and data sets, which train like the originals and are exact by construction.
+"""Sealing: permuted copies of models and data sets, which train like the originals and are exact by construction.
 
-docs/confidential.md says what this hides and what it does not.
+docs/confidential.md describes what this hides.
 """
 
 from octavo.sealing.adapter import seal_adapter, unseal_adapter

@@ -1,4 +1,4 @@
-"""Sealed and unsealed adapters: A has its layer's input axis, B its output axis, and both are permuted like these.
+"""Seals and unseals adapters: A has the input axis of its layer and B the output axis; both are permuted accordingly.
 
 lora_A.weight [r, K], lora_B.weight [N, r], lora_magnitude_vector [N]     of a linear layer [N, K]
 lora_A.weight [r E, K], lora_B.weight [N, r E]                            of E experts (octavo.adapters.experts)
@@ -35,7 +35,7 @@ def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: 
     SealError and AdapterError."""
     check_sealed_with(base, key)
     if read_note(source, SealError) is not None:
-        raise SealError(f"{source} is sealed already. Name the plain adapter")
+        raise SealError(f"{source} is sealed already. Use the plain adapter")
     return _write_adapter(
         Path(source), Path(target), Path(base), key, permute.seal_tensor, Note("adapter", key.fingerprint)
     )
@@ -44,28 +44,28 @@ def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: 
 def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
     """Unseal an adapter that was trained with a sealed twin.
 
-    base  the plain model for which it is. The adapter's note must name this key
+    base  the plain model of the adapter. The adapter's note must name this key
 
     Raises SealError and AdapterError.
     """
     if read_note(base, SealError) is not None:
-        raise SealError(f"{base} is sealed. Name the plain model to which the adapter belongs")
+        raise SealError(f"{base} is sealed. Use the plain model of the adapter")
     check_sealed_with(source, key)
     return _write_adapter(Path(source), Path(target), Path(base), key, permute.unseal_tensor)
 
 
 def _write_adapter(source: Path, target: Path, base: Path, key: Key, move: Permute, note: Note | None = None) -> Path:
     if target.exists():
-        raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
+        raise SealError(f"{target} exists, and nothing is overwritten. Choose another folder, or delete it")
     config, state = read_config(source), read_state(source)
     stock = models.empty(base)
     axes = read_structure(stock)
     orders = axes.draw(key)
-    by = _AdapterPermuter(stock, axes, orders, config, move)
-    moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
+    permuter = _AdapterPermuter(stock, axes, orders, config, move)
+    permuted = {name: permuter.permute(name, value).contiguous() for name, value in state.items()}
     raw = safe_read.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
     with atomic_write.new_folder(target, SealError) as folder:
-        save_file(moved, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(permuted, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if note is not None:
             write_note(folder, note)
@@ -80,7 +80,7 @@ class _AdapterPermuter:
         self.modules, self.layouts = dict(model.named_modules()), axes.layouts
         self.orders, self.config, self.move = orders, config, move
 
-    def moved(self, name: str, value: Tensor) -> Tensor:
+    def permute(self, name: str, value: Tensor) -> Tensor:
         """Return the tensor of an adapter by its name in the file, permuted like its layer's axes."""
         path, _, kind = name.removeprefix(_PREFIX).rpartition(".lora_")
         depth = path.count(".base_layer")
@@ -93,7 +93,7 @@ class _AdapterPermuter:
             return self.move(value, Layout(((), into) if first else (out, ())), self.orders)
         adapted = [p for p in _EXPERTS if any(t.endswith(f".{p}") for t in self.config.target_parameters or ())]
         if f"{module}.{_EXPERTS[0]}" not in self.layouts or depth >= len(adapted):
-            raise SealError(f"{name} belongs to no layer of the model that sealing knows")
+            raise SealError(f"{name} does not belong to a layer that sealing supports")
         layout = self.layouts[
             f"{module}.{adapted[len(adapted) - 1 - depth]}"
         ]  # PEFT wraps the first parameter innermost

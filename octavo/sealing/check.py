@@ -1,4 +1,4 @@
-"""Check of a structure before anything is written: plain and sealed models of random weights must agree.
+"""Checks a structure before anything is written: plain and sealed models with random weights must agree.
 
 Both are built from the configurations on the CPU in fp32, with the fewest blocks that include every kind of block. They
 get the same random tokens, and an image or a sound if the processor can be loaded. Their logits, compared in plain
@@ -33,8 +33,9 @@ _FORWARD = {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", 
 
 
 def check_structure(folder: Path, key: Key, largest: int | None = None) -> float | None:
-    """Return the largest difference of logits relative to the largest logit; None if even the few blocks take more than
-    `largest` bytes (None: a quarter of this machine's memory). Raises SealError if plain and sealed differ."""
+    """Return the largest difference of logits relative to the largest logit, or None if even the few blocks take more
+    than
+    `largest` bytes (by default a quarter of this machine's memory). Raises SealError if plain and sealed differ."""
     if largest is None:
         largest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     config = _shorten(models.read_config(folder))
@@ -64,7 +65,7 @@ def check_structure(folder: Path, key: Key, largest: int | None = None) -> float
     if not difference <= TOLERANCE:  # NaN too
         raise SealError(
             f"a sealed {config.model_type} with random weights differs from the plain one (logits differ by "
-            f"{difference:.1e} of the largest): its structure is not what its names suggest. Nothing was written"
+            f"{difference:.1e} of the largest): its structure differs from what its names suggest. Nothing was written"
         )
     return difference
 
@@ -81,11 +82,11 @@ def seal_config(config: Any, vocab: np.ndarray) -> Any:
 
 def _shorten(config: Any) -> Any:
     """Return the configuration with the fewest blocks that include every kind of parameter."""
-    whole = _parameter_kinds(config)
+    all_kinds = _parameter_kinds(config)
     for layers in (2, 4, 8, 16):
         try:
             short = shorten_config(copy.deepcopy(config), layers, layers)
-            if _parameter_kinds(short) == whole:
+            if _parameter_kinds(short) == all_kinds:
                 return short
         except models.ModelError:  # too few layers for this family
             continue
@@ -97,19 +98,19 @@ def _parameter_kinds(config: Any) -> set[str]:
 
 
 def _random_inputs(folder: Path, config: Any, rows: int) -> dict[str, np.ndarray]:
-    """Random tokens; for a model with vision or audio, the processor's outputs for a conversation with a random image
-    or sound."""
+    """Return random tokens; for a model with vision or audio, the processor's outputs for a conversation with a random
+    image or sound."""
     generator = np.random.default_rng(0)
-    see, hear = (getattr(config, f"{part}_config", None) is not None for part in ("vision", "audio"))
-    if not see and not hear:
+    has_vision, has_audio = (getattr(config, f"{part}_config", None) is not None for part in ("vision", "audio"))
+    if not has_vision and not has_audio:
         ids = generator.integers(0, rows, (2, _TOKENS))
         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     processor: Any = models.load_processor(folder)
-    kind = "image" if see else "audio"
+    kind = "image" if has_vision else "audio"
     turns = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "What is this?"}]}]
     text = processor.apply_chat_template(turns, tokenize=False)
     noise = Image.fromarray(generator.integers(0, 256, (64, 96, 3), dtype=np.uint8))
-    media = {"images": [noise]} if see else {"audio": [generator.standard_normal(4000).astype(np.float32)]}
+    media = {"images": [noise]} if has_vision else {"audio": [generator.standard_normal(4000).astype(np.float32)]}
     outputs = processor(text=[text], return_tensors="np", add_special_tokens=False, **media)
     known = _FORWARD | set(getattr(processor, "inputs", {}))
     return {name: np.asarray(values) for name, values in outputs.items() if name in known}

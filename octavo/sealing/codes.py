@@ -1,4 +1,4 @@
-"""Sealing of FP8 weights as stored: codes are permuted like their weights, and scales with their blocks.
+"""Seals FP8 weights as stored: codes are permuted like their weights, and scales with their blocks.
 
 This is exact because permutations exchange whole blocks, or positions within one block (:mod:`octavo.sealing.draw`). So
 nothing is cast, and `unseal` restores the same bytes.
@@ -84,17 +84,21 @@ def find_fp8_weights(folder: Path, stock: Matrices, axes: Structure) -> Fp8Weigh
         raise SealError(f"{folder} is in FP8 with {kind}, which sealing does not support. {_HOW_TO_REQUANTIZE}")
     with open_weights(folder, True)[0] as shards:
         stored = dict(shards.stored)
-    names = {name for name, one in stored.items() if one.is_codes}
+    names = {name for name, tensor in stored.items() if tensor.is_codes}
     matrices: dict[str, tuple[Matrix, ...]] = {}
     for row in fp8.describe_layers(stock.model, models.describe(stock.model).components):
         pieces = () if f"{row.name}.weight" in stock.tied else stock.matrices(row)[1]
         if pieces and {m.name for m in pieces} <= names:
             matrices[pieces[0].parameter] = pieces
-    if left := sorted(names - {m.name for pieces in matrices.values() for m in pieces}):
-        raise SealError(f"{left[0]} is in FP8, in a layout on disk that sealing does not support. {_HOW_TO_REQUANTIZE}")
+    if unsupported := sorted(names - {m.name for pieces in matrices.values() for m in pieces}):
+        raise SealError(
+            f"{unsupported[0]} is in FP8, in a layout on disk that sealing does not support. {_HOW_TO_REQUANTIZE}"
+        )
     scales = [_scale_name(m, quantization) for pieces in matrices.values() for m in pieces]
     if absent := next((name for name in scales if name not in stored), None):
-        raise SealError(f"{folder} lacks {absent}, the scales of codes; octavo verify {folder} says what else is wrong")
+        raise SealError(
+            f"{folder} has no {absent}, the scales of codes; octavo verify {folder} reports further problems"
+        )
     for parameter, pieces in matrices.items():
         if quantization.block is not None and {s.name for a in axes.layouts[parameter].axes for s in a} & set(
             UNCONSTRAINED

@@ -2,7 +2,7 @@
 
 A permutation is an array p: position i of the sealed axis holds the entry from p[i]. An FP8 scale covers a block of 128
 positions of an axis (128 x 128, 1 x 128) or of 32 (MXFP8). It can only move with its block if the block's entries stay
-together, so
+together. Therefore
 
     blocks of 128 are permuted, within each the groups of 32, within these single positions; a partial last block stays
 
@@ -27,7 +27,8 @@ Use = tuple[int, int]  # (unit, offset)
 
 
 def shuffle(items: Sequence[int], words: Iterator[int]) -> list[int]:
-    """Fisher-Yates shuffle: all orders are equally likely. Words that would favor small numbers are discarded."""
+    """Shuffle items (Fisher-Yates): all orders are equally likely. Words that would favor small numbers are
+    discarded."""
     out = list(items)
     for last in range(len(out) - 1, 0, -1):
         size = last + 1
@@ -53,11 +54,11 @@ def draw_block_order(
     runs = {block // gcd(block, unit) for block in blocks for unit, _ in distinct} | {1}
     order = np.arange(size, dtype=np.int64)
     for run in sorted(runs, reverse=True):
-        alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        exchangeable: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for number in range(size // run):
-            alike[_exchange_key(number, run, distinct, blocks)].append(number)
+            exchangeable[_exchange_key(number, run, distinct, blocks)].append(number)
         moved = np.arange(size, dtype=np.int64)
-        for numbers in alike.values():
+        for numbers in exchangeable.values():
             for place, number in zip(numbers, shuffle(numbers, words), strict=True):
                 moved[place * run : (place + 1) * run] = np.arange(number * run, (number + 1) * run)
         order = order[moved]

@@ -45,8 +45,8 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class SealResult:
-    """The result: folder, number of tensors, bytes, the largest difference of logits in the check (None: no check), and
-    the parts of the model that are not permuted."""
+    """The result: folder, number of tensors, bytes, the largest difference of logits in the check (None without a
+    check), and the parts of the model that are not permuted."""
 
     directory: Path
     tensors: int
@@ -74,7 +74,7 @@ def seal_model(
     source, target = Path(source), Path(target)
     _check_folders(source, target)
     if read_note(source, SealError) is not None:
-        raise SealError(f"{source} is sealed already ({NOTE}). Name the plain folder")
+        raise SealError(f"{source} is sealed already ({NOTE}). Use the plain folder")
     stock = Matrices(models.empty(source))
     axes = read_structure(stock.model)
     orders = axes.draw(key)
@@ -104,8 +104,8 @@ def unseal_model(
 ) -> SealResult:
     """Write the plain model of a sealed folder.
 
-    like  the plain folder that was sealed, from which tokenizer, template and processor are copied. None: only weights
-          and configuration
+    like  the plain folder that was sealed, from which tokenizer, template and processor are copied. By default only
+          weights and configuration are written
 
     Raises SealError for a folder that is not sealed or has another key, and as :func:`seal_model` does.
     """
@@ -113,7 +113,7 @@ def unseal_model(
     _check_folders(source, target)
     check_sealed_with(source, key)
     if like is not None and read_note(like, SealError) is not None:
-        raise SealError(f"--model {like} is sealed itself. Name the plain folder with the tokenizer")
+        raise SealError(f"--model {like} is sealed, too. Use the plain folder with the tokenizer")
     stock = Matrices(models.empty(source))
     axes = read_structure(stock.model)
     orders = axes.draw(key)
@@ -140,10 +140,10 @@ def check_sealed_with(folder: str | Path, key: Key) -> Note:
 def _check_folders(source: Path, target: Path) -> None:
     require_one_folder(source, "octavo seal")
     if target.exists():
-        raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
+        raise SealError(f"{target} exists, and nothing is overwritten. Choose another folder, or delete it")
     destination, origin = target.absolute(), source.resolve()
     if origin == destination or origin in destination.parents:
-        raise SealError(f"{target} is inside {source}, which must not change. Name a folder elsewhere")
+        raise SealError(f"{target} is inside {source}, which must not change. Choose a folder outside it")
 
 
 def _write_weights(
@@ -153,7 +153,7 @@ def _write_weights(
     codes = find_fp8_weights(source, stock, axes)
     parts = [p for p in plan_parts(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
     with open_weights(source, bool(codes.matrices))[0] as opened:
-        shapes = {name: one.shape for name, one in opened.stored.items()}
+        shapes = {name: tensor.shape for name, tensor in opened.stored.items()}
     plain = [
         (name, dtype, _stored_shape(shape, shapes.get(name))) for part in parts for name, dtype, shape in part.tensors
     ]
@@ -169,8 +169,8 @@ def _write_weights(
                 pieces = codes.permute(name, value, axes.layouts[name], orders, move, stock.is_transposed(name))
             elif name in group_of:  # other tensors are computed by transformers, and not saved
                 waiting[name] = move(value, axes.layouts[name], orders)
-                if all(one in waiting for one in group_of[name]):
-                    pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
+                if all(member in waiting for member in group_of[name]):
+                    pieces = stock.revert({member: waiting.pop(member) for member in group_of[name]}).items()
             for disk, tensor in pieces:
                 is_transposed = _stored_shape(tuple(tensor.shape), shapes.get(disk)) != tuple(tensor.shape)
                 shards.write(disk, tensor.mT if is_transposed else tensor)
@@ -181,8 +181,8 @@ def _write_weights(
 
 
 def _stored_shape(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the shape of a tensor on disk: for experts that are published transposed to how transformers saves them,
-    as [E, K, N], the source's shape."""
+    """Return the shape of a tensor on disk: the source's shape for experts that are published as [E, K, N], transposed
+    relative to how transformers saves them."""
     return stored if stored == (*shape[:-2], *shape[:-3:-1]) and len(shape) == 3 else shape
 
 

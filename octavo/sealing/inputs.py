@@ -16,15 +16,15 @@ _KEYS = re.compile(r"(^|_)(token_ids?|token_index|suppress_tokens|bad_words_ids|
 
 
 def permute_token_ids(ids: np.ndarray, vocab: np.ndarray, back: bool = False) -> np.ndarray:
-    """Token ids in the sealed vocabulary (`back`: in the plain one). Negative ids, which are not tokens, and ids beyond
-    the embedding table, which are only placeholders of media, are unchanged."""
+    """Convert token ids to the sealed vocabulary (`back`: to the plain one). Negative ids, which are not tokens, and
+    ids beyond the embedding table, which are only placeholders of media, are unchanged."""
     to = np.asarray(vocab if back else invert(vocab))
     inside = (ids >= 0) & (ids < len(to))
     return np.where(inside, to[np.where(inside, ids, 0)], ids)
 
 
 def permute_pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.ndarray:
-    """Pixels with the values of each patch permuted.
+    """Permute the values of each patch of pixels.
 
     values  [patches, features], or [..., C, H, W], where pixels at the right and bottom outside all patches become zero
     order   of the features of a patch, C x (frames) x height x width
@@ -33,23 +33,26 @@ def permute_pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]
         if values.shape[1] != len(order):
             raise SealError(f"patches have {values.shape[1]} values, but the model's embedding takes {len(order)}")
         return np.ascontiguousarray(values[:, order])
-    (tall, wide), (channels, height, width) = patch, values.shape[-3:]
-    rows, columns = height // tall, width // wide
-    if channels * tall * wide != len(order):
-        raise SealError(f"{channels} channels of {tall} x {wide} patches, but the embedding takes {len(order)} values")
+    (patch_height, patch_width), (channels, height, width) = patch, values.shape[-3:]
+    rows, columns = height // patch_height, width // patch_width
+    if channels * patch_height * patch_width != len(order):
+        raise SealError(
+            f"{channels} channels of {patch_height} x {patch_width} patches, but the embedding takes {len(order)} "
+            "values"
+        )
     lead = values.shape[:-3]
-    cut = values[..., : rows * tall, : columns * wide]
-    cells = cut.reshape(*lead, channels, rows, tall, columns, wide)
-    cells = np.moveaxis(cells, (-4, -2), (-5, -4))  # [..., rows, columns, C, tall, wide]
+    cut = values[..., : rows * patch_height, : columns * patch_width]
+    cells = cut.reshape(*lead, channels, rows, patch_height, columns, patch_width)
+    cells = np.moveaxis(cells, (-4, -2), (-5, -4))  # [..., rows, columns, C, patch_height, patch_width]
     moved = cells.reshape(*lead, rows, columns, -1)[..., order].reshape(cells.shape)
     out = np.zeros_like(values)
     back = np.moveaxis(moved, (-5, -4), (-4, -2))
-    out[..., : rows * tall, : columns * wide] = back.reshape(cut.shape)
+    out[..., : rows * patch_height, : columns * patch_width] = back.reshape(cut.shape)
     return out
 
 
 def permute_bins(values: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """[sounds, bins, frames] with permuted bins."""
+    """Permute the bins of [sounds, bins, frames]."""
     return np.ascontiguousarray(values[:, order])
 
 
@@ -69,7 +72,7 @@ def seal_batch(
 
 
 def replace_token_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str = "") -> Any:
-    """JSON of a configuration with its token ids in the sealed vocabulary."""
+    """Return the JSON of a configuration with its token ids in the sealed vocabulary."""
     if isinstance(raw, dict):
         return {name: replace_token_ids(value, vocab, back, str(name)) for name, value in raw.items()}
     if isinstance(raw, list):

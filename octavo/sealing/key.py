@@ -31,14 +31,16 @@ class Key:
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != BYTES:
-            raise SealError(f"a key has {BYTES} bytes, but {len(secret)} were given. `octavo seal key FILE` makes one")
+            raise SealError(
+                f"a key has {BYTES} bytes, but this one has {len(secret)}. `octavo seal key FILE` creates one"
+            )
         self._secret = secret
 
     def __repr__(self) -> str:
         return f"Key({self.fingerprint})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise SealError("a key is never pickled; pass the name of its file")
+        raise SealError("a key cannot be pickled; pass the name of its file")
 
     @property
     def fingerprint(self) -> str:
@@ -60,5 +62,5 @@ def read_key(file: str | Path) -> Key:
 
 
 def find_key() -> Key:
-    """Return the key of this process, from the same options as an encryption key. Raises NoKey without one."""
+    """Return the key of this process, from the same options as an encryption key. Raises NoKey if there is none."""
     return Key(encryption.process_secret())

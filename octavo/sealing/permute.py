@@ -1,4 +1,4 @@
-"""The axes of tensors as data, and the permutation of tensors: bits are copied, nothing is computed.
+"""Describes the axes of tensors and permutes tensors: bits are copied, nothing is computed.
 
 segment   (name of a permutation, unit): its items in sequence, each with `unit` positions
 axis      a sequence of segments; an axis without any is not permuted
@@ -37,7 +37,7 @@ class Layout:
     """The axes of one tensor.
 
     axes   of the view `shape`
-    shape  of the view to which the axes refer; None: the tensor's own
+    shape  of the view to which the axes refer; None for the tensor's shape
     each   for stacked experts: the axes after the first, expert by expert in sealed order
     """
 
@@ -50,7 +50,7 @@ Orders = Mapping[str, np.ndarray]
 
 
 def source_positions(axis: Axis, orders: Orders) -> np.ndarray | None:
-    """For each position of the sealed axis its position in the plain axis; None if it is not permuted."""
+    """Return the plain position of each position of the sealed axis, or None if the axis is not permuted."""
     if not axis:
         return None
     segments, start = [], 0
@@ -84,9 +84,9 @@ def _permute_tensor(tensor: Tensor, layout: Layout, orders: Orders, back: bool, 
     order = source_positions(first, orders)
     assert order is not None
     out = torch.empty_like(view)
-    for at, of in enumerate(order.tolist()):  # expert `at` of the sealed model is `of` of the plain one
-        source, target = (at, of) if back else (of, at)
-        out[target] = _permute_axes(view[source], layout.each[at], orders, back, width)
+    for sealed, plain in enumerate(order.tolist()):  # expert `sealed` of the sealed model is `plain` of the plain one
+        source, target = (sealed, plain) if back else (plain, sealed)
+        out[target] = _permute_axes(view[source], layout.each[sealed], orders, back, width)
     return out
 
 
@@ -101,7 +101,7 @@ def _permute_axes(tensor: Tensor, axes: tuple[Axis, ...], orders: Orders, back: 
 
 
 def _block_order(order: np.ndarray, width: int) -> np.ndarray:
-    """Return the order of blocks of `width` positions. Raises SealError if one does not stay together."""
+    """Return the order of blocks of `width` positions. Raises SealError if a block does not stay together."""
     blocks: np.ndarray = order[::width] // width
     if (order // width != blocks.repeat(width)[: len(order)]).any():
         raise SealError(f"an axis of {len(order)} has scales for blocks of {width}, which the permutation would split")

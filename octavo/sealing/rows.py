@@ -1,4 +1,4 @@
-"""Seal data sets: encode rows as a plain run would, and write them permuted.
+"""Seals data sets: encodes rows as a plain run would, and writes them permuted.
 
 Tokenizer, chat template and images are the plain model's. The settings of a run that affect rows (`train.seq_length`,
 `data.system`, `data.max_pixels`, ...) are given here. Rows keep their order, so plain and sealed runs with the same
@@ -68,9 +68,9 @@ def seal_data(
     # Left-out rows are written too, as empty ones: a plain run counts them in its order, so a sealed run must.
     target, model = Path(target), Path(model)
     if target.exists():
-        raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
+        raise SealError(f"{target} exists, and nothing is overwritten. Choose another folder, or delete it")
     if read_note(model, SealError) is not None:
-        raise SealError(f"{model} is sealed, so its tokenizer has no words. Name the plain model")
+        raise SealError(f"{model} is sealed, so its tokenizer has no words. Use the plain model")
     cfg = _configuration(source, model, settings)
     processor = models.load_processor(model, cfg.data.max_pixels, cfg.data.min_pixels, cfg.data.template_args)
     empty = models.empty(model)
@@ -82,13 +82,13 @@ def seal_data(
         with pa.OSFile(str(folder / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
             for samples in _encode_rows(rows, encoder, cfg.data.on_bad_sample):
-                lines = [dropped_row(one) if isinstance(one, str) else to_row(_seal_sample(one, orders, patch))
-                         for row in samples for one in _row_entries(row, pairs)]  # fmt: skip
+                lines = [dropped_row(entry) if isinstance(entry, str) else to_row(_seal_sample(entry, orders, patch))
+                         for row in samples for entry in _row_entries(row, pairs)]  # fmt: skip
                 out.write_batch(pa.RecordBatch.from_pylist(lines, SCHEMA))
-                done, left = done + len(samples), left + sum(isinstance(one, str) for one in samples)
+                done, left = done + len(samples), left + sum(isinstance(row, str) for row in samples)
                 progress(done, len(rows))
         if left == len(rows):
-            raise SealError(f"{source}: every one of its {left} rows would be left out; nothing was written")
+            raise SealError(f"{source}: all {left} rows would be left out; nothing was written")
         about = {"rows": len(rows), "left_out": left, "seq_length": cfg.train.seq_length, "phase": cfg.train.phase}
         write_note(folder, Note("data", key.fingerprint, about))
         atomic_write.sync_tree(folder)
@@ -104,7 +104,7 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
     if cfg.preference is not None and cfg.preference.loss == "kto":
         raise SealError("preference.loss=kto: pairs can be sealed, but labelled answers cannot")
     if cfg.data.sealed:
-        raise SealError("data.sealed=true says that rows are sealed already; leave it out")
+        raise SealError("data.sealed=true means that rows are sealed already; leave it out")
     if cfg.train.phase == "pretrain":  # as in training: every token has a loss
         cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
     return cfg
@@ -119,10 +119,10 @@ def _encode_rows(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample |
                 read.append(rows[number])
             except BadSample as bad:
                 read.append(bad)
-        good = [one for one in read if not isinstance(one, DataError)]
+        good = [row for row in read if not isinstance(row, DataError)]
         encoded = iter(encoder.encode_all(good))
-        outcomes = [one if isinstance(one, DataError) else next(encoded) for one in read]
-        yield [_drop_reason(one, on_bad) if isinstance(one, DataError) else one for one in outcomes]
+        outcomes = [row if isinstance(row, DataError) else next(encoded) for row in read]
+        yield [_drop_reason(row, on_bad) if isinstance(row, DataError) else row for row in outcomes]
 
 
 def _drop_reason(bad: DataError, on_bad: str) -> str:
@@ -139,11 +139,11 @@ def _row_entries(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str
 
 def _seal_sample(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     pixels = sample.pixel_values
-    for name, one in sample.extra.items():  # such values show the row's content, and must not be written unpermuted
+    for name, one in sample.extra.items():  # such values reveal the row's content and must not be written unpermuted
         if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
             what = "videos" if "video" in name else name
             where = f"{sample.file}, row {sample.row}"
-            raise SealError(f"{where}: holds {what}, which cannot be sealed; leave such rows out")
+            raise SealError(f"{where}: contains {what}, which cannot be sealed; leave such rows out")
     extra = {
         name: Input(one.per, inputs.permute_bins(one.values, orders["bins"])) if name == _SOUND else one
         for name, one in sample.extra.items()

@@ -101,8 +101,7 @@ RULES = tuple((re.compile(rf"(?:.*\.)?{pattern}"), axes) for pattern, axes in _R
 
 
 def find_rule(name: str, kind: str) -> str | None:
-    """Return the axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`; None: no
-    rule."""
+    """Return the axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`, or None."""
     return next(
         (axes for pattern, axes in RULES if pattern.fullmatch(name) or pattern.fullmatch(f"{name}:{kind}")), None
     )

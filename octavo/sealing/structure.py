@@ -48,7 +48,7 @@ class Structure:
     stays: list[str] = field(default_factory=list)
 
     def draw(self, key: Key) -> dict[str, np.ndarray]:
-        """Permutation -> its order."""
+        """Return permutation -> its order."""
         orders: dict[str, np.ndarray] = {}
         for outer, inner in self.heads.values():
             count, num_heads = self.sizes[outer], self.sizes[inner]
@@ -125,7 +125,7 @@ class _StructureReader:
         return Layout(axes, None if view == shape else view)
 
     def _experts(self, name: str, subject: str, module: Any, words: list[str], shape: tuple[int, ...]) -> Layout:
-        """Stacked experts [E, N, K], each with a separate permutation of its width."""
+        """Return the layout of stacked experts [E, N, K], each with a separate permutation of its width."""
         if getattr(module, "is_transposed", False):
             words = [words[0], words[2], words[1]]
         first = self._axis(words[0], shape[0], subject, name)
@@ -165,12 +165,12 @@ class _StructureReader:
         labels = [self._label(part, subject) for part in parts]
         if all(part in ("q", "kv", "lk", "lv") for part in parts):
             return self._check_segments(self._head_segments(parts, labels, places, subject), places, name)
-        return self._check_segments(tuple((one, 1) for one in labels), places, name, len(labels))
+        return self._check_segments(tuple((label, 1) for label in labels), places, name, len(labels))
 
     def _check_segments(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
         for label, _ in axis:
             self._size(label, places // parts, name)
-        segments = tuple(Segment(*one) for one in axis)
+        segments = tuple(Segment(*entry) for entry in axis)
         if axis_size(segments, self.result.sizes) != places:
             expected = " + ".join(f"{self.result.sizes[label]} x {unit} of {label}" for label, unit in axis)
             raise SealError(
@@ -209,24 +209,24 @@ class _StructureReader:
     def _head_segments(
         self, parts: list[str], labels: list[str], places: int, subject: str
     ) -> tuple[tuple[str, int], ...]:
-        """Segments of heads, whose numbers come from the configuration."""
+        """Return the segments of heads, whose numbers come from the configuration."""
         config: Any = self._config(subject)
         if parts[0] in ("lk", "lv"):
             counts = {"lk": config.linear_num_key_heads, "lv": config.linear_num_value_heads}
             unit = {"lk": config.linear_key_head_dim, "lv": config.linear_value_head_dim}
         else:
-            many = _number_of_heads(config, *_HEADS)
-            few = getattr(config, "num_key_value_heads", None) or many
-            counts, unit = {"q": many, "kv": few}, {}
+            query_heads = _number_of_heads(config, *_HEADS)
+            kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+            counts, unit = {"q": query_heads, "kv": kv_heads}, {}
         parent = subject.rpartition(".")[0]
         outer, inner = [f"{parent}@{word}" for word in (("lk", "lv") if "lk" in counts else ("kv", "q"))]
         self.result.heads[parent] = (outer, inner)
         for word, count in counts.items():
             self.result.sizes.setdefault(f"{parent}@{word}", count)
         total = sum(counts[part] for part in parts)
-        alone = len(set(parts)) == 1 or not unit
+        equal_units = len(set(parts)) == 1 or not unit
         return tuple(
-            (label, places // total if alone else unit[part]) for part, label in zip(parts, labels, strict=True)
+            (label, places // total if equal_units else unit[part]) for part, label in zip(parts, labels, strict=True)
         )
 
     def _head_dim(self, subject: str) -> int:

@@ -1,4 +1,4 @@
-"""The tokenizer of a sealed model: it writes numbers, `t17 t4005`, and has no words.
+"""The tokenizer of a sealed model, whose tokens are numbers, `t17 t4005`, instead of words.
 
 A plain tokenizer with permuted ids would reveal the permutation. So token n of the sealed vocabulary is the word `tn`.
 Only control tokens keep their names, since config.json and the processor name their ids anyway: the tokens that end
@@ -53,8 +53,8 @@ def write_tokenizer(source: Path, folder: Path, vocab: np.ndarray) -> None:
     at their sealed ids."""
     plain: Any = models.load_tokenizer(source)
     names = {int(permute_token_ids(np.asarray([n]), vocab)[0]): name for n, name in named_tokens(plain, source).items()}
-    behind = [number for number in names if number >= len(vocab)]
-    words = {names.get(number, sealed_word(number)): number for number in [*range(len(vocab)), *behind]}
+    beyond = [number for number in names if number >= len(vocab)]
+    words = {names.get(number, sealed_word(number)): number for number in [*range(len(vocab)), *beyond]}
     build_word_tokenizer(words, {name: number for number, name in names.items()}, plain).save_pretrained(folder)
 
 
@@ -104,15 +104,15 @@ def unseal_text(words: str, model: str | Path, key: Key) -> str:
     numbers = {name: number for number, name in named_tokens(tokenizer, model).items()}
     vocab = _vocabulary_order(model, key)
     ids = []
-    for one in re.findall(r"\n|\S+", words):
-        if one in numbers:
-            ids.append(numbers[one])
-        elif one == "\n":
+    for token in re.findall(r"\n|\S+", words):
+        if token in numbers:
+            ids.append(numbers[token])
+        elif token == "\n":
             continue  # between words
-        elif (match := _WORD.fullmatch(one)) and int(match[1]) < len(vocab):
+        elif (match := _WORD.fullmatch(token)) and int(match[1]) < len(vocab):
             ids.append(int(vocab[int(match[1])]))
         else:
-            raise SealError(f"{one!r:.60} is not a word of a sealed model: they are t0 to t{len(vocab) - 1}")
+            raise SealError(f"{token!r:.60} is not a word of a sealed model: they are t0 to t{len(vocab) - 1}")
     return str(tokenizer.decode(ids))
 
 

@@ -1,4 +1,4 @@
-"""Attaching: what trains, where A begins, what is said; and what is refused before the model is changed."""
+"""Attaching adapters: trained parameters, initial values, messages, and errors raised before the model is changed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rslora_scales_by_the_root_of_the_rank(folder) -> None:
         ({"targets": ("**.nothing",)}, "matches nothing"),
         ({"targets": ("lm_head",)}, "lm_head"),
         ({"dora": True, "dropout": 0.1}, "dropout: 0, or lora.dora: false"),
-        ({"adapter": "nowhere"}, "no adapter's folder"),
+        ({"adapter": "nowhere"}, "not an adapter folder"),
     ],
 )
 def test_rejected_attach_leaves_the_model_unchanged(settings: dict, says: str, folder) -> None:
@@ -223,7 +223,7 @@ def test_second_adapter_uses_the_same_base(name: str, kind: str | None, settings
 
 def test_second_adapter_requires_a_first(folder) -> None:
     model, _ = load(folder)
-    with pytest.raises(AdapterError, match="the model has none"):
+    with pytest.raises(AdapterError, match="requires a first one"):
         adapters.attach_second(model, lora())
     with pytest.raises(AdapterError, match="no second adapter"), adapters.use_second_adapter(model):
         pass

@@ -307,7 +307,7 @@ def test_parameter_outside_experts_is_rejected():
 
     block = Odd()
     inject_adapter_in_model(config(BOTH[:1]), block)
-    with pytest.raises(AdapterError, match="gate_up_proj was named as a parameter to adapt"):
+    with pytest.raises(AdapterError, match="gate_up_proj cannot be adapted as a parameter"):
         experts.replace_forwards(block)
 
 

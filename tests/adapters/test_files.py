@@ -1,4 +1,4 @@
-"""PEFT's folder: whole or not at all, read strictly, and refused with a sentence where it cannot be honoured."""
+"""PEFT's folder: written atomically, read strictly, and rejected if a field is not supported."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_save_replaces_only_an_adapter(folder, tmp_path: Path) -> None:
     assert (place / "adapter_model.safetensors").read_bytes() != before
     assert os.listdir(place.parent) == ["a"]  # nothing is left aside
     (place / "notes.txt").write_text("mine")
-    with pytest.raises(AdapterError, match="no adapter's folder.*notes.txt"):
+    with pytest.raises(AdapterError, match="not an adapter folder.*notes.txt"):
         adapters.save(model, place, "base")
     (tmp_path / "file").write_text("")
     with pytest.raises(AdapterError, match="it is a file"):
@@ -125,20 +125,20 @@ def test_failed_save_keeps_previous_adapter(folder, copy: Path, monkeypatch: pyt
         ({"of_tomorrow": {"a": 1}}, "of_tomorrow.*is not supported"),
         ({"init_lora_weights": "pissa"}, "pissa.*path_initial_model"),
         ({"init_lora_weights": "olora"}, "olora"),
-        ({"r": 0}, "no valid LoRA configuration"),
-        ({"r": "four"}, "no valid LoRA configuration|expected a whole number"),
+        ({"r": 0}, "not a valid LoRA configuration"),
+        ({"r": "four"}, "not a valid LoRA configuration|expected a whole number"),
         ({"r": 10**30}, "r is 1000.*; expected a whole number"),
         ({"target_modules": {"a": 1}}, "target_modules is .*; expected text or a list of names"),
-        ({"target_modules": "(q_proj"}, "no valid LoRA configuration: .*unterminated"),
+        ({"target_modules": "(q_proj"}, "not a valid LoRA configuration: .*unterminated"),
         ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern\.q_proj is \"x\"; expected a whole number"),
         ({"layers_to_transform": ["a"]}, "layers_to_transform is"),
-        ({"lora_dropout": 2}, "no valid LoRA configuration"),
+        ({"lora_dropout": 2}, "not a valid LoRA configuration"),
         ({"r": 8}, r"lora_A.weight is \[4, .*takes \[8"),
         ({"target_modules": ["q_proj"]}, "unknown to the model.*linear_fc1"),
         ({"target_modules": ["q_proj", "k_proj", "linear_fc1", "linear_fc2"]}, "missing: .*k_proj"),
         ({"target_modules": ["lm_head"]}, "adapts lm_head .lm_head.*chunks"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens .embedding.*look-up"),
-        ({"target_modules": ["input_layernorm"]}, "no linear layer"),
+        ({"target_modules": ["input_layernorm"]}, "not a linear layer"),
         ({"use_dora": True}, "missing: .*lora_magnitude_vector"),
     ],
 )
@@ -170,10 +170,10 @@ def test_fields_without_effect_are_accepted(copy: Path, folder) -> None:
         (lambda d: placed(d / "adapter_model.safetensors", "pipe"), r"safetensors is a named pipe"),
         (lambda d: placed(d / "adapter_model.safetensors", "device"), r"safetensors is a device"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter is incomplete"),
-        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\x00" * 20), "cannot be read.*cut short"),
+        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\x00" * 20), "cannot be read.*truncated"),
         (lambda d: (d / "adapter_model.safetensors").rename(d / "adapter_model.bin"), "adapter_model.bin, a pickle"),
-        (lambda d: os.truncate(d / "adapter_model.safetensors", 3000), "cannot be read.*cut short"),
-        (lambda d: shutil.rmtree(d), "no adapter's folder"),
+        (lambda d: os.truncate(d / "adapter_model.safetensors", 3000), "cannot be read.*truncated"),
+        (lambda d: shutil.rmtree(d), "not an adapter folder"),
     ],
 )
 def test_damaged_folders_are_rejected(damage, says: str, copy: Path, folder) -> None:

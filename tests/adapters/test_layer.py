@@ -1,4 +1,4 @@
-"""The wrapper around a linear layer: what it computes, what it keeps, how often x is quantized beside it."""
+"""The adapted linear layer: its results, the tensors saved for the backward, and how often x is quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters folded into weights: equal to what PEFT folds, to the adapted model, and to what a file is found to hold."""
+"""Adapters merged into weights match PEFT's merge and the adapted model; metrics of merge errors."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_small_change_survives_in_bf16_until_noise_exceeds_it() -> None:
     assert 2 < own[1e-2].error < 4  # 2 to 3 % of W over 1 %
     assert [found.is_lost for found in figures.values()] == [True, False, False]
     assert figures[1e-3].noise_ratio > 1 > figures[1e-2].noise_ratio
-    # louder along its own directions than its norm says, as `drowned` has it
+    # louder along its own directions than its norm says, as `noise_ratio` measures
     made, _ = fold(w, 1e-2, None)
     d = made.merged() - made.base_values()
     noise = fp8.dequantize(fp8.quantize(made.merged(), FROZEN["block"])) - made.merged()
@@ -218,7 +218,7 @@ def test_metrics_match_their_definitions() -> None:
         "error": (applied - d).norm() / d.norm(),
         "cosine": torch.cosine_similarity(applied.flatten(), d.flatten(), 0),
         "changed": (applied != 0).float().mean(),
-        "drowned": (applied - d).norm() / d.norm() * (4 / 48) ** 0.5,
+        "noise_ratio": (applied - d).norm() / d.norm() * (4 / 48) ** 0.5,
     }
     for figure, value in want.items():
         assert getattr(own, figure) == pytest.approx(float(value), rel=1e-4), figure

@@ -1,4 +1,4 @@
-"""octavo merge: folders that stand alone, what of the adapter is in them, and merges that are refused."""
+"""octavo merge: merged folders, how much of the adapter they contain, and rejected merges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters mean the same in stock PEFT and here: trained over FP8, loaded by PEFT; made by PEFT, loaded here."""
+"""Adapters are interchangeable with stock PEFT: trained on FP8 and loaded by PEFT, or the other way round."""
 
 from __future__ import annotations
 

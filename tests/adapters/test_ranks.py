@@ -1,4 +1,4 @@
-"""Adapters under FSDP2: attached alike on every rank, gathered to PEFT's file, filled shard by shard."""
+"""Adapters under FSDP2: attached equally on all ranks, gathered to PEFT's file, loaded shard by shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers get adapters: components, globs, suffixes; what never does; what matches nothing."""
+"""Targets of adapters: components, globs, suffixes, unadaptable layers and patterns without a match."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_unadaptable_layers_are_rejected_with_reason(target: str, says: str) -> 
     [
         (["**.q_prj"], [], "matches nothing.*q_proj"),
         (["fundation"], [], "nearest names: foundation"),
-        (["**.input_layernorm"], [], "holds no linear layer"),
+        (["**.input_layernorm"], [], "contains no linear layer"),
         (["a..b"], [], "empty segment"),
         (["x**.q_proj"], [], "stand alone"),
-        (["**.q_proj"], ["**.q_proj"], "nothing is left.*Exclude less"),
+        (["**.q_proj"], ["**.q_proj"], "no layer is left.*Exclude less"),
         (["**.q_proj"], ["**.w_proj"], "exclude: .*matches no layer"),
-        (["foundation"], ["foundation"], "nothing is left.*Exclude less"),
+        (["foundation"], ["foundation"], "no layer is left.*Exclude less"),
     ],
 )
 def test_unmatched_target_raises(targets: list[str], exclude: list[str], says: str) -> None:

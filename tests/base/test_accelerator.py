@@ -1,4 +1,4 @@
-"""What is asked of a device: answers of the CPU, and which accelerator a process takes or leaves.
+"""Properties of devices: those of the CPU, and the accelerator that a process uses.
 
 That of a device of another vendor is in tests/device.
 """

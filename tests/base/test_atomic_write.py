@@ -1,4 +1,4 @@
-"""Files that are there whole or as they were before; folders are in tests/models/test_save.py."""
+"""Atomic writes of files; folders are tested in tests/models/test_save.py."""
 
 from __future__ import annotations
 

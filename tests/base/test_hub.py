@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub in place of folders, over a cache that is laid out by hand: no network is asked."""
+"""Names of the Hugging Face hub in place of folders, with a prepared cache and no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One table of families: what is derived from it, that nothing else lists them, and a family added to it."""
+"""The table of families: values derived from it, no other lists of families, and adding a family."""
 
 from __future__ import annotations
 

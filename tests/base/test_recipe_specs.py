@@ -1,4 +1,4 @@
-"""One table of recipes: what is derived from it, and that another line in it is all that another recipe needs."""
+"""The table of recipes: values derived from it, and adding a recipe with one line."""
 
 from __future__ import annotations
 

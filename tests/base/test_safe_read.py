@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: read rightly, or refused in one sentence with the file's name, at once."""
+"""Untrusted files are read correctly, or rejected at once with an error that names the file."""
 
 from __future__ import annotations
 

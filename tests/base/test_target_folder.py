@@ -1,4 +1,4 @@
-"""Folders that cannot be renamed, names that cannot be used: refused before the work, or written into."""
+"""Folders that cannot be renamed are written in place; invalid names are rejected before the work."""
 
 from __future__ import annotations
 

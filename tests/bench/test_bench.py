@@ -15,7 +15,7 @@ import torch
 from benchmarks import convert, optimizer, turns
 from octavo import bench, fp8
 from octavo.bench import peers, record, suite_memory, suite_moe
-from octavo.bench.bench import Bench, Refusal, Rotation, Work
+from octavo.bench.bench import Bench, Rotation, Unavailable, Work
 from octavo.bench.record import Result, Row
 from octavo.cli import bench as command
 from octavo.cli.main import main
@@ -65,15 +65,15 @@ def test_the_optimizer_suite_times_every_format_against_torch() -> None:
 def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
     """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
     figures = iter(range(10**6))
-    monkeypatch.setattr(suite_memory._Held, "now", lambda self: next(figures))
-    monkeypatch.setattr(suite_memory._Held, "most", lambda self: 7 * 2**30)
-    monkeypatch.setattr(suite_memory._Held, "reset", lambda self: None)
-    monkeypatch.setattr(suite_memory._Held, "_allocated", lambda self: 0)
-    monkeypatch.setattr(suite_memory._Held, "measures", True)
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "now", lambda self: next(figures))
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "most", lambda self: 7 * 2**30)
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "reset", lambda self: None)
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "_allocated", lambda self: 0)
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "measures", True)
     result = bench.run(["memory"], session())
-    assert {a.candidate for a in result.absent} == {name for name in suite_memory.WAYS if "offloaded" in name}
+    assert {a.candidate for a in result.absent} == {name for name in suite_memory.SETUPS if "offloaded" in name}
     assert all("host memory" in a.why or "needs a GPU" in a.why for a in result.absent)
-    assert [r.candidate for r in result.rows] == [name for name in suite_memory.WAYS if "offloaded" not in name]
+    assert [r.candidate for r in result.rows] == [name for name in suite_memory.SETUPS if "offloaded" not in name]
     assert len({r.case for r in result.rows}) == 1 and result.ratio(result.rows[-1]) is not None
     kinds = ["weights", "states", "activations", "gradients", "peak"]
     assert all(list(r.memory) == kinds and r.peak_bytes == 7 * 2**30 for r in result.rows)
@@ -98,7 +98,7 @@ def test_who_cannot_take_part_says_why_and_the_others_go_on() -> None:
     there = session()
 
     def refuses() -> object:
-        raise Refusal("this library is not installed")
+        raise Unavailable("this library is not installed")
 
     def fails_late() -> object:
         def call() -> None:
@@ -151,7 +151,7 @@ def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pyte
     found: list[int] = []
     there = session(
         budget=45.0,
-        begins=lambda case, names: begun.append((case, list(names))),
+        on_candidates=lambda case, names: begun.append((case, list(names))),
         on_result=lambda r: found.append(len(r.cut)),
     )
 
@@ -159,7 +159,7 @@ def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pyte
         now[0] += seconds
         return lambda: None
 
-    there.begin()
+    there.start_budget()
     for case, names in (("first", "ab"), ("second", "cd"), ("third", "efg")):
         there.case("gemm", case, "a", dict.fromkeys(names, build), Work())
     assert [case for case, names in begun] == ["first"] * 3 + ["second"] * 3 and begun[2] == ("first", ["a", "b"])
@@ -171,7 +171,9 @@ def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pyte
 
 def test_what_an_earlier_process_did_takes_no_part() -> None:
     begun: list[str] = []
-    there = session(begins=lambda case, names: begun.append(case), skip={("one", "a"), ("one", "b"), ("two", "a")})
+    there = session(
+        on_candidates=lambda case, names: begun.append(case), skip={("one", "a"), ("one", "b"), ("two", "a")}
+    )
     for case in ("one", "two"):
         there.case("gemm", case, "a", dict.fromkeys("ab", lambda: lambda: None), Work())
     assert [(r.case, r.candidate) for r in there.result.rows] == [("two", "b")] and set(begun) == {"two"}
@@ -203,14 +205,16 @@ def test_mxfp8_takes_part_where_it_can_win(capability, takes_part, monkeypatch: 
     monkeypatch.setattr(peers.kernels, "get", lambda name: Able)
     bench_there = session()
     bench_there.device = torch.device("cuda")
-    assert bool(peers.able(bench_there, "mxfp8")) == takes_part and peers.able(bench_there, "blockwise")
-    layers = peers.linears(bench_there, 256, 128, compiling=False)
+    assert bool(peers.supported_backends(bench_there, "mxfp8")) == takes_part and peers.supported_backends(
+        bench_there, "blockwise"
+    )
+    layers = peers.linear_builders(bench_there, 256, 128, compiling=False)
     both = [name for name in layers if "both layouts" in name]
     assert [name.split()[0] for name in both] == ["blockwise", "tensorwise"]
     assert layers[both[0]].args[-1] == "both" and not any(
-        "both" in n for n in peers.linears(session(), 256, 128, False)
+        "both" in n for n in peers.linear_builders(session(), 256, 128, False)
     )
-    assert peers.able(session(), "mxfp8")  # on a CPU all is emulated, for the code's sake
+    assert peers.supported_backends(session(), "mxfp8")  # on a CPU all is emulated, for the code's sake
 
 
 def test_inputs_rotate() -> None:
@@ -227,23 +231,23 @@ def test_json_and_table(gemms: Result, tmp_path: Path) -> None:
     assert "version" in found["machine"]["octavo"] and found["device"] == "cpu" and found["small"] is True
     assert len(found["rows"]) == len(result.rows) == len(record.table(result))
     assert {len(cells) for cells in record.table(result)} == {len(record.COLUMNS)}
-    written = bench.keep(result, tmp_path)
+    written = bench.write_suites(result, tmp_path)
     assert [p.name for p in written] == ["bench_cpu_gemm.json"]
     assert not list(tmp_path.rglob(".*"))
 
 
 def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp_path: Path) -> None:
     both = Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0), Row("gemm", "a", "y", 1.0, baseline="x")])
-    bench.keep(both, tmp_path)
-    bench.keep(Result("cpu", True, rows=[Row("cast", "a", "x", 2.0)]), tmp_path)
-    bench.keep(Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path)
+    bench.write_suites(both, tmp_path)
+    bench.write_suites(Result("cpu", True, rows=[Row("cast", "a", "x", 2.0)]), tmp_path)
+    bench.write_suites(Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0)]), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json", "bench_cpu_cast.json"}
     assert len(record.load(tmp_path / "bench_cpu_gemm.json")["rows"]) == 1
 
 
 def test_rows_that_vary_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     result = Result("cpu", False, rows=[Row("gemm", "a", "x", 2.0, spread=3.0), Row("gemm", "a", "y", 1.0, spread=0.1)])
-    assert record.noisy(result) == result.rows[:1]
+    assert record.noisy_rows(result) == result.rows[:1]
     command._show(result)
     assert "1 of 2 rows vary by more than 50 % between quartiles" in capsys.readouterr().out
 
@@ -324,9 +328,9 @@ def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> No
     # Not by monkeypatch, whose undoing hides the setting from dynamo for the rest of the process.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=1):
         with pytest.raises(Exception, match="graph_break"):
-            peers.compiled(Broken)(x, "a")
+            peers.compile_module(Broken)(x, "a")
         torch._dynamo.reset()
-        broken = peers.compiled(Broken, whole=False)
+        broken = peers.compile_module(Broken, whole=False)
         assert torch.equal(broken(x, "a"), x) and asked == [True, False]
         with pytest.raises(Exception, match="recompile"):
             for times in ("a" * n for n in range(2, 40)):
@@ -343,7 +347,7 @@ def test_experts_are_timed_grouped_on_both_sides(monkeypatch) -> None:
     config = suite_moe._config(small=True)
     for how, octavo in (("grouped_mm", None), ("eager", None), ("eager", ("blockwise", "reference"))):
         seen.append("|")
-        suite_moe._call(session(), config, 24, how, octavo)()
+        suite_moe._make_call(session(), config, 24, how, octavo)()
     assert seen == ["|", "theirs", "theirs", "|", "|", "ours", "ours"]
 
 
@@ -358,10 +362,12 @@ def test_turns_go_round_and_forget_the_first() -> None:
 
 def test_a_record_names_its_machine_and_is_written_whole(tmp_path: Path) -> None:
     described = {"torch": "2.13", "unread": {}, "gpus": []}
-    path = record.save({"machine": record.machine(described), "path": tmp_path}, tmp_path / "new" / "kept.json")
+    path = record.save(
+        {"machine": record.describe_machine(described), "path": tmp_path}, tmp_path / "new" / "kept.json"
+    )
     assert record.load(path) == {"machine": {"torch": "2.13", "gpus": []}, "path": str(tmp_path)}
     assert [file.name for file in path.parent.iterdir()] == ["kept.json"]
-    assert {"octavo", "python", "cpu", "torch", "packages"} <= record.machine().keys()
+    assert {"octavo", "python", "cpu", "torch", "packages"} <= record.describe_machine().keys()
 
 
 def test_rows_of_an_absent_peer_stay_those_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

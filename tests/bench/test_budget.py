@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import report
 from octavo.bench import Bench, record
 from octavo.bench.record import Result, Row
-from octavo.bench.suite_step import HEAD, OPTIMIZER, PARTS, Budget, Step, claimed
+from octavo.bench.suite_step import HEAD, OPTIMIZER, PARTS, Budget, Step, measure_parts
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 
 now = [0.0]
@@ -73,18 +73,18 @@ class Block(nn.Module):
 def test_every_moment_of_a_step_is_one_part_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.bench.suite_step.time.perf_counter", lambda: now[0])
     block, budget = Block(), Budget(torch.device("cpu"))
-    head = budget.around(HEAD, lambda x: Spend.apply(x, 10_000.0).sum())
+    head = budget.wrap(HEAD, lambda x: Spend.apply(x, 10_000.0).sum())
 
     def update() -> None:
         now[0] += 7.0
 
-    update_it = budget.around(OPTIMIZER, update)
+    update_it = budget.wrap(OPTIMIZER, update)
 
     def step() -> None:
         head(block(torch.ones(2, 4, requires_grad=True))).backward()
         update_it()
 
-    with claimed(block, budget):
+    with measure_parts(block, budget):
         found = [budget.step(step) for _ in range(2)]
     # q, k and the whole MLP (1 + 10); attention less what is in it; of norms those of the block and of k
     expected = dict(zip(PARTS, (3 * 13.0, 3 * 100.0, 30_000.0, 3 * 20.0, 7.0, 3000.0), strict=True))
@@ -114,9 +114,9 @@ def test_a_step_is_cut_and_trains_as_before(monkeypatch: pytest.MonkeyPatch) -> 
 def test_parts_are_shown_with_their_shares_and_survive_the_file() -> None:
     half = dict.fromkeys(PARTS, 0.0) | {"linears": 0.003, "rest": 0.001}
     found = Result("cpu", True, rows=[Row("step", "tiny", "blockwise", 0.1, parts=half), Row("step", "tiny", "c", 1)])
-    head, line = record.budget(found)
+    head, line = record.budget_table(found)
     assert head == ("case", "candidate", "step", *PARTS)
     assert line[2:4] == ("4.000 ms", "3.000 ms 75 %") and line[-1] == "1.000 ms 25 %"
     assert found.to_json()["rows"][0]["parts"] == half
     assert any("3.000 ms 75 %" in line for line in report.page(found))
-    assert record.budget(Result("cpu", True, rows=found.rows[1:])) == []
+    assert record.budget_table(Result("cpu", True, rows=found.rows[1:])) == []

@@ -90,7 +90,7 @@ def test_folders_devices_and_tests_come_together(tmp_path: Path, capsys: pytest.
     tests = {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}}
     write(tmp_path / "one", "tests.json", [], "NVIDIA H200", tests=tests, lost=[{"case": "c"}])
     write(tmp_path / "two", "suites.json", CARD[7:], "NVIDIA H200")
-    bench.keep(Result("cpu", True, rows=CARD), tmp_path / "two")
+    bench.write_suites(Result("cpu", True, rows=CARD), tmp_path / "two")
     assert main(["bench", "report", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
     shown = capsys.readouterr().out
     assert "GPU tests: 1 failed, 1 lost, 1 passed" in shown and "2.00x" in shown

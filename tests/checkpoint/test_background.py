@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the steps: the very files that a save which is waited for leaves."""
+"""Asynchronous saves write the same files as synchronous ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders to DCP and back: bit for bit, with DCP's own loader as the witness."""
+"""Hugging Face folders to DCP and back, bit for bit, checked with DCP's loader."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_to_bf16_multiplies_codes_by_their_scales(tmp_path, when):
 
 
 def test_tied_head_is_written_twice_and_restored_once(folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"has lm_head.weight of its own: no weights are tied"):
+    with pytest.raises(CheckpointError, match=r"has a separate lm_head.weight: no weights are tied"):
         convert.hf_to_dcp(folder, tmp_path / "dcp", tie_weights=True)
     all_of = tensors()
     head = all_of.pop("lm_head.weight")

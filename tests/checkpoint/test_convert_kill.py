@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a conversion: the destination is not there, and the same command continues."""
+"""kill -9 during a conversion: the destination does not exist, and the same command continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions of damaged FP8 folders: refused by file and tensor, and nothing appears."""
+"""Conversions of damaged FP8 folders are rejected, naming file and tensor, and leave no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stranger's checkpoint runs no code here: planted `.metadata`, planted byte entries, planted tensor streams."""
+"""Untrusted checkpoints run no code: planted `.metadata`, byte entries and tensor streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encrypted run states and model folders: the same to the last bit, and nothing that somebody exchanged."""
+"""Encrypted run states and model folders are restored bit for bit, and swapped files are rejected."""
 
 from __future__ import annotations
 

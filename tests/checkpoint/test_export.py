@@ -1,4 +1,4 @@
-"""Exports are read by stock transformers, with the values that Octavo's casts say, bit for bit."""
+"""Stock transformers reads exports with the exact values of Octavo's casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export copies, what it replaces, and the sums that it leaves."""
+"""Files that an export copies and replaces, and its checksums."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_export_replaces_only_an_earlier_export(source: Path, tmp_path: Path) ->
         file.parent.mkdir(exist_ok=True)
         former = file.read_bytes() if file.exists() else None
         file.write_text(text)
-        with pytest.raises(CheckpointError, match=f"but {name.split('/')[0]} in it is not as that export wrote it"):
+        with pytest.raises(CheckpointError, match=f"but {name.split('/')[0]} in it was added or changed"):
             bf16(source, out)
         assert file.read_text() == text
         file.unlink() if former is None else file.write_bytes(former)
@@ -85,7 +85,7 @@ def test_export_replaces_only_an_earlier_export(source: Path, tmp_path: Path) ->
     bf16(source, out)
     (out / "README.md").touch()
     folders.edit_json(out / MARKER, lambda note: note.pop("sha256"))
-    with pytest.raises(CheckpointError, match=r"but README\.md in it is not as that export wrote it"):
+    with pytest.raises(CheckpointError, match=r"but README\.md in it was added or changed"):
         bf16(source, out)
 
 
@@ -96,7 +96,7 @@ def test_files_added_during_export_are_kept(source: Path, tmp_path: Path) -> Non
         yield from models.iter_weights(source)
         (out / "late").touch()
 
-    with pytest.raises(CheckpointError, match="but late in it is not as that export wrote it"):
+    with pytest.raises(CheckpointError, match="but late in it was added or changed"):
         export(slow(), source, out, "bf16")
     assert (out / "late").exists() and verify(out).ok
 

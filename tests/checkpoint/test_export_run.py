@@ -1,4 +1,4 @@
-"""What was trained is what is written: the codes of a run's last forward are the bytes in the file."""
+"""An export of a run contains the codes of its last forward, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export appears whole or not at all: killed, out of room, refused, or on top of another one."""
+"""Exports are atomic: after a kill, on a full disk, after an error, and over an earlier export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at any moment of a save: afterwards there is always a whole checkpoint, and it loads."""
+"""kill -9 at any point of a save leaves a complete checkpoint that loads."""
 
 from __future__ import annotations
 

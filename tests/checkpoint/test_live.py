@@ -1,4 +1,4 @@
-"""hf/ written by all ranks: the bytes of one process, whole or not at all."""
+"""hf/ written by all ranks has the bytes of one process and is written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names among a run's checkpoints are its own, what becomes of all others, and what a deletion may touch."""
+"""Names of checkpoints: which entries belong to the run, and which a deletion may touch."""
 
 from __future__ import annotations
 

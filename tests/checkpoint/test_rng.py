@@ -1,4 +1,4 @@
-"""Random generators go through tensors and come back exactly."""
+"""States of random generators survive a round trip through tensors."""
 
 from __future__ import annotations
 

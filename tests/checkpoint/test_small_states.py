@@ -1,4 +1,4 @@
-"""States in a byte and weights in two halves come back in every bit, on any number of ranks; other kinds are named."""
+"""FP8 optimizer states and split weights are restored exactly on any number of ranks; other forms are rejected."""
 
 from __future__ import annotations
 

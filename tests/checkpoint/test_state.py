@@ -1,4 +1,4 @@
-"""A run state comes back to the last bit, or not at all: then the message names the file and the former one serves."""
+"""A run state is restored bit for bit, or fails and falls back to the previous checkpoint."""
 
 from __future__ import annotations
 

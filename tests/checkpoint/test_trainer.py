@@ -1,4 +1,4 @@
-"""Fp8Callback under Hugging Face's Trainer: delayed scaling resumes exactly, and references are told apart."""
+"""Fp8Callback in Hugging Face's Trainer: delayed scaling resumes exactly, and reference models are checked."""
 
 from __future__ import annotations
 

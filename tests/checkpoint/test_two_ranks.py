@@ -1,4 +1,4 @@
-"""Two ranks save and one process resumes, and the other way round; what one rank cannot do, both are told."""
+"""Two ranks save and one process resumes, and vice versa; an error on one rank is raised on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`checkpoint.verify`: good folders pass without a word, and each planted corruption is found and named."""
+"""`checkpoint.verify`: good folders have no findings, and each planted corruption is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT adapter folders: whole ones pass, also with their base; what is wrong with the others is named."""
+"""PEFT adapter folders: complete ones pass, also with their base; problems of others are reported."""
 
 from __future__ import annotations
 

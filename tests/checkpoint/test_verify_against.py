@@ -1,4 +1,4 @@
-"""What the folder that another was made from holds, and the other does not: each tensor is named."""
+"""Tensors of a reference that are missing in a folder are reported."""
 
 from __future__ import annotations
 

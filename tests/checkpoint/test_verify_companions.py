@@ -1,4 +1,4 @@
-"""`checkpoint.verify` reads all that a loader reads: what stands beside the weights, and in a file's place."""
+"""`checkpoint.verify` checks all files that a loader reads, in addition to the weights."""
 
 from __future__ import annotations
 

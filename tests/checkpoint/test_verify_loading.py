@@ -1,4 +1,4 @@
-"""`models.load` refuses the planted corruptions that concern who loads, by a sentence."""
+"""`models.load` rejects the planted corruptions that affect loading."""
 
 from __future__ import annotations
 

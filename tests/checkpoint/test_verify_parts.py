@@ -1,4 +1,4 @@
-"""The parts of a verification by themselves: pieces, bounds, lists by each loader's rule, shapes, verdicts, the CLI."""
+"""Parts of a verification: pieces, bounds, skip lists by each loader's rule, shapes, verdicts, the CLI."""
 
 from __future__ import annotations
 

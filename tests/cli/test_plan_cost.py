@@ -58,7 +58,7 @@ def test_contradictory_meshes_are_rejected(capsys) -> None:
         (["--ranks", "8", "--parallel", "expert=8"], "LlamaForCausalLM has no experts that are stacked"),
         (["--ranks", "8", "--parallel", "context=3,shard=1,replicate=1"], "but there are 8 ranks"),
         (["--ranks", "6", "--parallel", "context=6,ulysses=6"], "ulysses is 6, which does not divide the model's 32"),
-        (["--ranks", "2", "--parallel", "context=2", "train.exchange=fp8", "fp8.recipe=off"], "no layer casts what"),
+        (["--ranks", "2", "--parallel", "context=2", "train.exchange=fp8", "fp8.recipe=off"], "no layer casts exchanged"),
         (
             ["--ranks", "8", "--parallel", "shard=3"],
             "parallel has replicate: 1 and shard: 3, but there are 8",

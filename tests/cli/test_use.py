@@ -182,7 +182,7 @@ def test_eval_reports_both_bases(here, capsys):
         (["eval", "lora", "--step", "7"], 1, "no checkpoint of step 7; there are 2"),
         (["convert", "hf_to_dcp", "nowhere", "x"], 1, "nowhere is not a folder"),
         (["convert", "hf_to_dcp", "model", "digits"], 1, "digits exists and is not overwritten"),
-        (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x is inside model, which is only read"),
+        (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x is inside model, which must not change"),
         (["convert", "dcp_to_hf", "model", "x"], 1, "it is not a DCP checkpoint"),
         (["convert", "dcp_to_hf", "lora/checkpoints/step_2", "x"], 1, "octavo export RUN"),
         (
@@ -271,7 +271,7 @@ def test_training_writes_a_page_and_report_repeats_it(here, tmp_path, capsys):
     for argv, code, message in (
         (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: the name must end with .html"),
         (["report", "lora", "digits/nothing"], 2, "there is no run directory digits/nothing"),
-        (["report", "digits"], 1, "digits has no config.yaml; is it a run directory of Octavo?"),
+        (["report", "digits"], 1, "digits has no config.yaml, so it is not a run directory"),
     ):
         assert main(argv) == code
         assert message in capsys.readouterr().err

@@ -274,7 +274,7 @@ def test_texts_with_shared_prefixes_are_bounded(tmp_path, small_limits, stream):
     table = pa.table({"x": [TEXT + str(n) for n in range(100, 400)]})
     options = {"use_dictionary": False, "column_encoding": {"x": "DELTA_BYTE_ARRAY"}, "compression": "none"}
     parquet.write_table(table, tmp_path / "a.parquet", **options)
-    with pytest.raises(DataError, match=r"a\.parquet.* (takes|decodes to) more than \d{6}"):
+    with pytest.raises(DataError, match=r"a\.parquet.* takes more than \d{6} .*decoded"):
         open_rows(tmp_path / "a.parquet", stream=stream)[0]
 
 

@@ -18,7 +18,7 @@ from octavo.data import (
     pair_set,
     read,
 )
-from octavo.data.tasks.sources import preferences
+from octavo.data.tasks.sources import detect_preference_kind
 
 USER = {"role": "user", "content": "Which?"}
 LEFT, RIGHT = {"role": "assistant", "content": "Left."}, {"role": "assistant", "content": "Right."}
@@ -254,7 +254,7 @@ def test_labels_in_csv_are_parsed(folder):
     path.write_text("prompt,completion,label\na,b,true\nc,d,False\ne,f,1\ng,h, 0\ni,j,maybe\n")
     found = read(Dataset(path=str(path)), "labelled")
     assert [found[n].label for n in range(4)] == [True, False, True, False]
-    assert preferences(Dataset(path=str(path))) == "labelled"
+    assert detect_preference_kind(Dataset(path=str(path))) == "labelled"
     with pytest.raises(BadSample, match="row 4: has the label 'maybe'; expected 'label', true or false"):
         found[4]
 

@@ -16,7 +16,7 @@ from octavo.data.formats import streaming
 from octavo.data.rows import image_refs
 from octavo.data.storage import cache
 from octavo.data.storage.open_rows import open_rows
-from octavo.data.tasks.sources import preferences
+from octavo.data.tasks.sources import detect_preference_kind
 
 TEXT = [{"instruction": f"Say {n}", "input": "é" * (n % 3), "output": f"<{n}>"} for n in range(40)]
 
@@ -185,7 +185,7 @@ def test_null_keys_are_dropped(folder, kind):
         (folder.path / of).mkdir()
         path = save_rows(type(folder)(folder.path / of), [row, row], kind)
         if of in ("pairs", "labelled"):
-            assert preferences(Dataset(path=str(path))) == of
+            assert detect_preference_kind(Dataset(path=str(path))) == of
         full = {key: value for key, value in row.items() if value is not None}
         source, truth = folder.read(path, kind=of), folder.read([full] * 2, f"{of}.json", kind=of)
         text = repr(source[1]).replace(str(path), str(folder.path / f"{of}.json"))

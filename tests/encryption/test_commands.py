@@ -1,4 +1,4 @@
-"""`octavo encrypt` and `octavo decrypt`: whole or not at all, and never over what is there."""
+"""`octavo encrypt` and `octavo decrypt` are atomic and overwrite nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of encrypted files: what docs/encryption.md says, and that nothing but what was written is ever read."""
+"""The format of encrypted files in docs/encryption.md, and the detection of every change."""
 
 from __future__ import annotations
 

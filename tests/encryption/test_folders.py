@@ -1,4 +1,4 @@
-"""Folders that were encrypted as a whole: files are bound to their paths, and a list says which there are."""
+"""Encrypted folders: files are bound to their paths, and a list names them."""
 
 from __future__ import annotations
 

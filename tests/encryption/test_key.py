@@ -1,4 +1,4 @@
-"""Where a key comes from, what is refused as one, and that it is never shown."""
+"""Sources of keys, rejected keys, and that a key is never shown."""
 
 from __future__ import annotations
 

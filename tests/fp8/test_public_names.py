@@ -32,12 +32,12 @@ uncounted underflow unfuse weight_sums
 NAMES_OF_0_4_0 = set(LIST_OF_0_4_0.split())
 
 
-def test_the_list_is_short_and_true() -> None:
+def test_public_names_exist_and_are_few() -> None:
     assert len(set(fp8.__all__)) == len(fp8.__all__) <= MOST
     assert all(name in vars(fp8) for name in fp8.__all__)
 
 
-def test_every_name_of_0_4_0_is_listed_or_old() -> None:
+def test_names_of_0_4_0_are_public_or_old() -> None:
     assert len(NAMES_OF_0_4_0) == 106
     assert not NAMES_OF_0_4_0 - set(fp8.__all__) - OLD_NAMES.keys()
     assert not OLD_NAMES.keys() & set(fp8.__all__), "an old name is a public one again"
@@ -45,7 +45,7 @@ def test_every_name_of_0_4_0_is_listed_or_old() -> None:
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
-def test_an_old_name_is_the_new_object_and_warns_once(name: str) -> None:
+def test_old_name_returns_new_object_and_warns_once(name: str) -> None:
     place, value = OLD_NAMES[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -59,7 +59,7 @@ def test_an_old_name_is_the_new_object_and_warns_once(name: str) -> None:
     assert at is value, f"the warning says {place}, which is something else"
 
 
-def test_an_import_of_an_old_name_warns_once_at_its_line(tmp_path: Path) -> None:
+def test_import_of_old_name_warns_once_at_its_line(tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text("import torch\n\nfrom octavo.fp8 import turn\n")
     done = subprocess.run([sys.executable, "-W", "always", script], capture_output=True, text=True, cwd=ROOT)
@@ -67,7 +67,7 @@ def test_an_import_of_an_old_name_warns_once_at_its_line(tmp_path: Path) -> None
     assert "user.py:3: DeprecationWarning" in done.stderr
 
 
-def test_other_names_are_missing_as_in_any_module() -> None:
+def test_unknown_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'octavo.fp8' has no attribute 'long_gone'"):
         fp8.long_gone  # noqa: B018
     assert not hasattr(fp8, "__wrapped__")
@@ -104,7 +104,7 @@ def uses_of_old_names(text: str) -> list[str]:
     return [name for name in used if name in OLD_NAMES]
 
 
-def test_nothing_here_uses_an_old_name() -> None:
+def test_repository_uses_no_old_names() -> None:
     """In code, text and pages; not in the changelog and the diary, which tell of earlier versions."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -129,6 +129,6 @@ def test_nothing_here_uses_an_old_name() -> None:
     "text",
     ["fp8.turn(model, a, b)", "from octavo.fp8 import (\n    plan,\n    thaw,\n)", "from octavo.fp8 import sqnr as s"],
 )
-def test_a_use_of_an_old_name_is_noticed(text: str) -> None:
+def test_use_of_old_name_is_detected(text: str) -> None:
     assert uses_of_old_names(text)
     assert not uses_of_old_names("from octavo.fp8.weights import frozen_weights; fp8.weights.frozen_bytes(model)")

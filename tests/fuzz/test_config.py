@@ -28,7 +28,7 @@ from octavo.models.folder import chat
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
-SECONDS, MAX_CONSECUTIVE, LETTERS = 5, 60, 20_000  # limits: processor time, wall time, length of a message
+SECONDS, WALL_SECONDS, LETTERS = 5, 60, 20_000  # limits: processor time, wall time, length of a message
 
 COMPLETE = """\
 model: {path: ./m, freeze: [image_encoder, "**.layers.0.**"], load_in_fp8: {foundation: rowwise}}
@@ -212,7 +212,7 @@ def run(seed: int, cases: int, only: int | None = None, tally: Counter[str] | No
             rng = random.Random(f"{seed} {number}")
             kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
             case = f"case {number} of seed {seed} ({kind})"
-            with bounds(case, found, MAX_CONSECUTIVE, cpu=SECONDS):
+            with bounds(case, found, WALL_SECONDS, cpu=SECONDS):
                 if why := _check_input(rng, kind, Path(folder), tally):
                     found.append(Finding(case, why))
     return found

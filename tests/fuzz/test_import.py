@@ -26,7 +26,7 @@ from tests.fuzz.bounded import Finding, Hang, bounds, command
 HERE = Path(__file__).resolve().parents[1] / "importers"
 #: files of each framework, which are damaged
 FILES = [*sorted((HERE / "theirs").iterdir()), *sorted((HERE.parents[1] / "examples" / "import").glob("*.[ys]*"))]
-SECONDS, MAX_CONSECUTIVE, LETTERS = 5, 120, 20_000  # of processor time, by the clock, of a message
+SECONDS, WALL_SECONDS, LETTERS = 5, 120, 20_000  # of processor time, by the clock, of a message
 
 #: values in the place of others
 STRANGE = (
@@ -122,7 +122,7 @@ def run(seed: int, cases: int) -> list[Finding]:
             file = folder / f"a{path.suffix}"
             file.write_text(_damaged(rng, path), encoding="utf-8", errors="replace")
             del _opened[1:]
-            with bounds(case, found, MAX_CONSECUTIVE, cpu=SECONDS, forks=False):
+            with bounds(case, found, WALL_SECONDS, cpu=SECONDS, forks=False):
                 _one(rng, file, folder, case, found)
             found += [Finding(case, f"read {path}") for path in _opened[1:]]
     return found

@@ -26,7 +26,7 @@ from octavo.importers.shell import interpreter as shell_script
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
-SECONDS, MAX_CONSECUTIVE = 5, 60  # of processor time; by the clock
+SECONDS, WALL_SECONDS = 5, 60  # of processor time; by the clock
 NAMES = ("A", "B", "C", "D")
 SHOW = '\ntorchrun train.py --a "<$A>" --b "<$B>" --c "<$C>" --d "<$D>" --f "<${F[*]}>" --n "<${#F[@]}>" --z $A _ $B\n'
 UNKNOWN = ('[ -n "$UNSET" ]', "[ -f /nowhere ]", "[ -d / ]", "cd / 2>/dev/null", "grep -q x /dev/null", "mkdir -p /")
@@ -306,9 +306,9 @@ def run(seed: int, cases: int, only: int | None = None, tally: Counter[str] | No
         kind = _read_damaged if number % 3 == 2 else _compare_script
         case = f"case {number} of seed {seed}"
         with (
-            bounds(case, findings, MAX_CONSECUTIVE, cpu=SECONDS)
+            bounds(case, findings, WALL_SECONDS, cpu=SECONDS)
             if kind is _read_damaged
-            else bounds(case, [], MAX_CONSECUTIVE)
+            else bounds(case, [], WALL_SECONDS)
         ):
             if why := kind(rng, tally):
                 findings.append(Finding(case, why))

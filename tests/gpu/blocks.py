@@ -1,4 +1,4 @@
-"""A decoder block, written as transformers writes them, for tests that need none of its own."""
+"""A decoder block in the style of transformers, for tests that need no complete model."""
 
 import torch
 from torch import nn

@@ -1,5 +1,4 @@
-"""AdamW compiled, on a GPU: the same judgement as in the interpreter on sizes that a model has, states on the host, and
-updates in backward; nothing waits for the device."""
+"""The compiled AdamW kernel on a GPU: equal bits, states on the host, updates in backward, synchronization."""
 
 from __future__ import annotations
 
@@ -65,47 +64,47 @@ def settings(states: str, master: str) -> Hyper:
 
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
-def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
+def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
     one, other = ([piece(*shape, i, states, master) for i, shape in enumerate(SHAPES)] for _ in range(2))
     factor = torch.tensor(0.7, device="cuda")
     for step in range(1, 5):
         reference_step(with_gradients(one, step), settings(states, master), factor, None)
-        with launches() as seen:
+        with launches() as recorded:
             adamw.step(with_gradients(other, step), settings(states, master), factor)
-        assert seen == {"adamw_step": 4}
+        assert recorded == {"adamw_step": 4}
     assert_same(one, other)
 
 
 @pytest.mark.parametrize("states", ["fp8", "fp32"])
-def test_the_cpu_has_the_same_bits(states: str) -> None:
-    """A checkpoint of one machine goes on on another: all but what MKL's square root makes of it."""
-    there = [piece(*SHAPES[i], i, states, "bf16+16") for i in (0, 5)]
+def test_cpu_gives_same_bits(states: str) -> None:
+    """A checkpoint of one machine can be resumed on another."""
+    target = [piece(*SHAPES[i], i, states, "bf16+16") for i in (0, 5)]
     here = [
         p._replace(weight=p.weight.cpu(), grad=p.grad.cpu(), state={k: v.cpu() for k, v in p.state.items()})
-        for p in there
+        for p in target
     ]
     for step in range(1, 4):
-        there = with_gradients(there, step)
-        for p, q in zip(there, here, strict=True):
+        target = with_gradients(target, step)
+        for p, q in zip(target, here, strict=True):
             q.grad.copy_(p.grad)
         here = [q._replace(step=step) for q in here]
-        adamw.step(there, settings(states, "bf16+16"))
+        adamw.step(target, settings(states, "bf16+16"))
         reference_step(here, settings(states, "bf16+16"), None, None)
-    for p, q in zip(there, here, strict=True):
+    for p, q in zip(target, here, strict=True):
         for name, x in (("weight", p.weight), *p.state.items()):
             other = q.weight if name == "weight" else q.state[name]
             wrong = (x.cpu().view(torch.uint8) != other.view(torch.uint8)).float().mean()
             assert wrong < 1e-2, f"{name}: {float(wrong):.2%} of the bytes"
 
 
-def test_a_learning_rate_on_the_device_and_no_wait() -> None:
+def test_device_learning_rate_does_not_synchronize() -> None:
     one, other = ([piece(*SHAPES[0], 0, "fp8", "bf16+sr")] for _ in range(2))
     lr, factor = torch.tensor(1e-3, device="cuda"), torch.tensor(0.5, device="cuda")
-    given, also = with_gradients(one, 1), with_gradients(other, 1)
+    inputs, also = with_gradients(one, 1), with_gradients(other, 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        adamw.step(given, Hyper(lr, weight_decay=0.1, states="fp8", master="bf16+sr"), factor)
+        adamw.step(inputs, Hyper(lr, weight_decay=0.1, states="fp8", master="bf16+sr"), factor)
         adamw.step(also, Hyper(1e-3, weight_decay=0.1, states="fp8", master="bf16+sr"), factor)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -131,8 +130,8 @@ class Model(nn.Module):
 
 
 def model(recipe: str | None = None) -> nn.Module:
-    made = Model().cuda().bfloat16()
-    return made if recipe is None else fp8.apply(made, fp8.plan(made, recipe))
+    created = Model().cuda().bfloat16()
+    return created if recipe is None else fp8.apply(created, fp8.plan(created, recipe))
 
 
 def train(made: nn.Module, kind: type[fp8.AdamW], clip: float, inside: bool, steps: int = 4) -> fp8.AdamW:
@@ -160,7 +159,7 @@ def assert_models(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("recipe", [None, "blockwise"])
 def test_update_in_backward_equals_the_ordinary_step(recipe: str | None, clip: float) -> None:
     one, other = model(recipe), model(recipe)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # the embedding's gradient is added up in some order
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the gradient of the embedding has a random order of sums
     try:
         train(one, fp8.AdamW, clip, False)
         train(other, fp8.AdamW, clip, True)
@@ -170,17 +169,17 @@ def test_update_in_backward_equals_the_ordinary_step(recipe: str | None, clip: f
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
-def test_a_whole_clipped_step_waits_for_nothing(states: str) -> None:
-    made = model("blockwise")
-    optimizer = fp8.AdamW(made.parameters(), lr=1e-3, states=states, master="bf16+sr")
+def test_clipped_step_does_not_synchronize(states: str) -> None:
+    created = model("blockwise")
+    optimizer = fp8.AdamW(created.parameters(), lr=1e-3, states=states, master="bf16+sr")
     tokens = torch.arange(256, device="cuda")
 
     def step() -> None:
-        made(tokens).backward()
-        optimizer.step(factor=clip_factor(gradient_norm(made.parameters()), 1.0))
+        created(tokens).backward()
+        optimizer.step(factor=clip_factor(gradient_norm(created.parameters()), 1.0))
         optimizer.zero_grad()
 
-    step()  # kernels are compiled, states made
+    step()  # compiles kernels and allocates states
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -189,13 +188,13 @@ def test_a_whole_clipped_step_waits_for_nothing(states: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_is_not_finite_is_seen_without_waiting_for_it() -> None:
-    made = model()
-    updating = UpdateInBackward(fp8.AdamW(made.parameters(), lr=1e-2), made)
-    made.layers[2][0].weight.register_hook(lambda g: g * float("nan"))
+def test_nonfinite_detection_does_not_synchronize() -> None:
+    created = model()
+    updating = UpdateInBackward(fp8.AdamW(created.parameters(), lr=1e-2), created)
+    created.layers[2][0].weight.register_hook(lambda g: g * float("nan"))
     tokens = torch.arange(256, device="cuda")
     with pytest.raises(PartialUpdate, match="updated in part"):
-        updating.run(lambda retain: made(tokens).backward(retain_graph=retain))
+        updating.run(lambda retain: created(tokens).backward(retain_graph=retain))
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["step", "backward"])
@@ -219,7 +218,7 @@ def test_offloaded_states_give_the_same_weights_and_resume(inside: bool) -> None
         assert all(x.device.type == "cpu" for x in again.state[p].values())
 
 
-def test_many_small_batches_on_streams_never_cross() -> None:
+def test_batches_on_streams_do_not_interfere() -> None:
     offload = Offload("cuda", batch=1 << 20)
     one = [piece(1 << 20, 0, i, "fp8", "bf16+16") for i in range(6)]
     other = [

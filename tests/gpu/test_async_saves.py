@@ -1,4 +1,4 @@
-"""Checkpoints of what lies on a GPU, written beside the steps: from pinned memory, the state of the call."""
+"""Asynchronous checkpoints of tensors on a GPU: pinned copies of the state at the call."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("kind", [fp8.AdamW, OffloadedAdamW])
-def test_the_copy_is_pinned_and_of_the_moment(tmp_path: Path, kind: type[fp8.AdamW]) -> None:
+def test_copy_is_pinned_and_consistent(tmp_path: Path, kind: type[fp8.AdamW]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
 
     def made() -> tuple[nn.Module, fp8.AdamW]:

@@ -1,5 +1,4 @@
-"""Fused norms and gated MLPs on a GPU: near the separate layers, one kernel for each, nothing waits, less is saved,
-and a captured step is right."""
+"""Fused norms and gated MLPs on a GPU: values, launches, synchronization, saved memory, and CUDA graphs."""
 
 import copy
 
@@ -26,7 +25,7 @@ class Block(nn.Module):
 
 
 def pair(recipe="blockwise", dtype=torch.bfloat16):
-    """A block with FP8 layers, and its fused twin."""
+    """Return a block with FP8 layers, and its fused copy."""
     torch.manual_seed(0)
     plain = Block().to("cuda", dtype)
     fp8.apply(plain, fp8.plan(plain, fp8.Policy(recipe=recipe, fuse="off")))
@@ -44,33 +43,33 @@ def step(m, x, lowered=False):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
 @pytest.mark.parametrize("lowered", [False, True])
-def test_near_the_separate_layers(recipe, lowered):
+def test_close_to_separate_layers(recipe, lowered):
     plain, twin = pair(recipe, torch.float32 if lowered else torch.bfloat16)
     for rows in (300, 1):
         x = torch.randn(rows, 512, device="cuda", dtype=twin.mlp.gate_proj.weight.dtype)
         results = []
         for m in (plain, twin):
             m.zero_grad()
-            given = x.clone().requires_grad_()
-            y = step(m, given, lowered)
-            results.append((y, given.grad, *(p.grad for p in m.parameters())))
-        for exact, found in zip(*results, strict=True):
-            assert exact.dtype == found.dtype and calc_diff(exact, found) < 5e-3
+            inputs = x.clone().requires_grad_()
+            y = step(m, inputs, lowered)
+            results.append((y, inputs.grad, *(p.grad for p in m.parameters())))
+        for exact, result_ in zip(*results, strict=True):
+            assert exact.dtype == result_.dtype and calc_diff(exact, result_) < 5e-3
 
 
-def test_one_kernel_each():
+def test_one_kernel_per_block():
     pytest.importorskip("triton")
     from octavo.fp8.kernels.triton_kernels.launch import launches
 
     _, twin = pair()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     step(twin, x)
-    with launches() as seen:
+    with launches() as recorded:
         step(twin, x)
-    assert (seen["rmsnorm_tile"], seen["swiglu"], seen["swiglu_backward"]) == (1, 1, 1)
+    assert (recorded["rmsnorm_tile"], recorded["swiglu"], recorded["swiglu_backward"]) == (1, 1, 1)
 
 
-def test_nothing_waits():
+def test_no_synchronization():
     _, twin = pair()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     step(twin, x)
@@ -82,7 +81,7 @@ def test_nothing_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_less_is_saved_for_the_backward():
+def test_less_memory_is_saved_for_backward():
     saved = []
     for m in pair():
         x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -94,7 +93,7 @@ def test_less_is_saved_for_the_backward():
     assert saved[1] < 0.75 * saved[0]
 
 
-def test_a_captured_step():
+def test_captured_step():
     plain, twin = pair()
     for m in (plain, twin):
         m.requires_grad_(True)

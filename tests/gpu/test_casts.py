@@ -1,7 +1,7 @@
-"""Casts by compiled Triton kernels against the executable specification: bit for bit.
+"""Casts by compiled Triton kernels against the executable specification, bit for bit.
 
-The specification is run on the GPU too, where it takes milliseconds for what takes a CPU seconds; that it says there
-what it says on a CPU is a test of its own, on all kinds of values.
+The specification also runs on the GPU, where it is much faster than on a CPU. A separate test checks, for all kinds of
+values, that both devices give the same results.
 """
 
 # ruff: noqa: E402 (nothing here can be imported without triton)
@@ -77,7 +77,7 @@ def encode_kernel(x_ptr, hard_ptr, soft_ptr, E5M2: tl.constexpr, N: tl.constexpr
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_the_instruction_and_the_integers_encode_alike(fmt):
+def test_hardware_and_integer_encoders_agree(fmt):
     """All bf16 patterns with lower halves around a tie, and random fp32 patterns."""
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
@@ -97,7 +97,7 @@ def test_the_instruction_and_the_integers_encode_alike(fmt):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_the_specification_says_the_same_on_both_devices(block, kind):
+def test_specification_is_equal_on_both_devices(block, kind):
     """All bf16 patterns, subnormal and huge fp32 values, a zero row: what the other tests hold kernels against."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(512, 128)
     fp32 = torch.randn(300, 1100, generator=torch.Generator().manual_seed(7))
@@ -105,10 +105,10 @@ def test_the_specification_says_the_same_on_both_devices(block, kind):
     for x in (patterns, patterns[patterns.float().isfinite().all(1)], spread(300, 1152), fp32):
         for fmt in ("e4m3", "e5m2"):
             spec = CastSpec(fmt, block, kind)
-            here, there = reference.quantize(x, spec), reference.quantize(x.cuda(), spec)
-            assert_same(there, here)
+            here, target = reference.quantize(x, spec), reference.quantize(x.cuda(), spec)
+            assert_same(target, here)
             for dtype in (torch.float32, torch.bfloat16):
-                a, b = reference.dequantize(here, dtype), reference.dequantize(there, dtype).cpu()
+                a, b = reference.dequantize(here, dtype), reference.dequantize(target, dtype).cpu()
                 assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
@@ -144,7 +144,7 @@ def test_both_layouts_at_once(pair, dtype):
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_bf16_pattern_and_every_kind_of_bad_value(block, kind):
-    """All 2^16 patterns by rows of one exponent; NaN and infinity spoil their own blocks alone."""
+    """All 2^16 patterns, in rows with equal exponents; NaN and infinity affect only their blocks."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(512, 128)
     for fmt, y in itertools.product(("e4m3", "e5m2"), (x, x[x.float().isfinite().all(1)])):
         spec = CastSpec(fmt, block, kind)
@@ -172,7 +172,7 @@ def test_random_fp32_patterns_divide_as_ieee_does():
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_back_again_and_laid_out_for_the_other_contraction(block):
+def test_dequantize_and_convert_layout(block):
     for shape in SHAPES:
         x = spread(*shape).cuda()
         for kind, contract in (("pow2", 1), ("e8m0", 0)):
@@ -186,7 +186,7 @@ def test_back_again_and_laid_out_for_the_other_contraction(block):
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b != (1, 16)], ids=str)
-def test_experts_are_cast_as_if_alone(block):
+def test_experts_are_cast_separately(block):
     sizes = [300, 0, 1, 128, 700]
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)])
     groups = group_rows(chosen.cuda(), len(sizes)).groups
@@ -199,15 +199,15 @@ def test_experts_are_cast_as_if_alone(block):
             if n:
                 want = reference.quantize(x[start : start + n], spec)
                 at = e if block[0] == -1 else start // block[0]
-                own = q.scale[at : at + want.scale.shape[0]]
-                assert_same(Quantized(q.data[start : start + n], own, spec), want, f"expert {e}")
+                original = q.scale[at : at + want.scale.shape[0]]
+                assert_same(Quantized(q.data[start : start + n], original, spec), want, f"expert {e}")
         experts = grouped_cast.quantize_experts(w, spec, contract)
         for e in range(5):
             one = Quantized(experts.data[e], experts.scale[e], spec)
             assert_same(one, reference.quantize(w[e], spec), f"weights of expert {e}")
 
 
-def test_more_elements_than_an_int32_counts():
+def test_more_elements_than_int32():
     rows, cols = 70016, 32768
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
@@ -222,7 +222,7 @@ def test_more_elements_than_an_int32_counts():
     assert torch.equal(again[:, -128:].cpu(), first.data[-128:].view(torch.uint8).t().cpu())
 
 
-def test_casts_wait_for_nothing_and_replay_from_a_graph():
+def test_casts_do_not_synchronize_and_replay():
     row, col = CastSpec("e4m3", (1, -1)), CastSpec("e4m3", (-1, 1))
     x = spread(300, 3420).cuda()
     groups = group_rows(torch.arange(300, device="cuda") % 3, 3).groups

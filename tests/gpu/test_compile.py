@@ -1,4 +1,4 @@
-"""On a GPU: compiled layers with the kernels that serve there, and CUDA graphs of a step."""
+"""Compiled layers on a GPU, and CUDA graphs of a step."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_inductor_stays_within_rounding(recipe):
     exact = [t.float() for t in step(model, model, x, dy)]
     for a, b in zip(exact, step(model, compiled, x, dy), strict=True):
         assert bool(b.isfinite().all())
-        # Fused kernels round to bf16 less often, which moves values across FP8 codes now and then.
+        # Fused kernels round to bf16 less often, which changes a few FP8 codes.
         assert calc_diff(a, b) < 2e-3
 
 
@@ -122,7 +122,7 @@ def test_a_cuda_graph_follows_inputs_and_weights(recipe, backend, compiled):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held_y = once()
-    held = [held_y, held_x.grad, *(p.grad for p in model.parameters())]
+    saved = [held_y, held_x.grad, *(p.grad for p in model.parameters())]
     for seed in range(3):
         torch.manual_seed(seed)
         x, dy = (torch.randn(144, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -132,7 +132,7 @@ def test_a_cuda_graph_follows_inputs_and_weights(recipe, backend, compiled):
             for p in model.parameters():  # as an optimizer does between two replays
                 p.add_(torch.randn_like(p), alpha=0.02)
         graph.replay()
-        got = [t.clone() for t in held]
+        got = [t.clone() for t in saved]
         for p in model.parameters():
             p.grad = None
         for i, (a, b) in enumerate(zip(step(model, model, x, dy), got, strict=True)):

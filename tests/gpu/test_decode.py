@@ -1,4 +1,4 @@
-"""Triton's compiled products of few rows on a GPU: against float64, each row by itself, the same at every call."""
+"""Triton's compiled products with few rows on a GPU: against float64, independent rows, reproducible."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHAPES = ((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (3420, 1280)
 def test_every_recipe_on_every_shape(title: str, rows: int) -> None:
     for n, k in SHAPES:
         x, w = operands(title, "fwd", rows, n, k)
-        for gpu in list(loads())[: 2 if k == 1280 else 1]:  # each form more is a second of compiling
+        for gpu in list(loads())[: 2 if k == 1280 else 1]:  # each additional form takes a second to compile
             judge(decode(x, w, torch.float32, gpu=gpu), x, 1, w, 1, fast=True)
 
 
 @pytest.mark.parametrize("title", TITLES[1:])
-def test_a_row_depends_on_no_other(title: str) -> None:
-    """Alone, among 5 and among 64, at every place: the same bits, twenty times."""
+def test_rows_are_independent(title: str) -> None:
+    """Alone, among 5 and among 64 rows, at every position: the same bits, twenty times."""
     casts = recipe(title).fwd
     for n, k in SHAPES[1:4]:
         x, w = spread(tiles.FEW, k, 1).cuda(), cast.quantize(spread(n, k, 2).cuda(), casts.b)
@@ -54,7 +54,7 @@ def test_bias_and_rounding_in_one_part_and_in_several(title: str) -> None:
         assert torch.equal(decode(x, w, torch.bfloat16, bias), want)
 
 
-def test_neither_waits_nor_needs_new_code_in_a_graph() -> None:
+def test_replays_in_graph_without_synchronization() -> None:
     """Nothing in a call waits for the device; a captured call, both kernels of it, gives the bits of a plain one."""
     x, w = operands("blockwise", "fwd", 8, 1024, 4096)
     want = decode(x, w, torch.bfloat16)

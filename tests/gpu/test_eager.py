@@ -1,4 +1,4 @@
-"""The eager path on a GPU: nothing waits for it, a step can be captured into a CUDA graph, and codes are shared."""
+"""Eager mode on a GPU: no synchronization, capture of a step into a CUDA graph, and shared codes."""
 
 import copy
 
@@ -38,7 +38,7 @@ def step(m, x):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_waits(recipe):
+def test_no_synchronization(recipe):
     m = block(recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     step(m, x)  # kernels are compiled and loaded
@@ -53,7 +53,7 @@ def test_nothing_waits(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:3])
-def test_a_captured_step_sees_the_weights_of_its_day(recipe):
+def test_captured_step_uses_current_weights(recipe):
     m = block(recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
@@ -73,11 +73,11 @@ def test_a_captured_step_sees_the_weights_of_its_day(recipe):
             for p in m.parameters():
                 p.add_(torch.randn_like(p) * 0.02)
         graph.replay()
-        found = [p.grad.clone() for p in m.parameters()]
+        results = [p.grad.clone() for p in m.parameters()]
         eager = copy.deepcopy(m)
         eager.zero_grad(set_to_none=True)
         step(eager, x)
-        for a, p in zip(found, eager.parameters(), strict=True):
+        for a, p in zip(results, eager.parameters(), strict=True):
             assert calc_diff(a, p.grad) < 1e-6
 
 

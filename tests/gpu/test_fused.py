@@ -1,4 +1,4 @@
-"""The fused layers compiled, on a GPU: the same judgement as in the interpreter, on sizes that a model has."""
+"""The compiled fused layers on a GPU, with the checks of the interpreter at sizes of real models."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def assert_cast(q: Quantized | None, y: torch.Tensor, spec: CastSpec | None, con
         return
     assert q is not None
     expected = cast.quantize(y, spec)
-    found, wanted = layout.k_major(q, contract), layout.k_major(expected, contract)
-    assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    results, requested = layout.k_major(q, contract), layout.k_major(expected, contract)
+    assert torch.equal(results.codes.view(torch.uint8), requested.codes.view(torch.uint8))
     assert torch.equal(q.scale.float().nan_to_num(7e37), expected.scale.float().nan_to_num(7e37))
-    assert found.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr(), "codes were copied"
+    assert results.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr(), "codes were copied"
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -75,13 +75,15 @@ def test_16_bits(size: tuple[int, int], pair: str, monkeypatch: pytest.MonkeyPat
     assert_cast(row_q, h, row, 1)
     assert_cast(col_q, h, col, 0)
 
-    original, seen = fused._plain, []
-    monkeypatch.setattr(fused, "_plain", lambda like, emit, *o: seen.append(original(like, True, *o)) or seen[-1])
-    found = fused.swiglu_backward_quantize(dh, gate, up, row, col)
+    original, recorded = fused._plain, []
+    monkeypatch.setattr(
+        fused, "_plain", lambda like, emit, *o: recorded.append(original(like, True, *o)) or recorded[-1]
+    )
+    results = fused.swiglu_backward_quantize(dh, gate, up, row, col)
     d, g, u = dh.float(), gate.float(), up.float()
     s = torch.sigmoid(g)
     expected = ((d * u * (s + g * s * (1 - s))).bfloat16(), (d * g * s).bfloat16())
-    for values, exact_values, q in zip(seen, expected, (found[:2], found[2:]), strict=True):
+    for values, exact_values, q in zip(recorded, expected, (results[:2], results[2:]), strict=True):
         assert_near(values, exact_values, 1)
         assert_cast(q[0], values, row, 1)
         assert_cast(q[1], values, col, 0)
@@ -106,7 +108,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert_cast(col_q, h, col, 0)
 
 
-def test_nothing_waits_and_a_graph_replays() -> None:
+def test_no_synchronization_and_graph_replay() -> None:
     row, col = PAIRS["blockwise"]
     gate, up = numbers(256, 1024, torch.bfloat16), numbers(256, 1024, torch.bfloat16, 1)
 
@@ -116,7 +118,7 @@ def test_nothing_waits_and_a_graph_replays() -> None:
         c = fused.swiglu_backward_quantize(gate, gate, up, row, col)
         return [q.data.view(torch.uint8) for q in (a[2], a[3], b[1], b[2], *c)]
 
-    wanted = [t.clone() for t in work()]
+    expected = [t.clone() for t in work()]
     torch.cuda.set_sync_debug_mode("error")
     try:
         work()
@@ -124,7 +126,7 @@ def test_nothing_waits_and_a_graph_replays() -> None:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = work()
+        results = work()
     graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Triton's compiled GEMMs, dense and grouped, on a GPU: against float64 on the same codes, in both ways of loading."""
+"""Triton's compiled GEMMs, dense and grouped, on a GPU, against float64 on the same codes, for both ways of loading."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def judge(got: Tensor, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, f
 
 def loads() -> Iterator[Gpu]:
     """The device as it is, and as one without descriptors (the form of Ada)."""
-    own = tiles.gpu_of(torch.device("cuda"))
-    yield own
-    if own.sm >= 90:
-        yield Gpu(89, own.processors)
+    original = tiles.gpu_of(torch.device("cuda"))
+    yield original
+    if original.sm >= 90:
+        yield Gpu(89, original.processors)
 
 
 def operands(title: str, which: str, m: int, n: int, k: int) -> tuple[Quantized, Quantized]:
@@ -84,7 +84,7 @@ def operands(title: str, which: str, m: int, n: int, k: int) -> tuple[Quantized,
 def test_every_recipe_on_every_shape(title: str, which: str, shape: tuple[int, int, int]) -> None:
     a, b = operands(title, which, *shape)
     fast = which == "fwd" and title.split()[0] in ("tensorwise", "rowwise")
-    for gpu in list(loads())[: 2 if shape in SHAPES[2:4] else 1]:  # each form more is a second of compiling
+    for gpu in list(loads())[: 2 if shape in SHAPES[2:4] else 1]:  # each additional form takes a second to compile
         got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu)
         judge(got, a, DIMS[which][0], b, DIMS[which][1], fast)
 
@@ -95,7 +95,7 @@ def test_every_tile(title: str) -> None:
     for which in DIMS:
         a, b = operands(title, which, 600, 700, 500)
         for gpu in loads():
-            grains = [tiles.grain(q.spec, d) for q, d in zip((a, b), DIMS[which], strict=True)]
+            grains = [tiles.scale_block(q.spec, d) for q, d in zip((a, b), DIMS[which], strict=True)]
             form = tiles.form(*grains, fast=which == "fwd", gpu=gpu)
             for tile, _ in tiles.candidates(form, gpu):
                 got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu, tile=tile)
@@ -120,7 +120,7 @@ def test_bad_values_bias_and_rounding(title: str) -> None:
         assert torch.equal(got.cpu(), rows[:, None].expand(200, 300))
 
 
-def test_neither_waits_nor_needs_new_code_in_a_graph() -> None:
+def test_replays_in_graph_without_synchronization() -> None:
     """Nothing in a call waits for the device, and a captured call gives the bits of a plain one."""
     a, b = operands("blockwise", "wgrad", 512, 384, 256)
     want = gemm(a, 0, b, 0, torch.bfloat16)
@@ -139,7 +139,7 @@ def test_neither_waits_nor_needs_new_code_in_a_graph() -> None:
 
 
 def routed(*sizes: int) -> Groups:
-    chosen = torch.cat([torch.full((n,), e) for e, n in enumerate((*sizes, 200))])  # the last ones are nobody's
+    chosen = torch.cat([torch.full((n,), e) for e, n in enumerate((*sizes, 200))])  # the last rows belong to no expert
     return group_rows(chosen, len(sizes)).groups
 
 
@@ -152,7 +152,7 @@ def on_gpu(q: Quantized) -> Quantized:
 def test_grouped(title: str, which: str) -> None:
     """Uneven and empty groups; each expert judged alone, tiles of nobody zero, no waiting."""
     groups = routed(700, 0, 1, 300, 128, 0)
-    there = Groups(*(t.cuda() for t in groups[:3]), groups.rows)
+    target = Groups(*(t.cuda() for t in groups[:3]), groups.rows)
     casts, n, k = recipe(*title.split()).gemm(which), 720, 1176
     w = torch.stack([spread(n, k, 10 + e) for e in range(groups.experts)])
     x, dy = spread(groups.rows, k, 1), spread(groups.rows, n, 2)
@@ -164,21 +164,21 @@ def test_grouped(title: str, which: str) -> None:
     a, b = on_gpu(a_q), on_gpu(b_q)
     fast = which == "fwd" and title.split()[0] in ("tensorwise", "rowwise")
     for gpu in loads():
-        getattr(grouped, which)(a, b, there, torch.float32, gpu=gpu)  # compile
+        getattr(grouped, which)(a, b, target, torch.float32, gpu=gpu)  # compile
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            got = getattr(grouped, which)(a, b, there, torch.float32, gpu=gpu)
+            got = getattr(grouped, which)(a, b, target, torch.float32, gpu=gpu)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert got.isfinite().all()
         for e, span in expert_spans(groups):
-            own = select_expert(a, e, span)
+            original = select_expert(a, e, span)
             if which == "wgrad":
-                judge(got[e], own, 0, select_expert(b, e, span), 0, fast)
+                judge(got[e], original, 0, select_expert(b, e, span), 0, fast)
             else:
-                judge(got[span], own, 1, Quantized(b.data[e], b.scale[e], b.spec), DIMS[which][1], fast)
+                judge(got[span], original, 1, Quantized(b.data[e], b.scale[e], b.spec), DIMS[which][1], fast)
         if which == "wgrad":
             assert not got[1].any() and not got[5].any()
         else:
-            assert not got[there.tiles.repeat_interleave(TILE) < 0].any()
+            assert not got[target.tiles.repeat_interleave(TILE) < 0].any()

@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the kernels of the cache beside fp64, and tokens of replayed graphs beside eager steps."""
+"""Decoding on a GPU: kernels of the cache against fp64, and tokens of replayed graphs against eager steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("pydantic")  # these three packages configure runs and read rows
 pytest.importorskip("ruamel.yaml")
 pytest.importorskip("pyarrow")
 pytest.importorskip("triton")
@@ -27,7 +27,7 @@ TOKEN_AND_HEAD = fp8.CastSpec("e4m3", block=(1, -1), scale="fp32")
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "e4m3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("queries", "heads", "dim"), [(32, 8, 128), (16, 8, 64), (6, 2, 96), (8, 8, 80), (40, 2, 256)])
-def test_pages_are_written_and_looked_at(queries, heads, dim, dtype, coded) -> None:
+def test_paged_cache_matches_fp64(queries, heads, dim, dtype, coded) -> None:
     """Codes and scales bit for bit the reference's; attention within the rounding of its result, and 2^-14 of the
     largest value (fp32: 2^-18), whatever the lengths; and in other places bit for bit the same."""
     gen, page, lengths = torch.Generator().manual_seed(dim), 8, [1, 8, 1000, 1024, 1025, 4099, 0]
@@ -37,7 +37,7 @@ def test_pages_are_written_and_looked_at(queries, heads, dim, dtype, coded) -> N
     codes = torch.zeros(size, dtype=torch.float8_e4m3fn if coded else dtype, device="cuda")
     scales = torch.zeros(size[:2], device="cuda") if coded else None
     q = torch.randn(len(lengths), queries, dim, generator=gen).to(dtype)
-    kept = []
+    stored = []
     for row, count in enumerate(lengths):
         x = torch.randn(count, 2, heads, dim, generator=gen).mul(2)
         at = torch.arange(count)
@@ -50,57 +50,57 @@ def test_pages_are_written_and_looked_at(queries, heads, dim, dtype, coded) -> N
             assert torch.equal(got, cast.data.view(torch.uint8).view(count, 2 * heads, dim))
             assert torch.equal(scales[:, where.cuda()].cpu().t(), cast.scale.view(count, 2 * heads))
             x = (cast.data.float() * cast.scale).view(x.shape)
-        kept.append(x.double())
-    held = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        stored.append(x.double())
+    saved = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     scale = dim**-0.5
-    got = paged.attend(q.cuda(), codes, scales, table.cuda(), held, scale, page)
+    got = paged.attend(q.cuda(), codes, scales, table.cuda(), saved, scale, page)
     for row, count in enumerate(lengths):
         if not count:
             assert not got[row].any()
             continue
-        k, v = (kept[row][:, i].transpose(0, 1).repeat_interleave(queries // heads, 0) for i in (0, 1))
+        k, v = (stored[row][:, i].transpose(0, 1).repeat_interleave(queries // heads, 0) for i in (0, 1))
         want = (((q[row].double()[:, None] @ k.mT) * scale).softmax(-1) @ v)[:, 0]
         bound = torch.finfo(dtype).eps / 2 * want.abs() + v.abs().max() * (2**-18 if dtype == torch.float32 else 2**-14)
         assert ((got[row].cpu().double() - want).abs() <= bound).all(), (row, count)
     order = torch.tensor([4, 0, 2], device="cuda")
-    turned = paged.attend(q.cuda()[order], codes, scales, table.cuda()[order], held[order], scale, page)
+    turned = paged.attend(q.cuda()[order], codes, scales, table.cuda()[order], saved[order], scale, page)
     assert torch.equal(turned, got[order])
-    narrow = paged.attend(q.cuda()[:3], codes, scales, table.cuda()[:3, :125], held[:3], scale, page)
+    narrow = paged.attend(q.cuda()[:3], codes, scales, table.cuda()[:3, :125], saved[:3], scale, page)
     assert torch.equal(narrow, got[:3]), "one chunk, and the first of several"
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "off"])
-def test_tokens_with_graphs_are_those_without(recipe, kv, monkeypatch) -> None:
-    """And log-probabilities and entropies, bit for bit; graphs see weights that an optimizer has moved."""
+def test_graphs_do_not_change_tokens(recipe, kv, monkeypatch) -> None:
+    """Log-probabilities and entropies are equal too; graphs use weights that an optimizer has updated."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2)
     if recipe != "off":
         fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
     prompts = [Prompt(np.arange(5 + 3 * i, dtype=np.int64) + 7, i) for i in range(5)]
-    sampling, found, made, said = Sampling(24, 1.0, top_p=0.95, seed=1), [], [], []
+    sampling, results, created, lines = Sampling(24, 1.0, top_p=0.95, seed=1), [], [], []
 
     def run(graphs: bool) -> list:
         class Here(CudaGraphDecoder):
             def __init__(self, *args) -> None:
                 super().__init__(*args)
-                made.append(self)
+                created.append(self)
 
             def _capture(self, rows):
                 return super()._capture(rows) if graphs else None
 
         monkeypatch.setattr(batch, "Replayed", Here)
-        engine = Engine(model, SimpleNamespace(eos_token_id=None), Context(), slots=12, kv=kv, log=said.append)
+        engine = Engine(model, SimpleNamespace(eos_token_id=None), Context(), slots=12, kv=kv, log=lines.append)
         return [
             (c.tokens.tolist(), c.logps.tolist(), c.entropy.tolist()) for c in engine.generate(prompts, sampling, 4)
         ]
 
     model.generation_config.eos_token_id = None
     for step in range(2):
-        found += [run(False), run(True)]
+        results += [run(False), run(True)]
         if not step:
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(1.25)
-    assert not said and made[0].replays == 0 < made[1].replays and made[3].replays
-    assert found[0] == found[1] != found[2] == found[3]
+    assert not lines and created[0].replays == 0 < created[1].replays and created[3].replays
+    assert results[0] == results[1] != results[2] == results[3]

@@ -1,4 +1,4 @@
-"""`train.cuda_graphs` on a GPU: replays are eager micro-batches, to the bit, and follow the weights."""
+"""`train.cuda_graphs` on a GPU: replays equal eager micro-batches bit for bit, and use the current weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("pydantic")  # these three packages configure runs and read rows
 pytest.importorskip("ruamel.yaml")
 pytest.importorskip("pyarrow")
 
@@ -28,12 +28,12 @@ class Meta:
 
 
 def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[Any, int], Graphs, list[str]]:
-    """(losses of each micro-batch, counts, graphs, what they said) of two micro-batches a step."""
+    """Return (losses of each micro-batch, counts, graphs, logged lines) of two micro-batches per step."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2).train()
     fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
     optimizer = fp8.AdamW(model.parameters(), lr=1e-3)
-    said: list[str] = []
+    lines: list[str] = []
 
     def loss_at(given: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor) -> Loss:
         logits = model(input_ids=given["input_ids"], logits_to_keep=keep, use_cache=False).logits.float()
@@ -41,7 +41,7 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
         loss = (each.view(target.shape) * weight).sum()
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    found = Graphs(model, torch.device("cuda"), loss_at, said.append)
+    results = Graphs(model, torch.device("cuda"), loss_at, lines.append)
     losses = []
     with fp8.count_gemms() as counts:
         for step in range(steps):
@@ -49,7 +49,7 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
                 ids = torch.randint(0, 200, (1, TOKENS), generator=torch.Generator().manual_seed(2 * step + micro))
                 keep, weight = torch.arange(TOKENS - 1), torch.full((1, TOKENS - 1), 1 / (2 * TOKENS))
                 given = {"input_ids": ids, "meta": Meta()}
-                parts = found.run(given, keep, ids[:, 1:], weight) if graphs else None
+                parts = results.run(given, keep, ids[:, 1:], weight) if graphs else None
                 if parts is None:
                     on = [t.cuda() for t in (keep, ids[:, 1:], weight)]
                     with models.disable_masks(model):
@@ -60,18 +60,18 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
                 losses.append(parts.clone())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return [x.tolist() for x in losses], dict(counts.calls), found, said
+    return [x.tolist() for x in losses], dict(counts.calls), results, lines
 
 
-def test_a_capture_that_fails_says_why_and_leaves_nothing_behind() -> None:
+def test_failed_capture_gives_reason_and_cleans_up() -> None:
     torch.cuda.manual_seed(5)
-    wanted = [torch.randn(3, device="cuda") for _ in range(2)][1]
+    expected = [torch.randn(3, device="cuda") for _ in range(2)][1]
     torch.cuda.manual_seed(5)
     torch.randn(3, device="cuda")
     pool = torch.cuda.graph_pool_handle()
     with pytest.raises(RuntimeError, match="capturing"):
-        CudaGraph(pool).capture(lambda: torch.randn(3, device="cuda").cpu())  # a copy that waits
-    assert torch.equal(torch.randn(3, device="cuda"), wanted)
+        CudaGraph(pool).capture(lambda: torch.randn(3, device="cuda").cpu())  # a synchronizing copy
+    assert torch.equal(torch.randn(3, device="cuda"), expected)
     again, x = CudaGraph(pool), torch.ones(3, device="cuda")
     out = again.capture(lambda: x * 2)
     again.replay()
@@ -79,9 +79,9 @@ def test_a_capture_that_fails_says_why_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "rowwise"])
-def test_replays_are_eager_micro_batches_and_follow_the_weights(recipe: str) -> None:
+def test_replays_equal_eager_micro_batches(recipe: str) -> None:
     without, counts, _, _ = trained(recipe, False)
-    losses, replayed, found, said = trained(recipe, True)
-    assert said == [] and found.replays == 9
+    losses, replayed, results, lines = trained(recipe, True)
+    assert lines == [] and results.replays == 9
     assert losses == without and without[0] != without[-1]
     assert replayed == counts

@@ -1,5 +1,4 @@
-"""Rows that stand for themselves on a GPU: kernels tried at sizes of real models, and rollouts with the bits of
-training, for text, images, experts and adapters."""
+"""Batch invariance on a GPU: kernels at sizes of real models, and rollouts with the bits of training."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers")
-pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("pydantic")  # these three packages configure runs and read rows
 pytest.importorskip("ruamel.yaml")
 pytest.importorskip("pyarrow")
 pytest.importorskip("triton")
@@ -45,7 +44,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 @DTYPES
 @pytest.mark.parametrize(("k", "n"), [(4096, 1024), (1024, 3076), (4096, 128), (72, 4304), (12288, 4096)])
 def test_products(k: int, n: int, dtype: torch.dtype) -> None:
-    """Each is tried before (``prove``), which raises where a row depends on another."""
+    """Each size is tested first (``prove``), which raises if rows depend on each other."""
     x, w, b = random(300, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
     y = row_linear(x, w, b)
     near(y, F.linear(x.double(), w.double(), b.double()))
@@ -61,14 +60,14 @@ def test_products(k: int, n: int, dtype: torch.dtype) -> None:
 def test_attention(heads: int, kv: int, d: int, dtype: torch.dtype) -> None:
     """Tried, and near torch's; whole sequences under masks and by positions, and their last queries alone."""
     q, k, v = (random(3, n, 700, d, seed=n, dtype=dtype) for n in (heads, kv, kv))
-    whole = attention(q, k, v, is_causal=True)
-    near(whole, F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True))
+    full = attention(q, k, v, is_causal=True)
+    near(full, F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True))
     mask = torch.ones(700, 700, dtype=torch.bool, device=DEVICE).tril().expand(3, 1, 700, 700)
-    assert torch.equal(attention(q, k, v, mask), whole)
-    assert torch.equal(attention(q, k, v, torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)), whole)
+    assert torch.equal(attention(q, k, v, mask), full)
+    assert torch.equal(attention(q, k, v, torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)), full)
     for t in (0, 333, 699):
         at = torch.tensor([[t], [5], [699]], device=DEVICE)
-        assert torch.equal(attention(q[:, :, t : t + 1], k, v, positions=at)[0, :, 0], whole[0, :, t])
+        assert torch.equal(attention(q[:, :, t : t + 1], k, v, positions=at)[0, :, 0], full[0, :, t])
 
 
 def test_rows_of_norms_and_softmax() -> None:
@@ -83,9 +82,9 @@ def test_rows_of_norms_and_softmax() -> None:
                 lambda x: x.view(-1, 32, 128).sum(-1),
                 lambda x: x[:, :64].softmax(-1).topk(8, -1).values,
             ):
-                whole = call(x)
+                full = call(x)
                 for some in (slice(4, 5), slice(7, 140)):
-                    assert torch.equal(call(x[some]), whole[some])
+                    assert torch.equal(call(x[some]), full[some])
 
 
 @pytest.mark.parametrize("title", ["rowwise", "blockwise", "mxfp8"])
@@ -99,8 +98,8 @@ def test_fp8_products(title: str) -> None:
             assert torch.equal(rows.fp8_product(triton.quantize(x[some], casts.a, 1), w, torch.bfloat16), y[some])
     experts = triton.quantize_experts(random(4, 768, 2048, seed=2), casts.b)
     groups, _, row_of = group_rows(torch.arange(600, device=DEVICE) % 3, 4)
-    given = torch.zeros(groups.rows, 2048, device=DEVICE).index_copy_(0, row_of, random(600, 2048))
-    y = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, groups), experts, groups, torch.bfloat16)
+    inputs = torch.zeros(groups.rows, 2048, device=DEVICE).index_copy_(0, row_of, random(600, 2048))
+    y = rows.fp8_grouped_product(triton.quantize_rows(inputs, casts.a, groups), experts, groups, torch.bfloat16)
     assert bool(y[row_of].isfinite().all())
 
 
@@ -110,19 +109,19 @@ def test_fp8_products(title: str) -> None:
 def asked(model) -> list[Prompt]:
     """Prompts of 3 to 60 tokens; where the model takes images, two of them have one."""
     config, generator = model.config, torch.Generator().manual_seed(1)
-    image, found = getattr(config, "image_token_id", None), []
+    image, results = getattr(config, "image_token_id", None), []
     for number, (tokens, grid) in enumerate(((3, None), (20, (4, 6)), (60, None), (17, (6, 2)))):
-        ids, kinds, more = torch.randint(5, 200, (tokens,), generator=generator).tolist(), [0] * tokens, {}
+        ids, kinds, extra = torch.randint(5, 200, (tokens,), generator=generator).tolist(), [0] * tokens, {}
         if image is not None:
             count = grid[0] * grid[1] // 4 if grid else 0
             ids = [config.vision_start_token_id, *[image] * count, config.vision_end_token_id, *ids] if grid else ids
             kinds = ([0, *[1] * count, 0] if grid else []) + kinds
-            more["mm_token_type_ids"] = np.array(kinds)
+            extra["mm_token_type_ids"] = np.array(kinds)
             if grid:
                 pixels = torch.randn(grid[0] * grid[1], 3 * 2 * PATCH**2, generator=generator).numpy()
-                more |= {"pixel_values": pixels, "image_grid_thw": np.array([[1, *grid]]), "images": 1}
-        found.append(Prompt(np.array(ids), number, **more))
-    return found
+                extra |= {"pixel_values": pixels, "image_grid_thw": np.array([[1, *grid]]), "images": 1}
+        results.append(Prompt(np.array(ids), number, **extra))
+    return results
 
 
 def trained(model, prompts, completions, temperature: float):
@@ -134,21 +133,21 @@ def trained(model, prompts, completions, temperature: float):
         return torch.from_numpy(np.stack([np.pad(x, (0, longest - len(x))) for x in parts])).to(DEVICE)
 
     batch = {"input_ids": padded(texts), "attention_mask": padded([np.ones_like(x) for x in texts])}
-    given = [prompts[c.prompt] for c in completions]
-    if given[0].mm_token_type_ids is not None:
-        batch["mm_token_type_ids"] = padded([p.mm_token_type_ids for p in given])
-        seen = [p for p in given if p.pixel_values is not None]
-        pixels = torch.from_numpy(np.concatenate([p.pixel_values for p in seen]))
+    inputs = [prompts[c.prompt] for c in completions]
+    if inputs[0].mm_token_type_ids is not None:
+        batch["mm_token_type_ids"] = padded([p.mm_token_type_ids for p in inputs])
+        recorded = [p for p in inputs if p.pixel_values is not None]
+        pixels = torch.from_numpy(np.concatenate([p.pixel_values for p in recorded]))
         batch["pixel_values"] = pixels.to(DEVICE, next(model.parameters()).dtype)
-        batch["image_grid_thw"] = torch.from_numpy(np.concatenate([p.image_grid_thw for p in seen])).to(DEVICE)
+        batch["image_grid_thw"] = torch.from_numpy(np.concatenate([p.image_grid_thw for p in recorded])).to(DEVICE)
     model.train()
     with fp8.batch_invariant(model):
         logits = model(**batch, use_cache=False).logits[:, :-1]
-        found = fp8.log_probs(logits, batch["input_ids"][:, 1:], temperature=temperature, entropy=True)
-    found[0].sum().backward()
+        results = fp8.log_probs(logits, batch["input_ids"][:, 1:], temperature=temperature, entropy=True)
+    results[0].sum().backward()
     for row, c in enumerate(completions):
         start = len(prompts[c.prompt].input_ids) - 1
-        yield tuple(x[row, start : start + len(c.tokens)].detach().cpu().numpy() for x in found)
+        yield tuple(x[row, start : start + len(c.tokens)].detach().cpu().numpy() for x in results)
 
 
 CASES = {
@@ -167,8 +166,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gap_to_a_training_forward_is_zero(case: str) -> None:
-    """In any batch of the engine; and without the mode there is one to take away."""
+def test_rollout_equals_training_forward(case: str) -> None:
+    """In any batch of the engine; without the mode there is a difference."""
     family, dtype, kind = CASES[case]
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config(family), DEVICE, dtype, 2)

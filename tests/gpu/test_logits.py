@@ -1,4 +1,4 @@
-"""The loss without logits on a GPU: sums of the tensor cores, no wait for the device, and the memory that it is for."""
+"""The loss without logits on a GPU: accuracy, synchronization and peak memory."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("m, k, v", [(300, 896, 32_001), (1, 64, 999), (0, 64, 999), (1024, 512, 151_936)])
-def test_the_error_is_at_most_the_plain_path_s(m: int, k: int, v: int, dtype: torch.dtype, where: str):
+def test_error_is_at_most_that_of_plain_path(m: int, k: int, v: int, dtype: torch.dtype, where: str):
     hidden, weight, target = problem(m, k, v, dtype, ignored=m // 3)
     each = torch.rand(m, device="cuda")
-    ours, full = linear_cross_entropy(hidden, weight, target.to(where)), plain(hidden, weight, target)
+    actual, full = linear_cross_entropy(hidden, weight, target.to(where)), plain(hidden, weight, target)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     true = plain(*exact, target)
-    got, low = (torch.autograd.grad((x * each).sum(), (hidden, weight)) for x in (ours, full))
+    got, low = (torch.autograd.grad((x * each).sum(), (hidden, weight)) for x in (actual, full))
     want = torch.autograd.grad((true * each).sum(), exact)
     if not m:
-        assert ours.shape == (0,) and not got[1].any()
+        assert actual.shape == (0,) and not got[1].any()
         return
-    assert relative_error(ours, true) <= 1.05 * relative_error(full, true) + 1e-6
+    assert relative_error(actual, true) <= 1.05 * relative_error(full, true) + 1e-6
     for a, b, c in zip(got, low, want, strict=True):
         assert a.dtype == dtype and relative_error(a, c) <= 1.05 * relative_error(b, c) + 1e-5
 
 
 @pytest.mark.parametrize("m, v", [(300, 32_001), (0, 1000), (1, 999)])
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
-def test_a_head_in_fp8_is_near_its_own_logits(recipe: str, m: int, v: int):
+def test_fp8_head_is_close_to_logits(recipe: str, m: int, v: int):
     """At most four times what FP8 costs with full logits: scales along the vocabulary are those of a block."""
     hidden, weight, target = problem(m, 512, v, torch.bfloat16)
     model = HeadAlone(nn.Linear(512, v, bias=False, device="cuda", dtype=torch.bfloat16))
@@ -67,15 +67,15 @@ def test_a_head_in_fp8_is_near_its_own_logits(recipe: str, m: int, v: int):
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
     full = F.cross_entropy(model(hidden[None]).logits[0].float(), target.cuda(), reduction="none")
     head = chunk_head(model)
-    with head.losses(target[None], chunk=64) as given:
-        ours = given.take(model(hidden[None]).logits)[0]
-    got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (ours, full))
+    with head.losses(target[None], chunk=64) as inputs:
+        actual = inputs.take(model(hidden[None]).logits)[0]
+    got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (actual, full))
     if not m:
-        assert ours.shape == (0,) and not got[1].any()
+        assert actual.shape == (0,) and not got[1].any()
         return
     exact = plain(hidden, weight, target)
     want = torch.autograd.grad(exact.sum(), (hidden, weight))
-    for a, b, c in zip((ours, *got), (full, *low), (exact, *want), strict=True):
+    for a, b, c in zip((actual, *got), (full, *low), (exact, *want), strict=True):
         assert bool(a.isfinite().all()) and relative_error(a, c) <= 4 * relative_error(b, c) + 1e-5
 
 
@@ -92,7 +92,7 @@ class HeadAlone(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_nothing_waits_for_the_device(where: str):
+def test_no_synchronization(where: str):
     hidden, weight, target = problem(256, 64, 5000, torch.bfloat16, ignored=50)
     target = target.to(where)
     linear_cross_entropy(hidden, weight, target).sum().backward()  # cuBLAS and the allocator have started
@@ -104,7 +104,7 @@ def test_nothing_waits_for_the_device(where: str):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_bad_target_on_the_device_shows_in_its_loss():
+def test_bad_target_makes_loss_nan():
     hidden, weight, target = problem(8, 64, 500, torch.float32)
     target[3] = 500
     loss = linear_cross_entropy(hidden, weight, target.cuda())
@@ -118,12 +118,12 @@ def test_autocast_casts_blocks_and_not_the_weight():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         full = torch.autograd.grad(plain(hidden, weight, target).sum(), (hidden, weight))
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), (hidden, weight))
-    for a, b, c in zip(ours, full, want, strict=True):
+        actual = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), (hidden, weight))
+    for a, b, c in zip(actual, full, want, strict=True):
         assert a.dtype == torch.float32 and relative_error(a, c) <= 1.05 * relative_error(b, c)
 
 
-def test_the_peak_is_a_fraction_of_the_logits():
+def test_peak_memory_is_fraction_of_logits():
     hidden, weight, target = problem(8192, 1024, 151_936, torch.bfloat16)
 
     def peak(loss) -> int:

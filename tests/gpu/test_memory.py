@@ -1,5 +1,4 @@
-"""Bytes that a GPU's allocator hands out, beside those that are counted and predicted: what a layer of an 8 B model
-keeps for its backward, and the peak of a whole step of a model of 1 B."""
+"""Allocated GPU memory against counted and predicted bytes, for a layer of an 8B model and a step of a 1B model."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def hidden(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("activations", "most"), [("bf16", 300), ("fp8", 72)])
-def test_a_layer_of_8_billion_keeps_what_is_counted(activations: str, most: int) -> None:
+def test_layer_of_8b_model_saves_counted_bytes(activations: str, most: int) -> None:
     """At most 72 KiB a token with activations in FP8. The allocator adds less than 1 MiB to a tensor."""
     tokens = 8192
     model = qwen3(LAYER, 1, 1024, activations)
@@ -58,32 +57,32 @@ def test_a_layer_of_8_billion_keeps_what_is_counted(activations: str, most: int)
     hidden(model, ids).float().sum().backward()  # codes of weights, workspaces of GEMMs
     model.zero_grad()
     gc.collect()
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
 
     def note(*_: object) -> None:
-        found.append((requested(), torch.cuda.memory_allocated()))
+        results.append((requested(), torch.cuda.memory_allocated()))
 
     handles = [layer.register_forward_pre_hook(note), layer.register_forward_hook(note)]
     out = hidden(model, ids)
     for handle in handles:
         handle.remove()
-    output = tokens * LAYER["hidden_size"] * 2  # which is no part of what the layer keeps
-    asked, held = (found[1][i] - found[0][i] - output for i in (0, 1))
+    output = tokens * LAYER["hidden_size"] * 2  # not saved by the layer
+    asked, saved = (results[1][i] - results[0][i] - output for i in (0, 1))
     del out
     with count_saved(model, [("layer", layer)]) as accountant:
         out = hidden(model, ids)
     report = accountant.report()
     counted = report.by_block["layer"]
     tensors = sum(row.block == "layer" for row in report.rows)
-    print(f"{activations}: {asked / tokens / KIB:.2f} KiB a token asked for, {held / tokens / KIB:.2f} held, "
+    print(f"{activations}: {asked / tokens / KIB:.2f} KiB a token asked for, {saved / tokens / KIB:.2f} held, "
           f"{counted / tokens / KIB:.2f} counted, {tensors} tensors")  # fmt: skip
     assert asked == pytest.approx(counted, rel=0.01)
     assert counted <= most * KIB * tokens and asked <= most * KIB * tokens
-    assert held <= most * KIB * tokens + tensors * MIB
+    assert saved <= most * KIB * tokens + tensors * MIB
     del out
 
 
-def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
+def test_peak_memory_is_sum_of_kinds() -> None:
     """0.94 B parameters of 4.06 bytes (bf16+sr, FP8 states), updated in backward, activations in FP8, no logits."""
     vocabulary, rows, length = 32_000, 2, 2048
     model = qwen3(BILLION, 16, vocabulary, "fp8")
@@ -97,17 +96,17 @@ def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
         return fp8.linear_cross_entropy(h, model.lm_head.weight, target).mean()
 
     def step() -> float:
-        found = loss()
-        done = updating.run(lambda retain: found.backward(retain_graph=retain), clip=1.0)
+        results = loss()
+        done = updating.run(lambda retain: results.backward(retain_graph=retain), clip=1.0)
         assert done.applied
         optimizer.zero_grad(set_to_none=True)
-        return float(found.detach())
+        return float(results.detach())
 
-    first = step()  # makes states and codes
+    first = step()  # allocates states and codes
     with count_saved(model, models.describe(model).layers(model)) as accountant:
-        found = loss()
+        results = loss()
     activations = accountant.report().total
-    del found
+    del results
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -133,5 +132,5 @@ def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
     print({kind: f"{size / MIB:.0f} MiB" for kind, size in kinds.items()}, f"peak {peak / MIB:.0f} MiB")
     assert kinds["optimizer"] < 2.07 * count and 0.9e9 < count < 1e9 and last < first
     still = kinds["weights"] + kinds["optimizer"] + kinds["codes"]
-    assert standing == pytest.approx(still, rel=0.05)  # and workspaces of cuBLAS
+    assert standing == pytest.approx(still, rel=0.05)  # including workspaces of cuBLAS
     assert 0.9 * sum(kinds.values()) <= peak <= 1.05 * sum(kinds.values()) + 128 * MIB

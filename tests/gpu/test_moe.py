@@ -1,4 +1,4 @@
-"""Experts on a GPU: grouped FP8 GEMMs near those of the reference, and no wait for the device in a whole step."""
+"""Experts on a GPU: grouped FP8 GEMMs against the reference, and no synchronization in a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPES = ["blockwise", "rowwise", "tensorwise", "mxfp8"]
 
 
 class Stock(nn.Module):
-    """Experts as transformers writes them."""
+    """The experts of transformers."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -62,28 +62,28 @@ def step(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tens
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("tokens", "used"), [(1, E), (300, E), (1000, 5)])
-def test_experts_on_the_gpu_are_the_references(recipe, tokens, used):
+def test_experts_match_reference(recipe, tokens, used):
     """The same codes wherever inputs are the same; what follows differs by roundings to BF16 of the first GEMM."""
-    ours, plan = converted(recipe, "cuda")
+    actual, plan = converted(recipe, "cuda")
     assert not [note for note in plan.notes if "expert by expert" in note], plan.notes
     reference, _ = converted(recipe, "cpu", "reference")
-    got, want = step(ours, given(tokens, used)), step(reference, given(tokens, used, "cpu"))
+    got, want = step(actual, given(tokens, used)), step(reference, given(tokens, used, "cpu"))
     for name, a, b in zip(("y", "dx", "dshare", "dw gate_up", "dw down"), got, want, strict=True):
         assert a.isfinite().all() and calc_diff(a.cpu(), b) < 1e-3, name
-    assert not ours.gate_up_proj.grad[used:].any() and not ours.down_proj.grad[used:].any()
+    assert not actual.gate_up_proj.grad[used:].any() and not actual.down_proj.grad[used:].any()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_waits_for_nothing(recipe):
-    ours, _ = converted(recipe, "cuda")
+def test_step_does_not_synchronize(recipe):
+    actual, _ = converted(recipe, "cuda")
     inputs = given(300)
-    step(ours, inputs)  # compiles kernels
+    step(actual, inputs)  # compiles kernels
     dy = torch.ones_like(inputs[0])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with fp8.count_gemms() as counts:
-            ours(*inputs).backward(dy)
+            actual(*inputs).backward(dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counts.total("fwd") == counts.total("dgrad") == counts.total("wgrad") == 2 * E
@@ -91,7 +91,7 @@ def test_a_step_waits_for_nothing(recipe):
 
 
 @pytest.mark.parametrize("used", [E, 3])
-def test_grouped_products_in_bf16_are_the_loop(used):
+def test_grouped_bf16_products_match_loop(used):
     g = torch.Generator().manual_seed(3)
     groups = group_rows(torch.randint(0, used, (700,), generator=g).cuda(), E).groups
     padding = ~real_rows(groups).unsqueeze(1)

@@ -1,5 +1,4 @@
-"""Activation memory on a GPU: offload moves it and gives the same gradients, counts agree with the allocator, attention
-keeps k and v as they came."""
+"""Activation memory on a GPU: offloading, counted bytes, and attention that saves k and v without copies."""
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def stack(depth=8, how="none", in_fp8=False):
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Flash attention's backward adds in any order unless it is told not to."""
+    """The backward of flash attention has a random order of sums by default."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -84,25 +83,25 @@ def test_offload_gives_the_same_gradients_and_frees_the_device(how, in_fp8):
     hooks = offload(model.named_children(), least=1 << 16)
     for _ in range(3):
         model.zero_grad()
-        moved, own = step(model)
-        assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+        moved, original = step(model)
+        assert all(torch.equal(a, b) for a, b in zip(grads, original, strict=True))
     assert moved < stayed / 2  # two blocks of eight
     hooks.remove()
     model.zero_grad()
-    again, own = step(model)
-    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True)) and again > 2 * moved
+    again, original = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(grads, original, strict=True)) and again > 2 * moved
 
 
-def test_the_synchronizing_hooks_change_no_value():
+def test_synchronizing_hooks_do_not_change_values():
     _, grads = step(stack(2))
     model = stack(2)
     synchronize_per_layer(model.named_children())
-    _, own = step(model)
-    assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True))
+    _, original = step(model)
+    assert all(torch.equal(a, b) for a, b in zip(grads, original, strict=True))
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_counted_bytes_are_those_of_the_allocator(in_fp8):
+def test_counted_bytes_match_allocator(in_fp8):
     model = stack(4, in_fp8=in_fp8)
     step(model)
     model.zero_grad()
@@ -116,7 +115,7 @@ def test_counted_bytes_are_those_of_the_allocator(in_fp8):
     del y
 
 
-def test_what_offload_moved_is_counted_as_the_hosts():
+def test_offloaded_tensors_count_as_host_memory():
     model = stack(4)
     offload(model.named_children(), least=1 << 16)
     with count_saved(model, model.named_children()) as k:
@@ -126,7 +125,7 @@ def test_what_offload_moved_is_counted_as_the_hosts():
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "added"])
-def test_grouped_attention_is_that_of_repeated_heads_and_keeps_no_copies(kind):
+def test_grouped_attention_matches_repeated_heads(kind):
     torch.manual_seed(0)
     heads, groups, size = 8, 4, 64
     shapes = ((heads, size), (heads // groups, size), (heads // groups, size))
@@ -146,8 +145,8 @@ def test_grouped_attention_is_that_of_repeated_heads_and_keeps_no_copies(kind):
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
 
     out, grads, total = run(grouped_attention)
-    expected, theirs, more = run(stock)
+    expected, theirs, extra = run(stock)
     assert torch.equal(out, expected)
     for a, b in zip(grads, theirs, strict=True):
         assert calc_diff(a.float(), b.float()) < 1e-4
-    assert total <= more - 2 * 2 * (heads - heads // groups) * 128 * size * 2 + 4096
+    assert total <= extra - 2 * 2 * (heads - heads // groups) * 128 * size * 2 + 4096

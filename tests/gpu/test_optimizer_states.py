@@ -1,4 +1,4 @@
-"""States of the optimizer between a GPU and the host, and an agreement between ranks that waits for no device."""
+"""Optimizer states moved between a GPU and the host, and agreement between ranks without synchronization."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _states(optimizer: AdamW) -> list[dict]:
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
 @pytest.mark.parametrize("master", ["fp32", "bf16+16", "bf16+sr"])
-def test_a_state_dict_goes_to_the_gpu_and_back_in_every_bit(states, master):
+def test_state_dict_round_trip_is_exact(states, master):
     host, gpu, back = (_optimizer(states, master, device) for device in ("cpu", "cuda", "cpu"))
     _grads(host, 1)
     host.step()
@@ -48,7 +48,7 @@ def test_a_state_dict_goes_to_the_gpu_and_back_in_every_bit(states, master):
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
-def test_moments_are_encoded_alike_on_both(states):
+def test_moments_are_encoded_equally_on_both_devices(states):
     torchs = torch.optim.AdamW([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
     _grads(torchs, 2)
     torchs.step()
@@ -56,21 +56,21 @@ def test_moments_are_encoded_alike_on_both(states):
     host.load_state_dict(torchs.state_dict())
     gpu.load_state_dict(torchs.state_dict())
     assert _states(host) == _states(gpu)
-    for mine, theirs in zip(
+    for actual, expected in zip(
         convert.to_torch(host)["state"].values(), convert.to_torch(gpu)["state"].values(), strict=True
     ):
-        assert all(torch.equal(mine[key], theirs[key].cpu()) for key in mine)
+        assert all(torch.equal(actual[key], expected[key].cpu()) for key in actual)
 
 
 @pytest.mark.parametrize("master", ["fp32", "bf16+16", "bf16+sr"])
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
-def test_a_run_goes_on_from_a_file_in_every_bit_and_on_the_other_device(states, master, tmp_path):
+def test_resume_is_exact_on_both_devices(states, master, tmp_path):
     """GPU, file, GPU: the bits of a run without a stop. GPU, file, CPU: near it, since square roots and powers of CPUs
     are not those of GPUs in every last bit."""
-    whole, stopped, again = (_optimizer(states, master, "cuda") for _ in range(3))
+    full, stopped, again = (_optimizer(states, master, "cuda") for _ in range(3))
     host = _optimizer(states, master, "cpu")
     for step in range(1, 5):
-        for optimizer in (whole, stopped) if step < 3 else (whole, again, host):
+        for optimizer in (full, stopped) if step < 3 else (full, again, host):
             _grads(optimizer, step)
             optimizer.step(factor=torch.tensor(0.5, device=optimizer.param_groups[0]["params"][0].device))
         if step == 2:
@@ -80,8 +80,8 @@ def test_a_run_goes_on_from_a_file_in_every_bit_and_on_the_other_device(states, 
                 optimizer.load_state_dict(saved)
                 for p, q in zip(optimizer.param_groups[0]["params"], stopped.param_groups[0]["params"], strict=True):
                     p.data.copy_(q.data)
-    assert _states(again) == _states(whole)
-    weights = [[p.detach().cpu().float() for p in o.param_groups[0]["params"]] for o in (whole, again, host)]
+    assert _states(again) == _states(full)
+    weights = [[p.detach().cpu().float() for p in o.param_groups[0]["params"]] for o in (full, again, host)]
     for a, b, c in zip(*weights, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(c, a, rtol=1e-2, atol=1e-4)
@@ -99,12 +99,12 @@ class _Mesh:
         return "both"
 
 
-def test_an_agreement_waits_for_no_device(monkeypatch):
+def test_agreement_does_not_synchronize(monkeypatch):
     p = nn.Parameter(torch.zeros(7, 40, device="cuda"))
     p.device_mesh, p.placements = _Mesh(), (torch.distributed.tensor.Shard(0),)
     monkeypatch.setattr(sharded, "is_dtensor", lambda value: True)
-    seen = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: seen.append((tuple(t.shape), group)))
+    recorded = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: recorded.append((tuple(t.shape), group)))
     assert sharded.cut_groups(p) == (1,)
     marks = torch.tensor([[-5, -7, -9], [5, 7, 9]], dtype=torch.int32, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -116,5 +116,5 @@ def test_an_agreement_waits_for_no_device(monkeypatch):
         sharded.Agreement([(p, 0)], [], marks.device).finish("coat")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert seen == [((2, 1), "both"), ((1, 1), "both"), ((4, 1), "both")]
+    assert recorded == [((2, 1), "both"), ((1, 1), "both"), ((4, 1), "both")]
     assert torch.equal(agreed, marks)

@@ -1,4 +1,4 @@
-"""FP8 weights on a GPU: the steps of plain ones bit for bit, and FSDP2's streams."""
+"""FP8 weights on a GPU: steps that equal those of plain weights bit for bit, and FSDP2's streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPES = ["blockwise", "rowwise", "tensorwise"]
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(512, 1336), nn.Linear(1336, 512)  # 1336: no multiple of 128
+        self.up, self.down = nn.Linear(512, 1336), nn.Linear(1336, 512)  # 1336: not a multiple of 128
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.silu(self.up(x)))
@@ -53,13 +53,13 @@ def same(a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dict[st
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_steps_are_those_of_plain_weights(recipe: str) -> None:
+def test_steps_match_plain_weights(recipe: str) -> None:
     model = build(recipe, True)
     assert isinstance(model[0].up.weight, Fp8Weight) and model[0].up.weight.is_cuda
     assert same(train(build(recipe, False)), train(model))
 
 
-def test_forward_and_backward_wait_for_nothing() -> None:
+def test_forward_and_backward_do_not_synchronize() -> None:
     model = build("blockwise", True)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     model(x).sum().backward()
@@ -73,7 +73,7 @@ def test_forward_and_backward_wait_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_shards_have_the_codes_of_the_whole(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_have_codes_of_full_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = fp8.recipe(recipe)
     sites = [("fwd", chosen.fwd.b, 1)]
     if chosen.dgrad.b != chosen.fwd.b:
@@ -97,9 +97,9 @@ def test_shards_have_the_codes_of_the_whole(recipe: str, monkeypatch: pytest.Mon
         for rank, rows in enumerate(values.split(446)):
             shards = Shards(1336, 3, rank)
             sent.append(fp8_rows.pack_for_gather(fp8_rows.cast(rows, needs, shards, Mesh()), shards))
-    whole = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
+    full = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
     for q, need in zip(
-        fp8_rows.unpack_gathered(whole, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True
+        fp8_rows.unpack_gathered(full, needs, values.shape, Shards(1336, 3, 0), None), needs, strict=True
     ):
         want = need.cast(values)
         assert torch.equal(q.data.contiguous().view(torch.uint8), want.data.contiguous().view(torch.uint8))

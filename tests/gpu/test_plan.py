@@ -1,4 +1,4 @@
-"""The measured plan on a real GPU: what is planned in FP8 is faster there, and what is cached is the same again."""
+"""The measured plan on a GPU: FP8 layers are faster than BF16, and cached measurements are reproducible."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TOKENS = {"foundation": 8192, "image_encoder": 4096, "lm_head": 8192}
 
 
 class Block(nn.Module):
-    """A decoder's projections (Qwen3-8B) or a tower's (Qwen3-VL), without what lies between them."""
+    """The projections of a decoder layer (Qwen3-8B) or a tower (Qwen3-VL), without the modules between them."""
 
     def __init__(self, width, kv, inner):
         super().__init__()
@@ -60,7 +60,7 @@ def test_no_planned_layer_is_slower_than_bf16(model, found):
     assert prediction.gain >= 0
 
 
-def test_every_candidate_is_healthy_or_says_why(found):
+def test_candidates_are_healthy_or_give_reason(found):
     for case, measured in found.cases.items():
         for name, entry in measured.entries.items():
             print(case, name, entry.rejected or f"{1e3 * entry.seconds:.3f} ms, host {1e3 * entry.host:.3f} ms")
@@ -68,7 +68,7 @@ def test_every_candidate_is_healthy_or_says_why(found):
         assert HIGH in healthy and len(healthy) > 1
 
 
-def test_the_same_machine_measures_once(model, cache, found):
+def test_machine_is_measured_once(model, cache, found):
     def refuses(case, calls, device):
         raise AssertionError(f"{case} was measured again")
 
@@ -76,15 +76,15 @@ def test_the_same_machine_measures_once(model, cache, found):
     assert again == found and not again.machine.emulated and again.machine.sm >= (8, 9)
 
 
-def test_the_ranking_holds_when_it_is_timed_again(model, found):
+def test_ranking_is_reproducible(model, found):
     """The large MLP layer, planned and in BF16, as the run would call them."""
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found)
     row = next(r for r in plan.rows if r.name == "layers.0.up_proj")
     if not row.fp8:
         pytest.skip(f"planned in high precision here: {row.reason}")
     stock = nn.Linear(4096, 12288, device="cuda")
-    ours = nn.Sequential(nn.Linear(4096, 12288, device="cuda"))
-    fp8.apply(ours, fp8.plan(ours, row.recipe.name))
+    actual = nn.Sequential(nn.Linear(4096, 12288, device="cuda"))
+    fp8.apply(actual, fp8.plan(actual, row.recipe.name))
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def call(module):
@@ -92,11 +92,11 @@ def test_the_ranking_holds_when_it_is_timed_again(model, found):
             y = module(x)
         torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
 
-    times = time_calls({"bf16": lambda: call(stock), "fp8": lambda: call(ours)}, "cuda")
+    times = time_calls({"bf16": lambda: call(stock), "fp8": lambda: call(actual)}, "cuda")
     assert times["fp8"].device < 1.05 * times["bf16"].device
 
 
-def test_a_plan_comes_back_on_the_same_gpu(model, found, tmp_path):
+def test_saved_plan_is_reused_on_same_gpu(model, found, tmp_path):
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found)
     again = fp8.load_plan(fp8.save_plan(plan, tmp_path / "plan.json"), model)
 
@@ -106,7 +106,7 @@ def test_a_plan_comes_back_on_the_same_gpu(model, found, tmp_path):
     assert fates(again) == fates(plan)
 
 
-def test_high_precision_for_a_moment_is_the_stock_layer():
+def test_high_precision_runs_stock_layer():
     layer = nn.Sequential(nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16))
     x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
     stock = layer(x)

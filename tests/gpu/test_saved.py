@@ -1,5 +1,4 @@
-"""Blocks that keep FP8 on a GPU: the codes of the reference, gradients near those of blocks that keep 16 bits, a
-recomputation bit for bit, fewer bytes by the allocator, nothing waits, a captured step."""
+"""Blocks that save FP8 on a GPU: codes, close gradients, exact recomputation, memory, and CUDA graphs."""
 
 import copy
 
@@ -38,7 +37,7 @@ class VisionMlp(nn.Module):
 
 
 def pair(kind=Block, dtype=torch.bfloat16, fuse="off", recipe="blockwise"):
-    """A block that keeps 16 bits, and its twin that keeps FP8."""
+    """Return a block that saves 16 bits, and a copy that saves FP8."""
     torch.manual_seed(0)
     plain = kind().to("cuda", dtype)
     twin = copy.deepcopy(plain)
@@ -63,7 +62,7 @@ def step(m, x, lowered=False):
 
 
 @pytest.mark.parametrize("k", [64, 72, 80, 128, 1152, 3420, 4304])
-def test_codes_are_those_of_the_reference(k):
+def test_codes_match_reference(k):
     x = torch.randn(257, k, device="cuda", dtype=torch.bfloat16) * 100
     x[3, 7], x[5, -1] = float("nan"), float("inf")
     got, want = sources.encode_activation(x), cast.quantize(x.cpu(), sources.SPEC)
@@ -77,11 +76,11 @@ def test_codes_are_those_of_the_reference(k):
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize(("kind", "fuse"), [(Block, "off"), (Block, "on"), (Vision, "off")])
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
-def test_gradients_near_those_of_16_bits(recipe, kind, fuse, lowered):
+def test_gradients_are_close_to_16_bits(recipe, kind, fuse, lowered):
     dtype = torch.float32 if lowered else torch.bfloat16
     x = given(kind, dtype)
-    for exact, found in zip(*(step(m, x, lowered) for m in pair(kind, dtype, fuse, recipe)), strict=True):
-        assert exact.dtype == found.dtype and cosine(exact, found) > 0.99
+    for exact, results in zip(*(step(m, x, lowered) for m in pair(kind, dtype, fuse, recipe)), strict=True):
+        assert exact.dtype == results.dtype and cosine(exact, results) > 0.99
 
 
 @pytest.mark.parametrize("fuse", ["off", "on"])
@@ -100,7 +99,7 @@ def test_recomputed_bit_for_bit(fuse):
 
 
 @pytest.mark.parametrize(("kind", "fuse", "most"), [(Block, "off", 0.6), (Block, "on", 0.7), (Vision, "off", 0.6)])
-def test_less_is_saved_for_the_backward(kind, fuse, most):
+def test_less_memory_is_saved_for_backward(kind, fuse, most):
     saved, x = [], given(kind, rows=2048)
     for m in pair(kind, fuse=fuse):
         step(m, x)
@@ -113,7 +112,7 @@ def test_less_is_saved_for_the_backward(kind, fuse, most):
 
 
 @pytest.mark.parametrize(("kind", "fuse"), [(Block, "off"), (Block, "on"), (Vision, "off")])
-def test_nothing_waits(kind, fuse):
+def test_no_synchronization(kind, fuse):
     _, twin = pair(kind, fuse=fuse)
     x = given(kind)
     step(twin, x)
@@ -126,7 +125,7 @@ def test_nothing_waits(kind, fuse):
 
 
 @pytest.mark.parametrize("fuse", ["off", "on"])
-def test_a_captured_step(fuse):
+def test_captured_step(fuse):
     _, twin = pair(fuse=fuse)
     x = given()
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Layers of one input on a GPU: codes in memory of torch's allocator are shared between them."""
+"""Sharing of codes between layers with a common input on a GPU."""
 
 import pytest
 import torch
@@ -24,9 +24,9 @@ def test_codes_are_shared_until_the_backward():
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
     assert inputs.is_written_only_by_torch(x)
     q = m.q_proj(x)
-    held = held_bytes()
+    saved = held_bytes()
     k = m.k_proj(x)
-    assert held_bytes() == held > 0
+    assert held_bytes() == saved > 0
     q.sum().backward()
     assert held_bytes() == 0
     k.sum().backward()

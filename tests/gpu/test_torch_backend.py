@@ -111,7 +111,7 @@ def test_any_number_of_tokens(m: int) -> None:
                 assert calc_diff(y, exact(op, a_q, b_q)) < 1e-4
 
 
-def test_what_lies_right_is_captured_in_a_cuda_graph_and_waits_for_nothing() -> None:
+def test_operands_in_layout_are_captured_without_synchronization() -> None:
     backend = registry.get("torch")
     for name in ("rowwise", "tensorwise", "blockwise"):
         gemm = recipe(name).fwd
@@ -131,8 +131,8 @@ def test_what_lies_right_is_captured_in_a_cuda_graph_and_waits_for_nothing() -> 
         assert torch.equal(captured, eager)
 
 
-def test_a_wrong_scale_is_seen() -> None:
-    """These tests can fail: one scale of 64 lines doubled is far outside the bound."""
+def test_wrong_scale_is_detected() -> None:
+    """Doubling one scale of 64 rows exceeds the tolerance."""
     backend = able("torch", "fwd", "rowwise")
     x_q, w_q = operands("rowwise", "fwd", 64, 80, 144)
     right = exact("fwd", x_q, w_q)

@@ -10,7 +10,7 @@ from octavo import fp8
 from octavo.fp8.optim import gradient_norm
 from octavo.parallel import Layout, World, WorldError, shard
 from octavo.parallel.experts import distribute_experts
-from octavo.train.step.update import _limited
+from octavo.train.step.update import _clip_gradients
 from tests import ranks
 from tests.fp8.moe.expert_modules import FAMILIES, H
 from tests.parallel.differences import worst_difference
@@ -93,7 +93,7 @@ def _compare(world: World, cases: dict[str, tuple[str, str | None, str]]) -> dic
         own = slice(before, before + len(each[world.rank][0]))
         tokens = [0.0 if torch.equal(a[own], b) else _gap(a[own], b) for a, b in zip(want, local, strict=True)]
         norm, wanted = (float(gradient_norm(model.parameters())) for model in (dealt, whole))
-        limited = float(_limited(list(dealt.parameters()), 0.5 * wanted))
+        limited = float(_clip_gradients(list(dealt.parameters()), 0.5 * wanted))
         out[name] = [tokens, worst_difference(dealt, whole, factor=0.5), norm / wanted, limited / wanted]
     return out
 

@@ -20,13 +20,13 @@ def cfg(tmp_path: Path) -> Any:
 @pytest.fixture
 def trial(cfg: Any, tmp_path: Path) -> Any:
     """A function that writes the three runs of a trial as finished runs; keywords change the FP8 run."""
-    from octavo.report.trial.runs import runs_of
+    from octavo.report.trial.runs import make_runs
 
     def make(
         directory: Path | None = None, *, shift: float = 0.001, recipes: tuple = ("blockwise",), **fp8: Any
     ) -> Any:
         directory = directory or tmp_path / "trial"
-        runs = runs_of(cfg, recipes, directory)
+        runs = make_runs(cfg, recipes, directory)
         for run in runs:
             home = Path(run.cfg.run.dir)
             if run.kind == "fp8":
@@ -44,5 +44,5 @@ def trial(cfg: Any, tmp_path: Path) -> Any:
 @pytest.fixture
 def sound_answers(monkeypatch) -> None:
     """Stands in for judging held-out data, which needs a model: every run answers alike."""
-    monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.1, 3.0))
-    monkeypatch.setattr("octavo.report.trial.held_out.judge_run", lambda run, *_, **__: judged(gemms=30))
+    monkeypatch.setattr("octavo.report.trial.held_out.evaluate_model", lambda *_: judged(0.1, 3.0))
+    monkeypatch.setattr("octavo.report.trial.held_out.evaluate_run", lambda run, *_, **__: judged(gemms=30))

@@ -130,7 +130,7 @@ run: {hf: false}
 def judged(right: float = 0.98, loss: float = 0.1, gemms: int = 0, seed: int = 0, questions: int = 1600) -> Any:
     """Held-out answers, four about each of 400 images: of so many right at random, with losses around ``loss``. Every
     seed gives other answers to the same questions, with the same losses but for their level."""
-    from octavo.report.evidence.claims import Judged
+    from octavo.report.evidence.claims import Evaluation
 
     chance = np.random.default_rng(seed).uniform(size=questions)
     losses = np.random.default_rng(99).uniform(0.5, 1.5, questions) * loss
@@ -139,7 +139,7 @@ def judged(right: float = 0.98, loss: float = 0.1, gemms: int = 0, seed: int = 0
          "right": bool(chance[n] < right), "said": str(n % 10), "source": f"image {n // 4}"}
         for n in range(questions)
     )  # fmt: skip
-    return Judged(pieces, gemms)
+    return Evaluation(pieces, gemms)
 
 
 def held(runs: Any, fp8: float = 0.98, drift: float = 0.0, before: float = 3.0) -> Any:

@@ -13,10 +13,10 @@ from synthetic_runs import GOOD_PROOF, health, held, judged, losses, plan, write
 from octavo.config import override, to_yaml
 from octavo.report import ReportError, Trial, judge
 from octavo.report.evidence import claims
-from octavo.report.evidence.claims import Interval, Judged, decide
+from octavo.report.evidence.claims import Evaluation, Interval, decide
 from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, UNTRIED, WARN
-from octavo.report.trial.reuse import finished
-from octavo.report.trial.runs import runs_of
+from octavo.report.trial.reuse import read_finished
+from octavo.report.trial.runs import make_runs
 
 
 def pieces(right: np.ndarray, sources: np.ndarray, loss: np.ndarray | None = None) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def verdict_of(cfg: Any, tmp_path: Path):
         no_forks: str = "",
     ) -> Any:  # fmt: skip
         config = override(cfg, [f"train.steps={steps}"])
-        runs = runs_of(config, ["blockwise"], tmp_path / "trial", forks=forks, seeds=seeds)
+        runs = make_runs(config, ["blockwise"], tmp_path / "trial", forks=forks, seeds=seeds)
         for run in runs:
             fp8_run = run.kind in ("fp8", "seed") or bool(run.of)
             seed = run.cfg.run.seed
@@ -138,8 +138,8 @@ def verdict_of(cfg: Any, tmp_path: Path):
             write_run(Path(run.cfg.run.dir), curve, config=to_yaml(run.cfg), lr=lr, begins=run.begins, **extra)
         found = held(runs, fp8, drift, before=3.0 if learns else 0.1) if questions else None
         if found is not None:
-            found.runs["fp8-blockwise"] = Judged(found.runs["fp8-blockwise"].pieces, gemms)
-        verdict = judge([(run, finished(run)) for run in runs], Trial(found, forks, no_forks, seeds))
+            found.runs["fp8-blockwise"] = Evaluation(found.runs["fp8-blockwise"].pieces, gemms)
+        verdict = judge([(run, read_finished(run)) for run in runs], Trial(found, forks, no_forks, seeds))
         return verdict, {claim.name: claim.status for claim in verdict.claims}
 
     return make
@@ -162,15 +162,16 @@ def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
     [
         ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "set data.eval"),
         ({"lr": 0.0}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "no step of high precision changed a weight"),
-        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing by held-out data"),
-        ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing by its losses"),
+        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing, judging by held-out "
+        "data"),
+        ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing, judging by its losses"),
         ({"no_forks": "forks of 4 steps", "forks": 0}, {"loss_forks": UNDECIDED}, "forks of 4 steps"),
         ({"forks": 1}, {"loss_forks": UNDECIDED}, "use 3 or more"),
         ({"forks": 0}, {"loss_forks": UNTRIED, "accuracy": PASS}, "--forks 3"),
         ({"shift": 0.02}, {"loss_forks": FAIL}, "FP8 made this training worse"),
         ({"fp8": 0.9}, {"accuracy": FAIL}, "FP8 made this training worse"),
         ({"drift": 0.01}, {"loss_same_weights": FAIL, "accuracy": PASS}, "FP8 made this training worse"),
-        ({"gemms": 0}, {"loss_same_weights": FAIL}, "nothing was evaluated in FP8"),
+        ({"gemms": 0}, {"loss_same_weights": FAIL}, "used no FP8 GEMM"),
         ({"proof": {**GOOD_PROOF, "fp8_gemms": 0}}, {"accuracy": PASS}, "no FP8 GEMM was counted"),
     ],
 )  # fmt: skip
@@ -187,33 +188,33 @@ def test_none_of_ten_against_none_of_ten(verdict_of) -> None:
     """What nobody answers tells nothing, with ten questions or 2,000; nor does one answer to everything."""
     for n in (10, 2000):
         none = judged(0.0, questions=n)
-        assert not claims.beats_one_answer(none.pieces)
+        assert not claims.beats_constant_answer(none.pieces)
     constant = judged(1.0)
     same = tuple({**piece, "right": piece["said"] == "3"} for piece in constant.pieces)
-    assert not claims.beats_one_answer(same) and claims.beats_one_answer(constant.pieces)
+    assert not claims.beats_constant_answer(same) and claims.beats_constant_answer(constant.pieces)
 
 
 def test_plain_text_asks_nothing(cfg, tmp_path: Path) -> None:
-    runs = runs_of(cfg, ["blockwise"], tmp_path / "trial")
+    runs = make_runs(cfg, ["blockwise"], tmp_path / "trial")
     found = held(runs)
     for judged_of in (found.runs, found.high):
         for name, one in judged_of.items():
             text = tuple({**piece, "answer": None, "right": None, "said": None} for piece in one.pieces)
-            judged_of[name] = Judged(text, one.gemms)
-    found.before = Judged(tuple({**p, "answer": None, "right": None, "said": None} for p in found.before.pieces), 0)
+            judged_of[name] = Evaluation(text, one.gemms)
+    found.before = Evaluation(tuple({**p, "answer": None, "right": None, "said": None} for p in found.before.pieces), 0)
     for run in runs:
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
         write_run(Path(run.cfg.run.dir), losses(100), config=to_yaml(run.cfg), **extra)
-    verdict = judge([(run, finished(run)) for run in runs], Trial(found))
+    verdict = judge([(run, read_finished(run)) for run in runs], Trial(found))
     assert [claim.name for claim in verdict.claims][0] == "loss_same_weights" and verdict.claims[0].status == PASS
 
 
 def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
-    runs = runs_of(override(cfg, ["train.steps=120"]), ["blockwise"], tmp_path / "trial", forks=2)
+    runs = make_runs(override(cfg, ["train.steps=120"]), ["blockwise"], tmp_path / "trial", forks=2)
     for run in runs:
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
         write_run(Path(run.cfg.run.dir), losses(120), config=to_yaml(run.cfg), begins=run.begins, **extra)
-    records = [(run, finished(run)) for run in runs]
+    records = [(run, read_finished(run)) for run in runs]
 
     def claim_of(records: Any) -> Any:
         verdict = judge(records, Trial(held(runs), forks=2))
@@ -223,7 +224,7 @@ def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
     skipping = [(a, replace(r, skipped=(90, 91)) if a.number else r) for a, r in records]
     assert "skipped 2 of 40 steps" in claim_of(skipping).sentence
     other = [(a, replace(r, plan={"rows": r.plan["rows"][1:]}) if a.of and a.number else r) for a, r in records]
-    assert "has another plan than FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
+    assert "has a different plan from FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
     high = [(a, replace(r, proof={}) if a.of and a.number else r) for a, r in records]
     assert claim_of(high).status == FAIL and "nothing shows that FP8 ran" in claim_of(high).sentence
     broken = [(a, replace(r, failure="step 90: weights") if a.of and a.number else r) for a, r in records]
@@ -232,12 +233,12 @@ def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
 
 
 def test_a_model_that_could_it_before_shows_nothing(cfg, tmp_path: Path) -> None:
-    runs = runs_of(cfg, ["blockwise"], tmp_path / "trial")
+    runs = make_runs(cfg, ["blockwise"], tmp_path / "trial")
     found = held(runs)
     found.before = judged(0.98, 3.0)
     for run in runs:
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
         write_run(Path(run.cfg.run.dir), losses(100), config=to_yaml(run.cfg), **extra)
-    verdict = judge([(run, finished(run)) for run in runs], Trial(found))
+    verdict = judge([(run, read_finished(run)) for run in runs], Trial(found))
     assert verdict.claims[0].status == UNDECIDED
     assert "the model before training answers as well" in verdict.claims[0].sentence

@@ -11,7 +11,7 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, compare
-from octavo.report.trial.runs import own_recipe, runs_of
+from octavo.report.trial.runs import make_runs, own_recipe
 
 
 @pytest.fixture
@@ -45,18 +45,18 @@ def trained(monkeypatch, sound_answers):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Plots take a second each; only one test needs them."""
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
 
 
 def test_runs(cfg, tmp_path: Path) -> None:
-    runs = runs_of(override(cfg, ["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
+    runs = make_runs(override(cfg, ["run.seed=3"]), ["rowwise", "mxfp8", "rowwise"], tmp_path)
     assert [(a.name, a.kind, a.cfg.fp8.recipe, a.cfg.run.seed) for a in runs] == [
         ("high-precision", "reference", "off", 3),
         ("high-precision-seed-4", "noise", "off", 4),
         ("fp8-rowwise", "fp8", "rowwise", 3),
         ("fp8-mxfp8", "fp8", "mxfp8", 3),
     ]
-    fused = runs_of(override(cfg, ["fp8.fuse=on"]), ["mxfp8"], tmp_path)
+    fused = make_runs(override(cfg, ["fp8.fuse=on"]), ["mxfp8"], tmp_path)
     assert [a.cfg.fp8.fuse for a in fused] == ["off", "off", "on"]
     assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in runs)
 
@@ -65,7 +65,7 @@ def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -
     text = CONFIG + "fp8: {recipe: off, image_encoder: {recipe: rowwise}, rules: [{match: '**.a', recipe: mxfp8}]}\n"
     cfg = load_config_text(text)
     assert own_recipe(cfg) == "by-component"
-    reference, _, fp8 = runs_of(cfg, None, tmp_path)
+    reference, _, fp8 = make_runs(cfg, None, tmp_path)
     assert reference.cfg.fp8.image_encoder is None and reference.cfg.fp8.rules == ()
     assert fp8.cfg.fp8 == cfg.fp8 and fp8.name == "fp8-by-component"
 
@@ -91,7 +91,7 @@ def test_trial_runs_reuses_and_continues(cfg, tmp_path: Path, trained, undrawn) 
     fp8 = ["fp8-blockwise", *(f"fork-{n}-fp8-blockwise" for n in range(3))]
     high = ["high-precision", "high-precision-seed-1"]
     assert trained == [*high, *fp8, "fork-1-high-precision", "fork-2-high-precision"]
-    forks = [run for run in runs_of(cfg, None, tmp_path, forks=3) if run.kind == "fork"]
+    forks = [run for run in make_runs(cfg, None, tmp_path, forks=3) if run.kind == "fork"]
     assert [run.cfg.run.seed for run in forks] == [0, 1, 2, 1, 2] and all(run.begins == 66 for run in forks)
     assert all(run.cfg.data.eval == () and run.after is not None for run in forks)
     assert [run["number"] for run in verdict.data["forks"]] == [0, 1, 2, 1, 2]
@@ -179,7 +179,7 @@ def test_high_precision_that_fails_ends_the_trial(cfg, tmp_path: Path, monkeypat
 
 
 def test_pairs_of_seeds(cfg, tmp_path: Path) -> None:
-    runs = runs_of(cfg, ["blockwise"], tmp_path, seeds=3)
+    runs = make_runs(cfg, ["blockwise"], tmp_path, seeds=3)
     assert [(run.name, run.cfg.run.seed) for run in runs if run.kind != "fork"] == [
         ("high-precision", 0), ("high-precision-seed-1", 1), ("high-precision-seed-2", 2),
         ("fp8-blockwise", 0), ("fp8-blockwise-seed-1", 1), ("fp8-blockwise-seed-2", 2),
@@ -191,7 +191,7 @@ def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trai
     short = compare(override(cfg, ["train.steps=10"]), None, tmp_path / "short")
     assert not any(name.startswith("fork") for name in trained)
     claim = next(claim for claim in short.claims if claim.name == "loss_forks")
-    assert claim.status == "undecided" and "forks of 4 steps have no time to diverge" in claim.sentence
+    assert claim.status == "undecided" and "forks of 4 steps cannot diverge" in claim.sentence
     compare(cfg, None, tmp_path / "old", forks=0)
     later = tmp_path / "old" / "arms" / "high-precision" / "milestones" / "step_66"
     assert later.is_dir(), "forks can be asked for later"
@@ -209,7 +209,7 @@ def test_forks_store_what_the_checkpoint_holds(tmp_path: Path) -> None:
     text = (
         CONFIG + "fp8: {recipe: blockwise, param: true, activations: fp8}\noptimizer: {states: fp8, master: bf16+16}\n"
     )
-    runs = runs_of(load_config_text(text), None, tmp_path, savings=False, forks=2)
+    runs = make_runs(load_config_text(text), None, tmp_path, savings=False, forks=2)
     fork = next(run.cfg for run in runs if run.name == "fork-1-fp8-blockwise")
     high = next(run.cfg for run in runs if run.kind == "reference")
     assert fork.optimizer == high.optimizer and fork.train == high.train and not fork.fp8.param

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from octavo.report import ReportError
 from octavo.report.trial import demo
-from octavo.report.trial.demo import Answer, Interview
+from octavo.report.trial.demo import Answer, DemoAnswers
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def image() -> Image.Image:
 
 
 @pytest.fixture
-def interview(image: Image.Image) -> Interview:
-    return Interview(image, (Answer("First?", "7", "7"), Answer("Second?", "", "1")), gemms=168)
+def interview(image: Image.Image) -> DemoAnswers:
+    return DemoAnswers(image, (Answer("First?", "7", "7"), Answer("Second?", "", "1")), gemms=168)
 
 
 def test_embedded_configuration_is_whole(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.data.builtin.digits.write", lambda directory, **_: None)
     monkeypatch.setattr("octavo.models.tiny.tiny.write", lambda *_, **__: None)
-    monkeypatch.setattr(demo, "_texts", lambda file: [])
-    cfg = demo.prepare(tmp_path / "demo", steps=40, console=None)
+    monkeypatch.setattr(demo, "_tokenizer_texts", lambda file: [])
+    cfg = demo.write_inputs(tmp_path / "demo", steps=40, console=None)
     assert cfg.train.steps == 40 and cfg.fp8.recipe == demo.RECIPE
     assert cfg.model.path == str(tmp_path / "demo" / "model"), "paths are those of the folder, not of the package"
     assert cfg.data.eval[0].path == str(tmp_path / "demo" / "digits" / "test.json")
@@ -40,13 +40,13 @@ def test_a_changed_configuration_stays(tmp_path: Path, monkeypatch) -> None:
     test_embedded_configuration_is_whole(tmp_path, monkeypatch)
     file = tmp_path / "demo" / "demo.yaml"
     file.write_text(file.read_text().replace("lr: 2e-3", "lr: 5e-4"))
-    assert demo.prepare(tmp_path / "demo", steps=40, console=None).train.lr == 5e-4
+    assert demo.write_inputs(tmp_path / "demo", steps=40, console=None).train.lr == 5e-4
 
 
 def test_texts_come_from_the_conversations(tmp_path: Path) -> None:
     row = {"conversations": [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "7"}]}
     (tmp_path / "train.json").write_text(json.dumps([row]))
-    assert demo._texts(tmp_path / "train.json") == ["First?", "7"]
+    assert demo._tokenizer_texts(tmp_path / "train.json") == ["First?", "7"]
 
 
 @pytest.mark.parametrize("steps", [0, -1])
@@ -57,11 +57,11 @@ def test_no_steps(tmp_path: Path, steps: int) -> None:
 
 
 def test_picture_in_colour_and_without(image: Image.Image) -> None:
-    coloured = demo.picture(image, colour=True)
+    coloured = demo.render_image(image, colour=True)
     lines = coloured.plain.splitlines()
     assert len(lines) == 16 and all(line == "▀" * 32 for line in lines)
     assert "rgb(255,255,255)" in str(coloured.spans[-1].style)
-    plain = demo.picture(image, colour=False).plain.splitlines()
+    plain = demo.render_image(image, colour=False).plain.splitlines()
     assert len(plain) == 16 and {len(line) for line in plain} == {32}
     assert plain[0].strip() == "" and plain[-1] == "▓▓" * 15 + "██"
 
@@ -80,7 +80,7 @@ def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch)
     (tmp_path / "test.json").write_text(json.dumps([{"image": "a.png", "conversations": messages}]))
     monkeypatch.setattr("octavo.generation.answers", answers)
     monkeypatch.setattr("octavo.train.load_run", lambda run: (None, None, None))
-    found = demo.ask(tmp_path, tmp_path / "test.json", 0)
+    found = demo.ask_model(tmp_path, tmp_path / "test.json", 0)
     assert [(a.question, a.answer, a.truth, a.right) for a in found.answers] == [
         ("First?", "1", "1", True),
         ("Second?", "2", "9", False),
@@ -90,11 +90,11 @@ def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch)
     assert heard[1][1]["content"][0]["text"] == "1"
 
 
-def test_answer_is_saved_and_shown_as_it_is(interview: Interview, tmp_path: Path) -> None:
-    demo.draw(interview, tmp_path / "answer.png")
+def test_answer_is_saved_and_shown_as_it_is(interview: DemoAnswers, tmp_path: Path) -> None:
+    demo.save_figure(interview, tmp_path / "answer.png")
     assert Image.open(tmp_path / "answer.png").size[0] > 800
     out = io.StringIO()
-    demo.show(Console(file=out, width=100), interview, tmp_path)
+    demo.print_answers(Console(file=out, width=100), interview, tmp_path)
     assert "First?" in out.getvalue() and "right" in out.getvalue()
     assert "(nothing)" in out.getvalue() and "wrong" in out.getvalue()
     assert "Computed in FP8, 168 matrix products" in out.getvalue()

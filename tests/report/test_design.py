@@ -17,7 +17,7 @@ from octavo.report.evidence import claims, power
 from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.trial_claims import FORKS, SEEDS, WEIGHTS
 from octavo.report.trial import design
-from octavo.report.trial.runs import runs_of
+from octavo.report.trial.runs import make_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 GAPS = (0.001, 0.004, -0.002)
@@ -38,7 +38,7 @@ def of(found: design.Design) -> dict[str, Estimate]:
 
 def played(cfg: Any, directory: Path, *, seeds: int, forks: int, but: tuple[str, ...] = ()) -> None:
     """Runs whose FP8 side is worse than high precision by GAPS, seed by seed and fork by fork; some are not there."""
-    for run in runs_of(cfg, None, directory, False, forks, seeds):
+    for run in make_runs(cfg, None, directory, False, forks, seeds):
         if run.name in but:
             continue
         own = run.kind in ("fp8", "seed") or bool(run.of)
@@ -55,9 +55,9 @@ def test_without_earlier_runs_spreads_are_assumed_and_say_so(cfg, tmp_path: Path
     told = of(found)
     assert list(told) == ["accuracy", WEIGHTS, FORKS, SEEDS] and not any(e.seen for e in told.values())
     assert told["accuracy"].units == told[WEIGHTS].units == 40 and told[FORKS].units == 3 and told[SEEDS].units == 2
-    assert told[FORKS].chance > 0.99 and told[SEEDS].chance < 0.2 and told[SEEDS].needed == 6
+    assert told[FORKS].pass_probability > 0.99 and told[SEEDS].pass_probability < 0.2 and told[SEEDS].needed == 6
     assert found.lines[3] == (
-        "  Loss of forks: +-0.032 % from 3 forks, margin 0.25 %: passes with 100 %, 80 % takes 2; spread 0.013 %, "
+        "  Loss of forks: +-0.032 % from 3 forks, margin 0.25 %: passes with 100 %, 80 % needs 2; spread 0.013 %, "
         "assumed, as in docs/studies.md"
     )
     assert not (tmp_path / "trial").exists(), "nothing is written"
@@ -123,14 +123,14 @@ def test_phases_have_the_claims_that_they_have(cfg, tmp_path: Path) -> None:
 
 def test_forks_that_cannot_be_have_no_estimate(cfg, tmp_path: Path) -> None:
     found = design.design(override(cfg, ["train.steps=10"]), None, tmp_path, forks=3)
-    assert found.forks == 0 and "have no time to diverge" in of(found)[FORKS].line
+    assert found.forks == 0 and "cannot diverge" in of(found)[FORKS].line
     assert not [run for run in found.runs if run.kind == "fork"] and of(found)[FORKS].to_json()["why_not"]
 
 
 def test_what_was_expected_first_stays_and_stands_beside_what_came(cfg, tmp_path: Path, monkeypatch, sound_answers):
     import octavo.train
 
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
     monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: SimpleNamespace(status="stopped", steps=7))
     with pytest.raises(ReportError, match="was stopped"):
         compare(cfg, None, tmp_path, forks=0, seeds=3)
@@ -153,7 +153,7 @@ def test_what_is_assumed_has_its_source() -> None:
     checks = json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())["checks"]
     for claim, spread in (("accuracy", design.ANSWER_SPREAD), (WEIGHTS, design.WEIGHTS_SPREAD)):
         found = next(check for check in checks if check["name"] == claim)
-        assert power.spread_of((found["high"] - found["low"]) / 2, 355) == pytest.approx(spread, abs=5e-4)
+        assert power.spread_from_half_width((found["high"] - found["low"]) / 2, 355) == pytest.approx(spread, abs=5e-4)
     seeds = [np.var(each, ddof=1) for each in ((0.0030, -0.0065, 0.0125), (-0.0175, 0.0045, 0.0005))]
     assert np.mean(seeds) ** 0.5 == pytest.approx(design.SEED_SPREAD, abs=1e-4)
     study = json.loads((ROOT / "benchmarks/results/study_pretraining.json").read_text())["rows"]

@@ -17,9 +17,9 @@ from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
 from octavo.report import ReportError, compare
 from octavo.report.evidence import claims
-from octavo.report.evidence.factorial import NONE, Cell, contrast, effects, spread_of_effect, subsets
+from octavo.report.evidence.factorial import NONE, Cell, compute_contrast, compute_effects, effect_spread, subsets
 from octavo.report.trial import factorial_cells, parallel_runs
-from octavo.report.trial.reuse import finished
+from octavo.report.trial.reuse import read_finished
 
 PARTS = ("image_encoder", "foundation")
 BOTH = "+".join(PARTS)
@@ -40,18 +40,18 @@ def test_planted_effects_are_found(k: int) -> None:
     rng = np.random.default_rng(k)
     planted = {of: float(rng.normal()) for of in subsets(factors)[1:]}
     seeds = [table(planted, factors, base=float(seed)) for seed in range(3)]
-    found = effects(seeds, factors)
+    found = compute_effects(seeds, factors)
     assert [effect.of for effect in found] == subsets(factors)[1:]
     for effect in found:
         assert effect.by_seed == pytest.approx([planted[effect.of]] * 3)
-    assert [effect.main for effect in found] == [True] * k + [False] * (2**k - k - 1)
+    assert [effect.is_main for effect in found] == [True] * k + [False] * (2**k - k - 1)
 
 
 def test_costs_that_add_up_have_no_interaction() -> None:
     figures = {NONE: 0.0, Cell("a"): 0.01, Cell("b"): 0.03, Cell("ab"): 0.04}
-    assert [contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.01, 0.03, 0.0])
+    assert [compute_contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.01, 0.03, 0.0])
     figures[Cell("ab")] = 0.06  # two points more together: half of them is the interaction
-    assert [contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.02, 0.04, 0.01])
+    assert [compute_contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.02, 0.04, 0.01])
 
 
 def test_intervals_are_over_seeds_and_hold_what_was_planted() -> None:
@@ -62,20 +62,20 @@ def test_intervals_are_over_seeds_and_hold_what_was_planted() -> None:
             {cell: y + level + rng.normal(0, 0.003) for cell, y in table(planted, ("a", "b")).items()}
             for level in rng.normal(0, 1, 4)  # what a seed does to all of its cells goes out
         ]
-        found = effects(seeds, ("a", "b"))[0]
-        assert found.found == claims.mean_gap(found.by_seed)
-        covered += found.found.low <= 0.01 <= found.found.high
+        found = compute_effects(seeds, ("a", "b"))[0]
+        assert found.interval == claims.mean_gap(found.by_seed)
+        covered += found.interval.low <= 0.01 <= found.interval.high
         spreads.append(np.var(found.by_seed, ddof=1))
     assert 0.9 * 200 <= covered <= 199
     pair = 0.003 * math.sqrt(2)
-    assert math.sqrt(np.mean(spreads)) == pytest.approx(spread_of_effect(pair, 2), rel=0.1)
+    assert math.sqrt(np.mean(spreads)) == pytest.approx(effect_spread(pair, 2), rel=0.1)
 
 
 def test_a_seed_that_lacks_a_cell_is_no_seed() -> None:
     with pytest.raises(ValueError, match="seed 1 has 1 of the 4 cells of a, b"):
-        effects([table({}, ("a", "b")), {NONE: 0.0}], ("a", "b"))
-    (alone,) = [e for e in effects([table({("a",): 1.0}, ("a", "b"))], ("a", "b")) if e.of == ("a",)]
-    assert alone.found is None and alone.by_seed == (1.0,)
+        compute_effects([table({}, ("a", "b")), {NONE: 0.0}], ("a", "b"))
+    (alone,) = [e for e in compute_effects([table({("a",): 1.0}, ("a", "b"))], ("a", "b")) if e.of == ("a",)]
+    assert alone.interval is None and alone.by_seed == (1.0,)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,11 @@ def cfg(place: Path) -> Any:
 
 
 def fp8_of(run: Any) -> set[str]:
-    return set(factorial_cells.in_fp8(run.cfg))
+    return set(factorial_cells.fp8_layers(run.cfg))
 
 
 def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None:
-    found, left_out = factorial_cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)
+    found, left_out = factorial_cells.make_runs(cfg, PARTS, None, tmp_path, 0, 2)
     assert [(run.name, run.cfg.run.seed, run.factors) for run in found] == [
         ("high-precision", 0, ()), ("high-precision-seed-1", 1, ()),
         ("cell-image_encoder-seed-0", 0, PARTS[:1]), ("cell-foundation-seed-0", 0, PARTS[1:]),
@@ -110,7 +110,7 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
         (f"fp8-blockwise-{BOTH}", 0, PARTS), (f"fp8-blockwise-{BOTH}-seed-1", 1, PARTS),
     ]  # fmt: skip
     assert left_out == (PROJECTOR,)  # nobody named it, so it is in high precision everywhere
-    assert parallel_runs._in_order(found)[0].kind in ("cell", "fp8")
+    assert parallel_runs._sort_runs(found)[0].kind in ("cell", "fp8")
     for run in found[2:4] + found[6:7]:
         assert fp8_of(run) == set(run.factors)
         read = load_config_text(to_yaml(run.cfg))  # as a process of its own reads it
@@ -121,19 +121,19 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
 
 
 def test_components_named_the_other_way_round_are_the_same_cells() -> None:
-    assert factorial_cells.named(("foundation", "image_encoder")) == ("image_encoder", "foundation")
+    assert factorial_cells.check_components(("foundation", "image_encoder")) == ("image_encoder", "foundation")
 
 
 def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: Path) -> None:
-    found, left_out = factorial_cells.runs_of(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
+    found, left_out = factorial_cells.make_runs(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert left_out == () and len(found) == 2 + 6 + 1 and found[-1].name == "fp8-blockwise"
     saving = override(cfg, ["optimizer.states=fp8"])  # in no cell
-    found, _ = factorial_cells.runs_of(saving, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
+    found, _ = factorial_cells.make_runs(saving, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert {run.cfg.optimizer.states for run in found} == {"fp32"} and found[-1].name != "fp8-blockwise"
 
 
 def test_forks_are_of_the_cell_of_all(cfg, tmp_path: Path) -> None:
-    found, _ = factorial_cells.runs_of(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
+    found, _ = factorial_cells.make_runs(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
     forks = [run for run in found if run.kind == "fork" and run.of]
     assert [run.of for run in forks] == [f"fp8-blockwise-{BOTH}"] * 2 and fp8_of(forks[1]) == set(PARTS)
 
@@ -141,7 +141,7 @@ def test_forks_are_of_the_cell_of_all(cfg, tmp_path: Path) -> None:
 def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, tmp_path: Path) -> None:
     rules = ['fp8.rules=[{match: "**.layers.0.**", recipe: rowwise}]', "fp8.image_encoder={recipe: tensorwise}"]
     changed = override(cfg, [*rules, "fp8.recipe=off", "fp8.foundation={recipe: mxfp8}"])
-    found, _ = factorial_cells.runs_of(changed, PARTS, None, tmp_path, 0, 1)
+    found, _ = factorial_cells.make_runs(changed, PARTS, None, tmp_path, 0, 1)
     tower, model, both = found[2:]
     assert [fp8_of(run) for run in (tower, model, both)] == [{"image_encoder"}, {"foundation"}, set(PARTS)]
     assert tower.cfg.fp8.foundation == Component(recipe="off") and model.cfg.fp8.foundation.recipe == "mxfp8"
@@ -155,7 +155,7 @@ def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, t
         (("foundation", "foundation"), [], {}, "foundation is named twice"),
         (("audio_encoder", "foundation"), [], {}, "audio_encoder would have nothing in FP8.*did you mean image_enco"),
         (PARTS, ["fp8.foundation={recipe: off}"], {}, "foundation would have nothing.*In FP8 are image_encoder, im"),
-        (PARTS, [], {"recipes": ["rowwise", "blockwise"]}, "2 recipes; components are tested in one"),
+        (PARTS, [], {"recipes": ["rowwise", "blockwise"]}, "components are tested with one recipe, got 2"),
         (PARTS, [], {"savings": True}, "memory savings are off in all cells"),
         (PARTS, ["data.eval=[]"], {}, "there are no held-out data; set data.eval"),
         (PARTS, ["fp8.recipe=auto"], {}, "recipe auto would be measured in each cell"),
@@ -168,8 +168,8 @@ def test_what_cannot_be_is_refused_before_a_run(cfg, tmp_path: Path, asked, over
 
 
 def test_phases_whose_answers_say_nothing_of_a_component_are_refused(cfg) -> None:
-    with pytest.raises(ReportError, match="phase preference: .* for phases sft and pretrain"):
-        factorial_cells.check_asked(SimpleNamespace(train=SimpleNamespace(phase="preference")), None, False)
+    with pytest.raises(ReportError, match="phase preference: .*Use phase sft or pretrain"):
+        factorial_cells.check_settings(SimpleNamespace(train=SimpleNamespace(phase="preference")), None, False)
 
 
 COSTS = {"image_encoder": (0.05, 0.02), "foundation": (0.0, 0.0002)}  # of accuracy and of held-out loss
@@ -212,12 +212,12 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
     }  # fmt: skip
     assert told[factorial_cells.ACCURACY, "image_encoder"].figure == pytest.approx(-0.05, abs=3e-4)
     assert told[factorial_cells.LOSS, "image_encoder"].figure == pytest.approx(0.02, abs=3e-4)
-    assert factorial_cells.costly(verdict.effects) == ["image_encoder"] and verdict.exit_code == 1
+    assert factorial_cells.costly_components(verdict.effects) == ["image_encoder"] and verdict.exit_code == 1
     assert any("image_encoder: Effect on held-out accuracy" in reason for reason in verdict.reasons)
     assert len(planted) == 12 and not any("interval" in r and " x " in r for r in verdict.reasons)
 
     html = (tmp_path / "report" / "report.html").read_text()
-    assert "What each component costs" in html and "image_projector in FP8 too" in html
+    assert "Cost of each component" in html and "also has image_projector in FP8" in html
     assert "expected +-" in html and ", measured +-" in html and (tmp_path / "report" / "effects.png").is_file()
     data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert data["factorial"]["components"] == list(PARTS) and data["factorial"]["left_out"] == [PROJECTOR]
@@ -226,7 +226,7 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
     assert not effect["seen"] and set(effect["came"]) == set(PARTS) and effect["half"] > max(effect["came"].values())
 
     planted.clear()
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
     compare(cfg, directory=tmp_path, factorial=PARTS, seeds=4)
     assert len(planted) == 4 and all(name.endswith("-seed-3") for name in planted)
     data = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -237,7 +237,7 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
 def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, planted, monkeypatch) -> None:
     import octavo.train
 
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
     said: list[str] = []
     console = SimpleNamespace(print=lambda text, **_: said.append(text), is_terminal=False)
     cfg = override(cfg, ["train.steps=100"])
@@ -261,17 +261,18 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
     broken = compare(cfg, directory=tmp_path / "two", factorial=PARTS, seeds=2)
     (effect,) = broken.effects
     assert effect.status == "fail" and "FP8 in foundation, seed 0: 10 steps in a row" in effect.sentence
-    assert factorial_cells.costly(broken.effects) == []  # which is no price
+    assert factorial_cells.costly_components(broken.effects) == []  # which is no price
 
 
 def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path: Path, planted, monkeypatch) -> None:
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
-    monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.1, 3.0, questions=80))
-    monkeypatch.setattr("octavo.report.trial.held_out.judge_run", lambda *_, **__: judged(gemms=30, questions=80))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.held_out.evaluate_model", lambda *_: judged(0.1, 3.0, questions=80))
+    monkeypatch.setattr("octavo.report.trial.held_out.evaluate_run", lambda *_, **__: judged(gemms=30, questions=80))
     cfg = override(cfg, ["train.steps=100"])
     found = {(c.name, c.run): c for c in compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3).effects}
     sound = found[factorial_cells.ACCURACY, "foundation"]
-    assert sound.status == "undecided" and "one of 80 held-out questions is more than the margin" in sound.sentence
+    assert sound.status == "undecided"
+    assert "one of 80 held-out questions is already more than the margin" in sound.sentence
     assert (
         found[factorial_cells.ACCURACY, "image_encoder"].status == "fail"
         and found[factorial_cells.LOSS, "foundation"].status == "pass"
@@ -291,7 +292,7 @@ def test_a_real_trial_of_two_components(cfg, tmp_path: Path) -> None:
     for check in verdict.effects:
         assert check.low is not None and check.low <= check.figure <= check.high
 
-    ran = {run.name: finished(run) for run in factorial_cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)[0]}
+    ran = {run.name: read_finished(run) for run in factorial_cells.make_runs(cfg, PARTS, None, tmp_path, 0, 2)[0]}
     none, tower, model, both = (
         ran[name].eval["loss"]
         for name in ("high-precision", "cell-image_encoder-seed-0", "cell-foundation-seed-0", f"fp8-blockwise-{BOTH}")

@@ -11,9 +11,9 @@ from synthetic_runs import GOOD_PROOF, losses, write_run
 from octavo.config import Config, load_config_text
 from octavo.report.evidence.run_reader import read
 from octavo.report.evidence.trial_spec import Run
-from octavo.report.trial.judge import _health_checks, dtype_of
-from octavo.report.trial.memory_savings import ablation, base_of, without
-from octavo.report.trial.runs import runs_of
+from octavo.report.trial.judge import _health_checks, high_precision_dtype
+from octavo.report.trial.memory_savings import ablation, describe_lora_base, without_savings
+from octavo.report.trial.runs import make_runs
 
 TEXT = """
 model: {{path: {path}{more}}}
@@ -29,16 +29,16 @@ def config(more: str = ", load_in_fp8: block", lora: str = "{}", path: str | Pat
 
 def test_high_precision_trains_the_same_adapters_beside_a_bf16_base(tmp_path: Path) -> None:
     cfg = config(lora="{rank: 4, dtype: bf16}", rest="optimizer: {master: bf16+sr}\n")
-    trial = runs_of(cfg, None, tmp_path)
+    trial = make_runs(cfg, None, tmp_path)
     record = read(write_run(tmp_path / "run", losses(50)))
-    assert {dtype_of(run, record) for run in trial} == {"bf16"}  # also on a CPU
+    assert {high_precision_dtype(run, record) for run in trial} == {"bf16"}  # also on a CPU
     runs = {run.name: run.cfg for run in trial}
     reference, fp8 = runs["high-precision"], runs["fp8-blockwise"]
     assert reference.lora is not None and reference.lora.rank == 4
     assert (reference.lora.dtype, reference.optimizer.master) == ("fp32", "fp32")
     assert reference.model.load_in_fp8.foundation is None and reference.fp8.recipe == "off"
     assert (fp8.model.load_in_fp8.foundation, fp8.fp8.recipe) == ("blockwise", "blockwise")
-    assert [base_of(c) for c in (reference, fp8)] == ["base in BF16", "base in FP8 (blockwise)"]
+    assert [describe_lora_base(c) for c in (reference, fp8)] == ["base in BF16", "base in FP8 (blockwise)"]
     assert runs["high-precision-seed-1"].run.seed == 1
 
 
@@ -57,7 +57,7 @@ def test_the_base_in_fp8_is_a_setting_of_the_ablation() -> None:
 
 
 def test_other_recipes_get_the_codes_that_they_multiply_by(tmp_path: Path) -> None:
-    runs = {run.name: run.cfg for run in runs_of(config(), ["rowwise", "delayed", "mxfp8"], tmp_path)}
+    runs = {run.name: run.cfg for run in make_runs(config(), ["rowwise", "delayed", "mxfp8"], tmp_path)}
     kinds = {name: cfg.model.load_in_fp8.foundation for name, cfg in runs.items() if name.startswith("fp8-")}
     assert kinds == {"fp8-rowwise": "rowwise", "fp8-delayed": "tensorwise", "fp8-mxfp8": None}
 
@@ -66,15 +66,15 @@ def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": block}))
     cfg = config(more="", path=tmp_path)
-    assert base_of(cfg) == "base in FP8 (blockwise, as in its checkpoint)"
-    plain = without(cfg)
-    assert not plain.model.keep_fp8 and base_of(plain) == "base in BF16"
+    assert describe_lora_base(cfg) == "base in FP8 (blockwise, as in its checkpoint)"
+    plain = without_savings(cfg)
+    assert not plain.model.keep_fp8 and describe_lora_base(plain) == "base in BF16"
 
 
 @pytest.mark.parametrize(("rest", "words"), [("", ""), ("fp8: {recipe: off}\n", "")])
 def test_without_adapters_nothing_is_reported(rest: str, words: str) -> None:
     cfg = load_config_text("model: {path: ./m}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 10}\n" + rest)
-    assert base_of(cfg) == words and ablation(cfg) == []
+    assert describe_lora_base(cfg) == words and ablation(cfg) == []
 
 
 @pytest.mark.parametrize("frozen", [True, False])

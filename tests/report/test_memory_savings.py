@@ -12,8 +12,8 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, to_yaml
 from octavo.report import compare
-from octavo.report.trial.memory_savings import ablation, costs, last, without
-from octavo.report.trial.runs import high_precision, own_recipe, runs_of
+from octavo.report.trial.memory_savings import ablation, cost_rows, describe_last_saving, without_savings
+from octavo.report.trial.runs import high_precision_config, make_runs, own_recipe
 
 SAVING = CONFIG + (
     "fp8: {activations: fp8, foundation: {param: true}}\n"
@@ -33,7 +33,7 @@ def test_settings_add_one_saving_at_a_time(saving) -> None:
         "+ FP8 weights between steps",
     ]  # fmt: skip
     plain = found[0][1]
-    assert plain == without(saving) and plain.fp8.recipe == saving.fp8.recipe
+    assert plain == without_savings(saving) and plain.fp8.recipe == saving.fp8.recipe
     assert (plain.optimizer.states, plain.optimizer.master, plain.optimizer.update) == ("fp32", "fp32", "step")
     assert plain.fp8.activations == "bf16" and plain.fp8.foundation.param is None
     by_words = dict(found)
@@ -49,9 +49,9 @@ def test_a_head_in_fp8_is_held_against_the_same_without() -> None:
     cfg = load_config_text(CONFIG + "fp8: {lm_head: {recipe: rowwise}}\n")
     ((words, before),) = ablation(cfg)
     assert words == "FP8 without savings" and before.fp8.lm_head is None and before.fp8.recipe == cfg.fp8.recipe
-    assert last(cfg) == "+ lm_head in FP8 (rowwise)"
+    assert describe_last_saving(cfg) == "+ lm_head in FP8 (rowwise)"
     alone = load_config_text(CONFIG + "fp8: {recipe: off, lm_head: {recipe: rowwise}}\n")
-    assert own_recipe(alone) == "by-component" and high_precision(alone).fp8.lm_head is None
+    assert own_recipe(alone) == "by-component" and high_precision_config(alone).fp8.lm_head is None
 
 
 def test_a_configuration_without_savings_has_no_ablation() -> None:
@@ -59,16 +59,16 @@ def test_a_configuration_without_savings_has_no_ablation() -> None:
 
 
 def test_high_precision_has_no_saving_and_computes_as_the_model_does(saving, tmp_path: Path) -> None:
-    runs = {a.name: a for a in runs_of(saving, None, tmp_path)}
+    runs = {a.name: a for a in make_runs(saving, None, tmp_path)}
     reference = runs["high-precision"].cfg
     assert reference.fp8.recipe == "off" and reference.fp8.activations == "bf16"
     assert (reference.optimizer.states, reference.optimizer.master) == ("fp32", "fp32")
     assert reference.train.precision == "bf16"
     assert [a.kind for a in runs.values()] == ["reference", "noise", *["saving"] * 5, "fp8"]
-    assert not [a for a in runs_of(saving, None, tmp_path, savings=False) if a.kind == "saving"]
-    assert not [a for a in runs_of(saving, ["rowwise", "mxfp8"], tmp_path) if a.kind == "saving"]
+    assert not [a for a in make_runs(saving, None, tmp_path, savings=False) if a.kind == "saving"]
+    assert not [a for a in make_runs(saving, ["rowwise", "mxfp8"], tmp_path) if a.kind == "saving"]
     high = load_config_text(CONFIG + "optimizer: {states: fp8}\n")
-    assert runs_of(high, None, tmp_path)[0].cfg.train.precision == "auto"
+    assert make_runs(high, None, tmp_path)[0].cfg.train.precision == "auto"
 
 
 def _run(label: str, size: int, gap: float, speed: float, failure: str | None = None) -> dict:
@@ -77,7 +77,7 @@ def _run(label: str, size: int, gap: float, speed: float, failure: str | None = 
 
 
 def test_each_setting_is_held_against_the_last_that_was_trained() -> None:
-    first, second, third = costs(
+    first, second, third = cost_rows(
         [_run("plain", 100, 0.01, 0.5), _run("+ a", 60, math.nan, math.nan, "diverged")],
         _run("FP8 blockwise", 40, -0.01, 0.25),
         "+ b",
@@ -103,7 +103,7 @@ def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch
     import octavo.train
 
     monkeypatch.setattr(octavo.train, "run", run, raising=False)
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
     verdict = compare(saving, None, tmp_path, forks=0)
     text = (tmp_path / "report" / "report.html").read_text()
     assert "The cost of each memory saving" in text and "+ update in backward" in text

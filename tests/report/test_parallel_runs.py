@@ -16,7 +16,7 @@ from rich.console import Console
 import octavo
 from octavo.report import ReportError, compare
 from octavo.report.trial import parallel_runs
-from octavo.report.trial.runs import runs_of
+from octavo.report.trial.runs import make_runs
 
 
 def sleeping(marker: Path) -> list[str]:
@@ -35,13 +35,13 @@ def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> 
     with pytest.raises(
         ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*model\.path: there is no folder"
     ):
-        parallel_runs.train_together(runs_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
+        parallel_runs.train_together(make_runs(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
     log = (tmp_path / "trial" / "arms" / "fp8-blockwise.log").read_text()
     assert log.strip()
 
 
 def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
-    runs = runs_of(cfg, ["blockwise"], tmp_path)[1:]
+    runs = make_runs(cfg, ["blockwise"], tmp_path)[1:]
     real, started = subprocess.Popen, []
 
     def popen(command, **options):
@@ -68,7 +68,7 @@ def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> Non
 
 
 def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None:
-    runs = runs_of(cfg, ["blockwise"], tmp_path)
+    runs = make_runs(cfg, ["blockwise"], tmp_path)
     run = Path(runs[0].cfg.run.dir)
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
@@ -94,9 +94,9 @@ def test_each_run_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> No
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(parallel_runs, "POLL", 0.01)
-    runs = runs_of(cfg, ["blockwise"], tmp_path, savings=False)
+    runs = make_runs(cfg, ["blockwise"], tmp_path, savings=False)
     assert parallel_runs.train_together(runs, 1, nproc=2) == {}
-    files = [f"{run.cfg.run.dir}.yaml" for run in parallel_runs._in_order(runs)]
+    files = [f"{run.cfg.run.dir}.yaml" for run in parallel_runs._sort_runs(runs)]
     assert asked == [["train", file, "--nproc", "2"] for file in files] and len(files) == 3
     with pytest.raises(ReportError, match="jobs=2 and nproc=2: .* use one of them"):
         compare(cfg, ["blockwise"], tmp_path, jobs=2, nproc=2)
@@ -151,7 +151,7 @@ def test_runs_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> 
 
 
 def test_an_fp8_run_that_failed_in_training_leaves_the_others_alone(cfg, tmp_path: Path, monkeypatch) -> None:
-    runs = runs_of(cfg, ["blockwise"], tmp_path)[1:]
+    runs = make_runs(cfg, ["blockwise"], tmp_path)[1:]
     real = subprocess.Popen
 
     def popen(command, **options):

@@ -16,11 +16,11 @@ from synthetic_runs import LAYERS, health, held, losses, plan
 from octavo.config import override
 from octavo.report import LayerHealth, ReportError, Trial
 from octavo.report.evidence.trust_table import loss_gap, seed_noise
-from octavo.report.run.page_parts import bytes_text, plan_groups
+from octavo.report.run.page_parts import format_bytes, plan_groups
 from octavo.report.run.plots import health_figure, running_gap, running_noise, smooth
 from octavo.report.trial.judge import judge as judge_runs
 from octavo.report.trial.report_page import _computed_on, write
-from octavo.report.trial.reuse import finished
+from octavo.report.trial.reuse import read_finished
 
 
 def judge(records):
@@ -29,7 +29,7 @@ def judge(records):
 
 
 def records_of(made):
-    return [(run, finished(run)) for run in made.runs]
+    return [(run, read_finished(run)) for run in made.runs]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_verdict_is_in_the_first_line(page) -> None:
         '<h1><span class="pill pass">pass</span> FP8 blockwise (pass) compared with fp32: held-out accuracy pass'
     )
     assert "94.0 % of linear FLOPs counted in FP8" in body.split("</h1>")[0]
-    assert 'class="pill untried">untried' in body and "--forks 3 tests it" in body
+    assert 'class="pill untried">untried' in body and "use --forks 3" in body
 
 
 def test_every_section_is_there(page) -> None:
@@ -65,7 +65,7 @@ def test_every_section_is_there(page) -> None:
         "Claims", "Checks", "Loss", "Accuracy", "The plan", "Health of the FP8 layers", "Memory", "Speed",
         "Proof that FP8 ran", "Environment", "Configuration",
     ]  # fmt: skip
-    for text in ("emulates FP8", "per-tensor amax is local", "lm_head stays in high precision", *LAYERS[:1]):
+    for text in ("emulated FP8", "per-tensor amax is local", "lm_head stays in high precision", *LAYERS[:1]):
         assert text in page["html"]
 
 
@@ -134,13 +134,13 @@ def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
     made = trial(tables=None, proof=None, plan_json=None, environment={})
     records = [
         (run, dataclasses.replace(record, eval=None, memory={}, losses=np.append(record.losses[:-1], np.nan)))
-        for run, record in ((run, finished(run) or _read(run)) for run in made.runs)
+        for run, record in ((run, read_finished(run) or _read(run)) for run in made.runs)
     ]
     verdict = judge(records)
     assert verdict.status == "fail" and verdict.exit_code == 1
     assert any("proof.json" in reason for reason in verdict.reasons)
     html = write(verdict, records, tmp_path / "report")[0].read_text()
-    for text in ("The run wrote no proof", "No health figures were recorded", "recorded no memory figures"):
+    for text in ("The run has no proof", "No health figures were recorded", "recorded no memory figures"):
         assert text in html
     assert "Accuracy" not in re.findall(r"<h2>(.*?)</h2>", html)
     json.loads((tmp_path / "report" / "report.json").read_text())
@@ -207,7 +207,7 @@ def test_cut_metrics_fail(trial) -> None:
     file.write_text("\n".join(lines[:9] + lines[59:]) + "\n")
     verdict = judge(records_of(made))
     assert verdict.status == "fail"
-    assert any("Steps recorded: metrics.jsonl lacks 50 steps (10, 11" in reason for reason in verdict.reasons)
+    assert any("Steps recorded: metrics.jsonl is missing 50 steps (10, 11" in reason for reason in verdict.reasons)
 
 
 def test_a_verdict_needs_all_three_kinds(trial) -> None:
@@ -249,7 +249,7 @@ def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
 
 
 def test_bytes_for_people() -> None:
-    assert [bytes_text(n) for n in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
+    assert [format_bytes(n) for n in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
         "0",
         "0.5 KiB",
         "2.0 KiB",

@@ -17,13 +17,13 @@ from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, Trial, compare
 from octavo.report.evidence import claims, rl_claims
 from octavo.report.evidence.claims import HeldOut
-from octavo.report.evidence.run_reader import read, read_failed
+from octavo.report.evidence.run_reader import read, read_failed_run
 from octavo.report.run.completions import LENGTH, side_by_side
 from octavo.report.trial.judge import judge
 from octavo.report.trial.report_page import write
-from octavo.report.trial.reuse import finished
-from octavo.report.trial.rl_plots import learning_figure, sides_of
-from octavo.report.trial.runs import high_precision, runs_of
+from octavo.report.trial.reuse import read_finished
+from octavo.report.trial.rl_plots import learning_figure, pair_sides
+from octavo.report.trial.runs import high_precision_config, make_runs
 
 STEPS = 30
 CONFIGS = {
@@ -70,13 +70,13 @@ def planted(tmp_path: Path):
 
     def make(phase: str = "rl", gaps: tuple = (0.01, -0.02, 0.04), texts: tuple = ("8", "7"), cfg=None, **fp8_row):
         cfg = cfg or configured(phase)
-        runs = runs_of(cfg, ["blockwise"], tmp_path / "trial", seeds=len(gaps))
+        runs = make_runs(cfg, ["blockwise"], tmp_path / "trial", seeds=len(gaps))
         for run in runs:
             ours = run.kind in ("fp8", "seed")
             text = texts[1] if ours else texts[0]
             rows = [said(step, text, **(fp8_row if ours else {})) for step in range(1, STEPS + 1)]
             plant(run.cfg, run.kind, 0.1 + (gaps[run.cfg.run.seed] if ours else 0), rows)
-        return [(run, finished(run)) for run in runs]
+        return [(run, read_finished(run)) for run in runs]
 
     return make
 
@@ -132,7 +132,9 @@ def test_nothing_learned_is_undecided(planted) -> None:
     for run, _ in records:
         file = Path(run.cfg.run.dir) / "metrics.jsonl"
         file.write_text(file.read_text().replace('"lr": 0.001', '"lr": 0.0'))
-    still = judge([(run, finished(run)) for run, _ in records], Trial(answers(records), seeds=3, accuracy_margin=0.02))
+    still = judge(
+        [(run, read_finished(run)) for run, _ in records], Trial(answers(records), seeds=3, accuracy_margin=0.02)
+    )
     assert still.status == "undecided" and "no step of high precision changed a weight" in still.claims[0].sentence
 
 
@@ -167,14 +169,14 @@ def test_a_seed_that_failed_fails_the_claim(planted, tmp_path: Path) -> None:
     records = planted()
     unproven = [(run, replace(record, proof={}) if run.kind == "seed" else record) for run, record in records]
     verdict = judge(unproven, Trial(answers(records), seeds=3, accuracy_margin=0.02))
-    assert verdict.status == "fail" and "wrote no proof.json" in verdict.claims[0].sentence
-    none = read_failed(tmp_path / "none", "the weights were not finite")
+    assert verdict.status == "fail" and "has no proof.json" in verdict.claims[0].sentence
+    none = read_failed_run(tmp_path / "none", "the weights were not finite")
     broken = [(run, none if run.name.endswith("blockwise-seed-1") else record) for run, record in records]
     held = answers(records)
     del held.runs["fp8-blockwise-seed-1"]
     claim, *others = judge(broken, Trial(held, seeds=3, accuracy_margin=0.02)).claims
     assert claim.status == "fail" and "seed 1: the weights were not finite" in claim.sentence and not others
-    (fp8, high), *_ = sides_of(broken)
+    (fp8, high), *_ = pair_sides(broken)
     drawn = learning_figure([fp8, high], rl_claims.PANELS["rl"])
     reward = drawn.axes[0]
     assert reward.get_title() == "Reward" and len(reward.get_lines()) == (2 + 1) + (3 + 1)  # seeds, and their mean
@@ -184,7 +186,7 @@ def test_prompts_are_held_together_and_tokens_are_not(planted) -> None:
     data = {c.name: c for c in judge(planted(), Trial(seeds=3)).checks}["same_data"]
     assert data.status == "pass" and "recorded prompts of all 30 steps" in data.sentence
     other = next(c for c in judge(planted(row=4), Trial(seeds=3)).checks if c.name == "same_data")
-    assert other.status == "fail" and "30 steps had other prompts" in other.sentence
+    assert other.status == "fail" and "30 steps had different prompts" in other.sentence
     drawn = planted(cfg=configured("rl", "rl.dynamic_sampling=true"), row=4)  # further prompts are drawn, runs part
     assert not [c for c in judge(drawn, Trial(seeds=3)).checks if c.name == "same_data"]
 
@@ -198,9 +200,9 @@ def test_page(planted, tmp_path: Path) -> None:
     assert heads[:5] == ["Claims", "Checks", "Learning", "Completions", "Accuracy"] and "Loss" not in heads
     assert {image.name for image in images} == {"claims.png", "learning.png", "gap.png", "health.png", "memory.png"}
     assert "stays about 0, however good the policy is" in html and "no claims on losses" in html
-    assert f"<p>Steps 1 to {STEPS} updated the weights and FP8 codes that wrote their completions" in html
+    assert f"<p>Steps 1 to {STEPS} updated the same weights and FP8 codes that generated their completions" in html
     assert "&lt;b&gt;8&lt;/b&gt;" in html and "7" * LENGTH + " ..." in html and "7" * (LENGTH + 1) not in html
-    assert not re.search(r"\bnan\b", html) and "before training</td>" in html and "rollout, tokens written" in html
+    assert not re.search(r"\bnan\b", html) and "before training</td>" in html and "rollout, generated tokens" in html
     assert [step["step"] for step in data["completions"][0]["steps"]] == [1, 16, 30]
     assert data["before"]["exact_match"] == pytest.approx(0.5, abs=0.05) and data["arms"][0]["figures"]["reward"]
     drawings = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
@@ -219,7 +221,7 @@ def test_page_of_preferences(planted, tmp_path: Path) -> None:
     drawing = next(d for d in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL) if "Pairs in order" in d)
     assert "high precision, seed 1" in drawing and not re.search(r"\bnan\b", html)
     costs = html.split("The cost of each memory saving")[1].split("</table>")[0]
-    assert "margin, by this saving" in costs and re.search(r"\+ optimizer.*?0\.0100", costs, flags=re.DOTALL)
+    assert "margin, this saving" in costs and re.search(r"\+ optimizer.*?0\.0100", costs, flags=re.DOTALL)
 
 
 def test_completions_of_other_prompts_are_told_apart(tmp_path: Path) -> None:
@@ -270,10 +272,10 @@ def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
         return judged(0.95, gemms=30, seed=run.cfg.run.seed)
 
     monkeypatch.setattr("octavo.train.run", run)
-    monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.5, 3.0))
-    monkeypatch.setattr("octavo.report.trial.held_out.judge_run", judge_run)
-    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"learning": "", "gap": ""}, []))
-    with pytest.raises(ReportError, match="forks=2: forks compare losses, and in phase rl losses"):
+    monkeypatch.setattr("octavo.report.trial.held_out.evaluate_model", lambda *_: judged(0.5, 3.0))
+    monkeypatch.setattr("octavo.report.trial.held_out.evaluate_run", judge_run)
+    monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"learning": "", "gap": ""}, []))
+    with pytest.raises(ReportError, match="forks=2: forks compare losses, which decide nothing in phase rl"):
         compare(configured("rl"), None, tmp_path / "trial", forks=2)
     assert asked == []
     runs = ["high-precision", "high-precision-seed-1", "fp8-blockwise", "fp8-blockwise-seed-1"]
@@ -284,6 +286,6 @@ def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
 
 def test_high_precision_keeps_keys_and_values_as_computed() -> None:
     cfg = configured("rl", "fp8.recipe=blockwise", "rl.kv=fp8")
-    assert high_precision(cfg).rl.kv == "bf16" and high_precision(cfg).rl.rewards == cfg.rl.rewards
-    labels = [run.label for run in runs_of(cfg, None, Path("x"))]
+    assert high_precision_config(cfg).rl.kv == "bf16" and high_precision_config(cfg).rl.rewards == cfg.rl.rewards
+    labels = [run.label for run in make_runs(cfg, None, Path("x"))]
     assert "FP8 without savings" in labels

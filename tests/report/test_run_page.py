@@ -25,7 +25,7 @@ def run_of(home: Path, seed: int = 0, config: str = CONFIG, **more) -> Path:
 
 
 def page_of(*runs: Path, out: Path) -> str:
-    page, image = run_page.write(run_page.read(runs), out)
+    page, image = run_page.write_page(run_page.read_runs(runs), out)
     assert page == out and image.read_bytes().startswith(b"\x89PNG")
     return page.read_text()
 
@@ -79,15 +79,15 @@ def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:
 
     def refused(*runs: Path) -> str:
         with pytest.raises(ReportError) as found:
-            run_page.read(runs)
+            run_page.read_runs(runs)
         return str(found.value)
 
     assert "is not a directory; give the run directory" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "has no config.yaml; is it a run directory" in refused(tmp_path / "empty")
+    assert "has no config.yaml, so it is not a run directory" in refused(tmp_path / "empty")
     young = run_of(tmp_path / "young")
     (young / "metrics.jsonl").write_text('{"step": 1, "lo')
-    assert "holds no training step yet" in refused(young)
+    assert "has no training step yet" in refused(young)
     (young / "metrics.jsonl").write_text('{"step": 1, "loss": "much"}\n')
     assert "metrics.jsonl:1" in refused(young) and "loss" in refused(young)
     assert "is named twice" in refused(good, good.parent / "." / "good")
@@ -125,7 +125,7 @@ def test_a_long_run_has_a_bounded_page(tmp_path: Path) -> None:
     row = {"file": "t", "row": 0, "prompt": "p" * 600, "said": "", "right": True, "reward": None}
     rows = [row | {"step": n // 4, "wanted": f"of {n // 4}"} for n in range(4, 16004)]
     (home / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page, _ = run_page.write([history], home / "page.html", "running")
+    page, _ = run_page.write_page([history], home / "page.html", "running")
     html = page.read_text()
     assert len(html) < 500_000 and 'reported">running' in html
     assert html.count("of 1</td>") == 4 and html.count("of 4000</td>") == 4 and html.count("<h2>Answers") == 1

@@ -132,7 +132,7 @@ def test_recorded_steps() -> None:
     assert trust_table.check_recorded("FP8", steps, 1, 100).status == PASS
     assert trust_table.check_recorded("FP8", np.array([1, 10, 20, 25, 30]), 10, 30).status == PASS
     cut = trust_table.check_recorded("FP8", np.delete(steps, slice(39, 89)), 1, 100)
-    assert cut.status == FAIL and "lacks 50 steps (40, 41, 42, 43, 44 ...)" in cut.sentence
+    assert cut.status == FAIL and "is missing 50 steps (40, 41, 42, 43, 44 ...)" in cut.sentence
 
 
 def test_optimizer_states() -> None:
@@ -150,8 +150,8 @@ def test_same_data() -> None:
 
 
 def test_worst_and_percent() -> None:
-    assert trust_table.worst([]) == PASS
-    assert trust_table.worst([PASS, FAIL, WARN]) == FAIL
+    assert trust_table.worst_status([]) == PASS
+    assert trust_table.worst_status([PASS, FAIL, WARN]) == FAIL
     assert trust_table.percent(0.0) == "0.00 %"
     assert trust_table.percent(0.012345) == "1.23 %"
     assert trust_table.percent(0.00001) == "0.0010 %"  # what is not zero never reads as zero

@@ -163,7 +163,7 @@ def test_policy_and_critic_have_separate_clipping_and_learning_rates(rl_config: 
     rl.run(cfg)
     (row,) = read_metrics(cfg)
     (before,) = recorder.gradients
-    is_critic = {name: critic.owns(name) for name in before}
+    is_critic = {name: critic.is_critic_parameter(name) for name in before}
     norms = [
         torch.stack([g.norm() for n, g in before.items() if is_critic[n] == kind]).norm() for kind in (False, True)
     ]
@@ -206,10 +206,10 @@ def test_saved_models_contain_only_the_policy(rl_config: Make, overrides: tuple[
 
     result = rl.run(cfg, callbacks=[CaptureParameters()])
     (trained,) = captured
-    assert any(critic.owns(n) and p.any() for n, p in trained.items())
+    assert any(critic.is_critic_parameter(n) and p.any() for n, p in trained.items())
     opened, *_ = train.load_run(result.dir)
     loaded_parameters = dict(opened.named_parameters())
-    assert loaded_parameters.keys() == {n for n in trained if not critic.owns(n)}
+    assert loaded_parameters.keys() == {n for n in trained if not critic.is_critic_parameter(n)}
     assert all(
         torch.equal(loaded_parameters[n], trained[n])
         for n in loaded_parameters

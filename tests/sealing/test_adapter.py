@@ -1,4 +1,4 @@
-"""Adapters beside a twin: sealed ones add what plain ones add, and trained ones come back for the plain model."""
+"""Sealed adapters compute the same as plain ones, and trained ones can be unsealed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and what is drawn from them: the same everywhere, and never across the blocks that scales stand for."""
+"""Keys and their permutations: equal on every machine, and never across the blocks of scales."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def test_key_is_not_shown(tmp_path, key_file, key):
     assert read_key(tmp_path / "new.key").fingerprint != read_key(key_file).fingerprint == key.fingerprint
     with pytest.raises(encryption.NoKey, match="existing keys are never replaced"):
         new_secret(key_file)
-    with pytest.raises(SealError, match="a key is never pickled"):
+    with pytest.raises(SealError, match="a key cannot be pickled"):
         pickle.dumps(key)
     assert SECRET.hex() not in repr(key) + str(vars(Key))

@@ -1,4 +1,4 @@
-"""Twins of model folders: they answer as the plain model, come back bit for bit, and are refused where they cannot."""
+"""Sealed model folders match the plain model, are unsealed bit for bit, and unsupported models are rejected."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_codes_that_cannot_move_with_their_scales_are_reported(checkpoint, key, 
             seal_model(source, tmp_path / "twin", key)
     save_file(state | {"lm_head.weight": head.data}, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps(raw | {"quantization_config": block}))
-    with pytest.raises(SealError, match=r"lacks lm_head\.weight_scale_inv"):
+    with pytest.raises(SealError, match=r"has no lm_head\.weight_scale_inv"):
         seal_model(source, tmp_path / "twin", key)
 
 

@@ -1,4 +1,4 @@
-"""Runs beside their sealed twins: the same losses, weights that come back, and nothing plain left behind."""
+"""Sealed runs have the losses of plain runs, their weights can be unsealed, and no plain data is left."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_sealed_and_plain_inputs_are_not_mixed(place, tmp_path):
     """A model, or rows, of another world are refused before anything is built."""
     for sealed, key, path, words in (
         (True, "model.path", place / "text", "is not sealed"),
-        (False, "model.path", place / "text-twin", "to it plain rows are noise"),
+        (False, "model.path", place / "text-twin", "plain rows are noise to it"),
         (True, "data.train", place / "text.jsonl", "is not sealed"),
         (False, "data.train", place / "text-rows", "contains sealed rows"),
     ):
@@ -226,7 +226,7 @@ def test_sealed_rows_are_read_as_written(place, tmp_path, monkeypatch):
     (broken := tmp_path / "broken").mkdir()
     (broken / "sealed.json").write_bytes((place / "text-rows" / "sealed.json").read_bytes())
     (broken / "rows.arrow").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(data.DataError, match="no whole Arrow file"):
+    with pytest.raises(data.DataError, match="not a valid Arrow file"):
         SealedRows(broken)
 
 
@@ -275,7 +275,7 @@ def test_rows_with_video_cannot_be_sealed(place, tmp_path, capsys):
     digit_clips.write(tmp_path / "clips", train=2, test=2)
     key = ["--key-file", str(place / "seal.key"), "--model", str(place / "see")]
     assert main(["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key]) == 1
-    assert "row 0: holds videos" in capsys.readouterr().err and not (tmp_path / "rows").exists()
+    assert "row 0: contains videos" in capsys.readouterr().err and not (tmp_path / "rows").exists()
     tiny.write("internvl", tmp_path / "frames", size="mini")  # to it a video is images
     made = ["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key[:2], "--model"]
     assert main([*made, str(tmp_path / "frames"), "train.seq_length=512"]) == 0

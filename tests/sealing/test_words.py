@@ -1,4 +1,4 @@
-"""A sealed model is asked and answers in its own words, by the command line; what is of another world is refused."""
+"""A sealed model generates sealed tokens on the command line; plain inputs are rejected."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ def test_plain_text_for_sealed_model_is_rejected(checkpoint, key, tmp_path, caps
     run.write_text(f"model: {{path: {source}}}\n{data}train: {{steps: 1}}\nrun: {{dir: {tmp_path}}}\n")
     refused(capsys, ["generate", twin, "--prompt", ASKED], "'Which' is not in its vocabulary")
     refused(capsys, ["generate", twin, "--prompt", "t1", "--image", tmp_path / "picture.png"], "is not permuted")
-    refused(capsys, ["eval", twin, "--config", run], "to it plain rows are noise")
+    refused(capsys, ["eval", twin, "--config", run], "plain rows are noise to it")
     for command in (["generate", adapter, "--prompt", "t1"], ["merge", adapter, tmp_path / "merged"]):
         refused(capsys, [*command, "--base", source], "is sealed with the key .* and .* is not sealed")
     assert main(["generate", str(adapter), "--prompt", "t1", "--max-new-tokens", "2"]) == 0
     run.write_text(run.read_text().replace("data: {", "data: {sealed: true, "))
-    refused(capsys, ["eval", twin, "--config", run, "--answers", "1"], "judged by their words, and sealed rows hold")
+    refused(
+        capsys, ["eval", twin, "--config", run, "--answers", "1"], "scored as text, which sealed rows do not contain"
+    )
 
 
 def refused(capsys, words: list[str | Path], said: str) -> None:

@@ -9,7 +9,7 @@ from octavo.base import encryption
 from octavo.data.batching.collate import Meta
 from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.train.callbacks.evaluation_and_health import ANSWERS, MAX_CHARS, AnswersLog
-from octavo.train.forward.evaluation import Answer, Place, _shown
+from octavo.train.forward.evaluation import Answer, AnswerSpan, _logged_answers
 
 WORDS = {0: "<end>", **{number: f"w{number}" for number in range(1, 9)}}
 TOKENIZER = SimpleNamespace(
@@ -17,18 +17,18 @@ TOKENIZER = SimpleNamespace(
 )
 
 
-def test_an_answer_is_kept_as_far_as_it_goes_right_and_the_first_of_each_row():
+def test_logged_answer_ends_at_its_first_wrong_token():
     ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 7, 8, 0, 0, 0]])
     likeliest = torch.tensor([[9, 3, 9, 9, 6], [7, 8, 0, 0, 0]])
     batch = {"input_ids": ids, "meta": Meta(files=("a", "b"), rows=(4, 5))}
-    answers = [Place(0, 0, 2, 5), Place(0, 1, 5, 6), Place(1, 0, 1, 3)]
-    found = list(_shown(likeliest, batch, answers, [False, True, True], 4))
+    answers = [AnswerSpan(0, 0, 2, 5), AnswerSpan(0, 1, 5, 6), AnswerSpan(1, 0, 1, 3)]
+    found = list(_logged_answers(likeliest, batch, answers, [False, True, True], 4))
     assert found == [Answer("a", 4, [1, 2], [3, 4, 5], [3, 9], False), Answer("b", 5, [1], [7, 8], [7, 8], True)]
-    assert [one.row for one in _shown(likeliest, batch, answers, [False, True, True], 1)] == [4]
-    assert not list(_shown(likeliest, batch, answers, [False, True, True], -3))
+    assert [one.row for one in _logged_answers(likeliest, batch, answers, [False, True, True], 1)] == [4]
+    assert not list(_logged_answers(likeliest, batch, answers, [False, True, True], -3))
 
 
-def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
+def test_encrypted_answers_of_later_steps_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setenv(encryption.VALUE, "abcd" * 16)
     monkeypatch.delenv(encryption.FILE, raising=False)
     for step in (2, 4):
@@ -43,7 +43,7 @@ def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
     assert [json.loads(encryption.decrypt_line(line, "it"))["completion"] for line in shown] == ["words"]
 
 
-def test_they_are_text_and_those_behind_the_step_of_a_resume_are_dropped(tmp_path):
+def test_answers_are_text_and_later_ones_are_dropped_on_resume(tmp_path):
     answers = AnswersLog(tmp_path, TOKENIZER, 0)
     for step in (2, 4):
         said = [Answer("f", 1, [1, 0, 2, 3], [4], "x" * 9999, None, 0.5)]

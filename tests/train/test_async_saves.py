@@ -65,7 +65,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
 @pytest.mark.parametrize(
     "over", [WEIGHTS, pytest.param(LORA, marks=pytest.mark.long)], ids=["fp8 weights and states", "lora"]
 )
-def test_checkpoints_are_those_that_are_waited_for_and_resume_bit_for_bit(make, monkeypatch, over) -> None:
+def test_async_checkpoints_equal_synchronous_ones(make, monkeypatch, over) -> None:
     awaited = train.run(make(*OFTEN, *over, dir="awaited"))
     slow(monkeypatch)
     sizes = copied(monkeypatch)
@@ -92,7 +92,7 @@ def test_checkpoints_are_those_that_are_waited_for_and_resume_bit_for_bit(make, 
     assert list(train.run(again).losses().values()) == list(awaited.losses().values())[2:]
 
 
-def test_a_signal_waits_for_what_is_under_way_and_saves_its_own(make, monkeypatch) -> None:
+def test_signal_waits_for_the_write_and_saves_again(make, monkeypatch) -> None:
     cfg = make("run.save_every=2", "data.eval=[]", ASYNC)
     slow(monkeypatch)
     first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
@@ -118,7 +118,7 @@ def test_a_save_that_fails_ends_the_run_at_the_next_step_with_its_cause(make, mo
     assert sorted(p.name for p in (Path(cfg.run.dir) / "checkpoints").iterdir()) == ["step_2"] and steps[-1] < 12
 
 
-def test_another_error_lets_the_checkpoint_arrive(make, monkeypatch) -> None:
+def test_checkpoint_completes_after_another_error(make, monkeypatch) -> None:
     cfg = make(*OFTEN, ASYNC)
     slow(monkeypatch)
 

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 TEXT, TOWER = Heads("language model", 4, 2, 16, 32, True), Heads("vision tower", 3, 3, 24, 32, False)
 
 
-def test_on_a_cpu_the_first_that_works_is_taken_and_the_others_say_why() -> None:
+def test_cpu_uses_the_first_kernel_that_works() -> None:
     found = choose("auto", (TEXT, TOWER), CPU)
     assert found is not None and found.kernel == "flash" and list(found.rejected) == ["cudnn", "efficient", "math"]
     assert "No viable backend" in found.rejected["cudnn"] and "language model, 4 heads of 16 over 2" in str(found)
@@ -40,7 +40,7 @@ def test_a_kernel_by_name_that_cannot_run_is_refused(name: str) -> None:
         choose(name, (TEXT,), CPU)
 
 
-def test_on_a_gpu_the_fastest_over_all_parts_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_uses_the_fastest_kernel_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels that a clock of ours times; one of them cannot do the tower."""
     seconds = {
         ("cudnn", 4): 1.0,
@@ -59,14 +59,14 @@ def test_on_a_gpu_the_fastest_over_all_parts_is_taken(monkeypatch: pytest.Monkey
     def timer(calls: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return {name: SimpleNamespace(device=call()) for name, call in calls.items()}
 
-    monkeypatch.setattr(attention_kernel, "_tried", tried)
+    monkeypatch.setattr(attention_kernel, "_try_kernel", tried)
     seconds["efficient", 4] = 0.1
     found = choose("auto", (TEXT, TOWER), torch.device("cuda"), timer)
     assert found is not None and (found.kernel, found.why[:35]) == ("flash", "the fastest here (4000.000 ms forwa")
     assert found.rejected["cudnn"] == "5000.000 ms" and "vision tower" in found.rejected["efficient"]
 
 
-def test_what_torch_is_asked_for_and_by_whom(place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_calls_use_the_requested_kernel(place, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every part, forward and where blocks run again, with gradient and without; beside attention of our own too."""
     asked: list[list[SDPBackend]] = []
     within = registry.sdpa_kernel
@@ -94,7 +94,7 @@ def _grouped(q, k, v, mask, *, scale, is_causal, dropout):
     return grouped_attention(q, k, v, mask, scale=scale, is_causal=is_causal, dropout=dropout)
 
 
-def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_and_keeps_its_attention_kernel(make, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` on a CPU is the kernel that torch chooses, so losses are equal; the run that goes on asks nobody again."""
     over = ("train.steps=2", "train.warmup=0", "run.save_every=1", "run.keep=9", "data.eval=[]")
     plain = train.run(make(*over, dir="plain"))
@@ -110,7 +110,7 @@ def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatc
     assert str(decide(make("model.attention=auto"), World(), "cudnn")[0]) == "attention by cudnn, as this run began"
 
 
-def test_components_are_chosen_apart_and_kept(make, place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_have_separate_attention_kernels(make, place, monkeypatch: pytest.MonkeyPatch) -> None:
     over = ("train.steps=2", "train.warmup=0", "run.save_every=1", "run.keep=9", "data.eval=[]")
     each = "model.attention={image_encoder: math, foundation: auto}"
     first = train.run(make(*over, each, dir="each"))

@@ -48,7 +48,7 @@ def same(make: Any, *over: str) -> list[dict[str, Any]]:
     return lines
 
 
-def test_losses_are_those_without_checks(make, uncounted) -> None:
+def test_checks_do_not_change_losses(make, uncounted) -> None:
     """Some GEMMs a step, others each time; fused blocks stay fused (their losses would be others)."""
     first, second = same(make, "fp8.fuse=on")
     assert len(first["sites"]) == corruption_check.check_size(78) == 4 and first["sites"] != second["sites"]
@@ -91,7 +91,7 @@ class Average(train.Callback):
         self.layer = next(row.name for row in run.job.plan.rows if row.fp8 and "layers.1.mlp" in row.name)
 
 
-def test_codes_of_a_former_weight_are_found_after_an_evaluation(make, uncounted) -> None:
+def test_stale_weight_codes_are_found_after_an_evaluation(make, uncounted) -> None:
     """Not in a step that is checked otherwise: GEMMs come again in the third."""
     over = ("train.steps=3", "train.warmup=0", "run.eval_every=1", "run.check_every=3")
     cfg, average = make(*over), Average()
@@ -135,7 +135,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch, *layers: str) -> None:
 
 
 @pytest.mark.usefixtures("seen")
-def test_a_planted_bit_is_found_named_and_stops_the_run(make, uncounted, faulty, monkeypatch) -> None:  # noqa: F811
+def test_flipped_bit_is_found_and_stops_the_run(make, uncounted, faulty, monkeypatch) -> None:  # noqa: F811
     sampled(monkeypatch, "layers.1.mlp.down_proj")
     over = ("train.steps=3", "data.eval=[]", "run.check_every=1", "run.save_every=1")
     cfg = make(*over)
@@ -158,7 +158,7 @@ def test_a_planted_bit_is_found_named_and_stops_the_run(make, uncounted, faulty,
     assert [(line["step"], len(line["faults"])) for line in lines] == [(1, 0), (2, 1), (2, 0), (3, 0)]
 
 
-def test_a_fault_where_nobody_looks_is_not_found(make, uncounted, faulty, monkeypatch) -> None:  # noqa: F811
+def test_fault_outside_the_checked_gemms_is_not_found(make, uncounted, faulty, monkeypatch) -> None:  # noqa: F811
     sampled(monkeypatch, "layers.1.mlp.down_proj")
     plant = Plant(faulty, step=2, checked=False)
     result = train.run(make(*SHORT), callbacks=[plant])
@@ -209,6 +209,6 @@ def test_the_rank_is_named_and_all_of_them_stop(make, monkeypatch) -> None:
         (("run.check_every=-1",), "run.check_every"),
     ],
 )
-def test_what_may_not_stand_beside_it(make, over, said) -> None:
+def test_check_every_rejects_incompatible_settings(make, over, said) -> None:
     with pytest.raises(ConfigError, match=said):
         make("run.check_every=2", *over)

@@ -68,7 +68,7 @@ def counting(tmp_path: Path, place: Path) -> str:
 
 
 @pytest.mark.parametrize(("model", "precision"), [("text", "auto"), ("tiny", "auto"), ("text", "fp16")])
-def test_losses_counts_and_weights_are_those_without_graphs(
+def test_graphs_do_not_change_losses_counts_or_weights(
     make, place: Path, counting: str, model: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two micro-batches a step; steps 1, 4, 5 and 8 are looked into, in step 2 the second one is captured. In FP16 with
@@ -139,7 +139,7 @@ def eager(model: nn.Module, each: Graphs, given: tuple[Any, ...]) -> Tensor:
     return loss.parts
 
 
-def test_micro_batches_with_a_graph_and_without_add_up_in_a_step() -> None:
+def test_gradients_of_graph_and_eager_micro_batches_add_up() -> None:
     """Seen, captured, another shape in between; then a step in which the first one runs eagerly."""
     plain, reference, _ = small()
     model, found, said = small()
@@ -160,7 +160,7 @@ def test_micro_batches_with_a_graph_and_without_add_up_in_a_step() -> None:
     assert replayed == [False, True, False, True, False, True, True, True] and not said
 
 
-def test_what_is_no_batch_for_a_graph_runs_eagerly_and_is_said_once() -> None:
+def test_unsupported_batches_run_eagerly_and_are_logged_once() -> None:
     _, found, said = small()
     given, keep, target, weight = batch()
     odd = target.clone()
@@ -174,7 +174,7 @@ def test_what_is_no_batch_for_a_graph_runs_eagerly_and_is_said_once() -> None:
     ]  # fmt: skip
 
 
-def test_only_so_many_shapes_are_captured() -> None:
+def test_number_of_captured_shapes_is_limited() -> None:
     _, found, said = small()
     for length in range(3, 4 + cuda_graphs.MAX_SHAPES):
         found.run(*batch(length=length))
@@ -196,7 +196,7 @@ def test_only_so_many_shapes_are_captured() -> None:
         (NotImplementedError(), "NotImplementedError"),
     ],
 )
-def test_what_cannot_be_captured_is_said_and_leaves_the_step_as_it_was(error: Exception, words: str) -> None:
+def test_failed_capture_is_logged_and_does_not_change_the_step(error: Exception, words: str) -> None:
     class Refuses(Again):
         def capture(self, work: Any) -> Tensor:
             raise error
@@ -233,7 +233,7 @@ def test_a_run_that_could_capture_nothing_is_refused_before_weights_are_read(mak
         ("fp8.param=true", 1, "FP8 between steps"),
     ],
 )
-def test_why_nothing_could_be_captured(make, over: str, ranks: int, why: str | None) -> None:
+def test_why_not_run_names_the_obstacle(make, over: str, ranks: int, why: str | None) -> None:
     cfg = make(over)
     plan, _, _ = planning.plan_for(cfg)
     found = cuda_graphs.why_not_run(plan, World(0, ranks, device=torch.device("cuda")))

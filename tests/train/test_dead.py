@@ -97,14 +97,14 @@ def test_keep_never_deletes_the_checkpoint_before_the_one_that_proves_dead(make)
 
 
 def test_a_run_whose_last_steps_were_skipped_has_not_finished(make, monkeypatch: pytest.MonkeyPatch):
-    cfg, clip, seen = make(*SHORT, "run.save_every=4"), AfterBackward._clipped, []
+    cfg, clip, seen = make(*SHORT, "run.save_every=4"), AfterBackward._unscale_and_clip, []
 
     def overflows(self: AfterBackward) -> torch.Tensor:
         seen.append(clip(self))
         return seen[-1] * (float("inf") if len(seen) > 4 else 1)
 
     with monkeypatch.context() as patched:
-        patched.setattr(AfterBackward, "_clipped", overflows)
+        patched.setattr(AfterBackward, "_unscale_and_clip", overflows)
         with pytest.raises(train.TrainError, match="the last 2 of 6 steps were skipped"):
             train.run(cfg)
     assert steps_in(cfg) == [4, 6] and nothing_delivered(cfg), "the weights of the last applied step are kept"

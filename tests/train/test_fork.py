@@ -35,7 +35,7 @@ def reference(make, kept: dict[str, Any]) -> Any:
     return kept
 
 
-def test_a_fork_that_changes_nothing_is_the_run_itself(make, reference) -> None:
+def test_fork_without_changes_equals_the_run(make, reference) -> None:
     """Milestones outlive run.keep; the fork has the same losses and can be killed and resumed like any run."""
     assert reference["checkpoint"].is_dir()
     cfg = make("fp8.recipe=off", f"run.fork={reference['checkpoint']}", dir="same")
@@ -62,6 +62,6 @@ def test_a_fork_goes_on_in_fp8_and_with_other_data(make, reference) -> None:
         ("run.fork=nowhere/step_1", "nowhere/step_1 does not exist; name a checkpoint"),
     ],
 )
-def test_what_a_fork_may_not(make, reference, changed: str, message: str) -> None:
+def test_fork_rejects_changed_settings(make, reference, changed: str, message: str) -> None:
     with pytest.raises(train.TrainError, match=message):
         train.run(make("fp8.recipe=off", f"run.fork={reference['checkpoint']}", changed, dir="wrong"))

@@ -42,14 +42,14 @@ def plain(make, recipe: str, kept: dict[str, train.RunResult]) -> train.RunResul
 
 @pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
-def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, plain, monkeypatch):
-    real = fp8_gain._run
+def test_gain_window_does_not_change_losses(make, recipe: str, plain, monkeypatch):
+    real = fp8_gain._run_step
 
     def run(stepper, batches):  # a model with dropout would draw as much
         torch.rand(3), random.random(), numpy.random.rand()
         real(stepper, batches)
 
-    monkeypatch.setattr(fp8_gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run_step", run)
     assert plain.gain is None and not (plain.dir / "gain.json").exists(), "nobody asked for it"
     cfg = make(f"fp8.recipe={recipe}", *SIX, "run.gain_steps=2")
     first = train.run(cfg, callbacks=[at(4, signal.SIGTERM)])
@@ -64,9 +64,9 @@ def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recip
 
 
 def test_the_random_generators_are_put_back(make, monkeypatch):
-    real = fp8_gain._run
+    real = fp8_gain._run_step
     monkeypatch.setattr(
-        fp8_gain, "_run", lambda *args: (torch.rand(3), random.random(), numpy.random.rand(), real(*args))
+        fp8_gain, "_run_step", lambda *args: (torch.rand(3), random.random(), numpy.random.rand(), real(*args))
     )
     cfg = make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
     drawn = []
@@ -76,7 +76,7 @@ def test_the_random_generators_are_put_back(make, monkeypatch):
     assert drawn[0] == drawn[1]
 
 
-def test_it_is_reported_and_kept(make):
+def test_gain_is_reported_and_saved(make):
     console = Console(record=True, width=200, force_terminal=False)
     result = train.run(make("run.gain_steps=3", "train.steps=2", "train.warmup=0", "data.eval=[]"), console=console)
     kept = json.loads((result.dir / "gain.json").read_text())
@@ -89,7 +89,7 @@ def test_it_is_reported_and_kept(make):
 
 def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypatch):
     """SIGTERM in the third of ten passes: step 3 has its row and its checkpoint already, no fourth pass is made."""
-    real, passes = fp8_gain._run, []
+    real, passes = fp8_gain._run_step, []
     over = ("train.steps=4", "data.eval=[]", "run.log_every=50", "run.save_every=3", "run.keep=9")
     cfg = make(*over, "run.gain_steps=4", "run.tensorboard=true")
 
@@ -101,7 +101,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
         real(stepper, batches)
 
     plain = train.run(make(*over, dir="plain"))
-    monkeypatch.setattr(fp8_gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run_step", run)
     console = Console(record=True, width=300, force_terminal=False)
     first = train.run(cfg, console=console)
     assert passes == [True] * 3 and first.status == "stopped" and first.steps == 3 and first.gain is None
@@ -112,7 +112,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
 
 
 @pytest.mark.long
-def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
+def test_gain_window_is_repeated_with_its_steps(make):
     cfg = make("run.gain_steps=1", "run.save_every=2", "run.keep=9", "train.steps=5", "data.eval=[]")
     first = train.run(cfg, callbacks=[at(4, signal.SIGTERM)])
     assert first.gain["step"] == 3
@@ -121,15 +121,15 @@ def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
     assert [row["step"] for row in read_rows(again.dir / "metrics.jsonl") if "gain" in row] == [5]
 
 
-def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
-    seen, real = [], fp8_gain._run
+def test_gain_window_alternates_the_order_of_precisions(make, monkeypatch):
+    seen, real = [], fp8_gain._run_step
 
     def run(stepper, batches):
         layer = next(m for n, m in stepper.model.named_modules() if n.endswith("layers.0.mlp.up_proj"))
         seen.append("8" if isinstance(layer, fp8.Linear) else "h")
         real(stepper, batches)
 
-    monkeypatch.setattr(fp8_gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run_step", run)
     ticks = iter(range(1000))
     monkeypatch.setattr(fp8_gain.measure, "__defaults__", (lambda: False, lambda: float(next(ticks))))
     result = train.run(make("run.gain_steps=3", "train.steps=1", "train.warmup=0", "data.eval=[]"))
@@ -140,7 +140,7 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
 @pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, plain, recipe):
-    real, passes = fp8_gain._run, []
+    real, passes = fp8_gain._run_step, []
 
     def run(stepper, batches):
         passes.append(len(batches))
@@ -149,7 +149,7 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         real(stepper, batches)
 
-    monkeypatch.setattr(fp8_gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run_step", run)
     console = Console(record=True, width=300, force_terminal=False)
     cfg = make(f"fp8.recipe={recipe}", *SIX, "run.gain_steps=2", "run.tensorboard=true")
     result = train.run(cfg, console=console, callbacks=[at(4, signal.SIGTERM)])
@@ -165,7 +165,7 @@ def test_another_error_in_the_window_is_not_hidden(make, monkeypatch):
     def run(stepper, batches):
         raise RuntimeError("device-side assert")
 
-    monkeypatch.setattr(fp8_gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run_step", run)
     with pytest.raises(RuntimeError, match="device-side assert"):
         train.run(make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]"))
 
@@ -183,7 +183,7 @@ def test_micro_batches_have_the_shares_of_the_step(make, monkeypatch):
     assert len(shares) == 4 and inside == shares * 4
 
 
-def test_it_is_off_where_nothing_is_fp8(make):
+def test_gain_window_is_off_without_fp8_layers(make):
     console = Console(record=True, width=200, force_terminal=False)
     over = ("run.gain_steps=2", "fp8.recipe=off", "train.steps=1", "train.warmup=0", "data.eval=[]")
     result = train.run(make(*over), console=console)

@@ -59,7 +59,7 @@ def test_losses_are_close_and_the_proof_passes(make, calls):
     assert json.loads((one.dir / "gain.json").read_text())["steps"] == 1
 
 
-def test_a_run_goes_on_fused_and_is_evaluated_fused(make, calls):
+def test_resume_and_evaluation_use_fused_blocks(make, calls):
     cfg = make(*COMMON, "fp8.fuse=on", dir="whole")
     whole = train.run(cfg)
     model, _, _ = train.load_run(whole.dir)

@@ -81,9 +81,9 @@ def looked(make: Any, *over: str, dir: str = "run") -> tuple[Look, list[float]]:
     return look, [row["loss"] for row in read_rows(Path(cfg.run.dir) / "metrics.jsonl")]
 
 
-def test_what_each_word_does(make, uncounted, collector, monkeypatch) -> None:
+def test_gc_settings_freeze_and_collect(make, uncounted, collector, monkeypatch) -> None:
     """Losses are the same; the file that a run leaves says the same again."""
-    monkeypatch.setattr(garbage_collection, "SETTLED", 2)
+    monkeypatch.setattr(garbage_collection, "SETTLE_STEPS", 2)
     whole = gc.get_threshold()
     plain, losses = looked(make)
     assert plain.seen == [(True, whole, False)] * 3
@@ -99,14 +99,14 @@ def test_what_each_word_does(make, uncounted, collector, monkeypatch) -> None:
     assert often.seen == [(False, whole, False)] * 2 + [(False, whole, True)] and same == losses
 
 
-def test_every_so_many_steps_it_collects_and_then_alone(make, uncounted, collector) -> None:
+def test_gc_collects_only_every_n_steps(make, uncounted, collector) -> None:
     """Of its own accord it does not meanwhile: it is off."""
     train.run(make("data.eval=[]", "train.steps=6", "train.gc=2"), callbacks=[look := Look()])
     assert look.collected == [0, 0, 1, 1, 2, 3], "behind 2 and 4, and where what is there is frozen, behind 5"
     assert [enabled for enabled, *_ in look.seen] == [False] * 6
 
 
-def test_it_is_as_it_was_after_a_run_that_failed(thawed) -> None:
+def test_gc_settings_are_restored_after_an_error(thawed) -> None:
     for how in ("freeze", 5, (5, 5, 5)):
         with pytest.raises(ZeroDivisionError), garbage_collection.gc_settings(how):
             gc.freeze() if how == "freeze" else None
@@ -114,7 +114,7 @@ def test_it_is_as_it_was_after_a_run_that_failed(thawed) -> None:
         assert gc.isenabled() and gc.get_threshold() != (5, 5, 5)
 
 
-def test_what_another_program_froze_stays_frozen(thawed) -> None:
+def test_objects_frozen_by_another_program_stay_frozen(thawed) -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
@@ -130,7 +130,7 @@ def test_what_another_program_froze_stays_frozen(thawed) -> None:
         gc.unfreeze()
 
 
-def test_a_resumed_run_may_have_another(make, uncounted) -> None:
+def test_resumed_run_may_change_gc_settings(make, uncounted) -> None:
     train.run(make("data.eval=[]", "train.steps=2", "train.warmup=0", "run.save_every=1"))
     again = make("data.eval=[]", "train.steps=2", "train.warmup=0", "train.gc=freeze", "run.resume=auto")
     assert train.run(again).status == "finished"
@@ -141,7 +141,7 @@ def test_a_resumed_run_may_have_another(make, uncounted) -> None:
     [("700,10,1000", (700, 10, 1000)), ("[700, 10, 1000]", (700, 10, 1000)), ("' 1 , 2,3 '", (1, 2, 3)), ("100", 100),
      ("freeze", "freeze"), ("null", None)],
 )  # fmt: skip
-def test_how_it_may_be_written(make, written, read) -> None:
+def test_gc_setting_accepts_valid_values(make, written, read) -> None:
     cfg = make(f"train.gc={written}")
     assert cfg.train.gc == read and load_config_text(to_yaml(cfg), []).train.gc == read
 
@@ -149,7 +149,7 @@ def test_how_it_may_be_written(make, written, read) -> None:
 @pytest.mark.parametrize(
     "written", ["off", "0", "-5", "700,10", "[700, 10]", "0,10,10", "7,7,7,7", "1.5", "true", "[]"]
 )
-def test_what_it_may_not_be(make, written) -> None:
+def test_gc_setting_rejects_invalid_values(make, written) -> None:
     with pytest.raises(ConfigError, match=r"train\.gc") as found:
         make(f"train.gc={written}")
     assert "700,10,1000" in str(found.value) or "," not in written

@@ -21,7 +21,7 @@ def proof(run):
 
 
 @pytest.mark.parametrize("logits", ["chunked", "full"])
-def test_it_trains_near_the_run_without_and_the_proof_counts_it(make, logits):
+def test_head_in_fp8_trains_close_to_bf16_and_is_in_the_proof(make, logits):
     plain = train.run(make(*COMMON, f"train.logits={logits}", dir="plain"))
     head = train.run(make(*COMMON, f"train.logits={logits}", HEAD, dir="head"))
     assert head.losses() == pytest.approx(plain.losses(), rel=2e-2) and head.losses() != plain.losses()

@@ -79,7 +79,7 @@ def test_adapters_train_and_nothing_else_is_kept(make):
         ),
     ],
 )
-def test_it_goes_on_bit_for_bit(make, overrides):
+def test_lora_run_resumes_bit_for_bit(make, overrides):
     over = (*overrides, "run.hf=true")
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, dir="stopped")

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 pytest.importorskip("peft")
 
 
-def test_what_attaching_refuses_is_refused_by_the_plan_and_leaves_no_run(make, tmp_path: Path) -> None:
+def test_plan_rejects_invalid_lora_before_a_run_exists(make, tmp_path: Path) -> None:
     for asked, says in (
-        ("lora={targets: [lm_head]}", "gets no adapter"),
-        ("lora={adapter: /nowhere}", "no adapter's folder"),
+        ("lora={targets: [lm_head]}", "cannot have an adapter"),
+        ("lora={adapter: /nowhere}", "not an adapter folder"),
     ):
         cfg = make(asked, dir="new")
         with pytest.raises(AdapterError, match=says):
@@ -30,13 +30,13 @@ def test_what_attaching_refuses_is_refused_by_the_plan_and_leaves_no_run(make, t
         assert not (tmp_path / "new").exists()  # so that the mended file may use it
 
 
-def test_a_run_that_began_from_an_adapter_goes_on_without_it(make, tmp_path: Path) -> None:
+def test_resume_does_not_need_the_initial_adapter(make, tmp_path: Path) -> None:
     short = ("lora={rank: 2, targets: [q_proj]}", "data.eval=[]", "train.steps=2", "train.warmup=0", "run.save_every=1")
     train.run(make(*short, "run.hf=true", dir="first"))
     folder = tmp_path / "given"
     shutil.copytree(tmp_path / "first" / "adapter", folder)
     asked = (*short, f"lora.adapter={folder}")
-    with pytest.raises(AdapterError, match=r"lora.rank is 3 .* has 2"):
+    with pytest.raises(AdapterError, match=r"lora.rank is 3, .* has 2"):
         planning.plan_for(make(*asked, "lora.rank=3", dir="other"))
     whole = train.run(make(*asked, dir="second"))
     (whole.dir / "result.json").unlink()

@@ -16,7 +16,7 @@ from octavo import fp8, models, train
 from octavo.config import Config, override
 from octavo.fp8.delayed import scale_gradient_histories
 from octavo.parallel import World
-from octavo.report.trial.runs import high_precision
+from octavo.report.trial.runs import high_precision_config
 from octavo.train import artifacts
 from octavo.train.errors import TrainError
 from octavo.train.forward.forward import autocast_dtype
@@ -78,18 +78,18 @@ def test_the_rule_is_that_of_torchs_grad_scaler(monkeypatch: pytest.MonkeyPatch)
         theirs.scale(torch.zeros(()))
         theirs.step(optimizer)
         theirs.update()
-        assert ours.after(not bad, True) == bool(bad)
+        assert ours.record_step(not bad, True) == bool(bad)
         assert ours.value == theirs.get_scale()
     assert loss_scale.START == torch.amp.GradScaler("cpu").get_scale() == 65536
 
 
-def test_at_one_and_where_the_loss_itself_is_bad_nothing_is_left_to_try():
+def test_loss_scale_does_not_change_at_one_or_for_a_nonfinite_loss():
     scale = LossScale(2.0)
-    assert not scale.after(False, loss_finite=False) and scale.value == 2, "no scale mends a loss"
-    assert scale.after(False, True) and scale.value == 1
-    assert not scale.after(False, True) and scale.value == 1, "a step like any that is not finite"
-    fixed = LossScale(1024.0, moves=False)
-    assert not fixed.after(False, True) and fixed.value == 1024
+    assert not scale.record_step(False, loss_finite=False) and scale.value == 2, "no scale mends a loss"
+    assert scale.record_step(False, True) and scale.value == 1
+    assert not scale.record_step(False, True) and scale.value == 1, "a step like any that is not finite"
+    fixed = LossScale(1024.0, is_dynamic=False)
+    assert not fixed.record_step(False, True) and fixed.value == 1024
 
 
 def test_a_scale_that_no_run_wrote_is_refused():
@@ -98,15 +98,15 @@ def test_a_scale_that_no_run_wrote_is_refused():
         with pytest.raises(TrainError, match="step_4 has the loss scale .*a power of two from 1"):
             scale.load({"value": value, "good": good}, "step_4")
     scale.load({"value": 2.0**20, "good": 1999}, "step_4")
-    assert not scale.after(True, True) and (scale.value, scale.good) == (2.0**21, 0)
+    assert not scale.record_step(True, True) and (scale.value, scale.good) == (2.0**21, 0)
 
 
-def test_who_has_one(text):
+def test_loss_scale_exists_only_for_fp16(text):
     assert LossScale.of(text("train.precision=bf16")) is None
     assert LossScale.of(text()) == LossScale.of(text("train.loss_scale=dynamic")) == LossScale(65536.0)
-    assert LossScale.of(text("train.loss_scale=1024")) == LossScale(1024.0, moves=False)
+    assert LossScale.of(text("train.loss_scale=1024")) == LossScale(1024.0, is_dynamic=False)
     assert {autocast_dtype(text(), torch.device(d)) for d in ("cpu", "cuda")} == {torch.float16}
-    assert high_precision(text("train.loss_scale=1024")).train == text("train.loss_scale=1024").train
+    assert high_precision_config(text("train.loss_scale=1024")).train == text("train.loss_scale=1024").train
 
 
 # --- what it does to gradients ----------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def gradients(dtype: torch.dtype | None, scale: LossScale | None) -> list[Tensor
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_what_vanishes_in_fp16_does_not_where_the_loss_is_scaled():
+def test_loss_scale_prevents_fp16_underflow():
     exact = gradients(None, None)
     assert all(float(g.abs().max()) > 1e-10 for g in exact)
     assert all(not g.any() for g in gradients(torch.float16, None)[:2]), "of the first layer nothing is left"
@@ -243,7 +243,7 @@ def test_a_run_whose_last_step_overflows_has_finished(text):
 
 
 @pytest.mark.parametrize(("over", "steps"), [("train.loss_scale=1024", 10), ("train.loss_scale=dynamic", 12)])
-def test_what_no_smaller_scale_mends_ends_like_any_gradient_that_is_not_finite(text, monkeypatch, over, steps):
+def test_run_ends_if_no_loss_scale_prevents_overflow(text, monkeypatch, over, steps):
     """Dynamic: from 4 to 2 and 1, then ten steps that are as dead as they look."""
     monkeypatch.setattr(LossScale, "of", classmethod(_from_four))
     cfg = text(over, "train.steps=20", "fp8.recipe=off")
@@ -255,11 +255,11 @@ def test_what_no_smaller_scale_mends_ends_like_any_gradient_that_is_not_finite(t
 
 
 def _from_four(cls: type[LossScale], cfg: Config) -> LossScale:
-    return cls(4.0) if cfg.train.loss_scale == "dynamic" else cls(1024.0, moves=False)
+    return cls(4.0) if cfg.train.loss_scale == "dynamic" else cls(1024.0, is_dynamic=False)
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
-def test_a_run_that_goes_on_takes_the_scale_along_bit_for_bit(text, monkeypatch, recipe: str):
+def test_resumed_run_restores_the_loss_scale(text, monkeypatch, recipe: str):
     """Stopped one step before the scale would double for the second time, after an overflow."""
     monkeypatch.setattr(loss_scale, "INTERVAL", 2)
     over = (f"fp8.recipe={recipe}", "train.steps=7")
@@ -307,7 +307,7 @@ def test_fp16_trains_near_fp32_and_is_evaluated_in_fp16(make, monkeypatch):
 @pytest.mark.parametrize("more", [("train.recompute=full", "fp8.activations=fp8"), ("optimizer.update=backward",
     "train.micro_batch=4", "optimizer.states=fp8"), ("fp8.lm_head={recipe: blockwise}",),
     ("fp8.param=true", "data.packing=true", "train.micro_batch=1")])  # fmt: skip
-def test_fp16_beside_other_savings(text, more: tuple[str, ...]):
+def test_fp16_works_with_memory_savings(text, more: tuple[str, ...]):
     """An overflow in step 3, beside each: the scale falls once, and losses stay near those of fp32."""
     low = list(train.run(text(*more, dir="fp16"), callbacks=[Overflows(3)]).losses().values())
     exact = list(train.run(text(*more, "train.precision=fp32", "train.steps=3", dir="fp32")).losses().values())

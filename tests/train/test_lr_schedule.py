@@ -19,7 +19,7 @@ def test_warm_up_is_linear_and_ends_at_the_peak(name: str):
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
-def test_no_step_is_wasted_or_above_the_peak(name: str):
+def test_every_step_has_a_positive_rate_up_to_the_peak(name: str):
     for warmup in (0, 1, 19):
         rates = curve(name, warmup=warmup)
         assert all(0 < rate <= 2.0 for rate in rates)
@@ -27,7 +27,7 @@ def test_no_step_is_wasted_or_above_the_peak(name: str):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "onecycle"])
-def test_after_the_peak_the_rate_falls_towards_min_lr(name: str):
+def test_rate_falls_to_min_lr_after_the_peak(name: str):
     rates = curve(name, warmup=5, min_lr=0.2)
     assert all(a > b for a, b in zip(rates[5:], rates[6:], strict=False))
     assert 0.2 < rates[-1] < 0.4
@@ -47,7 +47,7 @@ def test_onecycle_rises_for_three_tenths_where_no_warm_up_is_given():
     assert rates[0] < 0.3
 
 
-def test_constant_stays():
+def test_constant_rate_is_constant():
     assert curve("constant") == [2.0] * 20
 
 

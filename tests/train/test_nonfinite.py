@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.train.step.nonfinite import first_source
+from octavo.train.step.nonfinite import find_first_source
 
 
 class Overflow(nn.Module):
@@ -26,14 +26,14 @@ def source(middle: nn.Module) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 4))
     x = torch.rand(2, 4) + 1
-    return first_source(model, lambda: model(x).sum().backward())
+    return find_first_source(model, lambda: model(x).sum().backward())
 
 
 def test_the_forward_that_overflows_is_named():
     model = nn.Sequential(nn.Linear(4, 4), Overflow(), nn.Linear(4, 4))
     with torch.no_grad():
         model[0].weight.fill_(1.0)
-    found = first_source(model, lambda: model(torch.ones(2, 4)).sum().backward())
+    found = find_first_source(model, lambda: model(torch.ones(2, 4)).sum().backward())
     assert found == "the forward of 1 (Overflow) produced the first value that is not finite"
 
 
@@ -64,5 +64,5 @@ def test_a_model_that_edits_outputs_in_place_is_searched_without_backward_hooks(
 
 def test_hooks_are_gone_afterwards():
     model = nn.Sequential(nn.Linear(4, 4))
-    first_source(model, lambda: None)
+    find_first_source(model, lambda: None)
     assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())

@@ -75,7 +75,7 @@ def trained(model, forward, batches, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
-def test_a_step_of_packs_is_that_of_its_samples(mixed, reduction):
+def test_packed_step_equals_step_of_its_samples(mixed, reduction):
     model, family, samples = samples_per_step(mixed())
     apart = [collate([sample], 0) for sample in samples]
     loss, grads = trained(model, Forward(model, World(), None), apart, reduction)
@@ -90,7 +90,7 @@ def test_a_step_of_packs_is_that_of_its_samples(mixed, reduction):
     assert evaluation.evaluate(model, apart) == before  # held-out rows are padded as ever
 
 
-def test_a_sample_weighs_as_much_in_a_pack_as_alone():
+def test_sample_has_the_same_weight_in_a_pack():
     labels = torch.tensor([[-100, 1, -100, 4, 5, 6, -100, 7, -100, -100]])
     edges = (0, 2, 6, 8, 10)
     assert losses.count([labels], "sample", [edges]) == 3
@@ -134,7 +134,7 @@ def test_a_pack_needs_a_model_that_was_made_ready(mixed):
         Forward(model, World(), None)(collate_pack(samples, 0, 99))
 
 
-def test_ranks_that_planned_other_packs_are_found(mixed, monkeypatch):
+def test_ranks_with_different_packs_are_detected(mixed, monkeypatch):
     cfg = mixed("train.steps=1", "train.warmup=0", "data.eval=[]")
     own = World.sum
 
@@ -149,7 +149,7 @@ def test_ranks_that_planned_other_packs_are_found(mixed, monkeypatch):
 # --- a run ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_in_fp8_proves_itself_tells_its_padding_and_goes_on_to_the_bit(mixed):
+def test_packed_fp8_run_has_proof_and_padding_and_resumes_exactly(mixed):
     whole = train.run(mixed("train.loss=sample", dir="whole"))
     rows = read_rows(whole.dir / "metrics.jsonl")
     assert all(0 < row["padding"] < 1 for row in rows)
@@ -194,7 +194,7 @@ def test_a_run_of_epochs_counts_its_packs_says_so_and_goes_on(mixed, monkeypatch
         ("optimizer.update=backward", "train.global_batch=1"),
     ],
 )
-def test_packs_beside_other_savings(mixed, more):
+def test_packs_work_with_memory_savings(mixed, more):
     over = ("train.steps=2", "train.warmup=0", "data.eval=[]")
     result = train.run(mixed(*over, *more))
     assert result.status == "finished" and all(np.isfinite(loss) for loss in result.losses().values())

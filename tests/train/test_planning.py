@@ -132,7 +132,7 @@ def test_auto_is_measured_with_the_tokens_of_the_data(make, fake_gpu):
     assert any("measured on Fake H200" in n for n in notes)
 
 
-def test_tokens_are_those_that_the_loader_gives(make):
+def test_token_counts_match_the_loader(make):
     cfg = make("data.workers=1")
     processor = models.load_processor(cfg.model.path)
     model, family = planning.meta_model(cfg)
@@ -168,7 +168,7 @@ def test_auto_by_component_measures_that_component_alone(make, fake_gpu):
     assert {c.m for c in fake_gpu} == {plan.tokens["foundation"]}
 
 
-def test_without_a_gpu_auto_says_that_nothing_was_measured(make, fake_gpu):
+def test_auto_without_gpu_notes_that_nothing_was_measured(make, fake_gpu):
     plan, _, notes = plan_for(make("fp8.recipe=auto"))
     assert {r.recipe.name for r in plan.rows if r.fp8} == {"blockwise"} and not fake_gpu
     assert any("nothing was measured" in n and "docs/plan.md" in n for n in notes)
@@ -176,7 +176,7 @@ def test_without_a_gpu_auto_says_that_nothing_was_measured(make, fake_gpu):
     assert {r.recipe.name for r in named.rows if r.fp8} == {"rowwise"}
 
 
-def test_a_run_with_auto_goes_on_with_the_plan_it_began_with(make):
+def test_resumed_auto_run_keeps_its_plan(make):
     cfg = make("fp8.recipe=auto", "train.steps=3", "run.save_every=1", "data.eval=[]")
     first = train.run(cfg)
     kept = json.loads((first.dir / "plan.json").read_text())
@@ -213,7 +213,7 @@ def test_a_plan_file_decides_and_its_run_resumes(make, tmp_path):
     assert again.losses() == first.losses()
 
 
-def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monkeypatch):
+def test_copied_checkpoint_contains_its_plan(make, tmp_path, monkeypatch):
     cfg = make("fp8.recipe=auto", "train.steps=2", "train.warmup=0", "run.save_every=1", "data.eval=[]")
     first = train.run(cfg)
     shutil.copytree(first.dir / "checkpoints" / "step_1", tmp_path / "away" / "step_1")
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
         train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))
 
 
-def test_a_run_goes_on_by_its_plan_whatever_its_configuration_means_today(make):
+def test_resumed_run_uses_its_saved_plan(make):
     """Version 0.4.0 left the projector in high precision under `recipe: blockwise`; its runs go on so."""
     cfg = make("train.steps=2", "train.warmup=0", "run.save_every=1", "data.eval=[]")
     first = train.run(cfg)

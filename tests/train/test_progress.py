@@ -36,7 +36,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("phase", TOLD)
-def test_lines_say_what_a_phase_is_about(phase: str) -> None:
+def test_progress_lines_show_the_figures_of_a_phase(phase: str) -> None:
     row, text = TOLD[phase]
     console = Console(record=True, width=200, force_terminal=False, file=io.StringIO())
     display = Display(console, "")
@@ -46,7 +46,7 @@ def test_lines_say_what_a_phase_is_about(phase: str) -> None:
     assert console.export_text().strip() == f"step 1/3  {text}"
 
 
-def test_the_bar_says_what_is_done_now_until_the_step_is_over() -> None:
+def test_progress_bar_shows_the_current_part_of_a_step() -> None:
     console = Console(width=200, force_terminal=True, file=io.StringIO())
     display = Display(console, "")
     display.begin(0, 3)

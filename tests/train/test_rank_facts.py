@@ -46,7 +46,7 @@ def differing(one: Config, other: Config) -> set[str]:
     return {key for key in {**facts, **others} if facts.get(key) != others.get(key)}
 
 
-def test_equal_settings_and_files_at_other_places_are_alike(own: Make):
+def test_rank_facts_ignore_locations_of_equal_files(own: Make):
     other = own("run.threads=2", "data.workers=0", "run.tensorboard=false", "run.timeout=9", dir="two")
     assert differing(own(), other) == set()
 
@@ -64,7 +64,7 @@ def test_equal_settings_and_files_at_other_places_are_alike(own: Make):
         (["lora={rank: 2}"], None),
     ],
 )  # fmt: skip
-def test_settings_that_decide_numbers_or_collectives_are_told_apart(own: Make, over: list[str], keys: set[str] | None):
+def test_rank_facts_differ_for_settings_that_change_numbers(own: Make, over: list[str], keys: set[str] | None):
     found = differing(own(), own(*over))
     assert found == keys if keys is not None else "lora.rank" in found
 
@@ -86,13 +86,13 @@ def end_of(file: Path) -> None:
     ],
     ids=["data", "weights", "template", "missing"],
 )  # fmt: skip
-def test_other_files_of_the_same_name_are_told_apart(own: Make, change: Callable[[Path], object], key: str):
+def test_rank_facts_differ_for_changed_files(own: Make, change: Callable[[Path], object], key: str):
     other = own(dir="two")
     change(Path(other.run.dir).parent / "two")
     assert differing(own(), other) == {key}
 
 
-def test_versions_rewards_and_arithmetic_are_told_apart(own: Make, monkeypatch: pytest.MonkeyPatch):
+def test_rank_facts_differ_for_versions_rewards_and_arithmetic(own: Make, monkeypatch: pytest.MonkeyPatch):
     cfg = own()
     before = rank_facts(cfg, {"reward score": "a" * 64})
     monkeypatch.setattr(octavo, "__version__", "0.0.1")
@@ -104,7 +104,7 @@ def test_versions_rewards_and_arithmetic_are_told_apart(own: Make, monkeypatch: 
     assert "package.rich" not in found
 
 
-def test_other_keys_are_told_apart_by_their_ids(own: Make, monkeypatch: pytest.MonkeyPatch):
+def test_rank_facts_differ_for_encryption_keys(own: Make, monkeypatch: pytest.MonkeyPatch):
     facts = []
     for key in ("01" * 31 + "02", "03" * 31 + "04"):
         monkeypatch.setenv(encryption.VALUE, key)
@@ -113,7 +113,7 @@ def test_other_keys_are_told_apart_by_their_ids(own: Make, monkeypatch: pytest.M
     assert key not in str(facts)
 
 
-def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():
+def test_every_path_key_is_compared_by_content_or_excluded():
     def places(model: type[BaseModel], key: str = "") -> list[str]:
         names = []
         for name, field in model.model_fields.items():
@@ -182,7 +182,7 @@ def test_ranks_that_differ_end_before_the_first_step(own: Make, what: str):
 
 
 @pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
-def test_a_rank_that_waits_for_others_says_so(own: Make, monkeypatch: pytest.MonkeyPatch):
+def test_waiting_rank_reports_missing_ranks(own: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("octavo.parallel.world.NOTICE_SECONDS", 0.1)
     cfg = own("run.timeout=2")
     ((code, said),) = started([(2, cfg, ())], ranks.free_port())

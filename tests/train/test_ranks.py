@@ -61,7 +61,7 @@ def losses(cfg: Config) -> list[float]:
 
 
 @pytest.mark.long
-def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make):
+def test_two_ranks_match_one_and_one_resumes_their_checkpoint(make):
     """Blockwise, rows with and without images, so that in some steps only one rank has one; saved at step 4 of 6.
 
     Equal to 1e-7 until the first code flips, since gradients add up in another order; then to a few thousandths."""

@@ -83,7 +83,7 @@ def test_an_evaluation_that_fails_costs_no_step(make, monkeypatch: pytest.Monkey
     assert (result.status, result.eval) == ("finished", whole.eval)
 
 
-def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):
+def test_last_row_before_a_stop_is_always_written(make):
     """The stop step's row, the evaluation that was due with it, and the last health figures."""
     over = ("run.log_every=100", "run.eval_every=3", "run.health_every=2", "train.steps=5")
     cfg = make(*over)
@@ -95,7 +95,7 @@ def test_what_a_stop_must_not_lose_is_written_whatever_log_every_says(make):
     assert second.status == "stopped" and second.health
 
 
-def test_health_figures_outlive_a_resume(make):
+def test_health_figures_survive_a_resume(make):
     cfg = make("run.health_every=2", "train.steps=4", "data.eval=[]")
     first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     (first.dir / "metrics.jsonl").write_text("")
@@ -149,7 +149,7 @@ def killed(cfg: Config, moment: str) -> None:
 
 
 @pytest.mark.long
-def test_kill_9_in_the_midst_of_a_save_and_after_any_step(make):
+def test_run_resumes_after_kill_9_during_a_save_or_step(make):
     whole = train.run(make("run.save_every=2", dir="whole"))
     for moment in ("mid-save", "1", "2", "3", "6"):
         cfg = make("run.save_every=2", dir=moment)
@@ -165,7 +165,7 @@ def test_kill_9_in_the_midst_of_a_save_and_after_any_step(make):
 
 
 @pytest.mark.long
-def test_kill_9_at_moments_nobody_chose(make):
+def test_run_resumes_after_kill_9_at_random_times(make):
     """A run that is killed again and again by the clock, until it ends: its losses are those of one left alone."""
     over = ("train.steps=40", "run.save_every=3", "run.tensorboard=true")
     whole = train.run(make(*over, dir="whole"))
@@ -257,7 +257,7 @@ def test_a_run_that_outgrew_its_card_goes_on_with_less_saved_to_the_same_bits(ma
     assert settings(compiled[0]) != settings(compiled[1]), "the sums of another graph are others"
 
 
-def test_other_threads_than_before_are_reported(make, monkeypatch):
+def test_changed_thread_count_is_reported(make, monkeypatch):
     over = ("data.eval=[]", "train.steps=4")
     train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
@@ -269,7 +269,7 @@ def test_other_threads_than_before_are_reported(make, monkeypatch):
 @pytest.mark.parametrize(
     ("before", "now", "told"), [("torchvision", "pil", "install"), (None, "torchvision", "remove")]
 )
-def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, told):
+def test_changed_image_library_is_reported(make, monkeypatch, before, now, told):
     """0.4.0 said nothing, and had Pillow's."""
     over = ("data.eval=[]", "train.steps=3")
     monkeypatch.setattr("octavo.models.image_backend", lambda processor: before)

@@ -127,7 +127,7 @@ def test_a_model_without_routers_has_no_such_loss(make, moe, folder, monkeypatch
         planning.plan_for(cfg)
     model = models.empty(folder)
     assert routing.aux_loss_coef(moe(), model) == 0.5
-    monkeypatch.setattr(routing, "_balances", lambda model: False)
+    monkeypatch.setattr(routing, "_has_aux_loss", lambda model: False)
     with pytest.raises(train.TrainError, match="computes no load-balancing loss"):
         routing.aux_loss_coef(moe(), model)
 

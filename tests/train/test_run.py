@@ -135,7 +135,7 @@ def test_a_run_comes_back_with_fp8_and_its_evaluation(finished):
     assert train.evaluate_run(result.dir, step=4)["step"] == 4
 
 
-def test_asking_a_run_for_what_it_has_not_names_what_it_has(finished, tmp_path: Path):
+def test_missing_checkpoint_error_names_existing_steps(finished, tmp_path: Path):
     _, result, _, _ = finished
     with pytest.raises(train.TrainError, match="no checkpoint of step 3; there are 4, 6"):
         train.load_run(result.dir, step=3)

@@ -39,7 +39,7 @@ def test_a_second_run_in_a_directory_in_use_is_refused_at_once(make):
 
 
 @pytest.mark.long
-def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_path: Path):
+def test_killed_process_and_its_workers_release_the_lock(tmp_path: Path):
     code = (
         "import os, signal, sys, time; from pathlib import Path; from octavo.train.run_dir.run_lock import RunLock\n"
         "RunLock.take(lock := RunLock(), Path(sys.argv[1]))\n"
@@ -93,13 +93,12 @@ def elsewhere(tmp_path: Path):
 
 
 @pytest.mark.skipif(ranks.START != "fork", reason="the other host is a fork")
-def test_a_holder_on_another_host_keeps_its_lock_while_its_number_goes_up(elsewhere, tmp_path, monkeypatch, capfd):
+def test_remote_holder_keeps_its_lock_while_it_is_alive(elsewhere, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(lock_file, "HEARTBEAT_S", 0.5)
     process, told = elsewhere(alive=True), []
     with RunLock() as lock, pytest.raises(train.TrainError, match=f"in use by process {process.pid} on node7;"):
         lock.take(tmp_path, told.append)
-    assert told == [f"{tmp_path} was last held by process {process.pid} on node7: waiting up to 3 s to see whether it "
-                    "is alive"]  # fmt: skip
+    assert told == [f"{tmp_path} was last held by process {process.pid} on node7: waiting up to 3 s for a sign of life"]
     (tmp_path / ".lock").unlink()  # by a person: nobody else holds it
     time.sleep(0.3)
     assert process.is_alive()
@@ -110,7 +109,7 @@ def test_a_holder_on_another_host_keeps_its_lock_while_its_number_goes_up(elsewh
 
 
 @pytest.mark.skipif(ranks.START != "fork", reason="the other host is a fork")
-def test_a_dead_holder_on_another_host_is_replaced_whatever_its_lock_says(elsewhere, tmp_path, monkeypatch):
+def test_dead_remote_holder_loses_its_lock(elsewhere, tmp_path, monkeypatch):
     monkeypatch.setattr(lock_file, "HEARTBEAT_S", 0.05)
     elsewhere(alive=False)  # the file system goes on locking for it
     with RunLock() as lock:
@@ -130,6 +129,6 @@ def test_a_refused_directory_gets_no_lock_file(make, tmp_path: Path):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place where no folder can be made")
-def test_a_directory_that_cannot_be_made_is_named(make):
+def test_error_names_a_directory_that_cannot_be_created(make):
     with pytest.raises(train.TrainError, match="run directory .* cannot be created .* Name another run.dir"):
         train.run(make("data.eval=[]", "train.steps=2", "train.warmup=0", "run.dir=/proc/self/none/run"))

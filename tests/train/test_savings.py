@@ -55,7 +55,7 @@ def test_bytes_of_a_parameter(make):
     "over",
     [pytest.param(over, id=name, marks=[pytest.mark.long] if name != "plain" else []) for name, over in ALL.items()],
 )
-def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
+def test_run_with_savings_matches_run_without_and_resumes_exactly(make, over):
     more = ("train.label_smoothing=0.05", "train.z_loss=1e-4") if over is PLAIN else ()  # its loss has two more terms
     plain = train.run(make(SHORT, *more, dir="without")).losses()
     whole = train.run(make(SHORT, *over, dir="whole"))

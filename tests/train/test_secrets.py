@@ -80,7 +80,7 @@ def searched(*places: Path | str) -> int:
     return count
 
 
-def test_a_run_keeps_its_secrets(place, capfd, uncounted):
+def test_encrypted_run_writes_no_plain_text(place, capfd, uncounted):
     assert main(["train", str(place / "run.yaml")]) == 0
     told = "".join(capfd.readouterr())
     assert "1 skipped" in told and "skipped.jsonl.aes" in told
@@ -100,7 +100,7 @@ def test_a_run_keeps_its_secrets(place, capfd, uncounted):
             searched(plain)
 
 
-def test_it_goes_on_and_is_evaluated_with_its_key_alone(place, capfd, monkeypatch, uncounted):
+def test_encrypted_run_resumes_only_with_its_key(place, capfd, monkeypatch, uncounted):
     """After the test before, whose run is copied as if it had been stopped."""
     run, again = place / "run", place / "again"
     shutil.copytree(run, again)
@@ -117,7 +117,7 @@ def test_it_goes_on_and_is_evaluated_with_its_key_alone(place, capfd, monkeypatc
     assert main(["eval", str(again)]) == 1 and "there is no key" in capfd.readouterr().err
 
 
-def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
+def test_errors_of_encrypted_runs_quote_no_data(place, capfd, monkeypatch, tmp_path):
     command = ["train", str(place / "run.yaml"), f"run.dir={tmp_path / 'a'}", "train.steps=2"]
     assert main([*command, "data.on_bad_sample=error"]) == 1  # its reason quotes the row
     told = "".join(capfd.readouterr())
@@ -174,7 +174,7 @@ def fail(completions, answer, **more):
 """
 
 
-def test_preferences_and_rewards_keep_them_too(place, tmp_path, capfd, uncounted):
+def test_encrypted_preference_and_rl_runs_write_no_plain_text(place, tmp_path, capfd, uncounted):
     """What a reference says of answers is stored, completions are shown, and a reward that fails quotes a row."""
     asked = [{"role": "user", "content": "say it"}]
     for name, row in (

@@ -12,7 +12,7 @@ import pytest
 
 from octavo import data, train
 from octavo.config import Config
-from octavo.data.loaders.rows_from_config import encoder
+from octavo.data.loaders.rows_from_config import make_encoder
 from octavo.data.storage import remote
 from tests.data.test_tar import make_tar
 from tests.train.conftest import at
@@ -100,7 +100,7 @@ def test_a_row_that_leaves_its_folder_is_named_in_every_source(reading, kind, tm
     source = data.read(cfg.data.train[0])
     assert source.name == cfg.data.train[0].path
     with pytest.raises(data.BadSample, match=r"row 40.*leaves|row 40.*outside|row 40.*\.\./"):
-        encoder(cfg, processor).encode(source[40])
+        make_encoder(cfg, processor).encode(source[40])
     skipping = override(cfg, ["data.on_bad_sample=skip", "train.micro_batch=41", "train.global_batch=41"])
     report = tmp_path / "skipped.jsonl"
     batch = next(data.train_loader(skipping, processor, report_path=report))[0]

@@ -49,7 +49,7 @@ def slots(folder: Path) -> set[str]:
         pytest.param((*LORA, "lora.dtype=bf16"), (), id="adapters in BF16", marks=pytest.mark.long),
     ],
 )
-def test_it_begins_where_the_weights_are(make, over, other):
+def test_start_from_loads_the_weights(make, over, other):
     """The same first loss as the checkpoint's own next step, whether it holds the optimizer's states or not."""
     first = make(*SAME, *over, "train.precision=auto", f"run.milestones=[{STEP}]", dir="first")
     told = train.run(first).losses()
@@ -86,7 +86,7 @@ def test_halves_lose_nothing_on_the_way_to_fp32(make):
     assert all(value.dtype == torch.float32 for value in c.values())
 
 
-def test_weights_alone_are_never_continued_and_say_what_to_do(make):
+def test_weights_only_checkpoint_cannot_be_resumed(make):
     cfg = make(*SAME, "run.save_every=2", "run.save_states=false", "run.keep=9")
     out = Console(record=True, width=300)
     assert train.run(cfg, console=out, callbacks=[at(4, signal.SIGTERM)]).status == "stopped"
@@ -157,7 +157,7 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
         (("run.start_from={lora}", *LORA, "model.path={other}"), "is not the one with which .* was trained"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_begun_with(make, place, sources, over, message):
+def test_start_from_rejects_unsuitable_checkpoints(make, place, sources, over, message):
     words = {"place": place, **sources}
     given = [word if word.startswith("lora") else word.format(**words) for word in over]
     data = [f"data.train=[{{path: {place / 'digits/talk.json'}}}]"] if "{place}/text" in str(over) else []

@@ -38,7 +38,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(make):
     assert norms[0] == norms[1] > 0.001
 
 
-def test_precision_is_chosen_by_device_unless_asked(make):
+def test_precision_defaults_to_the_device(make):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [autocast_dtype(make(f"train.precision={p}"), d) for p in ("auto", "bf16", "fp32") for d in (cpu, cuda)] == [
         None, torch.bfloat16, torch.bfloat16, torch.bfloat16, None, None
@@ -73,7 +73,7 @@ def poison(cfg, tensor: str, value: float, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("octavo.train.setup.model_setup.models.load", poisoned)
 
 
-def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run_and_name_the_layer(make, monkeypatch):
+def test_ten_nonfinite_steps_stop_the_run_and_name_the_layer(make, monkeypatch):
     cfg = make("train.steps=30", "data.eval=[]")
     poison(cfg, "model.language_model.layers.1.mlp.down_proj.weight", 3e38, monkeypatch)
     with pytest.raises(train.TrainError, match="10 steps in a row, up to step 10") as stopped:
@@ -85,7 +85,7 @@ def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run_and_name_the_layer(
     assert all(row["skipped"] for row in rows) and [row["step"] for row in rows] == list(range(1, 11))
 
 
-def test_a_weight_that_is_not_finite_is_named_itself(make, monkeypatch):
+def test_nonfinite_weight_is_named(make, monkeypatch):
     cfg = make("train.steps=30", "data.eval=[]", "fp8.recipe=off")
     poison(cfg, "model.language_model.layers.0.input_layernorm.weight", float("nan"), monkeypatch)
     with pytest.raises(
@@ -105,9 +105,10 @@ def test_a_skipped_step_leaves_no_amax_in_the_histories(make, monkeypatch):
         after.append(fp8.scaling_state(self.model))
         return result
 
-    clip = AfterBackward._clipped
+    clip = AfterBackward._unscale_and_clip
     monkeypatch.setattr(Stepper, "run", watched)
-    monkeypatch.setattr(AfterBackward, "_clipped", lambda self: clip(self) * (float("inf") if len(before) == 2 else 1))
+    norm_factor = lambda: float("inf") if len(before) == 2 else 1  # noqa: E731
+    monkeypatch.setattr(AfterBackward, "_unscale_and_clip", lambda self: clip(self) * norm_factor())
     train.run(make("train.steps=3", "data.eval=[]", "fp8.recipe=delayed"))
     same = [all(torch.equal(old[k], new[k]) for k in old) for old, new in zip(before, after, strict=True)]
     assert before[0] and same == [False, True, False]
@@ -115,14 +116,14 @@ def test_a_skipped_step_leaves_no_amax_in_the_histories(make, monkeypatch):
 
 def test_one_bad_step_is_skipped_counted_and_reported(make, monkeypatch):
     cfg = make("train.steps=4", "data.eval=[]")
-    clip, seen = AfterBackward._clipped, []
+    clip, seen = AfterBackward._unscale_and_clip, []
 
     def once(self):
         norm = clip(self)
         seen.append(norm)
         return norm * float("inf") if len(seen) == 2 else norm
 
-    monkeypatch.setattr(AfterBackward, "_clipped", once)
+    monkeypatch.setattr(AfterBackward, "_unscale_and_clip", once)
     result = train.run(cfg)
     rows = read_rows(result.dir / "metrics.jsonl")
     assert [row.get("skipped", False) for row in rows] == [False, True, False, False]

@@ -35,7 +35,7 @@ class Breaks(train.Callback):
         raise OSError("no network")
 
 
-def test_the_page_is_there_and_a_watcher_that_fails_ends_nothing(make):
+def test_failing_watcher_does_not_stop_the_run(make):
     cfg, console = make("run.eval_every=2", "train.steps=4"), Lines()
 
     class Stop(train.Callback):
@@ -52,18 +52,18 @@ def test_the_page_is_there_and_a_watcher_that_fails_ends_nothing(make):
     assert [json.loads(line)["step"] for line in answers] == [2] * 4
 
 
-def test_a_page_that_cannot_be_written_is_said_once_and_ends_nothing(make, monkeypatch):
+def test_unwritable_page_is_reported_once(make, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("octavo.report.run.run_page.write", full)
+    monkeypatch.setattr("octavo.report.run.run_page.write_page", full)
     console = Lines()
     assert train.run(make(), console=console, watchers=[Page()]).status == "finished"
     told = [line for line in console.lines if "page.html" in line]
     assert len(told) == 1 and "No space left on device" in told[0] and "the run continues" in told[0]
 
 
-def test_pages_on_the_way_take_their_share_of_the_time(monkeypatch, tmp_path):
+def test_live_pages_take_a_limited_share_of_time(monkeypatch, tmp_path):
     """With a page that takes a second and a step of ten there is one each hundred seconds."""
     now, written = types.SimpleNamespace(at=0.0), []
 
@@ -72,7 +72,7 @@ def test_pages_on_the_way_take_their_share_of_the_time(monkeypatch, tmp_path):
         written.append(now.at)
 
     monkeypatch.setattr("octavo.report.run.live_page.time", types.SimpleNamespace(monotonic=lambda: now.at))
-    monkeypatch.setattr("octavo.report.run.run_page.write", write)
+    monkeypatch.setattr("octavo.report.run.run_page.write_page", write)
     page, run = Page(), types.SimpleNamespace(directory=tmp_path, step=0, log=print)
     monkeypatch.setattr(
         "octavo.report.run.live_page.History.begin", lambda _: types.SimpleNamespace(steps=1, add=lambda row: 0)
@@ -152,7 +152,7 @@ def test_a_tracker_gets_configuration_rows_and_the_page_and_goes_on_after_a_resu
     )
 
 
-def test_a_tracker_that_fails_in_the_middle_is_said_once(make, wandb):
+def test_failing_tracker_is_reported_once(make, wandb):
     wandb.breaks, console = 3, Lines()
     assert train.run(make("run.trackers=[wandb]"), console=console).status == "finished"
     told = [line for line in console.lines if "the tracker wandb failed and is left out" in line]

@@ -82,7 +82,7 @@ def hf_to_dcp(
     lora_base    use the keys of the frozen base of a PEFT model
     to_bf16      write FP8 weights dequantized, and every other floating-point tensor, in BF16
     tie_weights  also write lm_head.weight if the folder has it only as the embeddings
-    workers      number of files written at a time; None: up to 4
+    workers      number of files written at a time; up to 4 by default
     progress     called with bytes done and total bytes
 
     Raises CheckpointError and ModelError, naming the file, for files that cannot be read, a destination that exists or
@@ -137,7 +137,7 @@ def dcp_to_hf(
     manifest = read_manifest(directory)
     if manifest is not None and like is not None:
         raise CheckpointError(
-            f"{directory} was converted by Octavo and knows the folder that it came from; leave out --like {like}"
+            f"{directory} was converted by Octavo and records its source folder; leave out --like {like}"
         )
     plan = plan_converted(directory, manifest) if manifest is not None else plan_foreign(directory, like, log)
     shards, opens, places, folder = plan.shards, plan.opens, plan.place, plan.folder
@@ -205,14 +205,16 @@ def _to_dcp(
 
         def write(part: int, stop: threading.Event, advance: Advance) -> Any:
             written = dcp.write_file(release / f"__{part}_0.distcp", shards[part], keys, opens, stop, advance)
-            return [one.to_json() for one in written]
+            return [tensor.to_json() for tensor in written]
 
         def whole(part: int, note: Any) -> bool:
-            return dcp.is_intact(release, [dcp.WrittenTensor.from_json(one) for one in note])
+            return dcp.is_intact(release, [dcp.WrittenTensor.from_json(entry) for entry in note])
 
         resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
-        written = [[dcp.WrittenTensor.from_json(one) for one in work.read_note(part)] for part in range(len(shards))]
-        dcp.write_metadata(release, (one for part in written for one in part))
+        written = [
+            [dcp.WrittenTensor.from_json(entry) for entry in work.read_note(part)] for part in range(len(shards))
+        ]
+        dcp.write_metadata(release, (tensor for part in written for tensor in part))
         (work.result_dir / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
         (work.result_dir / CARRIED).mkdir(exist_ok=True)
         _copy_companions(folder, work.result_dir / CARRIED)
@@ -228,12 +230,8 @@ def _add_tied_head(keys: KeyMap, key: Callable[[str], str], source: Path) -> Key
     has an output projection, or not exactly one embedding."""
     embeddings = [name for name in keys if name.endswith("embed_tokens.weight")]
     if "lm_head.weight" in keys or len(embeddings) != 1:
-        holds_instead = (
-            "lm_head.weight of its own" if "lm_head.weight" in keys else f"{len(embeddings)} embed_tokens.weight"
-        )
-        raise CheckpointError(
-            f"tie_weights was requested, and {source} has {holds_instead}: no weights are tied. Leave it out"
-        )
+        found = "a separate lm_head.weight" if "lm_head.weight" in keys else f"{len(embeddings)} embed_tokens.weight"
+        raise CheckpointError(f"tie_weights was requested, but {source} has {found}: no weights are tied. Leave it out")
     name = embeddings[0]
     return {name: (*keys[name], ("", key("lm_head.weight")))}
 
@@ -247,14 +245,14 @@ def _check_paths(source: str | Path, destination: str | Path) -> tuple[Path, Pat
     require_one_folder(source, "octavo convert")
     read_from, written_to = source.resolve(), destination.resolve()
     if written_to == read_from or read_from in written_to.parents:
-        raise CheckpointError(f"{destination} is inside {source}, which is only read; name another directory")
+        raise CheckpointError(f"{destination} is inside {source}, which must not change; choose another directory")
     if destination.name in ("", ".", "..") or destination.name.endswith(SUFFIX):
         raise CheckpointError(f"{destination} is not a valid name for a new directory; choose another")
     return source, destination
 
 
 def _source_identity(folder: Path) -> dict[str, Any]:
-    """Return what identifies a source and its state: its path, and the name, size and times of each file.
+    """Return the identity of a source and its state: its path, and the name, size and times of each file.
 
     ctime and inode reveal a file that was replaced with its old mtime restored (`cp -p`, `rsync -t`).
     """

@@ -80,7 +80,7 @@ class WrittenTensor:
 
     @classmethod
     def from_json(cls, noted: Mapping[str, Any]) -> WrittenTensor:
-        """Read what `to_json` wrote. Raises CheckpointError for anything else."""
+        """Create an object from the output of `to_json`. Raises CheckpointError for any other value."""
         try:
             tensor = cls(**{**noted, "shape": tuple(noted["shape"]), "stored": tuple(noted["stored"])})
         except (TypeError, KeyError) as error:
@@ -158,15 +158,17 @@ def write_metadata(directory: Path, written: Iterable[WrittenTensor]) -> None:
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     paths: dict[str, tuple[str, ...]] = {}
-    for one in written:
-        fqn, size = f"{MODEL}.{one.key}", torch.Size(one.stored)
+    for tensor in written:
+        fqn, size = f"{MODEL}.{tensor.key}", torch.Size(tensor.stored)
         start = torch.Size([0] * len(size))
         if fqn in entries:
-            raise CheckpointError(f"two tensors would have the key {one.key} in DCP; this folder cannot be converted")
+            raise CheckpointError(
+                f"two tensors would have the key {tensor.key} in DCP; this folder cannot be converted"
+            )
         chunk = ChunkStorageMetadata(offsets=start, sizes=size)
-        entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[one.dtype]), size, [chunk])
-        places[MetadataIndex(fqn, start, 0)] = filesystem._StorageInfo(one.file, one.offset, one.length)
-        paths[fqn] = (MODEL, one.key)
+        entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), size, [chunk])
+        places[MetadataIndex(fqn, start, 0)] = filesystem._StorageInfo(tensor.file, tensor.offset, tensor.length)
+        paths[fqn] = (MODEL, tensor.key)
     name, value = VERSION
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -181,20 +183,19 @@ def write_metadata(directory: Path, written: Iterable[WrittenTensor]) -> None:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return the folder with `.metadata`: `source` itself, or the one that its `latest_checkpointed_iteration.txt`
-    names.
+    """Return the folder with `.metadata`: `source`, or the folder that its `latest_checkpointed_iteration.txt` names.
 
     Raises CheckpointError for a folder that holds no DCP checkpoint, and for the checkpoint of a run of Octavo.
     """
     if not source.is_dir():
-        raise CheckpointError(f"{source} is not a folder; name a folder that holds a DCP checkpoint")
+        raise CheckpointError(f"{source} is not a folder; choose a folder with a DCP checkpoint")
     directory = source
     if not (source / METADATA).is_file() and (source / LATEST).is_file():
         word = safe_read.read_text(source / LATEST, CheckpointError, limit=1000).strip()
         directory = source / (f"iter_{int(word):07d}" if word.isdecimal() else os.path.basename(word))
     if not (directory / METADATA).is_file():
         raise CheckpointError(
-            f"{directory} has no {METADATA}: it is not a DCP checkpoint. Name the folder that holds it (release/, "
+            f"{directory} has no {METADATA}: it is not a DCP checkpoint. Use the folder that contains it (release/, "
             "iter_0000100/), or the one with latest_checkpointed_iteration.txt"
         )
     if (directory / "state.json").is_file():
@@ -260,13 +261,13 @@ class Reader:
 
 def is_intact(directory: Path, written: Iterable[WrittenTensor]) -> bool:
     """Return whether a finished file, read as DCP reads it, still matches what was recorded."""
-    for one in written:
-        info = filesystem._StorageInfo(one.file, one.offset, one.length)
+    for entry in written:
+        info = filesystem._StorageInfo(entry.file, entry.offset, entry.length)
         try:
-            tensor = read_item(directory / one.file, info, one.key)
+            tensor = read_item(directory / entry.file, info, entry.key)
         except CheckpointError:
             return False
-        same = tuple(tensor.shape) == one.stored and tensor.dtype is DTYPES[one.dtype]
-        if not same or zlib.crc32(tensor_bytes(tensor)) != one.crc:
+        matches = tuple(tensor.shape) == entry.stored and tensor.dtype is DTYPES[entry.dtype]
+        if not matches or zlib.crc32(tensor_bytes(tensor)) != entry.crc:
             return False
     return True

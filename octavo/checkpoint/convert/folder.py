@@ -61,7 +61,7 @@ def read_folder(path: Path, adapter: bool = False) -> Folder:
     are any), a missing or truncated shard, a damaged header, and an index that does not match the shards.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; name a local Hugging Face folder")
+        raise CheckpointError(f"{path} is not a folder; choose a local Hugging Face folder")
     present = sorted(entry.name for entry in path.iterdir() if entry.is_file())
     placed = weight_map(path / INDEX) if not adapter and INDEX in present and SINGLE not in present else None
     files = [ADAPTER if adapter else SINGLE] if placed is None else sorted(set(placed.values()))
@@ -88,14 +88,14 @@ def read_shard(file: Path) -> Header:
 
 def _check_index(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the index and the shards name the same tensors."""
-    held_by = {entry.name: shard.file for shard in shards for entry in shard.entries}
+    shard_of = {entry.name: shard.file for shard in shards for entry in shard.entries}
     for name, file in placed.items():
-        if held_by.get(name) != file:
-            where = f"it is in {held_by[name]}" if name in held_by else "no shard holds it"
+        if shard_of.get(name) != file:
+            where = f"it is in {shard_of[name]}" if name in shard_of else "no shard holds it"
             raise CheckpointError(f"{path / INDEX} places {name} in {file}, and {where}. Download both again")
-    if spare := [name for name in held_by if name not in placed]:
+    if unlisted := [name for name in shard_of if name not in placed]:
         raise CheckpointError(
-            f"{path / held_by[spare[0]]} holds {spare[0]}, which {INDEX} does not list. Write it again"
+            f"{path / shard_of[unlisted[0]]} contains {unlisted[0]}, which {INDEX} does not list. Write it again"
         )
 
 
@@ -156,15 +156,15 @@ def read_pieces(place: ByteRange) -> Iterator[memoryview]:
     try:
         with safe_read.open_file(place.file, CheckpointError, buffering=0) as opened:
             opened.seek(place.offset)
-            raw = cast(io.RawIOBase, opened)  # BinaryIO lacks readinto, which every binary file has
+            raw = cast(io.RawIOBase, opened)  # BinaryIO does not declare readinto
             while left:
-                got = raw.readinto(view[: min(left, len(buffer))]) or 0
-                if not got:
+                count = raw.readinto(view[: min(left, len(buffer))]) or 0
+                if not count:
                     raise CheckpointError(f"{place.file} is truncated: {left} bytes are missing at its end")
                 if place.crc is not None:
-                    crc = zlib.crc32(view[:got], crc)
-                yield view[:got]
-                left -= got
+                    crc = zlib.crc32(view[:count], crc)
+                yield view[:count]
+                left -= count
     except FileNotFoundError as error:
         raise CheckpointError(f"{place.file} is missing") from error
     if place.crc is not None and crc != place.crc:

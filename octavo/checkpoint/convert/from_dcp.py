@@ -31,9 +31,9 @@ class FolderPlan:
 
     shards  the headers of the files to write
     opens   opens the tensor of an entry
-    place   position of the bytes of an entry that are copied unchanged; None: the tensor is written from its values
+    place   position of the bytes of an entry that are copied unchanged; None if the tensor is written from its values
     folder  the folder whose other files are copied
-    sums    checksums of these files; None: not known
+    sums    checksums of these files, or None if unknown
     """
 
     shards: tuple[Header, ...]
@@ -49,16 +49,16 @@ def no_byte_range(entry: Entry) -> ByteRange | None:
 
 
 def plan_converted(directory: Path, manifest: Mapping[str, Any]) -> FolderPlan:
-    """Plan the way back for a conversion, by its manifest."""
+    """Plan the reverse of a conversion from its manifest."""
     written = {
         one.name: one for part in manifest["tensors"] for one in map(dcp.WrittenTensor.from_json, part) if one.name
     }
     shards = tuple(folders.from_json(shard) for shard in manifest["shards"])
     for shard in shards:
         for entry in shard.entries:
-            one = written.get(entry.name)
-            if one is None or (one.dtype, one.shape) != (entry.dtype, entry.shape):
-                raise CheckpointError(f"{directory.parent / MANIFEST} does not say where {entry.name} is")
+            tensor = written.get(entry.name)
+            if tensor is None or (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(f"{directory.parent / MANIFEST} has no position for {entry.name}")
     if outside := [name for name in manifest["carried"] if Path(name).name != name]:
         raise CheckpointError(f"{directory.parent / MANIFEST} names {outside[0]!r}, which is outside the conversion")
     carried = directory.parent / CARRIED
@@ -75,7 +75,7 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
     """Plan to write a checkpoint of another program in the form of the folder `like`."""
     if like is None:
         raise CheckpointError(
-            f"{directory} was not converted by Octavo, so its configuration, tokenizer and shards are not known. Name "
+            f"{directory} was not converted by Octavo, so its configuration, tokenizer and shards are not known. Pass "
             "the Hugging Face folder that it was trained from: --like FOLDER"
         )
     like_folder = Path(like)
@@ -97,8 +97,8 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
         # With unchanged dtypes the header is copied verbatim, so that an untrained shard keeps its bytes.
         same = all(dtype == entry.dtype for (_, dtype, _), entry in zip(tensors, shard.entries, strict=True))
         shards.append(shard if same else compose(shard.file, tensors))
-    if spare := sorted(set(reader.keys()) - set(keys.values())):
-        log(f"skipped, because {like_folder} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
+    if unplaced := sorted(set(reader.keys()) - set(keys.values())):
+        log(f"skipped, because {like_folder} has no place for them: {', '.join(unplaced[:3])} ({len(unplaced)} in all)")
     log("not converted by Octavo: there are no checksums to compare")
 
     @contextmanager
@@ -106,7 +106,7 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
         with reader.tensor(keys[entry.name]) as tensor:
             if fp8.find_nonfinite([(entry.name, tensor)]):
                 raise CheckpointError(
-                    f"{directory}: {keys[entry.name]} holds NaN or infinity, and such a model answers with NaN: "
+                    f"{directory}: {keys[entry.name]} holds NaN or infinity, so the model would return NaN: "
                     "nothing is written. Convert an earlier checkpoint"
                 )
             yield tensor.reshape(entry.shape)
@@ -117,19 +117,19 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
 def _match_keys(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
     """Return name -> key, by the naming scheme that matches most names. Raises CheckpointError for names without a
     key."""
-    ways: tuple[Callable[[str], str], ...] = (
+    schemes: tuple[Callable[[str], str], ...] = (
         lambda name: f"model.{name}",
         lambda name: name,
         lambda name: f"base_model.model.model.{name}",
         dcp.adapter_key,
     )
     wanted = list(wanted)
-    way = max(ways, key=lambda way: sum(way(name) in keys for name in wanted))
-    key_of = {name: way(name) for name in wanted}
-    if lacking := [name for name, key in key_of.items() if key not in keys]:
+    scheme = max(schemes, key=lambda scheme: sum(scheme(name) in keys for name in wanted))
+    key_of = {name: scheme(name) for name in wanted}
+    if missing := [name for name, key in key_of.items() if key not in keys]:
         raise CheckpointError(
-            f"{directory} lacks {len(lacking)} of {len(wanted)} tensors, first {key_of[lacking[0]]} (for "
-            f"{lacking[0]}); its keys look like {min(keys, default='none')}: it was trained from another model"
+            f"{directory} has no values for {len(missing)} of {len(wanted)} tensors, first {key_of[missing[0]]} (for "
+            f"{missing[0]}); its keys look like {min(keys, default='none')}: it was trained from another model"
         )
     return key_of
 

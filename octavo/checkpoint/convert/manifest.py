@@ -1,4 +1,4 @@
-"""conversion.json: what a conversion records about the DCP checkpoint that it wrote."""
+"""conversion.json: the record of a conversion about the DCP checkpoint that it wrote."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def write_manifest(
         "command": command,
         "options": dict(options),
         "shards": [folders.to_json(shard) for shard in shards],
-        "tensors": [[one.to_json() for one in part] for part in written],
+        "tensors": [[tensor.to_json() for tensor in part] for part in written],
         "carried": {file.name: fingerprint(file) for file in sorted((directory / CARRIED).iterdir())},
     }
     write_checksummed_json(directory / MANIFEST, document)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Read what `write_manifest` wrote for a DCP checkpoint; None if there is no manifest."""
+    """Read the manifest of a DCP checkpoint, or return None if there is none."""
     file = directory.parent / MANIFEST
     if directory.name != dcp.RELEASE or not file.is_file():
         return None

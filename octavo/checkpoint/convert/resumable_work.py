@@ -1,4 +1,4 @@
-"""Long work that survives a kill: finished parts are kept, and the result appears complete or not at all.
+"""Resumable work: finished parts survive a kill, and the result appears only when it is complete.
 
     NAME.converting/         next to NAME until it is finished; the same command continues from it
         task.json            source and options, so that another task does not continue it
@@ -65,7 +65,9 @@ class Work:
         if self.target.exists():
             if self.work_dir.is_dir() and not self.result_dir.exists():  # killed after the rename: it was finished
                 shutil.rmtree(self.work_dir)
-            raise CheckpointError(f"{self.target} exists and is not overwritten. Name another directory, or delete it")
+            raise CheckpointError(
+                f"{self.target} exists and is not overwritten. Choose another directory, or delete it"
+            )
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def begin_work(target: Path, task: dict[str, Any]) -> Iterator[Work]:
             raise
         if reason := atomic_write.why_no_space(work.work_dir, error):
             raise CheckpointError(
-                f"{target} could not be written: {reason}. What is finished is kept in {work.work_dir}: free some "
+                f"{target} could not be written: {reason}. Finished files are kept in {work.work_dir}: free some "
                 "space and run the same command again, or delete that directory"
             ) from error
         raise
@@ -142,25 +144,25 @@ def write_parts(
             done += n
             progress(done, total)
 
-    due = []
+    pending = []
     for part, size in enumerate(sizes):
         note = work.read_note(part)
         if note is not None and whole(part, note):
             advance(size)
         else:
             work.discard_note(part)
-            due.append(part)
-    if resumed := len(sizes) - len(due):
+            pending.append(part)
+    if resumed := len(sizes) - len(pending):
         log(f"continues: {resumed} of {len(sizes)} files are finished and intact")
 
-    def make(part: int) -> None:
+    def write_part(part: int) -> None:
         note = write(part, stop, advance)
         if not stop.is_set():
             work.write_note(part, note)
 
-    due.sort(key=lambda part: -sizes[part])  # longest first, so that no single long part is left at the end
-    with ThreadPoolExecutor(min(workers or WORKERS, max(1, len(due)))) as pool:
-        futures = [pool.submit(make, part) for part in due]
+    pending.sort(key=lambda part: -sizes[part])  # longest first, so that no single long part is left at the end
+    with ThreadPoolExecutor(min(workers or WORKERS, max(1, len(pending)))) as pool:
+        futures = [pool.submit(write_part, part) for part in pending]
         try:
             for future in as_completed(futures):
                 future.result()

@@ -41,14 +41,15 @@ def convert_to_bf16(
     shards = tuple(shards)
     entries = {entry.name: entry for shard in shards for entry in shard.entries}
     scales = match_codes_and_scales(shards, quantization, where)
-    gone = {scale.name for _, scale in scales.values()}
-    gone |= {f"{name.removesuffix('.weight')}.input_scale" for name in scales}
+    dropped = {scale.name for _, scale in scales.values()}
+    dropped |= {f"{name.removesuffix('.weight')}.input_scale" for name in scales}
 
     def written(entry: Entry) -> tuple[str, str, tuple[int, ...]]:
         return entry.name, "BF16" if DTYPES[entry.dtype].is_floating_point else entry.dtype, entry.shape
 
     headers = tuple(
-        compose(shard.file, [written(entry) for entry in shard.entries if entry.name not in gone]) for shard in shards
+        compose(shard.file, [written(entry) for entry in shard.entries if entry.name not in dropped])
+        for shard in shards
     )
 
     @contextmanager
@@ -101,6 +102,6 @@ def _dequantize(codes: Tensor, scales: Tensor, quantization: Quantization) -> Te
     matrices = codes.reshape(-1, *codes.shape[-2:])
     scales = scales.reshape(-1, *quantization.grid(*codes.shape[-2:]))
     out = torch.empty(matrices.shape, dtype=torch.bfloat16)
-    for one, (matrix, factor) in enumerate(zip(matrices, scales, strict=True)):
-        out[one] = fp8.dequantize(fp8.Quantized(matrix, factor.contiguous(), quantization.spec), torch.bfloat16)
+    for index, (matrix, factor) in enumerate(zip(matrices, scales, strict=True)):
+        out[index] = fp8.dequantize(fp8.Quantized(matrix, factor.contiguous(), quantization.spec), torch.bfloat16)
     return out.reshape(codes.shape)

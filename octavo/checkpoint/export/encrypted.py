@@ -36,16 +36,18 @@ class EncryptedShards:
         self._directory, self._rank, self._folder = directory, rank, folder
         self._shards: list[list[PlannedTensor]] = []
         self._owner: list[int] = []
-        begun: dict[tuple[int, int], tuple[int, int]] = {}  # (rank, element size) -> (its open file, bytes left in it)
+        open_files: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # (rank, element size) -> (its open file, bytes left in it)
         for planned in tensors:
             key, size = (owners[planned[0]], planned[1].itemsize), nbytes(planned[1], planned[2])
-            number, left = begun.get(key, (0, -1))
+            number, left = open_files.get(key, (0, -1))
             if size > left:
                 number, left = len(self._shards), largest
                 self._shards.append([])
                 self._owner.append(key[0])
             self._shards[number].append(planned)
-            begun[key] = number, max(left - size, 0)
+            open_files[key] = number, max(left - size, 0)
         self._names = shard_names(len(self._shards))
         self._place = {name: n for n, shard in enumerate(self._shards) for name, _, _ in shard}
         self._headers = [self._header(n) for n in range(len(self._shards))]

@@ -1,4 +1,4 @@
-"""`octavo export`: writes model folders in BF16 or FP8 that every server loads.
+"""`octavo export`: writes model folders in BF16 or FP8 that servers load.
 
     format        on disk                                             for
     bf16          values in BF16                                      everything
@@ -147,7 +147,8 @@ class ExportResult:
             lines.append(f"{_plural(count, 'weight')} of the {component} with codes, written in BF16{include}")
         if self.end is not None:
             lines.append(
-                f"generation_config.json names {self.end} as an end token too: the chat template ends answers with it"
+                f"generation_config.json now names {self.end} as an end token, too: the chat template ends answers "
+                "with it"
             )
         return lines
 
@@ -185,8 +186,8 @@ def export(
         directory: a new or empty directory, or an earlier export, which is replaced if it holds nothing else.
         format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
         include: components that are written in FP8 in addition to the foundation.
-        largest: maximum bytes of a file; a larger tensor gets a file of its own.
-        device: device of the casts; None: the device of the values.
+        largest: maximum bytes of a file; a larger tensor gets a separate file.
+        device: device of the casts; by default the device of the values.
         protect: folders that the values come from, which must not be replaced.
         log: called with messages about the result.
         progress: called with bytes done, total bytes, and the tensor written last.
@@ -238,44 +239,44 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
         replaced, exported = target.resolve(), source.resolve()
         if replaced == exported or replaced in exported.parents:
             what = "the folder" if replaced == exported else "a folder above the one"
-            raise CheckpointError(f"{target} is {what} that is exported ({source}); name another directory")
+            raise CheckpointError(f"{target} is {what} that is exported ({source}); choose another directory")
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; name a directory that is new, empty, or an earlier export")
+        raise CheckpointError(f"{target} is a file; choose a directory that is new, empty, or an earlier export")
     if target_folder.is_free(target):
         return
     if not (target / MARKER).is_file():
         names = ", ".join(map(printable, target_folder.contents(target)[:3]))
         raise CheckpointError(
-            f"{target} is not empty ({names}) and is not an earlier export: it has no {MARKER}. Name a new directory, "
-            "or delete this one; nothing is overwritten"
+            f"{target} is not empty ({names}) and is not an earlier export: it has no {MARKER}. Choose a new "
+            "directory, or delete this one; nothing is overwritten"
         )
     if foreign := _changed_entries(target):
         raise CheckpointError(
-            f"{target} is an earlier export, which would be replaced, but {', '.join(foreign[:3])} in it is not as "
-            "that export wrote it. Move it away, or name another directory; nothing is deleted"
+            f"{target} is an earlier export, which would be replaced, but {', '.join(foreign[:3])} in it was "
+            "added or changed. Move it away, or choose another directory; nothing is deleted"
         )
 
 
 def _changed_entries(target: Path) -> list[str]:
-    """Return the entries of an earlier export's folder that are not as that export wrote them: other names, and files
-    that were edited. Weights, and files of an export without checksums, are compared only by name."""
+    """Return the entries of an earlier export's folder that were added or changed since. Weights, and files of an
+    export without checksums, are compared only by name."""
     note = read_note(target)
     sums: Mapping[str, str] = note["sha256"]
     wrote = {MARKER, *(sums or compat.exported_names(note, target))}
-    strange = []
+    changed = []
     for entry in (target / name for name in target_folder.contents(target)):
         shard = entry.name.endswith(".safetensors")
         edited = not shard and entry.name in sums and entry.is_file() and sha256(entry) != sums[entry.name]
         if entry.name not in wrote or entry.is_symlink() or entry.is_dir() or edited:
-            strange.append(printable(entry.name))
-    return strange
+            changed.append(printable(entry.name))
+    return changed
 
 
 def _check_free_space(directory: Path, target: Path, size: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < size:
         raise CheckpointError(
-            f"{target} needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Nothing was "
+            f"{target} needs {size / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on that disk. Nothing was "
             "written; free some space, or export to another disk"
         )
 
@@ -307,7 +308,7 @@ class _Writer:
         if name in self.plan.names.tied:
             return
         if name not in self.plan.together or name in self._seen:
-            why = "came twice" if name in self._seen else f"is unknown to the model of {self.source}"
+            why = "was passed twice" if name in self._seen else f"is unknown to the model of {self.source}"
             raise CheckpointError(f"{name} {why}: the weights do not match the source's model")
         self._seen.add(name)
         self._check(name, value)
@@ -345,12 +346,12 @@ class _Writer:
             nan = (values.data.view(torch.uint8) & 0x7F) == 0x7F  # E4M3: all bits but the sign set
             bad = bool(nan.any()) or not bool((torch.isfinite(scale) & (scale > 0)).all())
         if actual != wanted:
-            raise CheckpointError(f"{name} has shape {list(actual)}, and the model of {self.source} {list(wanted)}")
+            raise CheckpointError(f"{name} has shape {list(actual)}, but the model of {self.source} has {list(wanted)}")
         if bad:
             plain = isinstance(values, Tensor)
             what = "NaN or an infinity" if plain else "a NaN code, or a scale that is not finite and positive"
             raise CheckpointError(
-                f"{name} holds {what}; nothing was written. A model that holds one answers with NaN: export an earlier "
+                f"{name} holds {what}; nothing was written. Such a model returns NaN: export an earlier "
                 "checkpoint (--step), or look in metrics.jsonl for the step that broke it"
             )
 
@@ -387,23 +388,23 @@ class _Writer:
     # FP8 ------------------------------------------------------------------------------------------------------------
 
     def _write_shared(self, together: list[tuple[Matrix, Tensor | None, Any]]) -> None:
-        """Write matrices that share one scale: the largest of their own scales."""
+        """Write matrices that share one scale: the largest of their separate scales."""
         assert self.spec is not None
-        scale_of = []
+        group_scales = []
         for _, values, codes in together:
             reused = None if codes is None else regrid(codes, self.spec)
             if reused is not None:
-                scale_of.append(None if _is_zero(reused) else reused.scale.reshape(()).float())
+                group_scales.append(None if _is_zero(reused) else reused.scale.reshape(()).float())
                 continue
             amax = (values if values is not None else dequantize_codes(codes)).abs().max().float()
-            scale_of.append(None if float(amax) < _MIN_AMAX else scale_from_amax(amax, self.spec))
-        scales = [scale.cpu() for scale in scale_of if scale is not None]
+            group_scales.append(None if float(amax) < _MIN_AMAX else scale_from_amax(amax, self.spec))
+        scales = [scale.cpu() for scale in group_scales if scale is not None]
         shared = torch.stack(scales).max() if scales else torch.tensor(1.0)
         for m, values, codes in together:
             self._write_fp8(m, values, codes, shared)
 
     def _write_fp8(self, m: Matrix, values: Tensor | None, codes: Any, scale: Tensor | None) -> None:
-        """Write one matrix. ``scale``: the shared scale of its group, None if it has its own."""
+        """Write one matrix. ``scale``: the shared scale of its group, or None for a separate one."""
         assert self.spec is not None and self.plan.quantization is not None
         reused = None if codes is None else regrid(codes, self.spec)
         if reused is not None and scale is not None and not (float(reused.scale) == float(scale) or _is_zero(reused)):

@@ -59,17 +59,17 @@ class Shards:
     """The weight files of a model folder that is being written. Use `with`, which closes the files after errors too."""
 
     def __init__(
-        self, directory: Path, tensors: Iterable[PlannedTensor], largest: int, mine: Iterable[str] | None = None
+        self, directory: Path, tensors: Iterable[PlannedTensor], largest: int, local_names: Iterable[str] | None = None
     ) -> None:
-        """Divide `tensors` into files of at most `largest` bytes (a larger tensor gets a file of its own).
+        """Divide `tensors` into files of at most `largest` bytes (a larger tensor gets a separate file).
 
-        mine   the tensors that this process writes; None: all of them
+        local_names   the tensors that this process writes; all of them by default
         """
         self._directory = directory
         self._files: list[BinaryIO] = []
         self._headers: list[Header] = []
         self._places: dict[str, _Location] = {}
-        self._mine = None if mine is None else set(mine)
+        self._local_names = None if local_names is None else set(local_names)
         self.shards: list[list[PlannedTensor]] = []
         left = 0
         for planned in tensors:
@@ -130,8 +130,8 @@ class Shards:
 
     def flush(self) -> None:
         """Force the files to the disk. Raises CheckpointError if a tensor of this process was not written."""
-        mine = self._places if self._mine is None else self._mine
-        if missing := [name for name in mine if not self._places[name].written]:
+        local_names = self._places if self._local_names is None else self._local_names
+        if missing := [name for name in local_names if not self._places[name].written]:
             raise CheckpointError(
                 f"{len(missing)} tensors of the model are missing, first {missing[0]}: the weights do not match "
                 "this model's configuration"

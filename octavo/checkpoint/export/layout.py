@@ -1,4 +1,4 @@
-"""Decides from shapes which tensors an export in a format has, before a weight is read.
+"""Plans the tensors of an export from shapes, before a weight is read.
 
 In memory experts are one parameter [E, 2I, H]. In FP8 they are written one by one, `experts.3.gate_proj.weight`, as
 DeepSeek and Qwen publish them and vLLM and SGLang read them. In BF16 they are written in the form of the family's
@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def quantization(self) -> Quantization | None:
-        """The quantization_config of config.json; None in BF16."""
+        """The quantization_config of config.json, or None in BF16."""
         if self.kind is None:
             return None
         names = tuple(sorted({alias for aliases in self.aliases.values() for alias in aliases}))
@@ -105,20 +105,21 @@ class Layout:
 def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
     """Return the tensors of an export of the model in the folder `source`. Weights are not read.
 
-    Raises CheckpointError for an unknown format or component, or one that the model lacks; ModelError for the folder.
+    Raises CheckpointError for an unknown format or component, or a component that the model does not have; ModelError
+    for the folder.
     """
     include = tuple(include)
     if format not in FORMATS:
         raise CheckpointError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
-    if strange := [name for name in include if name not in INCLUDABLE]:
+    if unknown := [name for name in include if name not in INCLUDABLE]:
         raise CheckpointError(
-            f"{strange[0]!r} cannot be included: FP8 is for the foundation and {', '.join(INCLUDABLE)}; "
+            f"{unknown[0]!r} cannot be included: FP8 is for the foundation and {', '.join(INCLUDABLE)}; "
             "embeddings, lm_head and routers stay in BF16"
         )
     stock = models.empty(source, dtype=torch.bfloat16)
     family = models.describe(stock)
-    if lacking := [name for name in include if name not in family.components]:
-        raise CheckpointError(f"{lacking[0]!r} cannot be included: a {family.name} has no such component")
+    if absent := [name for name in include if name not in family.components]:
+        raise CheckpointError(f"{absent[0]!r} cannot be included: a {family.name} has no such component")
     names = Matrices(stock)
     rows = fp8.describe_layers(stock, family.components)
     kind = FORMATS[format]
@@ -130,7 +131,7 @@ def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) ->
         reasons = sorted(set(stays.values()))
         raise CheckpointError(
             f"no layer of {source} could be written as {format}: {'; '.join(reasons[:4])}. Choose fp8-dynamic, which "
-            "takes every shape, or bf16"
+            "supports every shape, or bf16"
         )
     if kind is not None:
         _check_names(taken, names, aliases)
@@ -167,8 +168,8 @@ def _choose_layers(
         else:
             stays[row.name] = reason
     # Repeated, because a layer that leaves one group may be part of another, which is then incomplete as well.
-    while halves := _half_quantized(chosen, stays, names):
-        for name, reason in halves.items():
+    while partial_rows := _half_quantized(chosen, stays, names):
+        for name, reason in partial_rows.items():
             del chosen[name]
             stays[name] = reason
     parameters = {row.name: row.name if row.kind == "experts" else f"{row.name}.weight" for row in rows}
@@ -204,7 +205,7 @@ def _why_unwanted(row: Row, kind: str | None, wanted: set[str]) -> str | None:
 
 
 def _why_no_blocks(m: Matrix) -> str | None:
-    """Return why some loader cannot read this weight in blocks of 128 x 128; None if all can.
+    """Return why some loader cannot read this weight in blocks of 128 x 128, or None if all can.
 
     Inputs: engines quantize activations in groups of 128 along K. Outputs: transformers computes the height of a block
     as N / (number of scale rows), which is 128 only if 128 divides N or there is a single block. In a fused GEMM every
@@ -224,7 +225,7 @@ def _why_no_blocks(m: Matrix) -> str | None:
 def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[str, ...]]) -> None:
     """Raise CheckpointError if some loader's reading of the skip list would match a quantized layer.
 
-    Full names of the known families never do. The check protects other families from a wrong export.
+    Full names of the known families never match. The check protects other families from a wrong export.
     """
     skipped = [alias for others in aliases.values() for alias in others]
     by_name = partial(matches_target, types=())  # no class names: the list of an export holds full names
@@ -239,6 +240,6 @@ def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[s
             for loader, rule in rules.items():
                 if (hit := next((other for other in skipped if rule(name, (other,))), None)) is not None:
                     raise CheckpointError(
-                        f"{name} would be in FP8, and {loader} would take it for {hit}, which stays in BF16: a skip "
+                        f"{name} would be in FP8, but {loader} would mistake it for {hit}, which stays in BF16: a skip "
                         "list cannot distinguish the names. Use fp8-dynamic, or bf16"
                     )

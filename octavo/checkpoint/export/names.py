@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 def fused_group(name: str) -> str | None:
-    """Return the name of a layer's fused GEMM, "a.q_proj|k_proj|v_proj" for "a.q_proj"; None if it is not fused."""
+    """Return the name of a layer's fused GEMM, "a.q_proj|k_proj|v_proj" for "a.q_proj"; or None if it is not fused."""
     parent, _, leaf = name.rpartition(".")
     return next((f"{parent}.{'|'.join(leaves)}" for leaves in FUSED if leaf in leaves), None)
 
@@ -104,7 +104,7 @@ class Matrices(StockModel):
         on_disk = self.revert({row.name: probe})
         order = {int(t.reshape(-1)[0]): name for name, t in on_disk.items()}
         if sorted(order) != list(range(halves * count)):
-            raise CheckpointError(f"the experts of {row.name} are not stored one by one on disk; write bf16")
+            raise CheckpointError(f"the experts of {row.name} are not stored one by one on disk; export in bf16")
         return tuple(order[i] for i in range(halves * count))
 
     def plain(

@@ -1,4 +1,4 @@
-"""The values of a model for an export: the codes that it computes with, and the values they were cast from.
+"""The values of a model for an export: the codes that it computes with and the values from which they were cast.
 
 An FP8 layer multiplies by the codes of its forward's cast, and an export in the same blocks holds these codes. An
 export in other blocks is cast from the parameter itself, not from its codes, whose error would add up. So a trained
@@ -21,7 +21,7 @@ from octavo.fp8.weights import CachesWeights, codes_of_frozen, is_frozen, is_who
 
 
 class TrainedWeight(NamedTuple):
-    """A weight that trains in FP8.
+    """A weight that is trained in FP8.
 
     values  as the parameter is stored
     codes   the codes that forwards multiply by, [N, K], or [E, N, K] for experts in either storage order
@@ -57,7 +57,7 @@ def iter_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
         if name in tied:
             continue
         if not is_whole(value):
-            raise CheckpointError(f"{name} is the shard of one rank; export from a checkpoint, in one process")
+            raise CheckpointError(f"{name} is the shard of one rank; export from a checkpoint in one process")
         if is_frozen(value):
             yield name, codes_of_frozen(value)
         elif name in layers:
@@ -72,8 +72,8 @@ def _trained_weight(module: Any, name: str, values: Tensor) -> Value:
     if site.recipe.fwd is None:  # its forward runs in high precision
         return values
     with torch.no_grad():
-        need = required_casts(module, name, site)[0]
-        return TrainedWeight(values, need.cast(values))
+        weight_cast = required_casts(module, name, site)[0]
+        return TrainedWeight(values, weight_cast.cast(values))
 
 
 def select_matrix(value: Value, slot: int | None, rows: tuple[int, int], transposed: bool) -> tuple[Tensor | None, Any]:
@@ -116,7 +116,7 @@ def dequantize_codes(q: fp8.Quantized) -> Tensor:
 
 
 def regrid(q: fp8.Quantized, spec: fp8.CastSpec) -> fp8.Quantized | None:
-    """Return the same codes with the blocks of `spec`, which requires that all old blocks within a new one have the
+    """Return the codes with the blocks of `spec`, which requires that all old blocks within a new one have the
     same scale. Returns None otherwise, and for codes of another format."""
     if q.spec.format != spec.format:
         return None
@@ -131,16 +131,16 @@ def regrid(q: fp8.Quantized, spec: fp8.CastSpec) -> fp8.Quantized | None:
 def _merge_scales(scale: Tensor, size: int, old: int, new: int) -> Tensor | None:
     """Convert scales along the first dimension from blocks of `old` to blocks of `new`, -1 for all `size` elements.
 
-    Returns None if a new block would need two different scales.
+    Returns None if a new block would weight_cast two different scales.
     """
     if old == new:
         return scale
     element = torch.arange(size, device=scale.device)
-    of_old = torch.zeros_like(element) if old == -1 else element // old
+    old_block = torch.zeros_like(element) if old == -1 else element // old
     height = size if new == -1 else new
     first = torch.arange(0, size, height, device=scale.device)
-    merged = scale[of_old[first]]
+    merged = scale[old_block[first]]
     # The elements at which old blocks begin: only there can the scale change.
     begins = torch.arange(0, size, size if old == -1 else old, device=scale.device)
-    same = (scale[of_old[begins]] == merged[begins // height]).all()
+    same = (scale[old_block[begins]] == merged[begins // height]).all()
     return merged if bool(same) else None

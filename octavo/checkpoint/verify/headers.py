@@ -71,9 +71,9 @@ class FileTensor:
         count, width = self.matrix[0], self.width
         if not width or not count:
             return
-        many = max(1, PIECE // (width * step)) * step
-        for first in range(0, count, many):
-            last = min(first + many, count)
+        rows_at_once = max(1, PIECE // (width * step)) * step
+        for first in range(0, count, rows_at_once):
+            last = min(first + rows_at_once, count)
             yield first, self.window(first, last)
 
     def window(self, first: int, last: int) -> Tensor:
@@ -87,8 +87,8 @@ class FileTensor:
         buffer = bytearray(end - begin)
         with safe_read.open_file(self.path, CheckpointError) as file:
             file.seek(self.start + begin)
-            got = cast(io.BufferedIOBase, file).readinto(buffer)  # BinaryIO lacks readinto
-        if got != end - begin:
+            count = cast(io.BufferedIOBase, file).readinto(buffer)  # BinaryIO does not declare readinto
+        if count != end - begin:
             raise CheckpointError(f"{self.path} was truncated or changed while it was read; verify it again.")
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -138,8 +138,8 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
 
 
 def _check_pickles(folder: Path, findings: Findings, safetensors: bool) -> None:
-    usual = [name for name in find_pickles(folder) if name.endswith(".bin") or "model" in name]
-    weights = [name for name in usual if is_pickle(folder / name)]
+    candidates = [name for name in find_pickles(folder) if name.endswith(".bin") or "model" in name]
+    weights = [name for name in candidates if is_pickle(folder / name)]
     if weights and not safetensors:
         findings.fail("only-pickles", weights[0])
     elif weights:
@@ -152,8 +152,8 @@ def _read_shards(folder: Path, index: Path, placed: dict[str, str], headers: Hea
         if os.path.lexists(folder / name):
             _read_file(headers, folder / name, findings)
         else:
-            lost = sorted(t for t, shard in placed.items() if shard == name)
-            findings.fail("missing-shard", name, lost[0], index=index, others=len(lost) - 1)
+            tensors = sorted(t for t, shard in placed.items() if shard == name)
+            findings.fail("missing-shard", name, tensors[0], index=index, others=len(tensors) - 1)
             missing.add(name)
     names = {path.name for path in headers.files}
     for tensor, shard in placed.items():

@@ -194,11 +194,11 @@ def verdicts(findings: Iterable[Finding], q: Quantization | None) -> tuple[Verdi
     for loader in LOADERS:
         consequences = [_accepted(loader, q)]
         for finding in findings:
-            if does := _consequence(finding, loader):
-                only = finding.status == WARN and finding.kind not in _SURE
-                consequences.append(does._replace(verdict=WARNS) if only else does)
-        does = max(consequences, key=lambda one: VERDICTS.index(one.verdict))  # the first of equal ones
-        out.append(Verdict(loader, does.verdict, does.reason, RUN if does.run else READ[loader]))
+            if consequence := _consequence(finding, loader):
+                is_warning = finding.status == WARN and finding.kind not in _SURE
+                consequences.append(consequence._replace(verdict=WARNS) if is_warning else consequence)
+        consequence = max(consequences, key=lambda item: VERDICTS.index(item.verdict))  # the first on ties
+        out.append(Verdict(loader, consequence.verdict, consequence.reason, RUN if consequence.run else READ[loader]))
     return tuple(out)
 
 

@@ -270,12 +270,12 @@ def _train(config: Sections) -> Iterator[Finding]:
 def _memory(config: Sections) -> Iterator[Finding]:
     """Settings that save memory, and what they need."""
     train, optimizer, fp8 = config.train, config.optimizer, config.fp8
-    other = train.precision in ("fp16", "fp32")
-    if optimizer.master != "fp32" and other:
+    not_bf16 = train.precision in ("fp16", "fp32")
+    if optimizer.master != "fp32" and not_bf16:
         reason = f"master {optimizer.master} makes a BF16 model, which does not compute in {train.precision}"
         fix = "use `precision: auto` or `bf16`, or `master: fp32`"
         yield finding("train.precision", reason, fix, "optimizer.master")
-    if train.gather == "bf16" and other:
+    if train.gather == "bf16" and not_bf16:
         reason = f"weights that are gathered in BF16 cannot compute in {train.precision}"
         yield finding("train.gather", reason, "use `gather: stored`, or `precision: auto` or `bf16`", "train.precision")
     yield from _fp16(config)
@@ -342,9 +342,9 @@ def _weight_codes(fp8: Fp8Section) -> Iterator[Finding]:
     """Settings of weight codes that no FP8 layer uses, and settings that contradict each other."""
     if fp8.plan is not None:  # `_plan` refuses other settings already
         return
-    ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
+    has_fp8_rule = any(rule.recipe not in (None, "off") for rule in fp8.rules)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
-    on = [name for name in COMPONENTS if ruled or fp8.recipe_of(name) != "off"]
+    on = [name for name in COMPONENTS if has_fp8_rule or fp8.recipe_of(name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
             reason = "has no effect where the recipe is off"
@@ -355,14 +355,14 @@ def _weight_codes(fp8: Fp8Section) -> Iterator[Finding]:
     for key in (key for key, is_on in settings.items() if is_on and not on):
         reason = "has no effect where nothing runs in FP8"
         yield finding(f"fp8.{key}", reason, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
-    held = [
+    param_components = [
         name
         for name in on
         if (fp8.param if (component := parts.get(name)) is None or component.param is None else component.param)
     ]
-    if fp8.weight_codes != "keep" and on and held == on and not head:
-        does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "keeps codes in addition to weights"
-        reason = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
+    if fp8.weight_codes != "keep" and on and param_components == on and not head:
+        effect = "keeps no codes between uses" if fp8.weight_codes == "recast" else "keeps codes in addition to weights"
+        reason = f"{fp8.weight_codes} {effect}, and param keeps weights as codes between steps"
         yield finding("fp8.weight_codes", reason, "use one of them", "fp8.param", *PARTS)
 
 
@@ -391,9 +391,9 @@ def _parallel(config: Sections) -> Iterator[Finding]:
 
 def _run(config: Sections) -> Iterator[Finding]:
     yield from _starting_point(config)
-    twice = [name for name, count in Counter(config.run.trackers).items() if count > 1]
-    if twice:
-        yield finding("run.trackers", f"{twice[0]} is named more than once", "name each tracker once")
+    duplicates = [name for name, count in Counter(config.run.trackers).items() if count > 1]
+    if duplicates:
+        yield finding("run.trackers", f"{duplicates[0]} is named more than once", "name each tracker once")
     resume = config.run.resume
     if resume in ("never", "auto"):
         return
@@ -421,8 +421,8 @@ def _starting_point(config: Sections) -> Iterator[Finding]:
 def _corruption_checks(config: Sections) -> Iterator[Finding]:
     """Settings that do not work with checks for silent corruption (`run.check_every`)."""
     key = "run.check_every"
-    every, train = config.run.check_every, config.train
-    if not every:
+    interval, train = config.run.check_every, config.train
+    if not interval:
         return
     conflicts = (
         ("train.compile", train.compile, "the operands of GEMMs in a compiled graph cannot be read"),
@@ -431,7 +431,7 @@ def _corruption_checks(config: Sections) -> Iterator[Finding]:
     for other, is_on, reason in conflicts:
         if is_on:
             yield finding(other, reason, f"use false, or remove {key}", key)
-    if train.steps is not None and every > train.steps:
+    if train.steps is not None and interval > train.steps:
         yield finding(key, f"none of {train.steps} steps is a check", f"use at most {train.steps}", "train.steps")
     fp8 = config.fp8
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"

@@ -34,14 +34,14 @@ def _loaded(config: Sections) -> Iterator[Finding]:
         recipe, fitting = fp8.recipe_of(name), RECIPES_OF_KIND[kind]
         part = getattr(fp8, name)
         if recipe not in (*fitting, "off"):
-            other = next((recipes[0] for recipes in RECIPES_OF_KIND.values() if recipe in recipes), None)
+            fitting_kind = next((recipes[0] for recipes in RECIPES_OF_KIND.values() if recipe in recipes), None)
             reason = (
                 "auto chooses a recipe, and codes fit only some"
                 if recipe == "auto"
                 else f"{recipe} does not multiply by the codes of load_in_fp8: {fitting[0]}"
             )
             fix = f"use {' or '.join(fitting)}, off (high precision, from the codes' values)"
-            fix += f", or load_in_fp8: {other}" if other else ""
+            fix += f", or load_in_fp8: {fitting_kind}" if fitting_kind else ""
             key = f"fp8.{name}.recipe" if part and part.recipe is not None else "fp8.recipe"
             yield finding(key, f"{reason} ({name})", fix, where, f"fp8.{name}")
         param = fp8.param if part is None or part.param is None else part.param

@@ -161,8 +161,8 @@ class Fp8Section(Section):
     @property
     def in_use(self) -> bool:
         """True if any layer between the embedding and the head may run in FP8."""
-        ruled = any(rule.recipe not in (None, "off") for rule in self.rules)
-        return ruled or any(self.recipe_of(name) != "off" for name in COMPONENTS)
+        has_fp8_rule = any(rule.recipe not in (None, "off") for rule in self.rules)
+        return has_fp8_rule or any(self.recipe_of(name) != "off" for name in COMPONENTS)
 
     @field_serializer("fuse")
     def _write_auto_as_off(self, value: str) -> str:

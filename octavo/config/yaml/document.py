@@ -211,8 +211,8 @@ class _Reader:
 
     def leaf(self, node: ScalarNode, path: Path) -> Any:
         plain = node.style is None
-        usual = self.yaml.resolver.resolve(ScalarNode, node.value, (plain, not plain))
-        if node.tag != usual:
+        expected_tag = self.yaml.resolver.resolve(ScalarNode, node.value, (plain, not plain))
+        if node.tag != expected_tag:
             self.wrong_tag(node, path, "remove it; quote the value if it is meant as text")
             return None
         return scalar(node.value) if plain else str(node.value)
@@ -244,8 +244,8 @@ def _describe_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int | Non
     line = mark.line + 1 if mark else None
     problem = str(error.problem or error.context or "cannot be read as YAML")
     lines = text.splitlines()
-    shown = lines[mark.line] if mark and mark.line < len(lines) else ""
-    if "'\\t'" in problem or (shown.strip() and "\t" in shown[: len(shown) - len(shown.lstrip())]):
+    line_text = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "'\\t'" in problem or (line_text.strip() and "\t" in line_text[: len(line_text) - len(line_text.lstrip())]):
         return line, "a tab is used for indentation", "indent with spaces"
     if "undefined alias" in problem:
         return line, f"{problem} (an unquoted * begins an alias)", 'put a glob in quotes: "**.layers.0.**"'

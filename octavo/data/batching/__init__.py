@@ -1,1 +1,1 @@
-"""Samples become batches: order of packing, mixtures, collation, prefetch."""
+"""Makes batches of samples: packing, collation, prefetching."""

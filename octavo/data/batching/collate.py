@@ -1,5 +1,5 @@
-"""Collation of samples into a batch: rows padded on the right to the longest, or several samples in one row (a pack);
-images are joined in the order of the samples."""
+"""Collates samples into a batch: rows padded on the right to the longest, or several samples in one row (a pack).
+Images are concatenated in the order of the samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACK_MULTIPLE = 128  # packs are padded to a multiple of it, because GEMMs and F
 
 @dataclass(frozen=True)
 class Meta:
-    """Facts about a batch for the trainer, not for the model; `batch["meta"]`, removed before the forward.
+    """Metadata of a batch for the trainer, not for the model: `batch["meta"]`, removed before the forward.
 
     One entry for each sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in the
     tokens of the sample), `images`, `sounds`, `videos`, `patches` (of its images, in the first dimension of
@@ -74,11 +74,11 @@ class Meta:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where the samples of a pack of T tokens begin; `batch["boundaries"]`, removed by the trainer.
+    """The boundaries of the samples in a pack of T tokens: `batch["boundaries"]`, removed by the trainer.
 
     `edges`: 0, the end of each sample, and T where padding follows. `samples`: their number; padding after them is a
-    separate segment. `plan`: a checksum of all packs of the step, as they were planned; ranks that compute another
-    checksum have other packs.
+    separate segment. `plan`: a checksum of all packs of the step, as they were planned; ranks whose checksums differ
+    have different packs.
     """
 
     edges: tuple[int, ...]
@@ -129,7 +129,7 @@ def collate_pack(
 ) -> dict[str, Any]:
     """Collate samples to a batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not
     beyond
-    `capacity`; a pack that several `ranks` share is padded to a multiple of 128 for each, whatever its capacity.
+    `capacity`; a pack that several `ranks` share is padded to a multiple of 128 for each rank, for any capacity.
 
     As `collate` with shapes [1, T], and with `boundaries` in place of the mask. Padding and the first token of each
     sample have no label, because no token of the same sample precedes it. Without samples the row is only padding.

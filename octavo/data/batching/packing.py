@@ -1,7 +1,7 @@
-"""Which samples share a pack, and which rank trains it: pure functions of lengths and costs.
+"""Assigns samples to packs, and packs to ranks: pure functions of lengths and costs.
 
-Best-fit decreasing (Johnson 1973): the longest sample first, each into the pack that it fills most. A list of packs
-sorted by free space and searched by bisection is enough: 20,000 rows take about 0.03 s.
+Best-fit decreasing (Johnson 1973): the longest sample first, each into the fullest pack that it fits into. A list of
+packs sorted by free space and searched by bisection is enough: 20,000 rows take about 0.03 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefetching of files of remote data sets, before their rows are read.
+"""Prefetches files of remote data sets before their rows are read.
 
 A thread of the trainer downloads the files that the order needs next: of the current window and of the one after it. A
 reader that needs a missing file downloads it, or waits for the process that is downloading it; so the rows never depend
@@ -24,11 +24,12 @@ def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
 
 
 class Prefetcher:
-    """`prefetch_from(n)`: rows from the n-th on will be read next. `sets`: number in the mixture -> rows of a remote
-    data set.
+    """Downloads the files of the next rows in the background. `sets` maps the number of a remote data set in the
+    mixture to its rows.
 
-    Raises `DataError` where the files of a window exceed the disk limit of a data set: nearly every row would download
-    a file again."""
+    Raises `DataError` if the files of a window exceed the disk limit of a data set: nearly every row would download a
+    file again.
+    """
 
     def __init__(self, mixture: Mixture, sets: Mapping[int, FetchedRows]) -> None:
         self.mixture, self._sets = mixture, sets
@@ -39,7 +40,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def prefetch_from(self, n: int) -> None:
-        """Download in the background what the rows from the n-th on need."""
+        """Download the files that the rows from the n-th on need, in the background."""
         if self._closed:
             return
         wanted = [*self.mixture.shards(n, self._sets)]
@@ -52,7 +53,7 @@ class Prefetcher:
             self._thread.start()
 
     def close(self) -> None:
-        """Start no further download."""
+        """Stop after the current download."""
         self._closed = True
         self._changed.set()
 
@@ -80,7 +81,8 @@ def _fetched_rows(source: object) -> FetchedRows | None:
 
 
 def _check_disk_limit(rows: FetchedRows, used_rows: Sequence[int], order: FullShuffle | WindowShuffle) -> None:
-    """`used_rows`: the number of rows used of each file."""
+    """Check that a window fits into the disk limit; `used_rows` is the number of used rows in each file. Raises
+    `DataError`."""
     total = sum(shard.size for shard, count in zip(rows.files, used_rows, strict=True) if count)
     needed = total
     if isinstance(order, WindowShuffle):  # a window begins and ends within a file: two more files

@@ -8,7 +8,7 @@
     train_prompts.json           a row for each question about a training image, with the earlier turns
     train_captions.json          each training image with its digits, for pretraining
     test_captions.json
-    train_text.json  the same handwriting for text-only models: one digit a row, drawn in characters
+    train_text.json  the same handwriting for text-only models: one digit per row, drawn in characters
     test_text.json
 
 The handwriting is the 1797 samples of UCI that scikit-learn has as `load_digits`, in uci_digits/. Every fifth sample is
@@ -115,8 +115,8 @@ def check_existing(directory: Path, settings: dict[str, int], folder: str, endin
     except Unreadable as cause:
         raise DataError(f"{directory} exists and is not a digits set; {fix}") from cause
     if existing != settings:
-        differ = [key for key in settings if existing.get(key) != settings[key]]
-        changed = "; ".join(f"{key}: {existing.get(key)} there, {settings[key]} asked" for key in differ)
+        changed_keys = [key for key in settings if existing.get(key) != settings[key]]
+        changed = "; ".join(f"{key}: {existing.get(key)} there, {settings[key]} asked" for key in changed_keys)
         raise DataError(f"{directory} contains a digits set with different settings ({changed}); {fix}")
     for part in ("train", "test"):
         files = len(list((directory / folder / part).glob(f"*.{ending}")))

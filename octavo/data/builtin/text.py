@@ -2,11 +2,11 @@
 
     README.md        the data set card
     settings.json    the version of Python it was made from
-    train.jsonl      a row a file: {"text", "source"}
+    train.jsonl      one row per file: {"text", "source"}
     test.jsonl       other files: every tenth, in alphabetical order
 
-The documentation is what `help("assert")` prints, one topic a row. Tests, tables of character sets, empty files, files
-generated for one machine and installed packages are left out. Nothing is downloaded.
+The documentation is what `help("assert")` prints, one row per topic. Tests, tables of character sets, empty files,
+files generated for one machine and installed packages are left out. Nothing is downloaded.
 """
 
 from __future__ import annotations

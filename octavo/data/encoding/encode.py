@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -37,9 +36,9 @@ from octavo.data.encoding.thinking import Thinking
 from octavo.data.errors import BadSample, DataError, LongSample, MediaProblem, Mismatch
 from octavo.data.rows.audio_refs import MISSING_FILE_TEXT, AudioRef
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
-from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn
+from octavo.data.rows.conversations import Conversation, Text
 from octavo.data.rows.image_refs import ImageFile, size
-from octavo.data.rows.video_refs import VIDEO, VideoRef
+from octavo.data.rows.video_refs import VIDEO
 
 COUNTED_CHARS = 1 << 16  # up to this many characters a text that is too long is tokenized, to report its exact length
 NOTHING_LEFT = "nothing to learn is left after the cut"
@@ -81,8 +80,8 @@ class Encoder:
 
     A row longer than `seq_length` is dropped (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an
     image or a video; one that does not fit is removed with its pixels) or rejected (`"error"`, raises `DataError`).
-    Text far beyond the limit is never rendered (:func:`clip_conversation`). `reserve` tokens of `seq_length` are kept
-    free for tokens that are generated after a row.
+    Text far beyond the limit is never rendered (:func:`truncate.clip_conversation`). `reserve` tokens of `seq_length`
+    are kept free for tokens that are generated after a row.
 
     `system` is prepended to conversations without a system turn. Images over `max_image_megapixels` are rejected before
     they are decoded; the processor limits the size that the model sees. `file_limits` are the limits of video files.
@@ -232,10 +231,10 @@ class Encoder:
         """Return the text of a row that is tokenized, without opening an image. Raises the errors of `encode`, and
         those of the template, an image or the processor."""
         conversation, *_, text, videos = self._render_row(row, 0)
-        left = iter(videos)
+        remaining_videos = iter(videos)
         if videos:
             place = re.escape(self.processor.video_token)
-            text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
+            text = re.sub(place, lambda _: self.processor.video_text(next(remaining_videos)), text)
         return TokenizerInput(
             text, conversation.images, self.multimodal and not self.calls.starts_with_bos(text), False
         )
@@ -298,7 +297,11 @@ class Encoder:
         """Make the sample of a row from the outputs of the processor."""
         ids = as_array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
-        frames = sum(len(film.indices) for film in videos) if getattr(self.processor, "frames_are_images", False) else 0
+        frames = (
+            sum(len(selection.indices) for selection in videos)
+            if getattr(self.processor, "frames_are_images", False)
+            else 0
+        )
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
@@ -353,9 +356,9 @@ class Encoder:
 
     def _clip(self, conversation: C, videos: Sequence[video.FrameSelection] = ()) -> C:
         """Reject a conversation that cannot fit, or with on_long="cut" remove the part far beyond the cut."""
-        conversation = clip_reasoning(conversation, self.seq_length * self.max_token_chars)
+        conversation = truncate.clip_reasoning(conversation, self.seq_length * self.max_token_chars)
         video_tokens = [selection.tokens for selection in videos]
-        clipped = clip_conversation(
+        clipped = truncate.clip_conversation(
             conversation, self.seq_length, self.max_token_chars, self.image_tokens, video_tokens
         )
         if clipped is conversation:
@@ -418,12 +421,12 @@ class Encoder:
         rows, ids = getattr(self.processor, "embedding_rows", None), sample.input_ids
         if rows is None or not len(ids) or ids.max() < rows:
             return
-        beyond = ids[(ids >= rows) & ~self._image_mask(ids)]
-        if len(beyond):
-            text = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+        unknown_ids = ids[(ids >= rows) & ~self._image_mask(ids)]
+        if len(unknown_ids):
+            text = self.tokenizer.convert_ids_to_tokens(int(unknown_ids[0]))
             raise BadSample(
                 sample.file, sample.row,
-                f"has the token {beyond[0]} ({text!r:.80}), but the model's embedding has {rows} rows; use the "
+                f"has the token {unknown_ids[0]} ({text!r:.80}), but the model's embedding has {rows} rows; use the "
                 "tokenizer of the model", sample.id,
             )  # fmt: skip
 
@@ -455,65 +458,3 @@ def _image_ids(processor: Any) -> frozenset[int]:
     ids = set(getattr(processor, "image_token_ids", None) or [])
     ids |= {getattr(processor, name, None) for name in _IMAGE_TOKENS}
     return frozenset(int(i) for i in ids if i is not None)
-
-
-# Rows that cannot fit are detected before they are rendered: rendering and tokenizing a row of 20 MB takes a minute and
-# gigabytes of memory, and rendering time grows with the square of the number of turns. A turn takes at least one token,
-# an image as many as its size implies, and a token covers at most as many characters as the longest token of the
-# vocabulary. These lower bounds suffice to find most rows that are too long.
-
-
-def clip_conversation(
-    conversation: C, tokens: int, max_token_chars: int, image_tokens: Callable[[ImageFile, bool], int],
-    video_tokens: Sequence[int] = (),
-) -> C:  # fmt: skip
-    """Return the conversation unchanged if it may fit into `tokens`, else its beginning, which is still too long.
-
-    `max_token_chars` is the number of characters of the longest token. `image_tokens(path, False)` is called for rows
-    with several images, in order, until there is no space left; a single image is limited by the processor.
-    `video_tokens` are the tokens of each video.
-    """
-    chars_left, turns, num_images, num_videos = tokens * max_token_chars, [], 0, 0
-    has_several_images = len(conversation.images) > 1
-    for turn in conversation.turns[: tokens + 1]:
-        parts = []
-        for part in turn.parts:
-            if isinstance(part, Text):
-                part = Text(part.text[: chars_left + 1])
-                chars_left -= len(part.text)
-            elif isinstance(part, VideoRef):
-                chars_left -= max_token_chars * (video_tokens[num_videos] if num_videos < len(video_tokens) else 1)
-                num_videos += 1
-            elif not isinstance(part, ImageRef):  # a sound; rows with sounds are never cut
-                chars_left -= max_token_chars
-            else:
-                chars_left -= max_token_chars * (
-                    image_tokens(conversation.images[num_images], False) if has_several_images else 1
-                )
-                num_images += 1
-            parts.append(part)
-            if chars_left < 0:
-                break
-        turns.append(replace(turn, parts=tuple(parts)))
-        if chars_left < 0:
-            break
-    if chars_left >= 0 and len(turns) <= tokens:
-        return conversation
-    return replace(
-        conversation,
-        turns=tuple(turns),
-        images=conversation.images[:num_images],
-        videos=conversation.videos[:num_videos],
-    )
-
-
-def clip_reasoning(conversation: C, max_chars: int) -> C:
-    """Return the conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any
-    case. The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
-    if all(len(turn.reasoning or "") <= max_chars for turn in conversation.turns):
-        return conversation
-
-    def clip(turn: Turn) -> Turn:
-        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: max_chars + 1])
-
-    return replace(conversation, turns=tuple(map(clip, conversation.turns)))

@@ -218,7 +218,7 @@ class Answers:
     def spans(
         self, whole: str, messages: Sequence[Message], render: Render, reach: int | None = None, context: int = 0
     ) -> Spans:
-        """Return the result of `answer_spans`, also for templates for which prefixes fail. Raises `TemplateProblem`."""
+        """Return the result of `answer_spans`, also for templates whose prefixes differ. Raises `TemplateProblem`."""
         shape, texts = self._shape(messages, render), _text_pieces(messages)
         spans = None if shape is None else shape.spans(whole, texts)
         if spans is None:

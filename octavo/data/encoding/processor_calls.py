@@ -109,8 +109,14 @@ class ProcessorCalls:
             try:
                 self._check(text, len(paths), len(sounds), len(videos))
                 images = [load(path, self.max_image_megapixels) for path in paths]
-                waves = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
-                row = _Row(number, text, images, waves, [video_files.load(video, self.file_limits) for video in videos])
+                decoded_sounds = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
+                row = _Row(
+                    number,
+                    text,
+                    images,
+                    decoded_sounds,
+                    [video_files.load(video, self.file_limits) for video in videos],
+                )
             except (MediaProblem, Mismatch, DataError) as problem:
                 results[number] = problem
                 continue

@@ -1,10 +1,10 @@
-"""Untrusted videos, decoded to frames: mp4, mov, webm and mkv by PyAV, and folders of images.
+"""Decodes untrusted videos to frames: mp4, mov, webm and mkv with PyAV, and folders of images.
 
 Headers are not trusted. A first pass reads the packets of a file without decoding them: the number of frames, the time
-stamp of each, and which are key frames. Frames are then numbered on a clock of the mean rate: frame n is the one shown
-n / rate seconds after the first, so that a video of variable rate keeps its timing and one of constant rate its frame
-numbers. The frames that a family takes are reached by seeking to key frames; each is resized once decoded. PyAV comes
-with the extra `video`.
+stamp of each, and which are key frames. Frames are then numbered by the mean frame rate: frame n is the one shown n /
+rate seconds after the first, so that a video of variable rate keeps its timing and one of constant rate its frame
+numbers. The selected frames are reached by seeking to key frames; each is resized after decoding. PyAV comes with the
+extra `video`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-MAX_FRAMES = 1 << 20  # of a file: ten hours at 29 a second
-RATES = (0.01, 1000.0)  # frames a second; another rate means a broken header
+MAX_FRAMES = 1 << 20  # limit per file: ten hours at 29 frames per second
+RATES = (0.01, 1000.0)  # accepted frames per second; a rate outside this range means a broken header
 _CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"))  # (offset, magic bytes, format); no other opens
 _TIME_TOLERANCE = 0.25  # largest rounding of a time stamp, in frames
 _MATRIX_TOLERANCE = 0.02  # largest rounding of an entry of a display matrix: the sine of about a degree
@@ -44,7 +44,7 @@ DIGITS = re.compile(r"(\d+)")
 
 
 class FrameSampler(Protocol):
-    """How a family samples and resizes videos (`octavo.models.processors.video.VideoProcessor`)."""
+    """Samples and resizes videos for a family (`octavo.models.processors.video.VideoProcessor`)."""
 
     def indices(self, total: int, fps: float) -> list[int]: ...
 
@@ -55,7 +55,8 @@ class FrameSampler(Protocol):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """Limits of a video: length, file size, megapixels of a frame. `folder_fps`: the rate of folders without one."""
+    """Limits of a video: length, file size, megapixels of a frame. `folder_fps` is the rate of folders whose row has
+    none."""
 
     seconds: float = 3600.0
     megabytes: float = 1000.0
@@ -65,9 +66,10 @@ class FileLimits:
 
 @dataclass(frozen=True)
 class FrameSelection:
-    """A video with the frames to take: `indices` of its `total` frames at `fps` a second, each resized to `size`
-    (height, width), which give `tokens` tokens; `when`: the time stamps of all frames of a file in units of `tick`
-    seconds, `keys`: of its key frames; `shape` (height, width) of its first frame, which all must have."""
+    """A video with its selected frames: `indices` of its `total` frames at `fps` frames per second, each resized to
+    `size` (height, width), which give `tokens` tokens. `when` are the time stamps of all frames of a file in units of
+    `tick` seconds, `keys` those of its key frames. `shape` is the (height, width) of its first frame, which all frames
+    must have."""
 
     file: VideoFile
     total: int
@@ -164,9 +166,9 @@ def load(selection: FrameSelection, limits: FileLimits = FileLimits()) -> Decode
 
 
 def _decode_frames(selection: FrameSelection, container: InputContainer, stream: VideoStream) -> dict[int, np.ndarray]:
-    """Frame number -> pixels. Frames are decoded in order, with a seek wherever there is a key frame between two of
-    them. Streams with intra refresh have key frames only by name: if one gives no picture, all frames are decoded from
-    the first on."""
+    """Decode the selected frames; returns frame number -> pixels. Frames are decoded in order, with a seek wherever
+    there is a key frame between two of them. Key frames of streams with intra refresh may give no picture; then all
+    frames are decoded from the first on."""
     since = (selection.when - selection.when[0]) * selection.tick
     frame_indices = (
         np.searchsorted(

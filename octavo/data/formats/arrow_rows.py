@@ -60,7 +60,7 @@ class MappedTable:
     """An Arrow table in memory, or in a memory-mapped file; for a file only its path is pickled."""
 
     schema: pa.Schema | None = None
-    """The schema that the table must have; None: any."""
+    """The schema that the table must have, or None for any schema."""
 
     def __init__(self, path: Path | str, stored: Path | pa.Buffer) -> None:
         self.path, self.kept = path, stored
@@ -118,7 +118,7 @@ class MappedTable:
         return int(self._table.num_rows)
 
     @property
-    def gone(self) -> bool:
+    def is_deleted(self) -> bool:
         """True if the file that rows are read from was deleted: another process evicted it."""
         return not self._on_disk().exists()
 
@@ -174,7 +174,8 @@ def _names_in(file: Path) -> set[str] | None:
 
 
 def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
-    """Return the value of a row from the fields of a :class:`Text`; `where` the text is, if not in a line. Raises
+    """Return the value of a row from the fields of a :class:`Text`. `where` names the location of the text if it is not
+    a line. Raises
     `BadSample`."""
     where = f"line {line}" if line else where
     if problem is not None:

@@ -1,6 +1,6 @@
-"""Rows of JSON files as texts: a list, or one object per line.
+"""Reads rows of JSON files as texts: a list, or one object per line.
 
-Any fault within a row affects only that row; a file is refused only if the structure of its list is broken.
+Any fault within a row affects only that row; a file is rejected only if the structure of its list is broken.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
         size += batch.nbytes
         if size > MAX_DECODED_BYTES:
             raise DataError(
-                f"{path}: row group {number} decodes to more than {MAX_DECODED_BYTES} bytes (its footer says "
+                f"{path}: row group {number} takes more than {MAX_DECODED_BYTES} bytes decoded (its footer says "
                 f"{group.size}); write smaller row groups, or remove `stream`"
             )
         read.append(batch)

@@ -23,10 +23,10 @@ class Format(NamedTuple):
 
     `suffixes`: of the file names, in lower case. `write(path, target, progress)`: converts a file once, to a path or a
     stream, and calls `progress` with the share that is done. `open(name, written)`: the rows of a converted file;
-    `name` is the original file or its URL. `stream(path)`: the rows read from the file without conversion (None: the
-    format is never converted). `count_rows(name, file)`: the number of rows by the footer of an open file (None: the
-    format has none). `cells`: every value is a text, and a missing one a word. `indexed_only`: only an index is
-    written, and the file itself is read: `open(name, index, file)`.
+    `name` is the original file or its URL. `stream(path)`: the rows read from the file without conversion, or None if
+    the format is never converted. `count_rows(name, file)`: the number of rows by the footer of an open file, or None
+    if the format has no footer. `cells`: every value is a text, and a missing value is a word. `indexed_only`: only an
+    index is written, and the file itself is read: `open(name, index, file)`.
     """
 
     suffixes: tuple[str, ...]

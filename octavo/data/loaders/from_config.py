@@ -31,7 +31,7 @@ from octavo.data.tasks.concat import JoinedDocuments
 from octavo.data.tasks.pairs import HeldOutEncoder, collate_labelled, collate_pairs, labelled_batches
 from octavo.data.tasks.prompts import PromptEncoder, number_prompts
 from octavo.data.tasks.sealed import SealedHeldOut, read_sealed
-from octavo.data.tasks.sources import preferences, read
+from octavo.data.tasks.sources import detect_preference_kind, read
 
 if TYPE_CHECKING:
     from octavo.config import Config
@@ -171,7 +171,7 @@ def eval_set(
     elif cfg.train.phase == "preference":
         encoder = make_encoder(cfg, processor, HeldOutEncoder)
         cache = cache_folder(cfg)
-        sources = [read(d, preferences(d, cache) or "conversations", cache) for d in cfg.data.eval]
+        sources = [read(d, detect_preference_kind(d, cache) or "conversations", cache) for d in cfg.data.eval]
     else:
         encoder, sources = rows_for_phase(cfg, processor, cfg.data.eval, None)
     held_out = EvalSet(

@@ -330,8 +330,8 @@ def run_workers(
     processed: Any, chunks: ChunkSampler, workers: int, timeout: float = math.inf, ahead: int | None = None
 ) -> Generator[list[tuple[Place, Any]], None, None]:
     """Yield (place, result of `processed` for it) in order, computed by worker processes, each up to `ahead` chunks in
-    advance (None: about :data:`PREFETCH_ROWS` rows). Raises WorkerDied, with the worker and the fix, if a worker dies
-    or delivers no rows within `timeout` seconds."""
+    advance, or about :data:`PREFETCH_ROWS` rows if None. Raises WorkerDied, with the worker and the fix, if a worker
+    dies or delivers no rows within `timeout` seconds."""
     handler = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(

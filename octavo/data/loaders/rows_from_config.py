@@ -26,7 +26,7 @@ from octavo.data.tasks.pairs import LabelledEncoder, PairEncoder
 from octavo.data.tasks.prompts import COLUMNS
 from octavo.data.tasks.sealed import SealedEncoder, SealedPairs, SealedRows, read_sealed
 from octavo.data.tasks.sealed import check_sealed_config as check_sealed
-from octavo.data.tasks.sources import Source, open_dataset, preferences, read
+from octavo.data.tasks.sources import Source, detect_preference_kind, open_dataset, read
 from octavo.data.tasks.splitting import SplitRows, split
 
 if TYPE_CHECKING:
@@ -123,10 +123,10 @@ def preference_rows(
 
 
 def preference_kind(cfg: Config, dataset: Dataset) -> str | None:
-    """Return the kind of preferences of a data set, like `preferences`, which does not read sealed rows."""
+    """Return the kind of preferences of a data set, like `detect_preference_kind`, which does not read sealed rows."""
     if cfg.data.sealed:
         return "pairs" if isinstance(read_sealed(dataset), SealedPairs) else None
-    return preferences(dataset, cache_folder(cfg))
+    return detect_preference_kind(dataset, cache_folder(cfg))
 
 
 def conversation_rows(cfg: Config, dataset: Dataset, log: Log = no_log) -> Source | SplitRows:
@@ -190,7 +190,8 @@ def count_epoch_rows(cfg: Config, processor: Callable[[], Any]) -> int:
     else:
         is_preference = cfg.train.phase == "preference"
         kinds = [
-            (preferences(d, cache_folder(cfg)) if is_preference else None) or "conversations" for d in cfg.data.train
+            (detect_preference_kind(d, cache_folder(cfg)) if is_preference else None) or "conversations"
+            for d in cfg.data.train
         ]
         sources = [read(d, kind, cache_folder(cfg)) for d, kind in zip(cfg.data.train, kinds, strict=True)]
     return sum(Mixture(sources, [d.weight for d in cfg.data.train]).draws)

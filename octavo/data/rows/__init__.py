@@ -1,1 +1,1 @@
-"""Rows become conversations with references to their images, sounds and videos."""
+"""Parses rows as conversations with references to their images, sounds and videos."""

@@ -216,7 +216,7 @@ def _read_value_turns(row: object, format: str) -> tuple[list[Turn], list[Name]]
     key = _find_turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
     names = image_names(raw, format)
     image_indices = iter(range(len(names)))
-    turns, seen = [], 0
+    turns, num_placeholders = [], 0
     for number, turn in enumerate(_require_list(raw[key], key), 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
             raise RowProblem(f"turn {number} is {quote_value(turn)}; expected {{'from': ..., 'value': text}}")
@@ -229,10 +229,10 @@ def _read_value_turns(row: object, format: str) -> tuple[list[Turn], list[Name]]
             calls = parse_calls(turn["value"], f"turn {number}")
             turns.append(Turn(role, (), calls, reasoning=reasoning, learned=is_learned(turn, number)))
             continue
-        seen += turn["value"].count(PLACEHOLDER)
+        num_placeholders += turn["value"].count(PLACEHOLDER)
         learned = is_learned(turn, number)
         turns.append(Turn(role, split_at_images(turn["value"], image_indices), reasoning=reasoning, learned=learned))
-    check_image_count(seen, len(names))
+    check_image_count(num_placeholders, len(names))
     return turns, names
 
 
@@ -243,7 +243,7 @@ def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
     listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
     names: list[Name] = [] if listed is None else listed
     image_indices = iter(range(len(names)))
-    turns, seen = [], 0
+    turns, num_placeholders = [], 0
     for number, turn in enumerate(_require_list(raw[key], key), 1):
         raw_calls = turn.get("tool_calls") if isinstance(turn, dict) else None
         calls = () if raw_calls in (None, "", []) else parse_calls(raw_calls, f"turn {number}")
@@ -272,12 +272,12 @@ def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
             text, image = _parse_part(part, number)
             foreign.check_part(part, number, role)
             if text is not None and listed is not None:
-                seen += text.count(PLACEHOLDER)
+                num_placeholders += text.count(PLACEHOLDER)
                 parts.extend(split_at_images(text, image_indices))
             elif text is not None:
                 parts.append(Text(text))
             elif image is None:  # {"type": "image"}: the next of the row's list
-                seen += 1
+                num_placeholders += 1
                 parts.append(ImageRef(next(image_indices, -1)))
             elif listed is not None:
                 raise RowProblem(f"turn {number} names an image and the row has an image list too; keep one of them")
@@ -287,8 +287,8 @@ def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
         reasoning = read_reasoning(turn, role, number)
         name, call = (name, call) if role == "tool" else (None, None)
         turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, is_learned(turn, number)))
-    if listed is not None or seen:
-        check_image_count(seen, len(listed or ()))
+    if listed is not None or num_placeholders:
+        check_image_count(num_placeholders, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
         raise RowProblem(
             f"writes {PLACEHOLDER} in its text, but names no image; list it under 'images', or write the content as "
@@ -414,8 +414,8 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     dialogue = [turn for turn in turns if turn.role != "system"]
     answers = [turn for turn in dialogue if turn.role == "assistant"]
     if answered and not any(turn.learned for turn in answers):
-        none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
-        raise RowProblem(f"has {none}, so there is nothing to learn from it")
+        problem = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
+        raise RowProblem(f"has {problem}, so there is nothing to learn from it")
     if dialogue and dialogue[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt before it")
     for number, turn in enumerate(turns, 1):

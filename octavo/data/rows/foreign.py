@@ -1,9 +1,9 @@
-"""Row features of other frameworks that Octavo does not support: refused by name, with the supported alternative.
+"""Rejects row features of other frameworks that Octavo does not support, and names the supported alternative.
 
-They are keys that choose what is learned (ms-swift, Axolotl, LLaMA-Factory, verl, torchtune, NeMo), boxes that replace
-placeholders (ms-swift), and turns or parts that were written as JSON text to fit into one column. If ignored, each
-would train on something else. A key that agrees with the default, such as `loss_mask: 1` in an assistant's turn, is
-harmless and not refused.
+They are keys that select what is learned (ms-swift, Axolotl, LLaMA-Factory, verl, torchtune, NeMo), boxes that replace
+placeholders (ms-swift), and turns or parts that were written as JSON text to fit into one column. Ignoring any of them
+would change the training data. A key that agrees with the default, such as `loss_mask: 1` in an assistant's turn, is
+harmless and accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _inverted_flag(value: object) -> bool | None:
     return None if flag is None else not flag
 
 
-#: keys of turns -> whether a value means that the turn is learned (None: it means something else)
+#: keys of turns -> whether a value means that the turn is learned, or None for other meanings
 _LEARNED: dict[str, Callable[[object], bool | None]] = {
     **dict.fromkeys(("loss_mask", "loss_scale", "loss_weight", "training", "trainable"), _parse_flag),
     "masked": _inverted_flag,

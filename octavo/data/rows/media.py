@@ -1,4 +1,4 @@
-"""Media files in rows: by name or as bytes, and the folder that they must be in.
+"""Media files in rows: by name or as bytes, inside a folder.
 
 A row lists its files of a kind under one of two keys: a file name, {"bytes", "path"} as `datasets` writes files inside
 rows, or a list of these. A placeholder in its text, or a part of that type, is the place of the next one; or a part
@@ -20,7 +20,7 @@ from octavo.data.errors import MediaProblem, RowProblem, quote_value
 
 @dataclass(frozen=True)
 class InlineFile:
-    """A file as bytes. `name`: its original name, or ""."""
+    """A file whose bytes are in the row. `name` is its original name, or ""."""
 
     data: bytes
     name: str = ""

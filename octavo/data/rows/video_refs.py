@@ -32,7 +32,7 @@ class InlineVideo(InlineFile):
 
 @dataclass(frozen=True)
 class FrameFolder:
-    """A folder of frames; `fps`: frames a second, if the row has it."""
+    """A folder of frames. `fps` is its frames per second, if the row has it."""
 
     path: Path
     fps: float | None = None

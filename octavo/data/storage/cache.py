@@ -56,7 +56,8 @@ def cached_file(
     folder: Path | None, source: Path | str, write: Write, log: Log = no_log, depends_on: str = "", form: str = "Arrow"
 ) -> Path:
     """Return the cache file that `write` creates from `source` (a str for a URL), written now if it is missing.
-    `folder`: of the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
+    `folder` is the cache folder, or None for the default; `depends_on` contains other inputs of the content; `form` is
+    its type, in one word.
 
     Raises DataError if the folder cannot be written or the disk is full, and if `source` changes meanwhile.
     """

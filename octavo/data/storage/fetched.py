@@ -166,7 +166,7 @@ class FetchedRows(Shards):
         return self.files[number].size
 
     def _open_shard(self, shard: Remote) -> Rows:
-        for number in [n for n, rows in self._rows.items() if isinstance(rows, MappedTable) and rows.gone]:
+        for number in [n for n, rows in self._rows.items() if isinstance(rows, MappedTable) and rows.is_deleted]:
             del self._rows[number]  # it was evicted; its disk space is freed when no process has it open
         rows = open_shard(self.store, shard)
         if len(rows) != shard.rows:

@@ -1,5 +1,5 @@
-"""Rows by way of Hugging Face's `datasets`: data sets of the hub, downloaded into the cache of that library or
-streamed, and folders that it saved.
+"""Rows from Hugging Face's `datasets`: data sets of the hub, downloaded into the cache of that library or streamed, and
+folders that it saved.
 
 In both cases the library decides which files belong to a split. Streamed files must be parquet: row groups are read
 over the network on demand, in the same order as from a local file, so that rows, losses and resume are the same.
@@ -65,8 +65,8 @@ def _unavailable_error(name: str, revision: str | None, split: str, subset: str 
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `folder`:
-    of the cache with the notes of valid files (None: the default). Raises DataError for a damaged file."""
+    """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `folder` is
+    the cache folder with the notes of valid files, or None for the default. Raises DataError for a damaged file."""
 
     def __init__(self, path: Path, dataset: Any, folder: Path | None = None) -> None:
         for file in dataset.cache_files:

@@ -44,8 +44,8 @@ def open_rows(
     path: str | Path, folder: Path | None = None, log: cache.Log = cache.no_log, stream: bool = False
 ) -> Rows:
     """Open a data file by its suffix, JSON and JSONL by their first characters; or a folder that `datasets` saved, or
-    one with files of one kind, in the order of their names. `folder`: of the cache (None: the default). `stream`: rows
-    are read from the original files, and nothing is written into the cache.
+    one with files of one kind, in the order of their names. `folder` is the cache folder, or None for the default. With
+    `stream`, rows are read from the original files, and nothing is written to the cache.
 
     Raises `DataError` for a file that is missing, not a regular file, empty, or without rows; for a JSON list that is
     not UTF-8 or has a broken structure; for other formats as their entries in :mod:`octavo.data.formats.registry` do;
@@ -86,8 +86,8 @@ def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) 
 
 def _count_rows(form: Format, file: Path) -> int:
     assert form.count_rows is not None
-    with open_file(file, DataError, buffering=0) as opened:
-        return form.count_rows(file, opened)
+    with open_file(file, DataError, buffering=0) as stream:
+        return form.count_rows(file, stream)
 
 
 def _check_stream(path: Path, form: Format, stream: bool) -> None:

@@ -173,7 +173,7 @@ class _Watch:
 
 def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
     """Run `work` in a thread, while it makes progress every `STALL_SECONDS`. A thread that waits for a server cannot be
-    stopped: it is abandoned, and writes nothing any more."""
+    stopped: it is abandoned, and writes nothing afterwards."""
     watch, results, errors = _Watch(block), [], []
 
     def run() -> None:

@@ -13,8 +13,9 @@ from octavo.data.formats.arrow_rows import Rows
 
 
 class Shards:
-    """The rows of several files, concatenated; a file is opened when one of its rows is read. `counts`: the number of
-    rows in each, if known (None: all files are opened to count them); `max_open`: files that stay open (None: all)."""
+    """The rows of several files, concatenated; a file is opened when one of its rows is read. `counts` is the number of
+    rows in each file, or None to open all files and count them; `max_open` limits the files that stay open, None keeps
+    all open."""
 
     def __init__(
         self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],

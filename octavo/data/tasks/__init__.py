@@ -1,1 +1,1 @@
-"""Tasks that rows are used for: conversations, documents, prompts, preferences, sealed samples."""
+"""Parsers and encoders of rows by task: documents, prompts, preferences, sealed samples; and data sets as sources."""

@@ -1,4 +1,4 @@
-"""Documents: rows of plain text, with or without images, whose text is learned whole (`train.phase: pretrain`).
+"""Documents: rows of plain text, with or without images, whose whole text is learned (`train.phase: pretrain`).
 
     {"text": "Once upon a time ..."}
     {"image": "cat.jpg", "text": "A cat on a mat."}                                        a caption

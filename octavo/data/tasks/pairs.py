@@ -1,4 +1,4 @@
-"""Preferences: two answers to one prompt, of which the first is better (pairs), or one answer that is good or bad
+"""Preferences: two answers to one prompt, the first of which is better (pairs), or one answer that is good or bad
 (labelled).
 
 Pairs have `chosen` and `rejected`, as in TRL, LLaMA-Factory and rows of messages:
@@ -9,8 +9,9 @@ Pairs have `chosen` and `rejected`, as in TRL, LLaMA-Factory and rows of message
     {"instruction", "input"?, "system"?, "chosen": TEXT, "rejected": TEXT}                 LLaMA-Factory (alpaca)
 
 An ANSWER is a text, an assistant turn or a list of turns; turns have role/content or from/value. If `chosen` and
-`rejected` are whole conversations, their common beginning is the prompt, and a `prompt`, which repeats it, is ignored.
-`images` and `videos` as in `prompts.py`.
+`rejected` are whole conversations, their common beginning is the prompt, and a `prompt`, which would repeat it, is
+ignored.
+`images` and `videos` are read as in `prompts.py`.
 
 Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`; in the form
 of LLaMA-Factory `instruction`, `input`, `output`, and `kto_tag` for `label`.
@@ -250,16 +251,16 @@ def labelled_batches(
     `crossed` a batch of the same size, with the same prompts and the answers to other prompts.
 
     KTO estimates its KL term from the crossed batch. The crossed answer comes from the previous row of the step that is
-    not left out, for the first row from the last one, whatever the number of ranks that share the step. `before`: the
-    sample before this rank's first row (None: no other rank has one, and it is this rank's last row). Tokens over
+    not left out (for the first row, from the last one), for any number of ranks that share the step. `before` is the
+    sample before this rank's first row, or None if no other rank has one; then it is this rank's last row. Tokens over
     `longest` are cut. If a step has only one row, its crossed answer has no labels.
     """
     samples = [sample for _, sample in rows if sample is not None]
     # The source of each crossed answer: this rank's rows shifted by one.
     answer_sources = [before or sample for sample in samples[-1:]] + samples[:-1]
-    alone = before is None and len(samples) == 1
+    is_single = before is None and len(samples) == 1
     paired = [
-        (n, sample and (sample, _cross_answer(sample, answer_sources.pop(0), longest, alone))) for n, sample in rows
+        (n, sample and (sample, _cross_answer(sample, answer_sources.pop(0), longest, is_single))) for n, sample in rows
     ]
     return make_micro_batches(paired, micro_batch, pad_id, _collate_labelled)
 
@@ -276,13 +277,13 @@ def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: in
     return batch | {"desirable": good, "crossed": collate([crossed for _, crossed in pairs], pad_id)}
 
 
-def _cross_answer(sample: Sample, other: Sample, max_length: int, single: bool) -> Sample:
-    """Return the prompt of `sample` with the answer of `other`, at most `max_length` tokens; `single`: without
+def _cross_answer(sample: Sample, answer_source: Sample, max_length: int, single: bool) -> Sample:
+    """Return the prompt of `sample` with the answer of `answer_source`, at most `max_length` tokens; `single`: without
     labels."""
-    start, answer_start = _answer_start(sample), _answer_start(other)
-    answer = other.input_ids[answer_start:]
+    start, answer_start = _answer_start(sample), _answer_start(answer_source)
+    answer = answer_source.input_ids[answer_start:]
     ids = np.concatenate([sample.input_ids[:start], answer])[:max_length]
-    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[answer_start:]])[:max_length]
+    labels = np.concatenate([np.full_like(ids[:start], IGNORE), answer_source.labels[answer_start:]])[:max_length]
     if single:
         labels[:] = IGNORE
     kinds = None
@@ -321,10 +322,12 @@ def _count_shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
     images = sum(isinstance(part, ImageRef) for turn in first[:shared] for part in turn.parts)
-    if differ := [pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2]:
+    if different_images := [
+        pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2
+    ]:
         raise RowProblem(
-            f"has the image {quote_value(differ[0][0])} in the prompt of chosen and {quote_value(differ[0][1])} in the "
-            "prompt of rejected; both must answer the same prompt"
+            f"has the image {quote_value(different_images[0][0])} in the prompt of chosen and "
+            f"{quote_value(different_images[0][1])} in the prompt of rejected; both must answer the same prompt"
         )
     if len(first) == len(second) == shared:
         raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")

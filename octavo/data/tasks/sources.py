@@ -1,4 +1,4 @@
-"""Data sets of the configuration: a file, a folder of images, a format, a limit."""
+"""Opens the data sets of a configuration: their rows, format, image folder and limit."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 class Source:
     """The rows of one data set, parsed as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
-    `BadSample`), `source.name`; and for its order (`octavo.data.order`): `source.window`, rows that are shuffled
-    together, and `source.shards`, the number of rows in each of its files."""
+    `BadSample`) and `source.name`. Its order (`octavo.data.order`) reads `source.window`, the number of rows that are
+    shuffled together, and `source.shards`, the number of rows in each of its files."""
 
     def __init__(
         self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations",
@@ -75,7 +75,7 @@ class Source:
 
     @property
     def shards(self) -> Sequence[int] | None:
-        """The number of used rows in each file; None: the data set has only one."""
+        """The number of used rows in each file, or None if the data set has only one file."""
         sizes = getattr(self.rows, "shards", None)
         if sizes is None:
             return None
@@ -198,7 +198,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     return Source(rows, format, images, dataset.max_samples, kind, window)
 
 
-def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
+def detect_preference_kind(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, by the first readable row of a data set; None: neither. Raises `DataError`."""
     return next(map(row_preference_kind, _readable_rows(open_dataset(dataset, cache))), None)
 
@@ -240,7 +240,7 @@ def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) ->
 
 def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
     """Return the format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt"
-    and "text" if it is one and the phase allows it, None if it is no conversation."""
+    and "text" if it is one and the phase allows it, or None if it is not a conversation."""
     # The order of the tests matters: a row may have the keys of several formats.
     if prompts and isinstance(raw, dict) and "prompt" in raw:
         return "prompt"

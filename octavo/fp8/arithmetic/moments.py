@@ -12,7 +12,7 @@ small r, with one fp32 scale per group.
 
 A step changes v by a thousandth, a tenth of a code: rounded to nearest the code would never change, and rounded at
 random it would wander. Two things prevent this. The grid is stable: its pace is one of four per octave, and its points
-are the multiples of the pace, whatever the group's extrema are. And the dither u, which is added before truncation, is
+are the multiples of the pace, for any extrema of the group. And the dither u, which is added before truncation, is
 not random but a Weyl sequence: over the steps it visits all fractions evenly, so that a fraction p rounds up in a share
 p of the steps, within one step.
 
@@ -114,7 +114,7 @@ _TARGET = 16.614709844115207  # log2(448^2 / 2): the smallest magnitude of a gro
 
 
 def extrema(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Bit patterns (int32 [G]) of the smallest non-zero and of the largest magnitude in each row of `z` fp32 [G, 128].
+    """Return bit patterns (int32 [G]) of the smallest non-zero and largest magnitudes in each row of `z` fp32 [G, 128].
 
     A row of zeros has (0x7FFFFFFF, 0); with a NaN or an Inf `hi` is at least 0x7F800000. Over the ranks that
     share a group, the minimum of lo and the maximum of hi are the group's extrema.
@@ -124,7 +124,7 @@ def extrema(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def v_range(lo: Tensor, hi: Tensor) -> Tensor:
-    """The grid of each group's v in one word, int32 [G], from its :func:`extrema`."""
+    """Return the grid of each group's v as a word, int32 [G], from its :func:`extrema`."""
     width = ((hi - lo + 507) // 508).clamp(min=512)
     exponent = (width.float().view(torch.int32) + 0x1FFFFF) >> 21
     pace = _pace(exponent)
@@ -133,7 +133,7 @@ def v_range(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def grid(range_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grids that words int32 [G] encode."""
+    """Return (base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grids in words int32 [G]."""
     bad = range_ == -1
     pace = torch.where(bad, 1, _pace((range_ >> 24) + LEAST))
     rate = torch.full_like(pace, 65536.0, dtype=torch.float32) / pace.float()
@@ -147,19 +147,19 @@ def _pace(exponent: Tensor) -> Tensor:
 
 
 def dither(seed: int, start: int, count: int, *, step: int, parameter: int, device: torch.device | str) -> Tensor:
-    """The dither of elements `start` to `start + count`, added before truncation: int32 [count], 0 to 65535."""
+    """Return the dither of elements `start` to `start + count`, added before truncation: int32 [count], 0 to 65535."""
     element = torch.arange(count, dtype=torch.int64, device=device)
     first = dither_start(seed, start, step=step, parameter=parameter)
     return (((element * 0xC13FA9A9 + first) >> 16) & 0xFFFF).to(torch.int32)
 
 
 def dither_start(seed: int, start: int, *, step: int, parameter: int) -> int:
-    """The 32 bits whose upper half is the dither of element `start`; each next element adds 0xC13FA9A9."""
+    """Return the 32 bits whose upper half is the dither of element `start`; each next element adds 0xC13FA9A9."""
     return (start * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) & 0xFFFFFFFF
 
 
 def encode_v(v: Tensor, range_: Tensor, dither: Tensor) -> Tensor:
-    """Codes 0 to 511 (int32 [G, 128]) of `v` (fp32) on the grids of `range_` (int32 [G])."""
+    """Return codes 0 to 511 (int32 [G, 128]) of `v` (fp32) on the grids of `range_` (int32 [G])."""
     base, _, rate = grid(range_)
     bits = v.view(torch.int32)
     code = (((bits - base).float() * rate).to(torch.int32) + dither) >> 16
@@ -167,58 +167,59 @@ def encode_v(v: Tensor, range_: Tensor, dither: Tensor) -> Tensor:
 
 
 def decode_v(code: Tensor, range_: Tensor) -> Tensor:
-    """The second moments (fp32 [G, 128]) of codes 0 to 511 (int32)."""
+    """Return the second moments (fp32 [G, 128]) of codes 0 to 511 (int32)."""
     base, pace, _ = grid(range_)
     return torch.where(code == 0, 0, base + (code - 1) * pace).view(torch.float32)
 
 
 def ratio(m: Tensor, v: Tensor) -> Tensor:
-    """r = m / sqrt(v) of decoded v (fp32 [G, 128]); 0 where v is 0."""
+    """Return r = m / sqrt(v) for decoded v (fp32 [G, 128]), 0 where v is 0."""
     return torch.where(v == 0, torch.zeros_like(m), m / sqrt(v))
 
 
 def r_amax(r: Tensor) -> Tensor:
-    """Bit patterns (int32 [G]) of the largest magnitude of each row of `r`; a NaN has the largest of all."""
+    """Return bit patterns (int32 [G]) of the largest magnitude in each row of `r`; NaN is larger than all."""
     return (r.view(torch.int32) & 0x7FFFFFFF).amax(1)
 
 
 def r_scale(amax: Tensor) -> Tensor:
-    """The scale of r (fp32 [G]) from bit patterns of amax, int32 [G]: amax / 5985, 0 for amax < 2^-100."""
+    """Return the scale of r (fp32 [G]) from bit patterns of amax, int32 [G]: amax / 5985, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
     scale = torch.where(value < TINY, 0.0, value / torch.full_like(value, R_TOP))
     return torch.where(amax >= _INF, torch.nan, scale)
 
 
 def r_grid(amax: Tensor) -> Tensor:
-    """The factor of r before it is coded (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
+    """Return the factor of r before encoding (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
     return torch.where(value < TINY, 0.0, torch.full_like(value, R_TOP) / value)
 
 
 def encode_r(r: Tensor, amax: Tensor) -> Tensor:
-    """Codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax`."""
+    """Return codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitudes have bit patterns
+    `amax`."""
     code = (sqrt(r.abs() * r_grid(amax)[:, None] + 256.0) - 16.0).round().clamp(max=63.0)
     return torch.where((amax >= _INF)[:, None], 0.0, torch.copysign(code, r)).to(torch.int32)
 
 
 def decode_m(code: Tensor, scale: Tensor, v: Tensor) -> Tensor:
-    """The first moments (fp32 [G, 128]) of codes -63 to 63, `scale` fp32 [G] and decoded second moments `v`."""
+    """Return the first moments (fp32 [G, 128]) of codes -63 to 63, `scale` fp32 [G] and decoded second moments `v`."""
     return ((code * (code.abs() + 32)).float() * scale[:, None]) * sqrt(v)
 
 
 def pack(m_code: Tensor, v_code: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8, uint8) of codes of m and v: v's lowest bit is m's byte's lowest bit."""
+    """Pack codes of m and v into (int8, uint8); the lowest bit of v is stored in the byte of m."""
     return ((m_code << 1) | (v_code & 1)).to(torch.int8), (v_code >> 1).to(torch.uint8)
 
 
 def unpack(m_byte: Tensor, v_byte: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (int32) of m and v in bytes (int8, uint8): the inverse of :func:`pack`."""
+    """Unpack bytes (int8, uint8) into codes (int32) of m and v: the inverse of :func:`pack`."""
     byte = m_byte.to(torch.int32)
     return byte >> 1, (v_byte.to(torch.int32) << 1) | (byte & 1)
 
 
 def coat_figures(lo: Tensor, hi: Tensor) -> Tensor:
-    """(s, k, c) of each group, fp32 [G, 3], from :func:`extrema`; NaN where the group has a NaN or an Inf."""
+    """Return (s, k, c) of each group, fp32 [G, 3], from :func:`extrema`; NaN if the group has a NaN or an Inf."""
     low, high = (torch.where(hi == 0, 1.0, x.view(torch.float32)) for x in (lo, hi))
     octaves = (log2(high) - log2(low)).clamp(min=1.0)
     k = ((torch.full_like(octaves, _TARGET) / octaves) * 16.0).floor().clamp(1.0, 256.0) * 0.0625
@@ -228,22 +229,26 @@ def coat_figures(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def coat_encode(z: Tensor, figures: Tensor) -> Tensor:
-    """E4M3 codes [G, 128] of `z` by `figures` [G, 3], to nearest. Only zeros become zero: the smallest
-    magnitude is at least 2.2 of E4M3's smallest steps, or 1.4 if a k of 1/16 is too large for the group."""
+    """Return E4M3 codes [G, 128] of `z` by `figures` [G, 3], rounded to nearest.
+
+    Only zeros become zero: the smallest magnitude is at least 2.2 of E4M3's smallest steps, or 1.4 if a k of 1/16 is
+    too large for the group.
+    """
     s, k, c = figures[:, :, None].unbind(1)
     y = power(z.abs() / c, k) / s
     return torch.where(y.isnan(), y, torch.copysign(y, z)).to(torch.float8_e4m3fn)
 
 
 def coat_decode(codes: Tensor, figures: Tensor) -> Tensor:
-    """The moments (fp32 [G, 128]) of E4M3 `codes` by `figures` [G, 3]."""
+    """Return the moments (fp32 [G, 128]) of E4M3 `codes` by `figures` [G, 3]."""
     s, k, c = figures[:, :, None].unbind(1)
     code = codes.float()
     return torch.copysign(power(code.abs() * s, torch.ones_like(k) / k) * c, code)
 
 
 def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(m, v), fp32 [G, 128], from the state tensors of format `states`: codes [G, 128], figures of groups [G, ...]."""
+    """Return (m, v), fp32 [G, 128], from the state tensors of format `states`: codes [G, 128] and values per group
+    [G, ...]."""
     if states == "fp8":
         m_code, v_code = unpack(state["exp_avg_codes"], state["exp_avg_sq_codes"])
         v = decode_v(v_code, state["exp_avg_sq_range"])
@@ -257,13 +262,16 @@ def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def encode(
-    states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: MaxOverRanks | None = None
+    states: str, m: Tensor, v: Tensor, dither_bits: Tensor | None, agree: MaxOverRanks | None = None
 ) -> dict[str, Tensor]:
-    """The state tensors of format `states` for `m` and `v` (fp32 [G, 128]).
+    """Return the state tensors of format `states` for `m` and `v` (fp32 [G, 128]).
 
-    `chance` is :func:`dither`, int32 [G, 128] from 0 to 65535, for fp8 and bf16; the other formats ignore it. `agree`
-    is for groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all are
-    maxima), and for fp8 once more with the largest |r|. Elements on other ranks must be zero.
+    Args:
+        states: one of :data:`STATES`.
+        m, v: the moments; elements on other ranks must be zero.
+        dither_bits: :func:`dither`, int32 [G, 128] from 0 to 65535, for fp8 and bf16; the other formats ignore it.
+        agree: reduces extrema over the ranks that share a group. It is called once with the extrema (minima negated,
+            so that all are maxima), and for fp8 again with the largest |r|.
     """
     if states == "fp32":
         return {"exp_avg": m, "exp_avg_sq": v}
@@ -278,13 +286,13 @@ def encode(
             "exp_avg_sq_codes": coat_encode(v, v_figures),
             "exp_avg_sq_figures": v_figures,
         }
-    assert chance is not None
+    assert dither_bits is not None
     if states == "fp8":
         # Two rounds of agreement: r divides by v as it will be decoded, so its amax needs the codes of v.
         lo, hi = extrema(v)
         marks = share(torch.stack([-lo, hi]))
         range_ = v_range(-marks[0], marks[1])
-        v_code = encode_v(v, range_, chance)
+        v_code = encode_v(v, range_, dither_bits)
         r = ratio(m, decode_v(v_code, range_))
         amax = share(r_amax(r)[None])[0]
         m_byte, v_byte = pack(encode_r(r, amax), v_code)
@@ -295,5 +303,5 @@ def encode(
             "exp_avg_sq_range": range_,
         }
     bits = v.view(torch.int32)
-    cut = torch.where(bits & 0x7FFFFFFF < _INF, bits + chance, _NAN) >> 16
+    cut = torch.where(bits & 0x7FFFFFFF < _INF, bits + dither_bits, _NAN) >> 16
     return {"exp_avg": m.to(torch.bfloat16), "exp_avg_sq": cut.to(torch.int16).view(torch.bfloat16)}

@@ -84,17 +84,18 @@ def prove(key: tuple[object, ...], what: str, begin: Callable[[], Callable[[Tens
     """
     if key in _proven:
         return
-    every = torch.arange(TRIAL_ROWS)
+    all_rows = torch.arange(TRIAL_ROWS)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         run = begin()
-        whole = run(every).cpu()
+        expected = run(all_rows).cpu()
         # One row, the last rows, every seventh in reverse order, and all but one at other positions.
-        for which in (every[TRIAL_ROWS // 2 :][:1], every[-3:], every.flip(0)[::7], every.roll(5)[:-1]):
-            differing = (run(which).cpu() != whole[which]).reshape(len(which), -1).any(1)
+        subsets = (all_rows[TRIAL_ROWS // 2 :][:1], all_rows[-3:], all_rows.flip(0)[::7], all_rows.roll(5)[:-1])
+        for subset in subsets:
+            differing = (run(subset).cpu() != expected[subset]).reshape(len(subset), -1).any(1)
             if differing.any():
-                row = int(which[differing][0])
+                row = int(subset[differing][0])
                 raise InvarianceError(
                     f"invariant: {what} was tried on this device, and row {row} of {TRIAL_ROWS} has other bits "
-                    f"among {len(which)} rows. Use rl.invariant: false here"
+                    f"among {len(subset)} rows. Use rl.invariant: false here"
                 )
     _proven.add(key)

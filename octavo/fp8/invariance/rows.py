@@ -151,10 +151,10 @@ def layer_norm(
         y = _standardize(kernels, x.reshape(-1, _count(normalized_shape)), eps)[0].view(x.shape)
         return _scale_and_shift(y, *_fill_optional(parameters, weight, bias))
 
-    def stock_of(x: Tensor, *parameters: Tensor) -> Tensor:
+    def run_stock(x: Tensor, *parameters: Tensor) -> Tensor:
         return stock(x, normalized_shape, *_fill_optional(parameters, weight, bias), eps)
 
-    return _apply_formula(formula, stock_of, x, *(p for p in (weight, bias) if p is not None))
+    return _apply_formula(formula, run_stock, x, *(p for p in (weight, bias) if p is not None))
 
 
 def make_rms_norm(stock: Stock) -> Stock:
@@ -163,17 +163,17 @@ def make_rms_norm(stock: Stock) -> Stock:
         kernels: RowKernels, stock: Stock, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:  # fmt: skip
-        least = torch.finfo(x.dtype).eps if eps is None else eps
+        min_eps = torch.finfo(x.dtype).eps if eps is None else eps
 
         def formula(x: Tensor, *parameters: Tensor) -> Tensor:
             rows = x.reshape(-1, _count(normalized_shape))
-            rstd = torch.rsqrt(kernels.sums(rows * rows) / rows.shape[1] + least)
+            rstd = torch.rsqrt(kernels.sums(rows * rows) / rows.shape[1] + min_eps)
             return _scale_and_shift((rows * rstd[:, None]).view(x.shape), *parameters)
 
-        def stock_of(x: Tensor, *parameters: Tensor) -> Tensor:
-            return stock(x, normalized_shape, *parameters, eps=least)
+        def run_stock(x: Tensor, *parameters: Tensor) -> Tensor:
+            return stock(x, normalized_shape, *parameters, eps=min_eps)
 
-        return _apply_formula(formula, stock_of, x, *(() if weight is None else (weight,)))
+        return _apply_formula(formula, run_stock, x, *(() if weight is None else (weight,)))
 
     return rms_norm
 
@@ -193,10 +193,10 @@ def make_refusal(stock: Stock, why: str) -> Stock:
     """A function that raises InvarianceError on devices with kernels: ``stock`` has no replacement there."""
 
     @_replace_where_kernels(stock)
-    def never(kernels: RowKernels, stock: Stock, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def raise_error(kernels: RowKernels, stock: Stock, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise InvarianceError(f"invariant: the model calls {stock.__name__} on {x.device}, {why}")
 
-    return never
+    return raise_error
 
 
 def _standardize(kernels: RowKernels, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a layer costs on this machine, and the choice by it."""
+"""Measure layers on this machine, and choose recipes by the measurements."""
 
 from octavo.fp8.measuring.invariant import find_shared_scales, first_compiled_module
 from octavo.fp8.measuring.machine import Machine

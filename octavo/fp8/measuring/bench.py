@@ -1,14 +1,14 @@
 """The cost of a linear layer on this machine: forward, dgrad and wgrad with quantization, in BF16 and in each recipe.
 
-One :class:`Case` is measured for each distinct kind, shape and need of gradients in a model, with the tokens that one
-forward really sends through it. All candidates of a case (BF16, and every allowed recipe on every backend that can do
-it) are called in one run by :func:`octavo.fp8.measuring.timing.time_calls`, through the same modules, autograd and
-autocast as in training. A candidate that fails, or whose outputs are not finite or far from BF16's, is out, with the
-reason.
+A :class:`Case` is measured for each distinct kind, shape and combination of gradients in a model, with the tokens of
+one forward. All candidates of a case (BF16, and each allowed recipe on each backend that supports it) are timed
+together by
+:func:`octavo.fp8.measuring.timing.time_calls`, with the same modules, autograd and autocast as in training. Candidates
+that fail, or whose results are not finite or too far from BF16, are rejected with a reason.
 
-Codes of weights are cast once an optimizer step and serve all its micro-steps. So every FP8 candidate is timed twice:
-with valid codes, and with codes dropped before the call. The difference is the price of the cast; a plan divides it by
-the micro-steps (:meth:`Entry.cost`). BF16 pays its own cast of fp32 weights in every micro-step, as autocast does.
+Codes of weights are cast once per optimizer step and shared by its micro-steps. So each FP8 candidate is timed twice:
+with valid codes, and with codes dropped before the call. The difference is the cost of the cast, which a plan divides
+by the number of micro-steps (:meth:`Entry.cost`). BF16 casts fp32 weights in each micro-step, as autocast does.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from octavo.fp8.metrics import SOUND_DIFF
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
 
-_ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit into memory next to it
+_ROWS = 1 << 24  # elements compared at a time, because float64 copies of large outputs may not fit into memory
 
 
 Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timing]]
 
 
 def measure_time(case: Case, calls: Mapping[str, Callable[[], Any]], device: torch.device) -> Mapping[str, Timing]:
-    """The timer of measurements; tests put another in its place."""
+    """Time the calls; the default timer of :func:`measure_case`."""
     return time_calls(calls, device, warmup=2, rounds=10, budget=0.5 * len(calls))
 
 
@@ -53,12 +53,12 @@ def measure_case(
     experts: nn.Module | None = None,
     timer: Timer = measure_time,
 ) -> Measured:
-    """Measure one case: BF16 and every candidate, side by side.
+    """Measure BF16 and all candidates of one case.
 
     Args:
-        recipes: the recipes that are allowed.
-        requested: "auto", or the one backend that may be used.
-        experts: the stock module of a case of experts, whose structure is copied (its weights are not).
+        recipes: the allowed recipes.
+        requested: "auto", or the name of the only allowed backend.
+        experts: the stock module of a case of experts. Its structure is copied, but not its weights.
 
     Raises:
         MeasureError: the case does not fit into memory, or high precision itself fails.
@@ -79,7 +79,7 @@ def measure_case(
             module = bench.make_fp8_module(recipe, chosen)
             call = bench.call(module)
             why = _why_unhealthy(call(), truth)
-        except Exception as error:  # whatever a kernel raises is this candidate's answer, and is shown
+        except Exception as error:  # any error of a kernel rejects the candidate and is reported
             why = _first_line(error)
         if why is not None:
             entries[name] = replace(entry, rejected=why)
@@ -94,7 +94,7 @@ def measure_case(
 
 
 class _Bench:
-    """A layer of one case with its inputs; two sets of them, so that no call finds its own in a cache."""
+    """A layer of one case with two sets of inputs, which alternate so that inputs are not cached."""
 
     def __init__(self, case: Case, device: torch.device, experts: nn.Module | None) -> None:
         self.case, self.device = case, device
@@ -113,7 +113,7 @@ class _Bench:
         self.inputs = [self._make_input() for _ in range(2)]
 
     def _make_input(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """(what the module is called with, the gradient of what it gives)."""
+        """Return (inputs of the module, gradient of its output)."""
         case = self.case
         x = torch.randn(case.m, case.k, device=self.device).to(self.low).requires_grad_(case.dgrad)
         if case.kind != "experts":
@@ -124,7 +124,7 @@ class _Bench:
         return (x, index, share), torch.randn(case.m, case.k, device=self.device).to(self.low)
 
     def make_fp8_module(self, recipe: Recipe, chosen: Mapping[str, Selection]) -> nn.Module:
-        """An FP8 layer over the same weights."""
+        """Return an FP8 layer with the same weights."""
         if self.case.kind != "experts":
             return _make_fp8_layer(self.stock, Site(str(self.case), recipe, chosen)).train()
         memo = {id(p): p for p in self.stock.parameters()}
@@ -133,7 +133,7 @@ class _Bench:
         return Experts.convert(module, sites).train()
 
     def call(self, module: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
-        """() -> (y, gradients) of one forward and backward, on the inputs by turns."""
+        """Return a function that runs a forward and a backward on alternating inputs and returns (y, gradients)."""
         turn = 0
 
         def run() -> tuple[Tensor, ...]:
@@ -152,7 +152,7 @@ class _Bench:
 
 
 def _make_fp8_layer(stock: nn.Module, site: Site) -> Linear:
-    """An FP8 layer over the weights of a stock one."""
+    """Return an FP8 layer with the weights of a stock layer."""
     assert isinstance(stock, nn.Linear)
     twin = nn.Linear(stock.in_features, stock.out_features, bias=stock.bias is not None, device="meta")
     twin._parameters.update(stock._parameters)
@@ -173,7 +173,7 @@ def _add_times(entry: Entry, warm: Timing, cold: Timing | None) -> Entry:
 
 
 def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The module's structure with memory of its own on ``device``; its weights are never copied."""
+    """Copy the structure of a module to ``device`` with new, uninitialized weights."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=dtype), requires_grad=p.requires_grad)
         for p in module.parameters()
@@ -181,21 +181,21 @@ def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     return copy.deepcopy(module, memo).to_empty(device=device)
 
 
-def _why_unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
-    """Why results (the output first) cannot be trusted, None if they are finite and near BF16's."""
+def _why_unhealthy(results: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
+    """Return why results (the output first) are rejected, or None if they are finite and close to BF16."""
     words = ("y", "the first gradient", "the second gradient", "the third gradient", "a gradient")
-    for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
+    for i, (a, b) in enumerate(zip(results, truth, strict=True)):
         what = words[min(i, 4)]
         if not bool(a.isfinite().all()):
             return f"{what} is not finite"
-        far = _calc_diff_by_parts(a.detach(), b.detach())
-        if not far < SOUND_DIFF:
-            return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND_DIFF}"
+        difference = _calc_diff_by_parts(a.detach(), b.detach())
+        if not difference < SOUND_DIFF:
+            return f"{what} is far from high precision: calc_diff {difference:.2g}, the limit is {SOUND_DIFF}"
     return None
 
 
 def _calc_diff_by_parts(a: Tensor, b: Tensor) -> float:
-    """calc_diff, a part at a time."""
+    """Compute calc_diff in parts."""
     off = total = 0.0
     for x, y in zip(a.flatten().split(_ROWS), b.flatten().split(_ROWS), strict=True):
         x, y = x.double(), y.double()

@@ -1,4 +1,4 @@
-"""Cases (a kind of layer with its sizes), the candidates that are measured for each, and their results."""
+"""Measured cases (a kind of layer and its sizes), their candidates, and results."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 class MeasureError(Fp8Error, RuntimeError):
-    """A measurement that cannot be made or cannot be read; the message names the fix."""
+    """A measurement that cannot be made or read. The message has a fix."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: ``m`` tokens times a weight [n, k], with or without ``bias``; ``frozen`` runs no wgrad,
-    ``dgrad`` False no dgrad; ``weights`` is the dtype they are kept in.
+    """A kind of layer to measure: ``m`` tokens times a weight [n, k], with or without ``bias``. ``frozen`` has no
+    wgrad,
+    ``dgrad=False`` no dgrad; ``weights`` is the dtype of the weights.
 
-    Experts are measured as the whole module (class ``type``): ``experts`` of them, ``top_k`` a token, (n, k) being
-    the shape of gate and up.
+    Experts are measured as a module of class ``type``, with ``experts`` experts, ``top_k`` per token, and (n, k) the
+    shape of gate and up.
     """
 
     kind: str
@@ -51,15 +52,15 @@ class Case:
     def __str__(self) -> str:
         remarks = [w for w, on in (("bias", self.bias), ("frozen", self.frozen), ("no dgrad", not self.dgrad)) if on]
         if self.experts is not None:
-            remarks.append(f"{self.experts} experts, {self.top_k} a token, {self.type}")
+            remarks.append(f"{self.experts} experts, {self.top_k} per token, {self.type}")
         return " ".join([f"{self.kind} M={self.m} N={self.n} K={self.k} {self.weights}", *remarks])
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
-    ``weights`` more where the weights are cast again; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timing`.
-    ``rejected``: why it is out, and then nothing else counts."""
+    """Times of one candidate: ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes, and
+    ``weights``, the additional seconds to cast the weights. ``spread`` as in
+    :class:`~octavo.fp8.measuring.timing.Timing`. ``rejected``: reason if it is rejected; then times are not valid."""
 
     recipe: str
     backends: Mapping[str, str]
@@ -70,13 +71,14 @@ class Entry:
     rejected: str | None = None
 
     def cost(self, micro_steps: int = 1) -> float:
-        """Seconds a micro-step: what device and host need, whichever is more, and its part of the weights' cast."""
+        """Return seconds per micro-step: the larger of device time, with its share of the weight cast, and host
+        time."""
         return max(self.seconds + self.weights / micro_steps, self.host)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A case's candidates by name; :data:`HIGH` is the baseline and always there."""
+    """The candidates of a case by name; the baseline :data:`HIGH` is always present."""
 
     entries: Mapping[str, Entry]
 
@@ -85,7 +87,7 @@ class Measured:
         return self.entries[HIGH]
 
     def to_json(self) -> dict[str, object]:
-        """The candidates for people, in milliseconds, or why they are out."""
+        """Return the candidates with times in milliseconds, or the reason for a rejection."""
         return {
             name: e.rejected
             or {"ms": 1e3 * e.seconds, "host_ms": 1e3 * e.host, "weights_ms": 1e3 * e.weights, "spread": e.spread}
@@ -95,7 +97,7 @@ class Measured:
 
 @dataclass
 class Measurements:
-    """The cases that were measured, and where. ``machine.emulated`` ones are shown and decide nothing."""
+    """Measured cases and their machine. Measurements of an emulated machine are reported and decide nothing."""
 
     machine: Machine
     cases: dict[Case, Measured] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Measurements:
         return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
 
     def to_json(self) -> dict[str, object]:
-        """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""
+        """Return JSON types for :meth:`from_json`, which also reads measurements of version 0.4.0."""
         return {
             "machine": self.machine.to_json(),
             "cases": [
@@ -127,24 +129,24 @@ class Measurements:
 
 
 def _read_entry(fields_read: Mapping[str, Any]) -> Entry:
-    """An entry whose figures can be compared. Raises ValueError for one that a damaged file holds."""
+    """Read an entry. Raises ValueError for invalid times, as in a damaged file."""
     for name in ("seconds", "host", "weights", "spread"):
         value = fields_read.get(name, 0.0)
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value!r:.60}, where a time belongs")
+            raise ValueError(f"{name} is {value!r:.60}, expected a time")
     return Entry(**fields_read)
 
 
 def _drop_fields(fields_read: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """What version 0.4.0 wrote, without its fields for several layers that ran as one GEMM."""
+    """Drop fields that version 0.4.0 wrote for layers that ran as one GEMM."""
     return {name: value for name, value in fields_read.items() if name not in names}
 
 
 def make_cases(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Case]:
-    """Row name -> its case, for the rows that a plan may convert and that any token reaches.
+    """Return row name -> case, for rows that a plan can convert and that have tokens.
 
-    An input asks for a gradient if a parameter that is trained comes before the layer in the order of the modules,
-    which is the order of execution in the models that Octavo knows.
+    The input of a layer requires a gradient if a trained parameter comes before it in the order of modules, which is
+    the order of execution in supported models.
     """
     trained = False
     needs: dict[str, bool] = {}
@@ -172,20 +174,21 @@ def make_cases(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int])
 def list_candidates(
     case: Case, recipes: Sequence[Recipe], device: torch.device, requested: str = "auto"
 ) -> Iterator[tuple[str, Recipe, dict[str, Selection]]]:
-    """(name, recipe, backend of each GEMM): every allowed recipe on every backend that can do all of it, and on the mix
-    that the registry would choose. The reference counts only where nothing faster is able."""
+    """Yield (name, recipe, backend of each GEMM) for each allowed recipe on each backend that supports all its GEMMs,
+    and on the default choice of the registry. The reference is included only if no other backend supports the
+    recipe."""
     shape = (case.m, case.n, case.k)
     names = [requested]
     if requested == "auto":
         names = [n for n in registry.names() if registry.get(n).why_not_auto(device) is None] + ["auto"]
     for recipe in recipes:
-        able: dict[str, dict[str, Selection]] = {}
+        supported: dict[str, dict[str, Selection]] = {}
         for name in names:
             try:
                 chosen = select_layer_backends(recipe, device, shape, name, case.kind)
             except BackendError:
                 continue
-            able.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
-        faster = {name: chosen for name, chosen in able.items() if name != "reference"}
-        for name, chosen in (faster or able).items():
+            supported.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)
+        faster = {name: chosen for name, chosen in supported.items() if name != "reference"}
+        for name, chosen in (faster or supported).items():
             yield f"{recipe.summary()} on {name}", recipe, chosen

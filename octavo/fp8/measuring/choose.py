@@ -1,16 +1,16 @@
-"""The choice of a recipe for one layer: by what was measured, or by the documented table.
+"""Choose the recipe of a layer by measurements, or by a fixed table.
 
-**Measured.** The fastest healthy candidate, if it beats high precision by more than :data:`MARGIN`; among candidates
-within :data:`TIE` of the fastest, the one with the finest scales. Otherwise high precision, with the figures.
+**By measurements.** The fastest valid candidate, if it is faster than high precision by more than :data:`MARGIN`; among
+candidates within :data:`TIE` of the fastest, the one with the finest scales. Otherwise high precision.
 
-**The table** (nothing measured). Which recipe the hardware is fast in, and the sizes below which FP8 is known to lose:
-torchao measured those on an H100 and skips a layer by the same rules (``_auto_filter_for_recipe``). They know nothing
-of the number of tokens, of fused casts or of your GPU: measure.
+**By the table** (without measurements). The fastest recipe of the hardware, and sizes for which FP8 is known to be
+slower: torchao measured these on an H100 and skips layers by the same rules (``_auto_filter_for_recipe``). The rules do
+not take the number of tokens, fused casts or your GPU into account, so measure if possible.
 
 ========== ============ ================================================================
 capability recipe       stays in high precision
 ========== ============ ================================================================
-CPU        blockwise    nothing: FP8 is emulated there, to check a run and not for speed
+CPU        blockwise    nothing: FP8 is emulated there, for tests
 below 8.9  none         everything: no tensor core multiplies FP8
 8.9        rowwise      N <= 2048, K <= 1024, or (N <= 4096 and K <= 2048)
 9.x        blockwise    the same
@@ -29,12 +29,12 @@ from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, RANKED, SPECS, 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.cases import Entry, Measured
 
-MARGIN = 0.02  # FP8 must win by more: a tie costs accuracy and buys nothing
+MARGIN = 0.02  # minimum gain of FP8, because a tie costs accuracy
 TIE = 0.03
 
 
 class Choice(NamedTuple):
-    """The entry to run (None: high precision), why, and the best FP8 entry even where it lost."""
+    """The entry to run, or None for high precision; the reason; and the best FP8 entry, even if it is not chosen."""
 
     entry: Entry | None
     reason: str
@@ -42,15 +42,15 @@ class Choice(NamedTuple):
 
 
 def choose_by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
-    """Choose among the measured candidates of the allowed recipes."""
+    """Choose from the measured candidates of the allowed recipes."""
     names = {r.summary() for r in allowed}
     entries = {name: e for name, e in measured.entries.items() if e.recipe in names}
     healthy = {name: e for name, e in entries.items() if e.rejected is None}
     if not healthy:
         why = (
-            "; ".join(f"{name}: {e.rejected}" for name, e in entries.items()) or "no backend can do any allowed recipe"
+            "; ".join(f"{name}: {e.rejected}" for name, e in entries.items()) or "no backend supports an allowed recipe"
         )
-        return Choice(None, f"measured: no FP8 candidate is able ({why})", None)
+        return Choice(None, f"measured: no FP8 candidate works ({why})", None)
     high = measured.high.cost(micro_steps)
     name, best = _choose_finest(healthy, high, micro_steps)
     cost = best.cost(micro_steps)
@@ -63,10 +63,10 @@ def choose_by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_s
 
 
 def _choose_finest(healthy: Mapping[str, Entry], high: float, micro_steps: int) -> tuple[str, Entry]:
-    """Among those that tie with the fastest, the one with the finest scales."""
+    """Return the candidate with the finest scales among those that tie with the fastest."""
     fastest = min(e.cost(micro_steps) for e in healthy.values())
     close = {name: e for name, e in healthy.items() if e.cost(micro_steps) <= fastest * (1 + TIE)}
-    if fastest < high * (1 - MARGIN):  # never take a finer one that does not win itself
+    if fastest < high * (1 - MARGIN):  # a finer candidate must also be faster than high precision
         close = {name: e for name, e in close.items() if e.cost(micro_steps) < high * (1 - MARGIN)}
     return min(close.items(), key=lambda item: (_recipe_rank(item[1].recipe), item[1].cost(micro_steps)))
 
@@ -83,7 +83,7 @@ def _ms(seconds: float) -> str:
 def choose_by_table(
     sm: tuple[int, int] | None, shape: tuple[int, int], allowed: Mapping[str, Recipe]
 ) -> tuple[Recipe | None, str]:
-    """(recipe or None, reason) from the table in this module's docstring; ``shape`` is (N, K), ``sm`` None on a CPU."""
+    """Return (recipe or None, reason) by the table in the module docstring. ``sm`` is None on a CPU."""
     n, k = shape
     if sm is None:
         preferred = DEFAULT_RECIPE
@@ -98,13 +98,13 @@ def choose_by_table(
     if sm is not None:
         small = _why_too_small(name, n, k)
         if small:
-            return None, f"auto, not measured: {small}, where FP8 is known to lose"
+            return None, f"auto, not measured: {small}, where FP8 is known to be slower"
     return allowed[name], f"auto, not measured: {name} by the table"
 
 
 def _why_too_small(name: str, n: int, k: int) -> str | None:
     if n % 16 or k % 16:
-        return f"N={n} or K={k} is no multiple of 16"
+        return f"N={n} or K={k} is not a multiple of 16"
     if SPECS[name].has_tensor_scale and not SPECS[name].delayed:
         return f"K={k} <= 4096 and N={n} <= 1024" if k <= 4096 and n <= 1024 else None
     if n <= 2048:

@@ -1,13 +1,13 @@
 """A model whose results for a token depend on neither batch nor length: rollouts get the trainer's log-probabilities.
 
-A model's result for a token is a function of its sequence up to there; in floating point it also depends on what the
-library did with the other rows of the batch. Inside :func:`batch_invariant` it does not: generating token by token
-from a cache, in any batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
+The result for a token is a function of its sequence up to that token, but in floating point it also depends on how a
+library processes the other rows of the batch. Inside :func:`batch_invariant` it does not: generation from a cache, in
+any batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
 
-The cost: rows are padded to sixteens, attention runs in fixed tiles, fused MLPs run layer by layer (the fused
-kernel rounds once where layers round twice, and which of them runs depends on who watches). On a GPU Triton's kernels
-with fixed tiles take the place of libraries, for FP8 products by ``fp8.backend: triton``, and norms that make codes
-make none.
+This has a cost: rows are padded to multiples of 16, attention runs in fixed tiles, and fused MLPs run layer by layer
+(the fused kernel rounds once and separate layers round twice, and health decides which of them runs). On a GPU Triton
+kernels with fixed tiles replace library calls, for FP8 products by ``fp8.backend: triton``, and norms do not produce
+codes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BY_ROW = join_words(PER_TOKEN, "or")
 
 
 def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
-    """Inside, the result for a row of every product and attention of ``model`` depends on neither batch nor length.
+    """Make the results for a row independent of batch and length, for all products and attention of ``model``.
 
-    Enter it around a rollout, and around the forwards of a step. Both must run with the same number of threads.
+    Use it around rollouts and around the forwards of a step, with the same number of threads.
 
-    Raises InvarianceError for a model that cannot be: FP8 layers whose activations share a scale between rows
-    (tensorwise, delayed), or whose products a library computes; compiled code; attention other than sdpa;
-    parameters on a device without kernels for it. What a model calls is seen when it calls it, and refused there by
-    name; so is a kernel whose rows were tried on the device and differed.
+    Raises InvarianceError for models that do not support it: FP8 layers whose activations share a scale between rows
+    (tensorwise, delayed), or whose products run in a library; compiled code; attention other than sdpa; parameters on a
+    device without suitable kernels. Unsupported functions are rejected by name when the model calls them, and kernels
+    are rejected if their rows differ in a test on the device.
     """
     if (reason := why_not_batch_invariant(model)) is not None:
         raise InvarianceError(f"invariant: {reason}")
@@ -46,8 +46,8 @@ def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
 
 
 def why_not_batch_invariant(model: nn.Module) -> str | None:
-    """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
-    # Only what is known before a forward is looked at; the mode refuses the rest when the model calls it.
+    """Return why this model cannot be batch-invariant, with a fix, or None if no reason is known."""
+    # Checks only properties that are known before a forward; the mode rejects other calls when the model makes them.
     for device in {p.device: None for p in model.parameters() if p.device.type != "meta"}:
         if (reason := why_not_rows(device)) is not None:
             return (
@@ -76,7 +76,7 @@ def why_not_batch_invariant(model: nn.Module) -> str | None:
 
 
 def find_shared_scales(model: nn.Module) -> str | None:
-    """Which layer's activations share a scale between rows, and how; None where every row has its own."""
+    """Return which layer's activations share a scale between rows, or None if every row has its own scale."""
     for module in model.modules():
         for site in _sites(module):
             if (reason := _why_rows_share_scales(site.recipe)) is not None:
@@ -85,12 +85,12 @@ def find_shared_scales(model: nn.Module) -> str | None:
 
 
 def first_compiled_module(model: nn.Module) -> str | None:
-    """The first module that ``torch.compile`` has made another of; None if there is none."""
+    """Return the name of the first compiled module, or None if there is none."""
     return next((name or "the model" for name, m in model.named_modules() if _is_compiled(m)), None)
 
 
 def _sites(module: nn.Module) -> list[Site]:
-    """What an FP8 layer's products run by."""
+    """Return the sites of an FP8 layer."""
     if isinstance(module, Linear):
         return [module._site]
     return list(module._sites.values()) if isinstance(module, Experts) else []
@@ -102,7 +102,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _why_rows_share_scales(recipe: Recipe) -> str | None:
-    """Why the codes of a row of x depend on other rows; None if they do not."""
+    """Return why the codes of a row of x depend on other rows, or None if they do not."""
     if recipe.delayed is not None:
         return "whose scales come from amax histories of earlier batches"
     if recipe.fwd is not None and recipe.fwd.a.block[0] != 1:

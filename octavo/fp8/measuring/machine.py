@@ -1,4 +1,4 @@
-"""What measurements depend on: the GPU, its driver, torch, and the versions of the backends."""
+"""The machine that measurements depend on: GPU, driver, and versions of torch and backends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Machine:
         return int(major), int(minor or 0)
 
     def differences(self, other: Machine) -> list[str]:
-        """What differs, as phrases: "gpu was NVIDIA L4, is NVIDIA H200"."""
+        """Return differences as phrases, such as "gpu was NVIDIA L4, is NVIDIA H200"."""
         changes = []
         for f in fields(self):
             was, now = getattr(self, f.name), getattr(other, f.name)

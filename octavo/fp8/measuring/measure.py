@@ -34,24 +34,26 @@ def default_cache() -> Path:
 
 
 class MeasurementCache:
-    """Measurements on disk. Raises MeasureError for a file of another kind or version, and for a damaged one."""
+    """A file with measurements. Raises MeasureError if it is damaged or has a different format."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = default_cache() if path is None else Path(path)
 
     def load(self, machine: Machine) -> dict[Case, Measured]:
-        """The measurements of exactly this machine; empty where there is no file."""
+        """Return the measurements of this machine; empty if there is no file."""
         return next((dict(m.cases) for m in self._read() if m.machine == machine), {})
 
     def put(self, machine: Machine, case: Case, measured: Measured) -> None:
-        """Add one case; the file is read first, so that what another process added meanwhile stays."""
-        everything = self._read()
-        here = next((m for m in everything if m.machine == machine), None)
+        """Add one case. The file is read first, to keep entries that other processes added."""
+        all_measurements = self._read()
+        here = next((m for m in all_measurements if m.machine == machine), None)
         if here is None:
             here = Measurements(machine)
-            everything.append(here)
+            all_measurements.append(here)
         here.cases[case] = measured
-        text = json.dumps({"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in everything]}, indent=1)
+        text = json.dumps(
+            {"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in all_measurements]}, indent=1
+        )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(self.path, text + "\n", shared=True)
 
@@ -82,56 +84,56 @@ def measure(
     timer: Timer = measure_time,
     machine: Machine | None = None,
 ) -> Measurements:
-    """Measure every distinct layer of a model, in high precision and in the recipes that a policy allows.
+    """Measure each distinct layer of a model in high precision and in the recipes that a policy allows.
 
     Args:
-        model: real or on the meta device; its weights are neither read nor copied.
+        model: may be on the meta device; its weights are neither read nor copied.
         policy: a :class:`Policy` or a recipe's name. "auto" allows its candidates, a recipe allows itself.
-        components: as for :func:`octavo.fp8.planning.decide`.
-        tokens: tokens that one forward sends through each component, the M of its layers.
-        device: where to measure (None: where the model is; for a meta model the GPU if there is one).
-        cache: what is in it is not measured again; None keeps nothing.
+        components: as for :func:`octavo.fp8.plan`.
+        tokens: tokens of one forward for each component, the M of its layers.
+        device: device to measure on. Default: the device of the model, or for a meta model the GPU if there is one.
+        cache: its cases are not measured again. None does not store measurements.
         progress: called before each case, and once more at the end.
-        timer, machine: replace the clock and this machine in tests.
+        timer, machine: for tests.
 
     Raises:
-        PlanError: as plan; tokens that are no whole numbers, negative, or all 0.
-        MeasureError: tokens not given; a case that does not fit or cannot run; a cache that is damaged.
+        PlanError: as plan; tokens that are not whole numbers, are negative, or are all 0.
+        MeasureError: tokens are missing; a case does not fit into memory or fails; the cache is damaged.
     """
     policy = policy if isinstance(policy, Policy) else Policy(recipe=policy)
     if tokens is None:
         raise MeasureError(
-            "A layer's speed depends on its tokens: give the tokens that one forward sends through each component, "
+            "The speed of a layer depends on its tokens: set the tokens of one forward for each component, "
             "such as tokens={'foundation': 8192}."
         )
-    where = device_of(model) if device is None else torch.device(device)
-    machine = Machine.detect(where) if machine is None else machine
+    target = device_of(model) if device is None else torch.device(device)
+    machine = Machine.detect(target) if machine is None else machine
     decided = decide_layers(model, policy, components, tokens)
     cases = make_cases(model, [row for row, _, _ in decided], tokens)
     modules = dict(model.named_modules())
-    todo: dict[Case, dict[Recipe, None]] = {}
+    pending: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
     for row, decision, why_not in decided:
         allowed = decision.allowed(policy.candidates) if why_not is None and row.name in cases else {}
         if allowed:
-            todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
+            pending.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
             stock.setdefault(cases[row.name], modules[row.module])
     known = {} if cache is None else cache.load(machine)
     measurements = Measurements(machine)
-    for number, (case, recipes) in enumerate(todo.items()):
-        progress(number, len(todo), str(case))
+    for number, (case, recipes) in enumerate(pending.items()):
+        progress(number, len(pending), str(case))
         wanted = sorted(recipes, key=lambda r: RANKED.index(r.name))
-        names = {HIGH, *(name for name, _, _ in list_candidates(case, wanted, where, policy.backend))}
+        names = {HIGH, *(name for name, _, _ in list_candidates(case, wanted, target, policy.backend))}
         if case in known and names <= known[case].entries.keys():
             measurements.cases[case] = _select_entries(known[case], names)
             continue
-        # The family's own module is the BF16 side of experts; a linear layer is built from its sizes.
+        # Experts are measured with the stock module; a linear layer is built from its sizes.
         experts = stock[case] if case.kind == "experts" else None
-        measurements.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
-        accelerator.empty_cache(where)
+        measurements.cases[case] = measure_case(case, wanted, target, policy.backend, experts, timer)
+        accelerator.empty_cache(target)
         if cache is not None:
             cache.put(machine, case, measurements.cases[case])
-    progress(len(todo), len(todo), "")
+    progress(len(pending), len(pending), "")
     return measurements
 
 

@@ -1,4 +1,4 @@
-"""The same model in high precision for a moment: what FP8 gained is measured against it."""
+"""Run an FP8 model in high precision temporarily, to measure the gain of FP8."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from octavo.fp8.moe.experts import Experts
 
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
-    """Inside, every FP8 layer of ``model`` computes as the stock layer it was made from, and so do norms and MLPs that
-    keep FP8 or run fused; afterwards as before.
+    """Run all FP8 layers of ``model`` as their stock layers inside the context, and norms and MLPs that save FP8 or are
+    fused as well.
 
-    Parameters, hooks, weight codes and amax histories are neither moved nor written. A forward and its backward belong
-    into the same block. Not for two threads at once.
+    Parameters, hooks, weight codes and amax histories are not modified. A forward and its backward must be in the same
+    context. Not thread-safe.
     """
     changed: list[tuple[nn.Module, dict[str, Any]]] = []
     classes: list[tuple[nn.Module, Any]] = []
@@ -42,8 +42,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
                 changed.append((module, {}))
                 module.__dict__[STOCK_KEY] = True
             elif isinstance(module, Linear | Experts):
-                # Somebody put a class of its own on top, which must stay: fully_shard on the layer itself, a head that
-                # gives losses.
+                # Keep a subclass that was added later, such as fully_shard's for the layer itself, or a chunked head.
                 held: dict[str, Any] = {n: module.__dict__[n] for n in ("_site", "_sites") if n in module.__dict__}
                 changed.append((module, held))
                 module.__dict__.update({name: _without_fp8(value) for name, value in held.items()})
@@ -57,15 +56,15 @@ def high_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _set_class(module: nn.Module, kind: Any) -> None:
-    """Change the class, and the dictionary for a moment: compiled code of torch 2.11 looks at a module's class again
-    only when its dictionary has changed, and would go on with the graph of the class before."""
+    """Change the class and touch the dictionary: compiled code of torch 2.11 checks the class of a module only if its
+    dictionary has changed."""
     object.__setattr__(module, "__class__", kind)
     module.__dict__["_changed"] = True
     del module.__dict__["_changed"]
 
 
 def _without_fp8(value: Any) -> Any:
-    """A site, or sites by projection, without FP8."""
+    """Return a site, or sites by projection, in high precision."""
     if not isinstance(value, Site):
         return {name: _without_fp8(site) for name, site in value.items()}
     off = Recipe("off", "high precision", None, None, None)

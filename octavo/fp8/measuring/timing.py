@@ -1,12 +1,11 @@
-"""Time several candidates in one run, so that whatever else the machine does affects all of them.
+"""Time several candidates in one run, so that other load on the machine affects all of them equally.
 
-Each round calls every candidate once, in the given order and in the reverse one by turns: clocks that rise or fall
-favour no candidate. Before each call on a GPU its L2 cache is written over, since in a step other layers have run since
-a tensor was written, and the GPU is kept waiting for :data:`LEAD`. Results are medians; ``spread`` says how far to
-trust them.
+Each round calls every candidate once, in alternating order, so that changing clocks do not favor a candidate. Before
+each call on a GPU the L2 cache is overwritten, as other layers would in a step, and the GPU waits for :data:`LEAD`.
+Results are medians; ``spread`` is their uncertainty.
 
-On a GPU two times are taken of each call: ``device`` by CUDA events, and ``host``, what Python and the launches needed.
-A step can be no faster than either: many small calls are paid for on the host, however quick the kernels are.
+On a GPU each call has two times: ``device`` by CUDA events, and ``host``, the time of Python and kernel launches. A
+step cannot be faster than either, so many small calls can be limited by the host.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ import torch
 
 Call = Callable[[], Any]
 
-#: Clock cycles that a GPU waits before each call, about 2 ms: the host queues the call's first kernels meanwhile, which
-#: takes it 0.1 to 0.2 ms that would else be counted as the device's. A host that is late later on is counted.
+#: Clock cycles that a GPU waits before each call, about 2 ms. Meanwhile the host queues the first kernels of the call,
+#: which takes 0.1 to 0.2 ms that would otherwise count as device time. Later delays of the host do count.
 LEAD = 4_000_000
 
 
 @dataclass(frozen=True)
 class Timing:
-    """``device`` and ``host``: median seconds of a call on either (equal on a CPU). ``spread``: distance between the
-    quartiles over the median, 0 for a call that always takes the same time. ``rounds``: calls that were timed."""
+    """``device`` and ``host``: median seconds of a call (equal on a CPU). ``spread``: interquartile range divided by
+    the median. ``rounds``: number of timed calls."""
 
     device: float
     host: float
@@ -46,19 +45,20 @@ def time_calls(
     budget: float = 1.0,
     flush: bool = True,
 ) -> dict[str, Timing]:
-    """Time all functions in turns.
+    """Time functions, in alternating order.
 
     Args:
-        functions: name -> a call without arguments; one that wants fresh inputs rotates its own.
-        device: where the work runs; its events (CUDA) or the wall clock (CPU) measure it.
-        warmup: untimed calls of each, which compile, allocate and wake the clocks.
-        rounds: timed calls of each, at most (rounded up to an even number, for both orders to weigh the same).
-        budget: seconds after which no further round begins, once four rounds are done.
-        flush: write over the GPU's L2 cache before each call.
+        functions: name -> function without arguments.
+        device: device of the work, which is timed by its events (CUDA) or the wall clock (CPU).
+        warmup: untimed calls of each function.
+        rounds: maximum timed calls of each function, rounded up to an even number so that both orders are equally
+        frequent.
+        budget: seconds after which no round starts, after at least four rounds.
+        flush: overwrite the L2 cache of the GPU before each call.
 
     Raises:
-        ValueError: no function, or a count below 1.
-        Whatever a function raises.
+        ValueError: there is no function, or a count is below 1.
+        Errors of the functions.
     """
     if not functions or rounds < 1 or warmup < 0:
         raise ValueError(
@@ -71,7 +71,7 @@ def time_calls(
             function()
     clock.collect_times()
     names = list(functions)
-    # Both orders must weigh the same: an odd round would favour the candidates that it calls first.
+    # Both orders must be equally frequent: an odd number of rounds would favor the candidates that are called first.
     rounds += rounds % 2
     began, done = time.perf_counter(), 0
     while done < rounds and (done < min(4, rounds) or done % 2 or time.perf_counter() - began < budget):

@@ -1,31 +1,30 @@
-"""The accountant of saved bytes: what a forward leaves in memory for its backward, counted on any device.
+"""Count the bytes that a forward saves for its backward, on any device.
 
     with count_saved(model, blocks) as k:
         loss = model(**batch).loss
     print(k.report())                     # bytes by kind, module and dtype
 
-Hooks on saved tensors are not enough: an autograd function may put tensors on its context, checkpointing holds the
-arguments of a region in a closure, a cache outlives the call. So this counts storages: a dispatch mode notes, weakly,
-every storage that an operation of the forward creates, and what of it is still alive at the end was saved. A storage
-counts once, with all its bytes, however many views it has; one that was resized to nothing counts nothing.
+Hooks on saved tensors are not sufficient: autograd functions can store tensors on their context, checkpointing holds
+the arguments of a region in a closure, and caches outlive the call. So storages are counted: a dispatch mode records,
+with weak references, each storage that an operation of the forward creates; those alive at the end were saved. A
+storage counts once with all its bytes, independent of its views. A storage that was resized to zero does not count.
 
-Each storage is put down to the deepest module whose forward created it, and has a kind:
+Each storage belongs to the deepest module whose forward created it, and has a kind:
 
     activation  saved for the backward: the only kind in ``total``
-    position    made outside every block and passed to blocks with their input, without gradient: cos, sin, indices
-    mask        such a tensor that is boolean or called a mask
-    output      what the model returned and no backward needs: the caller holds it
-    input       made before the forward and saved for the backward (the caller's tensors; weights are never counted)
-    gathered    what FSDP2 gathers of the weights
-    host        in the memory of the host, while the model is on a device: what offload moved there
+    position    created outside of blocks and passed to blocks without a gradient: cos, sin, indices
+    mask        the same, if the tensor is boolean or its argument is named a mask
+    output      returned by the model and not needed by the backward: the caller holds it
+    input       created before the forward and saved for the backward (tensors of the caller; weights never count)
+    gathered    weights that FSDP2 gathered
+    host        in host memory, while the model is on a device: offloaded tensors
 
-Parameters, buffers, gradients and the cached FP8 codes of weights are left out. What layers of one input remember of it
-for each other (:mod:`octavo.fp8.dense.inputs`) is dropped before counting, and cycles of Python objects are collected.
+Parameters, buffers, gradients and cached FP8 codes of weights do not count. Inputs that layers share
+(:mod:`octavo.fp8.dense.inputs`) are dropped before counting, and reference cycles are collected.
 
-Works with fake tensors (nothing is allocated: enter FakeTensorMode first) and tensor subclasses, whose inner tensors
-count. A compiled block runs, and counts, as it would eagerly: torch compiles nothing under a dispatch mode. Not seen:
-memory that torch did not make through an operation (``torch.from_numpy``, the random state of 5 KB that each
-checkpointed region stores).
+Works with fake tensors (no allocation: enter FakeTensorMode first) and tensor subclasses, whose inner tensors count.
+Compiled blocks run and count as in eager mode, because torch does not compile under a dispatch mode. Not counted:
+memory that no torch operation allocates (``torch.from_numpy``, the random state of 5 KB per checkpointed region).
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ Blocks = Iterable[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Row:
-    """One storage that is alive. ``shape`` is the shape of the tensor that it was made for, ``dtype`` too unless saved
-    under another, ``op`` what made it, ``block`` the block that it was made in ("" outside)."""
+    """A live storage. ``shape`` and ``dtype`` are those of the tensor that it was created for (or the dtype that it was
+    saved with), ``op`` the operation that created it, ``block`` the block it was created in, or ""."""
 
     module: str
     block: str
@@ -69,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What a forward left alive, in bytes. ``total`` and the sums count activations, ``separate`` the other kinds."""
+    """Bytes that a forward saved. ``total`` and the sums count activations, ``separate`` the other kinds."""
 
     rows: tuple[Row, ...]
 
@@ -106,14 +105,15 @@ class SavedBytes:
 
 @contextmanager
 def count_saved(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
-    """Count what the forward inside leaves alive.
+    """Count the bytes that a forward inside the context saves.
 
     Args:
-        model: names the modules; its weights and buffers are not counted.
-        blocks: (name, block) of the repeating blocks, which tell positions and masks from activations.
+        model: the model; its weights and buffers are not counted.
+        blocks: (name, block) of the repeated blocks; their arguments identify positions and masks.
 
     Yields:
-        An :class:`Accountant`, whose ``report()`` is :class:`SavedBytes`: inside, as of now; afterwards, as of the end.
+        An :class:`Accountant`. ``report()`` returns :class:`SavedBytes` as of the call, or after the context as of its
+        end.
     """
     accountant = Accountant(model, blocks)
     hooks = [
@@ -135,7 +135,7 @@ def count_saved(model: nn.Module, blocks: Blocks = ()) -> Iterator[Accountant]:
 
 @dataclass
 class _StorageRecord:
-    """A storage, from its first appearance on."""
+    """A storage, from its first use on."""
 
     storage: StorageWeakRef
     module: str
@@ -151,7 +151,7 @@ class _StorageRecord:
 
 @dataclass(eq=False)
 class Accountant:
-    """Notes storages; see :func:`count_saved`."""
+    """Records storages; see :func:`count_saved`."""
 
     model: nn.Module
     blocks: Blocks
@@ -162,7 +162,7 @@ class Accountant:
         self._names = {module: name for name, module in self.model.named_modules()}
         self._blocks = {block: name for name, block in self.blocks}
         self._thread = threading.get_ident()
-        self._path: list[tuple[str, str]] = []  # (module, block) of the calls that are under way
+        self._path: list[tuple[str, str]] = []  # (module, block) of the active calls
         self._mode = _Mode(self)
 
     def report(self) -> SavedBytes:
@@ -184,7 +184,7 @@ class Accountant:
         return SavedBytes(tuple(rows))
 
     def _owned(self) -> Iterator[Tensor]:
-        """What a model holds between steps."""
+        """Yield the tensors that the model holds between steps."""
         for parameter in self.model.parameters():
             yield parameter
             if parameter.grad is not None:
@@ -195,7 +195,7 @@ class Accountant:
                 for codes in cache._codes.values():
                     yield from (codes.data, codes.scale)
 
-    # --- what happens during the forward ------------------------------------------------------------------------------
+    # --- hooks of the forward -----------------------------------------------------------------------------------------
 
     @recorder.observer_hook
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -213,8 +213,8 @@ class Accountant:
                         seen.returned = True
 
     def _record_block_inputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The arguments of a block: what was made outside blocks and has no gradient says where tokens are or what they
-        may see. The first one is the hidden state."""
+        """Classify the arguments of a block after the hidden state: tensors that were created outside of blocks and
+        require no gradient are positions or masks."""
         arguments = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
         for name, value in arguments[1:] if args or "hidden_states" not in kwargs else arguments:
             for tensor in () if name == "hidden_states" else _tensors(value):
@@ -228,7 +228,7 @@ class Accountant:
             seen.saved, seen.dtype = True, plain.dtype  # scales are written as integers
         if tensor.grad_fn is None:
             return tensor
-        with _disable_current_modes():  # a node that held its own result would live until a backward, if there is none
+        with _disable_current_modes():  # a node that held its own result would never be freed without a backward
             return tensor.detach()
 
     def _records_of(self, tensor: Tensor) -> list[_StorageRecord]:
@@ -246,7 +246,7 @@ class Accountant:
         return seen
 
     def _record_operation(self, func: Any, operands: list[Tensor], outputs: list[Tensor]) -> None:
-        """After an operation: what it was given was there before, unless noted; what else comes out it made."""
+        """Record an operation: unknown operands existed before, and unknown outputs were created by it."""
         op, fresh, gathers = _describe_op(func)
         for tensors, created in ((operands, fresh), (outputs, True)):
             for tensor in tensors:
@@ -284,22 +284,22 @@ def _kind(seen: _StorageRecord) -> str | None:
 
 @functools.cache
 def _describe_op(func: Any) -> tuple[str, bool, bool]:
-    """(its name, whether torch.tensor() shows itself first in it, whether it gathers weights)."""
+    """Return (name, whether torch.tensor() created its operand, whether it gathers weights)."""
     op = str(func)
     return op, op.startswith("aten.lift_fresh"), op.startswith("fsdp.")
 
 
 def _collect(value: Any, into: list[Tensor]) -> None:
-    """The tensors among an operation's arguments or results. They are nested in nothing but these containers, which is
-    why no general walk through a tree, five times slower, is needed."""
+    """Collect the tensors among arguments or results of an operation, which are nested only in these containers. Five
+    times faster than a general tree traversal."""
     if isinstance(value, Tensor):
         into.append(value)
     elif isinstance(value, list | tuple):
-        for one in value:
-            _collect(one, into)
+        for item in value:
+            _collect(item, into)
     elif isinstance(value, dict):
-        for one in value.values():
-            _collect(one, into)
+        for item in value.values():
+            _collect(item, into)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -307,7 +307,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
-    """The plain tensors that a tensor consists of, each with its storage."""
+    """Yield the plain tensors of a tensor, each with its storage."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for inner in (getattr(tensor, name) for name in names):

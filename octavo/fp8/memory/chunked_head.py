@@ -1,23 +1,23 @@
-"""A model's own head that returns the loss or the log-probability of every token in place of logits, while asked to.
+"""A head that returns the loss or the log-probability of each token instead of logits, inside a context.
 
-    head = chunk_head(model)                    # or a str: why this model needs its logits
-    with head.losses(target) as given:            # [B, P], for the positions that the head is given
+    head = chunk_head(model)                    # or a str: the reason why this model needs its logits
+    with head.losses(target) as outputs:        # [B, P], for the positions that reach the head
         out = model(**inputs, logits_to_keep=positions)
-    loss = (given.take(out.logits) * weights).sum()
+    loss = (outputs.take(out.logits) * weights).sum()
 
-Transformers' models end in ``logits = self.lm_head(hidden)`` and hand that on as ``out.logits``: so the losses, fp32
-[B, P], come out there. The head runs where it always does, inside the model's forward: under FSDP2 its weight is
-gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay as in ``nn.Linear``
-(:mod:`~octavo.fp8.dense.swap`), and outside the ``with`` so does its forward: generation and evaluation see logits.
+Models of transformers end with ``logits = self.lm_head(hidden)`` and return ``out.logits``, which then has the losses,
+fp32 [B, P]. The head runs inside the forward of the model as usual, so FSDP2 gathers its weight and reduces its
+gradient. Class name, parameters and state dict of the head stay as in ``nn.Linear`` (:mod:`~octavo.fp8.dense.swap`),
+and outside of the context so does its forward: generation and evaluation get logits.
 
-A head that a plan made an FP8 layer gives its losses by FP8 GEMMs, with the casts, backends and weight codes of its
-site; its logits outside as well.
+A head that is an FP8 layer computes losses, and logits, by FP8 GEMMs with the casts, backends and weight codes of its
+site.
 
-:meth:`ChunkedHead.log_probs` returns log-probabilities instead, and the entropy as ``given.entropy``.
+:meth:`ChunkedHead.log_probs` returns log-probabilities instead, and the entropy as ``outputs.entropy``.
 
-Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunk_head` runs
-the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
-whose ``out.logits`` is not what its head returned; :meth:`TokenOutputs.take` looks again at every step.
+Models that modify their logits (soft-capping, a scale) would modify the losses. :func:`chunk_head` runs the forward of
+the model once, on two tokens and with all modules replaced, and rejects models whose ``out.logits`` is not the output
+of the head; :meth:`TokenOutputs.take` checks that again at every step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from octavo.fp8.memory.chunked_loss import head_log_probs, head_losses
 
 
 class TokenOutputs:
-    """The targets that a head is asked to judge, and what it gave."""
+    """The targets of one forward of the head, and its outputs."""
 
     def __init__(self, judge: Callable[..., Tensor | tuple[Tensor, Tensor]], target: Tensor, **options: Any) -> None:
         self.target = target
@@ -46,43 +46,41 @@ class TokenOutputs:
         self._version = 0
 
     def compute(self, hidden: Tensor, head: nn.Linear) -> Tensor:
-        """The losses [B, P] of these hidden states [B, P, H]. Raises RuntimeError for a second call."""
+        """Compute the losses [B, P] of hidden states [B, P, H]. Raises RuntimeError if it is called twice."""
         if self._values is not None:
             raise RuntimeError(
                 "the head was called twice inside one `with head.losses(...)`: one call of the model belongs to one "
                 "set of targets. Enter it again for each"
             )
         site = head._site if isinstance(head, Linear) else None
-        if site is not None and not site.selections:  # for a moment of high precision
+        if site is not None and not site.selections:  # inside fp8.high_precision
             site = None
-        judged = self._compute(hidden, head.weight, self.target, head.bias, site, **self._options)
-        self._values, self.entropy = judged if isinstance(judged, tuple) else (judged, None)
+        result = self._compute(hidden, head.weight, self.target, head.bias, site, **self._options)
+        self._values, self.entropy = result if isinstance(result, tuple) else (result, None)
         self._version = self._values._version
         return self._values
 
     def take(self, logits: Tensor) -> Tensor:
-        """What the model returned as logits, once it is sure that these are the losses, untouched.
-
-        Raises RuntimeError where they are not, naming what was found.
-        """
-        mine = self._values
-        if mine is None:
+        """Return the logits of the model after checking that they are the unmodified losses. Raises RuntimeError if
+        they are not."""
+        values = self._values
+        if values is None:
             raise RuntimeError("the model's head was not called inside `with head.losses(...)`; use full logits")
-        if _view_key(logits) != _view_key(mine) or logits._version != self._version:
+        if _view_key(logits) != _view_key(values) or logits._version != self._version:
             raise RuntimeError(
-                f"the model changed what its head returned: losses {list(mine.shape)} {mine.dtype} became "
+                f"the model changed what its head returned: losses {list(values.shape)} {values.dtype} became "
                 f"{list(logits.shape)} {logits.dtype} or were written to. Use full logits with this model"
             )
         return logits
 
 
 def _view_key(tensor: Tensor) -> tuple[Any, ...]:
-    """What a view of the whole tensor has in common with it, and nothing else has."""
+    """Return a key that is equal for a tensor and views of the whole tensor only."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage()._cdata
 
 
 class ChunkedHead(SwappedModule):
-    """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunk_head`."""
+    """An ``nn.Linear`` head, created by :func:`chunk_head`; see the module docstring."""
 
     prefix = "Chunked"
     runs_in_high_precision = True
@@ -93,13 +91,12 @@ class ChunkedHead(SwappedModule):
     def losses(
         self, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None
     ) -> Iterator[TokenOutputs]:
-        """Inside, one forward of the model returns losses [B, P] where it returns logits [B, P, V] else.
+        """Make one forward inside the context return losses [B, P] instead of logits [B, P, V].
 
         ``target`` [B, P]: the class that each position predicts, for the positions that reach the head (those of
-        ``logits_to_keep``, if the model was given that); -100: none. On the CPU, positions without a target are left
-        out of all work. The model itself gets no ``labels``: the loss it makes of them is one of logits. Options as
-        :func:`~octavo.fp8.memory.chunked_loss.linear_cross_entropy`. Raises RuntimeError if the head
-        is waiting for a forward already.
+        ``logits_to_keep``, if the model gets it), or -100 for none. With targets on the CPU, positions without a target
+        are skipped. Do not pass ``labels`` to the model, which would compute its loss from logits. For the options see
+        :func:`~octavo.fp8.memory.chunked_loss.linear_cross_entropy`. Raises RuntimeError if contexts are nested.
         """
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
         with self._request(TokenOutputs(head_losses, target, **options)) as targets:
@@ -109,8 +106,9 @@ class ChunkedHead(SwappedModule):
     def log_probs(
         self, target: Tensor, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
     ) -> Iterator[TokenOutputs]:
-        """The same with log-probabilities [B, P] at the targets, 0 where there is none, of softmax(x / temperature);
-        with ``entropy`` also that of this distribution, nats [B, P], as ``given.entropy`` after the forward."""
+        """Make one forward return log-probabilities [B, P] of the targets under softmax(x / temperature), or 0 without
+        a target. With ``entropy`` the entropy of this distribution, nats [B, P], is in ``outputs.entropy``
+        afterwards."""
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "chunk": chunk}
         with self._request(TokenOutputs(head_log_probs, target, **options)) as targets:
             yield targets
@@ -137,14 +135,14 @@ class ChunkedHead(SwappedModule):
 
 
 def chunk_head(model: nn.Module) -> ChunkedHead | str:
-    """The model's head, able to return losses from now on; or why this model needs its full logits, in a sentence.
+    """Convert the head of a model to a :class:`ChunkedHead` and return it, or return why the model needs full logits.
 
-    Call it before FSDP2 shards the model and after adapters are in place. A second call returns the same head.
+    Call it after adapters are attached and before FSDP2 shards the model. A second call returns the same head.
     """
     get = getattr(model, "get_output_embeddings", None)
     try:
         head = get() if get is not None else None
-    except (NotImplementedError, AttributeError):  # models without a head say so in either way
+    except (NotImplementedError, AttributeError):  # models without a head raise either
         head = None
     if not isinstance(head, nn.Module):
         return f"{type(model).__name__} names no output embeddings, so its head is not known"
@@ -167,7 +165,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
 
 
 class _BaseOutput:
-    """What a base model returns, to a head's model: hidden states first, and nothing else."""
+    """Stand-in for the output of the base model: hidden states, and None for other fields."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -181,7 +179,7 @@ class _BaseOutput:
 
 
 class _StandIn(nn.Module):
-    """In place of a child of the model, it returns one thing."""
+    """Replaces a child of the model and returns a fixed value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -194,8 +192,8 @@ class _StandIn(nn.Module):
 
 
 def _why_logits_differ(model: nn.Module, head: nn.Linear) -> str | None:
-    """Run the forward that calls the head, with the head and everything else replaced: None if it returns the head's
-    output as its logits, untouched, else what it does."""
+    """Run the forward that calls the head with all modules replaced. Return None if its logits are the unmodified
+    output of the head, else the difference."""
     parents = [m for m in model.modules() if any(child is head for child in m._modules.values())]
     if len(parents) != 1:
         return f"{len(parents)} modules of the model hold its head as their child"
@@ -213,13 +211,13 @@ def _why_logits_differ(model: nn.Module, head: nn.Linear) -> str | None:
     with torch.no_grad():
         try:
             out = type(parent).forward(make_trial_module(parent, {}, children), **inputs)
-        except Exception as error:  # a forward that is not known may fail in any way
+        except Exception as error:  # an unknown forward can raise any error
             return f"the forward of {name} fails on a replacement of its body ({type(error).__name__}: {error})"
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or stand.calls != 1:
         return (
             f"the forward of {name} called its head {stand.calls} times and returned {type(logits).__name__} as logits"
         )
-    if logits is not losses or logits._version != untouched:  # no look at values: they may be fake
+    if logits is not losses or logits._version != untouched:  # does not compare values, which may be fake
         return f"{name} changes the logits after its head (soft-capping, a scale): a loss inside the head would miss it"
     return None

@@ -1,12 +1,13 @@
-"""The three GEMMs of a language model's head, block by block of the vocabulary: in high precision, or by a recipe.
+"""The three GEMMs of a language model head, in blocks of the vocabulary: in high precision or in FP8.
 
 With h [m, H], a block's rows of the weight w [width, H] and the gradient of its logits dx [m, width]::
 
     product     x = h @ w.T (+ bias)        gradients   dh += dx @ w,   dw = dx.T @ h
 
-In FP8 each block is the GEMMs of a linear layer (:mod:`octavo.fp8.dense.gemms`), cast, cached and reported under the
-head's name: the codes of w are made once a step, block by block; those of h once a forward, for both contractions; dx
-is cast in the backward, in the compute dtype. What is saved of h is its codes, a byte a value for each contraction.
+In FP8 each block runs the GEMMs of a linear layer (:mod:`octavo.fp8.dense.gemms`), which are cast, cached and reported
+under the name of the head. Codes of w are cast once per step and block, codes of h once per forward for both
+contractions, and dx in the backward, from the compute dtype. Only codes of h are saved, one byte per value and
+contraction.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _BLOCK = 128  # the side of the widest blocks of scales
 
 
 class HeadCall(NamedTuple):
-    """What a forward knows besides its tensors: ``width`` rows of the weight are a block, ``low`` is the compute dtype,
-    ``site`` where GEMMs run (None: in high precision), ``grad`` whether gradients are enabled."""
+    """Arguments of a forward besides its tensors: ``width`` is the number of weight rows per block, ``low`` the compute
+    dtype, ``site`` the FP8 site or None for high precision, ``grad`` whether gradients are enabled."""
 
     width: int
     low: torch.dtype
@@ -42,7 +43,7 @@ class HeadCall(NamedTuple):
 
 
 class Head(Protocol):
-    """``tensors`` are saved, and ``restore(weight, tensors)`` is the same head in its backward."""
+    """A head in its forward. ``tensors`` are saved, and ``restore(weight, tensors)`` restores the head in backward."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
@@ -52,20 +53,20 @@ class Head(Protocol):
 
     @property
     def classes(self) -> int:
-        """V, of how many rows of the weight its blocks are."""
+        """Size of the vocabulary V."""
 
     def product(self, block: slice, bias: Tensor | None) -> Tensor:
-        """The block's logits [m, width] in the compute dtype."""
+        """Return the logits [m, width] of a block in the compute dtype."""
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
-        """Add to ``dh`` [m, H] and write ``dw`` [width, H], from the block's dx."""
+        """Add to ``dh`` [m, H] and write ``dw`` [width, H], from dx of the block."""
 
 
-Restore = Callable[[Any, Sequence[Tensor]], Head]  # the weight if there is one, and what was saved
+Restore = Callable[[Any, Sequence[Tensor]], Head]  # (weight or None, saved tensors) -> head
 
 
 class HighPrecisionHead:
-    """The three GEMMs of a head in high precision, of h [m, H] in the compute dtype."""
+    """GEMMs of a head in high precision, with h [m, H] in the compute dtype."""
 
     def __init__(self, h: Tensor, weight: Tensor) -> None:
         self.h, self.weight, self.tensors = h, weight, (h,)
@@ -87,7 +88,7 @@ class HighPrecisionHead:
 
 
 class LogitsHead:
-    """Logits x [m, V] that are there already, in place of h."""
+    """Existing logits x [m, V] instead of GEMMs."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.tensors, self.classes = x, (x,), x.shape[1]
@@ -105,10 +106,9 @@ class LogitsHead:
 
 
 class Fp8Head:
-    """The same by the recipe of a site: each block is the GEMMs of a layer, reported and cached as such.
+    """GEMMs of a head in FP8, by the recipe of a site; each block is reported and cached like a layer.
 
-    ``codes`` of h are (for fwd, for wgrad); h itself is there where a GEMM stays in high precision, or figures are
-    taken.
+    ``codes`` of h are (for fwd, for wgrad). h itself is kept if a GEMM stays in high precision or for metrics.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Fp8Head:
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
         self.input = None if h is None else Input(h, None, call.low)
         self.classes = weight.shape[0]
-        self.is_backward = False  # whether this is the backward, which computes logits once more
+        self.is_backward = False  # whether this is the backward, which recomputes logits
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the backward needs of h."""
-        whole = None in self.site.x or any(s.keeps_x for s in self.seen)
-        held = [t for q in self.codes if q is not None for t in (q.data, q.scale)]
-        return (*held, self.h) if whole and self.h is not None else tuple(held)
+        """Tensors of h that the backward needs."""
+        keeps_h = None in self.site.x or any(s.keeps_x for s in self.seen)
+        codes = [t for q in self.codes if q is not None for t in (q.data, q.scale)]
+        return (*codes, self.h) if keeps_h and self.h is not None else tuple(codes)
 
     @property
     def restore(self) -> Restore:
@@ -160,7 +160,7 @@ class Fp8Head:
 def _restore_head(
     call: HeadCall, specs: Sequence[CastSpec | None], seen: list[LayerRecord], weight: Tensor, tensors: Sequence[Tensor]
 ) -> Fp8Head:
-    """A head in its backward, of what was saved."""
+    """Restore a head in its backward from the saved tensors."""
     left = list(tensors)
     row, col = (None if spec is None else Quantized(left.pop(0), left.pop(0), spec) for spec in specs)
     head = Fp8Head(weight, call, left.pop() if left else None, (row, col), seen)
@@ -169,7 +169,7 @@ def _restore_head(
 
 
 def begin_head(h: Tensor, weight: Tensor | None, call: HeadCall, needs_grad: Sequence[bool]) -> Head:
-    """A forward begins, of h [m, H] in the compute dtype, or of logits h [m, V] where there is no weight."""
+    """Begin a forward with h [m, H] in the compute dtype, or with logits h [m, V] if there is no weight."""
     site = call.site
     if weight is None:
         return LogitsHead(h)
@@ -182,8 +182,8 @@ def begin_head(h: Tensor, weight: Tensor | None, call: HeadCall, needs_grad: Seq
 
 
 def fp8_block_width(site: Site, width: int, size: int, exactly: bool = False) -> int:
-    """Rows of the weight in a block: 128 times a power of two, and never more than in an earlier forward, so that codes
-    are cached under one partition and cast once a step whatever the number of tokens. ``exactly``: ``width`` itself."""
+    """Return the number of weight rows per block: 128 times a power of two, and never more than in an earlier forward,
+    so that codes are cached with one partition and cast once per step. ``exactly``: use ``width`` unchanged."""
     blocks = max(1, width // _BLOCK)
     if not exactly:
         width = min(
@@ -200,7 +200,7 @@ def accumulation_dtype(low: torch.dtype) -> torch.dtype:
 
 
 def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b accumulated and returned in fp32 (float64 of float64)."""
+    """Return a @ b, accumulated in fp32 (float64 for float64)."""
     wide = accumulation_dtype(b.dtype)
     if a.dtype != wide and accelerator.supports_fp32_product(a.device):
         return torch.mm(a, b, out_dtype=wide)
@@ -208,7 +208,7 @@ def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, rounded once to out's dtype."""
+    """Compute out = a @ b, rounded once to the dtype of out."""
     if out.dtype == b.dtype:
         torch.mm(a.to(b.dtype), b, out=out)
     else:

@@ -1,21 +1,21 @@
-"""Activation offload: what blocks save for backward waits in host memory (Rhu et al. 2016, vDNN).
+"""Activation offload: tensors that blocks save for backward are kept in host memory (Rhu et al. 2016, vDNN).
 
-    handle = offload(blocks)              # (name, block) pairs in the order of the forward; handle.remove() undoes it
+    handle = offload(blocks)              # (name, block) pairs in the order of the forward; undo with handle.remove()
 
-    forward    block i ends: its saved tensors are copied to pinned host memory, on a stream of their own
+    forward    block i ends: its saved tensors are copied to pinned host memory, on a separate stream
                block i + 1 ends: the compute stream has waited for that copy, and the memory of block i is free
     backward   block i begins: the tensors of block i - 1 are fetched, while block i computes
 
-So two blocks' worth of activations are on the device at any time, whatever the depth, and nothing ever makes the host
-wait. A storage is moved once, however many views of it are saved. What stays on the device: tensors smaller than
-``least`` bytes, parameters (what FSDP2 gathers of them and autocast's copies too), what a block was given with its
-input (masks, cos and sin, which all blocks share), and what a function holds without telling autograd.
+So the activations of at most two blocks are on the device at any time, and the host never waits. A storage is moved
+once, even if several views of it are saved. These stay on the device: tensors smaller than ``least`` bytes, parameters
+(including FSDP2's gathered ones and autocast's copies), further arguments of blocks (masks, cos and sin, which all
+blocks share), and tensors that functions hold without autograd.
 
-The copies are hidden where a block computes longer than its bytes travel. FP8 saving halves them, checkpointing
-(:mod:`octavo.fp8.memory.recompute`) leaves the inputs of what runs again.
+The copies are hidden if a block computes for longer than its copies take. Saving in FP8 halves the bytes, and with
+checkpointing (:mod:`octavo.fp8.memory.recompute`) only the inputs of recomputed regions are copied.
 
-``synchronize_per_layer`` is for those who must cap what the allocator holds: it makes the host wait for the device
-after each block's forward and backward, so that streams cannot run ahead of what has been freed.
+``synchronize_per_layer`` limits the memory of the allocator: the host waits for the device after the forward and the
+backward of each block, so that streams cannot run ahead of freed memory.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Blocks = Iterable[tuple[str, nn.Module]]
 
 
 class Copies(Protocol):
-    """Moves bytes between a device and the host; neither waits. ``ready`` is whatever :meth:`wait` takes."""
+    """Copies bytes between a device and the host without waiting. ``ready`` is a handle for :meth:`wait`."""
 
     def to_host(self, here: Tensor) -> tuple[Tensor, Any]:
-        """(copy of ``here`` [bytes] in host memory, ready): begins when the device has computed what it has so far."""
+        """Begin to copy ``here`` [bytes] to host memory, after the pending work of the device; return (copy, ready)."""
 
     def to_device(self, on_host: Tensor) -> tuple[Tensor, Any]:
-        """(copy of ``there`` [bytes] on the device, ready)."""
+        """Begin to copy ``on_host`` [bytes] to the device; return (copy, ready)."""
 
     def wait(self, ready: Any) -> None:
-        """Let what the device computes from now on see the copy."""
+        """Make later work of the device wait for the copy."""
 
 
 class StreamCopies:
-    """Copies on a stream of their own, from and to memory that is pinned where the device has that."""
+    """Copies on a separate stream, with pinned host memory if the device supports it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, accelerator.new_stream(device)
@@ -75,7 +75,7 @@ class StreamCopies:
 
 
 class Hooks:
-    """What was hung on modules; ``remove()`` takes it off."""
+    """Handles of hooks on modules; ``remove()`` removes them."""
 
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
@@ -86,15 +86,15 @@ class Hooks:
 
 
 def offload(blocks: Blocks, *, least: int = MIN_BYTES, copies: Copies | None = None) -> Hooks:
-    """Let what the forwards of these blocks save for backward wait in host memory.
+    """Keep tensors that the forwards of these blocks save for backward in host memory.
 
     Args:
         blocks: (name, block) in the order in which the model calls them.
-        least: tensors of fewer bytes stay.
-        copies: how bytes are moved; None: on a stream of the device of the blocks' parameters.
+        least: smaller tensors, in bytes, stay on the device.
+        copies: performs the copies. Default: on a stream of the device of the parameters.
 
-    Raises ValueError where there are no blocks, or their parameters are on no device of its own memory and streams (and
-    no ``copies`` were given).
+    Raises ValueError if there are no blocks, or, without ``copies``, if the parameters are not on a device with
+    separate memory and streams.
     """
     blocks = _require_blocks(blocks, "offload_activations")
     if copies is None:
@@ -111,13 +111,13 @@ def offload(blocks: Blocks, *, least: int = MIN_BYTES, copies: Copies | None = N
 
 
 def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None) -> Hooks:
-    """Let the host wait for the device after each block's forward and backward.
+    """Make the host wait for the device after the forward and the backward of each block.
 
     Args:
         blocks: (name, block).
-        wait: how; None: ``accelerator.synchronize``.
+        wait: function that waits. Default: ``accelerator.synchronize``.
 
-    Raises ValueError where there are no blocks, or their parameters are on the CPU (and no ``wait`` was given).
+    Raises ValueError if there are no blocks, or, without ``wait``, if the parameters are on the CPU.
     """
     blocks = _require_blocks(blocks, "synchronize_per_layer")
     if wait is None:
@@ -132,7 +132,9 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
                 (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad), None
             )
             if first_input is not None:
-                first_input.register_hook(lambda gradient: wait())  # there once the whole block went backward
+                first_input.register_hook(
+                    lambda gradient: wait()
+                )  # called when the backward of the whole block is done
 
     def ends(block: nn.Module, args: Any, output: Any) -> None:
         wait()
@@ -175,21 +177,21 @@ def _require_device(
 
 @dataclass(eq=False)
 class _Slot:
-    """One storage: ``here`` its bytes on the device (None: not now), ``on_host`` on the host (None: not yet)."""
+    """One storage: ``here`` has its bytes on the device, ``on_host`` on the host; None while there is no copy."""
 
     here: Tensor | None
     alias: Tensor  # shares the version counter of what was saved
     version: int
     on_host: Tensor | None = None
-    leaving: Any = None  # the copy to the host, until the device waited for it
-    coming: Any = None  # the copy back
-    handles: int = 0  # saved tensors that are views of it
-    uses: int = 0  # of these, asked for in this backward
+    leaving: Any = None  # handle of the copy to the host, until the device waited for it
+    coming: Any = None  # handle of the copy to the device
+    handles: int = 0  # number of saved tensors that are views of it
+    uses: int = 0  # number of them that this backward has used
 
 
 @dataclass(eq=False)
 class _Group:
-    """What one forward of one block saved."""
+    """Tensors that one forward of one block saved."""
 
     number: int
     stays: set[int]  # storages that are not moved
@@ -199,7 +201,7 @@ class _Group:
 
 @dataclass(frozen=True, eq=False)
 class _OffloadedTensor:
-    """Stands for a saved tensor in the graph."""
+    """Placeholder of a saved tensor in the graph."""
 
     group: _Group
     slot: _Slot
@@ -213,19 +215,19 @@ class _Manager:
     def __init__(self, copies: Copies, least: int, device: torch.device) -> None:
         self.copies, self.least, self.device = copies, least, device
         self._open: list[tuple[_Group | None, saved_tensors_hooks | None]] = []
-        self._last: weakref.ref[_Group] | None = None  # the group whose copy may still be under way
-        self._active: weakref.ref[_Group] | None = None  # the group that is going backward
+        self._last: weakref.ref[_Group] | None = None  # the group whose copy may still be pending
+        self._active: weakref.ref[_Group] | None = None  # the group whose backward is running
 
     def make_hooks(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The hooks around the forward of block ``number``."""
+        """Return the hooks before and after the forward of block ``number``."""
 
         def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.is_grad_enabled():
                 self._open.append((None, None))
                 return
-            beside = [x for x in torch.utils._pytree.tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
+            extra_inputs = [x for x in torch.utils._pytree.tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
             stay = {_storage_key(t) for t in (*block.parameters(), *block.buffers()) if _is_plain(t)}
-            stay |= {_storage_key(t) for t in beside if _is_plain(t) and not t.requires_grad}
+            stay |= {_storage_key(t) for t in extra_inputs if _is_plain(t) and not t.requires_grad}
             last = None if self._last is None else self._last()
             follows = last is not None and last.number < number
             group = _Group(number, stay, self._last if follows else None)
@@ -263,7 +265,7 @@ class _Manager:
                 )
             assert slot.here is not None
             slot.on_host, slot.leaving = self.copies.to_host(slot.here)
-            slot.alias = slot.alias.new_empty(0)  # holds no memory of the device from here on
+            slot.alias = slot.alias.new_empty(0)  # frees the device memory
         last = None if self._last is None else self._last()
         if last is not None:
             self._drop(last)
@@ -274,7 +276,7 @@ class _Manager:
             self._free(slot)
 
     def _free(self, slot: _Slot) -> None:
-        """Free the device's copy, once what reads or writes it is done."""
+        """Free the copy on the device after its pending reads and writes."""
         if slot.leaving is not None:
             self.copies.wait(slot.leaving)
         slot.here, slot.leaving, slot.coming, slot.uses = None, None, None, 0
@@ -292,7 +294,7 @@ class _Manager:
             if before is not None:
                 self._fetch(before)
         slot = saved.slot
-        if slot.here is None:  # a graph that is gone through again
+        if slot.here is None:  # another backward through a retained graph
             slot.here, slot.coming = self.copies.to_device(slot.on_host)
         if slot.coming is not None:
             self.copies.wait(slot.coming)
@@ -312,7 +314,7 @@ class _Manager:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """A tensor whose memory is its storage, all of it."""
+    """Return True for a plain strided tensor."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
@@ -324,7 +326,7 @@ _VIEWS = {f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute",
 
 
 def _is_lowered_parameter(tensor: Tensor) -> bool:
-    """Whether this is autocast's copy of a parameter, or a view of one: cast and transposed, it begins at a leaf."""
+    """Return True for autocast's copy of a parameter, or a view of it."""
     node = tensor.grad_fn
     for _ in range(3):
         if node is None or node.name() not in _VIEWS:

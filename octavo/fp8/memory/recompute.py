@@ -1,30 +1,30 @@
-"""Activation checkpointing: what a block saves for its backward, and what runs again there (Chen et al. 2016).
+"""Activation checkpointing: which parts of a block are recomputed in its backward (Chen et al. 2016).
 
-    recompute(blocks, "selective")        # (name, block) pairs; another call for another part of the model
+    activation_checkpointing(blocks, "selective")    # (name, block) pairs; call it once for each part of the model
 
-``full``       a block saves its input and runs its forward again.
-``selective``  a block's norms (those in its attention, too) and its MLP save their inputs and run again; its attention,
-               projections and scores, stays. What goes is wide and soon made: an MLP holds four tensors of its inner
-               width for two GEMMs, a norm more than its input for none. Nothing is run again whose work grows with
-               the square of the sequence.
+``full``       a block saves its input and reruns its forward.
+``selective``  the norms of a block (including those in its attention) and its MLP save their inputs and are rerun; its
+               attention is not. These parts save much memory for little work: an MLP saves four tensors of its inner
+               width for two GEMMs, and a norm saves more than its input without any GEMM. Work that is quadratic in the
+               sequence length is not repeated.
 
-What a decoder layer (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF16) saves, counted by
-:mod:`octavo.fp8.memory.accounting`, and what it runs again, as a share of the FLOPs of its linear layers in the
-forward; stock as transformers ships it, FP8 saved as under ``Policy(activations="fp8")``::
+Saved bytes of a decoder layer (4096, 12288, 32 heads, 8 of k and v, QK-norm, BF16), counted by
+:mod:`octavo.fp8.memory.accounting`, and recomputed work as a share of the FLOPs of its linear layers in the forward;
+"stock" is the model of transformers, "FP8 saved" is ``Policy(activations="fp8")``::
 
-                 bytes a token         FLOPs run again
+                 bytes per token       FLOPs recomputed
                  stock      FP8 saved  stock                       FP8
     none         210.3 KiB  66.7 KiB    0 %                         0 %
     selective     62.1 KiB  45.8 KiB   52 % (gate and up)          78 % (down, too)
     full           8.0 KiB   8.0 KiB   74 % (not down), scores    100 %, scores
 
-A norm that leaves FP8 codes for the next layers, or saves its input in FP8, is not run again: it would then save
-that input in 16 bits. An MLP that saves gate and up in FP8 is: its input takes less.
+A norm that produces FP8 codes for the next layers, or saves its input in FP8, is not recomputed: it would then save its
+input in 16 bits. An MLP that saves gate and up in FP8 is recomputed, because its input is smaller.
 
-Forwards that run again give the same values, codes and dropout, are counted separately (``recompute`` in
-:mod:`octavo.fp8.observe.counts`), and a graph that is retained can be gone through again. The class of a module is
-exchanged for a subclass, as in :mod:`octavo.fp8.dense.swap`: parameters, names and hooks stay, and hooks (FSDP2's, for
-one) stay outside of what runs again. In evaluation and without gradient nothing changes.
+Recomputed forwards have the same values, codes and dropout, are counted separately (``recompute`` in
+:mod:`octavo.fp8.observe.counts`), and a retained graph can run backward again. The class of a module is replaced by a
+subclass, as in :mod:`octavo.fp8.dense.swap`: parameters, names and hooks stay, and hooks (such as FSDP2's) are not part
+of the recomputed region. Evaluation and forwards without gradients do not change.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _ATTENTION = re.compile(r"(^|_)(attn|attention)$", re.IGNORECASE)
 
 
 def activation_checkpointing(blocks: Iterable[tuple[str, nn.Module]], how: str) -> tuple[str, ...]:
-    """Let blocks run parts of their forward again in backward, in place, and return the names of these parts.
+    """Make blocks recompute parts of their forward in backward, in place; return the names of these parts.
 
     Call it after :func:`octavo.fp8.apply` and before the blocks are sharded or compiled.
 
     Args:
-        blocks: (name, block), such as decoder layers: modules with norms, an attention and an MLP as children.
-        how: "none" (nothing is changed), "selective" or "full".
+        blocks: (name, block) pairs, such as decoder layers: modules whose children are norms, attention and an MLP.
+        how: "none" (no change), "selective" or "full".
 
-    Raises ValueError where ``how`` is none of these, there are no blocks, a block recomputes already (here or by
-    transformers), or it has nothing that "selective" could run again.
+    Raises ValueError for other values of ``how``, without blocks, if a block already recomputes (here or by
+    transformers), or if "selective" finds nothing to recompute in it.
     """
     if how not in CHOICES:
         raise ValueError(f"recompute takes one of {', '.join(CHOICES)}; found {how!r}")
@@ -74,7 +74,7 @@ def activation_checkpointing(blocks: Iterable[tuple[str, nn.Module]], how: str) 
 
 
 def _select_regions(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The norms and the MLP of a block: all children but its attention, and of that the norms."""
+    """Return the norms and the MLP of a block: all children except attention, and the norms of attention."""
     selected = []
     for child_name, child in block.named_children():
         if _ATTENTION.search(child_name):
@@ -91,23 +91,23 @@ def _select_regions(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _saves_much(module: nn.Module) -> bool:
-    """Whether a module saves more than its input: torch's LayerNorm does not, nor do the norms of this package."""
+    """Return True if a module saves more than its input; torch's LayerNorm and the norms of this package do not."""
     if next(module.parameters(), None) is None:
         return False
     return not (_is_norm(module) and isinstance(module, (SwappedModule, nn.LayerNorm)))
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A module of nothing but vectors: the weight of a norm and perhaps its bias."""
-    held = list(module._parameters.values())
-    return not module._modules and len(held) > 0 and all(p is None or p.dim() == 1 for p in held)
+    """Return True if all parameters of a module are vectors, as in a norm."""
+    parameters = list(module._parameters.values())
+    return not module._modules and len(parameters) > 0 and all(p is None or p.dim() == 1 for p in parameters)
 
 
-_CACHES = ("past_key_values", "cache")  # what transformers calls them before 5.24, and from there on
+_CACHES = ("past_key_values", "cache")  # argument names of transformers before 5.24, and since
 
 
 class Recomputed(nn.Module):
-    """A forward that runs again in backward, from the module's inputs."""
+    """Recomputes the forward in backward, from the inputs of the module."""
 
     _plain: ClassVar[type[nn.Module]]
 
@@ -124,7 +124,7 @@ class Recomputed(nn.Module):
         return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=not _is_norm(self), **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the module without recomputation; the class is exchanged afterwards."""
+        """Copy or pickle the module with its plain class, and restore the recomputing class afterwards."""
         twin = self._plain.__new__(self._plain)
         twin.__dict__ = self.__dict__
         reduced = twin.__reduce_ex__(protocol)

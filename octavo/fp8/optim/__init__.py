@@ -1,4 +1,4 @@
-"""AdamW whose states and weights may be FP8 or BF16."""
+"""AdamW with FP8 or BF16 states and BF16 weights."""
 
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import decode, fp32_weight, set_weight

@@ -24,49 +24,49 @@ if TYPE_CHECKING:
 _Loss = TypeVar("_Loss")
 Watch = Callable[[Tensor, Group, "float | Tensor | None"], None]
 
-_PART = 1 << 22  # elements compared at a time where a BF16 weight was written from outside
+_PART = 1 << 22  # elements compared at a time after an external write to a BF16 weight
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter, ICLR 2019) whose moments take two bytes a parameter instead of eight.
+    """AdamW (Loshchilov & Hutter, ICLR 2019) with moments of two bytes per parameter instead of eight.
 
         optimizer = fp8.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)                     # fp32 weights
-        optimizer = fp8.AdamW(model.bfloat16().parameters(), lr=1e-4, master="bf16+16")          # exactly as fp32 ones
+        optimizer = fp8.AdamW(model.bfloat16().parameters(), lr=1e-4, master="bf16+16")          # same bits as fp32
 
     states: the format of the moments, by bytes per parameter: "fp8" 2.06, "coat" 2.19, "bf16" 4, "fp32" 8
         (:mod:`octavo.fp8.arithmetic.moments`).
-    master: where the fp32 weight is: "fp32" in the parameter (or, of a BF16 parameter, in a state of 4 bytes);
-        "bf16+16" in the BF16 parameter and 2 bytes more, exactly; "bf16+sr" nowhere: the BF16 parameter is
+    master: where the fp32 weight is stored: "fp32" in the parameter (for a BF16 parameter, in a state of 4 bytes);
+        "bf16+16" in the BF16 parameter and 2 further bytes, exactly; "bf16+sr" not at all: the BF16 parameter is
         rounded stochastically (:mod:`octavo.fp8.arithmetic.master`).
-    seed: of the random bits that round second moments and "bf16+sr" weights.
+    seed: seed of the random bits that round second moments and "bf16+sr" weights.
 
-    All but `params` may differ between parameter groups. A parameter without a gradient is skipped, a sparse gradient
-    is taken as the dense one it stands for. Results do not depend on how parameters are sharded. Each parameter's state
-    has `step` and the tensors of `moments.LAYOUT`, codes in the parameter's shape, made in its first step; from then on
-    its dtype and shape and the group's `states` and `master` are settled.
+    All arguments except `params` can differ between parameter groups. Parameters without a gradient are skipped, and
+    sparse gradients are converted to dense ones. Results do not depend on sharding. The state of a parameter has `step`
+    and the tensors of `moments.LAYOUT`, with codes in the shape of the parameter. It is created in the first step;
+    after that the dtype and shape of the parameter, and `states` and `master` of its group, cannot change.
 
-    Weights may be written between two steps, as by `model.load_state_dict`: the next step starts from what it finds.
-    If a BF16 parameter has an fp32 `master`, elements that the master no longer rounds to are taken from the
-    parameter. Torch must see such a write: one through `p.data.copy_` leaves no trace, and the master wins.
+    Weights can be written between steps, as by `model.load_state_dict`; the next step starts from the new values. If a
+    BF16 parameter has an fp32 `master`, elements that no longer match the rounded master are copied from the parameter.
+    Torch must detect such a write: a write through `p.data.copy_` is not detected, and the master is used.
 
-    State dicts of torch's AdamW are loaded and encoded. The way back: a torch AdamW cannot take a state dict of this
-    class, :meth:`to_torch` makes one that it can.
+    State dicts of torch's AdamW can be loaded and are encoded. For the reverse, :meth:`to_torch` returns a state dict
+    that torch's AdamW can load.
 
-    Raises ValueError for settings that cannot be met, with what would be.
+    Raises ValueError for invalid settings.
     """
 
     watch: Watch | None = None
-    """Called with each parameter after its update, its group and the factor; its gradient is still there."""
+    """Called after each update with the parameter, its group and the factor; the gradient still exists."""
     _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_locate`
     _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_version_stamp`
 
     to_torch = convert.to_torch
     """``optimizer.to_torch()``: a state dict that ``torch.optim.AdamW`` loads, with the moments in fp32."""
     set_low = convert.set_low
-    """``optimizer.set_low(model, lows)``: begin with these lower halves of the weights, for ``master="bf16+16"``."""
+    """``optimizer.set_low(model, lows)``: set the lower halves of the weights, for ``master="bf16+16"``."""
     copy_state = staticmethod(convert.copy_state)
-    """``AdamW.copy_state(source, target)``: weights, moments and settings of one optimizer into another with other
-    formats; either may be torch's AdamW."""
+    """``AdamW.copy_state(source, target)``: copy weights, moments and settings to an optimizer with different formats;
+    either can be torch's AdamW."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's; settings that the group leaves out are the optimizer's."""
+        """Add a parameter group; missing settings default to those of the optimizer."""
         super().add_param_group(param_group)
         try:
             _check_settings(self.param_groups[-1])
@@ -101,9 +101,9 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], _Loss] | None = None, *, factor: float | Tensor | None = None) -> _Loss | None:
-        """One step. `factor` (a number or a 0-d tensor, read on the device) multiplies every gradient: clipping by it
-        costs no pass over the gradients. Returns what `closure` returns. Raises ValueError for a parameter that is no
-        longer what its state was made for, before anything is written."""
+        """Run one step and return the result of `closure`. `factor` (a number or a 0-d tensor, read on the device)
+        multiplies all gradients, so that clipping needs no separate pass. Raises ValueError, before any write, if a
+        parameter no longer matches its state."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,27 +113,29 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor], factor: float | Tensor | None = None) -> None:
-        """Step only `parameters`, each of which has a gradient; as :meth:`step` does for all, without its hooks."""
+        """Step only `parameters`, which must have gradients. Unlike :meth:`step`, does not run step hooks."""
         sizes = [len(group["params"]) for group in self.param_groups]
         first = list(accumulate(sizes, initial=0))  # the number of each group's first parameter
-        wanted: dict[int, dict[int, Tensor]] = {}  # by group and place: one order, whatever the order of `parameters`
+        requested: dict[
+            int, dict[int, Tensor]
+        ] = {}  # by group and index, so that the order of `parameters` is irrelevant
         for p in parameters:
             of, at = self._locate(p)
-            wanted.setdefault(of, {})[at] = p
+            requested.setdefault(of, {})[at] = p
             _check_parameter_state(p, self.param_groups[of], self.state.get(p, {}))
         if isinstance(factor, Tensor):
             if factor.numel() != 1:
                 raise ValueError(
-                    f"factor is a tensor of shape {list(factor.shape)}, and one number multiplies every gradient: take "
-                    "a number or a 0-d tensor."
+                    f"factor is a tensor of shape {list(factor.shape)}, but a single number multiplies all gradients: "
+                    "use a number or a 0-d tensor."
                 )
             factor = factor.reshape(())
-        for of in sorted(wanted):
+        for of in sorted(requested):
             group = self.param_groups[of]
             work: dict[torch.device, list[Piece]] = {}
-            shared: list[tuple[Tensor, Piece]] = []  # with groups of 128 that lie on several ranks
+            shared: list[tuple[Tensor, Piece]] = []  # parameters with groups of 128 on several ranks
             copies = []
-            for at, p in sorted(wanted[of].items()):
+            for at, p in sorted(requested[of].items()):
                 piece = self.piece(p, group, first[of] + at)
                 if sharded.is_cut(p, group["states"]):
                     shared.append((p, piece))
@@ -146,26 +148,26 @@ class AdamW(torch.optim.Optimizer):
             sharded.step(shared, make_hyper(group), factor, self.run)
             for weight, stepped in copies:
                 weight.copy_(stepped.view(weight.shape))
-            for p in wanted[of].values():
+            for p in requested[of].values():
                 if self.watch is not None:
                     self.watch(p, group, factor)
                 if "master" in self.state[p]:
                     self._record_write(p)
 
     def _locate(self, p: Tensor) -> tuple[int, int]:
-        """The number of its group and the place of `p` in it. All places are written down once: update in backward
-        asks for one parameter at a time, and a walk through all of them for each would be a square of their number."""
+        """Return the index of the group of `p`, and the index of `p` in it. Indices are cached, because update in
+        backward requests one parameter at a time, and a search for each would take quadratic time."""
         of, at = self._places.get(id(p), (0, -1))
         if at < 0 or of >= len(self.param_groups) or not _is_at(self.param_groups[of], at, p):
             groups = (group["params"] for group in self.param_groups)
             self._places = {id(q): (i, k) for i, params in enumerate(groups) for k, q in enumerate(params)}
             if id(p) not in self._places:
-                raise ValueError(f"A parameter of shape {list(p.shape)} is in no group: add_param_group takes it.")
+                raise ValueError(f"A parameter of shape {list(p.shape)} is in no group. Add it with add_param_group.")
         return self._places[id(p)]
 
     def piece(self, p: Tensor, group: Group, index: int) -> Piece:
-        """The work of the next step on parameter `p` of `group`, number `index` of all: its state is made where it has
-        none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
+        """Prepare the next step of parameter `p` of `group`, with index `index`: create its state if it has none, and
+        increment its step. The weight of a noncontiguous parameter is a copy."""
         state = self.state[p]
         if not state:
             state.update(self.init_state(p, group))
@@ -196,26 +198,26 @@ class AdamW(torch.optim.Optimizer):
         select_engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
 
     def init_state(self, p: Tensor, group: Group) -> dict[str, Tensor]:
-        """The state of a parameter before its first step, where this optimizer keeps states."""
+        """Return the initial state of a parameter."""
         return layout.init_state(p, group)
 
     def _record_write(self, p: Tensor) -> None:
-        if not self._written:  # a new dict: the one of the class is shared, and a copy begins without
+        if not self._written:  # a new dict, because the one of the class is shared
             self._written = {}
         cast(dict[Tensor, tuple[int, int, int]], self._written)[p] = _version_stamp(p)
 
     def settle(self) -> None:
-        """Wait until `state` holds what the last step wrote, where that takes time: here it always does."""
+        """Wait until `state` has the results of the last step. Needed only for offloaded states."""
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
-        :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
+        """Load a state dict of this class, or of torch's AdamW, whose moments are encoded; see
+        :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for a mismatch, before any change."""
         state_dict_.load(self, state_dict, self.settle, self.init_state)
         self._written = {}  # masters are compared with their parameters in the next step
 
 
 def make_hyper(group: Group) -> Hyper:
-    """The settings of a parameter group, as an engine takes them."""
+    """Return the settings of a parameter group for an engine."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
@@ -226,20 +228,19 @@ def _is_at(group: Group, at: int, p: Tensor) -> bool:
 
 
 def _version_stamp(p: Tensor) -> tuple[int, int, int]:
-    """Changes with every write to a parameter or its shard that torch sees: its versions, its address."""
+    """Return versions and address of a parameter, which change with each write that torch detects."""
     return p._version, local_of(p)._version, plain(p).data_ptr()
 
 
 def _update_master(weight: Tensor, master: Tensor) -> None:
-    """Copy `weight` (BF16 [n]) into `master` (fp32 [n]) where the master does not round to it; all other elements keep
-    their bits. Waits for the device only if the master is in host memory."""
+    """Copy elements of `weight` (BF16 [n]) to `master` (fp32 [n]) if the master does not round to them; other elements
+    keep their bits. Waits for the device only if the master is in host memory."""
     for exact, low in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
         exact.copy_(torch.where(exact.to(low.dtype) != low, low.float(), exact))
 
 
 def _check_parameter_state(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a parameter that cannot step because something changed since it was given or its state was
-    made. It looks at no value."""
+    """Raise ValueError if a parameter, its gradient or its group no longer matches its state. Does not read values."""
     _check_formats(group)
     _check_parameter(p, group["master"])
     if p.grad is not None and p.grad.shape != p.shape:
@@ -249,13 +250,13 @@ def _check_parameter_state(p: Tensor, group: Group, state: Mapping[str, Tensor])
         )
     if not state:
         return
-    wanted = {k.name: k.dtype for k in layout.state_specs(group["states"], group["master"], p.dtype)}
+    requested = {k.name: k.dtype for k in layout.state_specs(group["states"], group["master"], p.dtype)}
     dtypes = {name: x.dtype for name, x in state.items() if name != "step"}
     shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
-    if dtypes != wanted or shape != p.shape:
+    if dtypes != requested or shape != p.shape:
         raise ValueError(
             f"A parameter of shape {list(p.shape)} is {_dtype_name(p.dtype)} with states={group['states']!r} and "
-            f"master={group['master']!r}, for which {_describe_dtypes(wanted)} are expected; its state was made for "
+            f"master={group['master']!r}, for which {_describe_dtypes(requested)} are expected; its state was made for "
             f"shape {list(shape)} and has {_describe_dtypes(dtypes)}. Put back what was changed after its first step, "
             "or make a new optimizer (fp8.AdamW.copy_state converts states from one to another)."
         )
@@ -278,10 +279,10 @@ def _check_formats(group: Group) -> None:
 
 
 def _check_settings(group: Group) -> None:
-    """Raise ValueError for settings of a parameter group that cannot be met."""
+    """Raise ValueError for invalid settings of a parameter group."""
     _check_formats(group)
     lr, (beta1, beta2) = group["lr"], group["betas"]
-    if not isinstance(lr, Tensor) and not lr >= 0:  # a tensor is not read: it may lie on a device
+    if not isinstance(lr, Tensor) and not lr >= 0:  # a tensor is not read, because it may be on a device
         raise ValueError(f"lr={lr} is not a learning rate: take 0 or more.")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr is a tensor of shape {list(lr.shape)}: take a number or a tensor of one element.")

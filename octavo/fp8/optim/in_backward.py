@@ -1,33 +1,33 @@
-"""Update in backward: each parameter is stepped as soon as its gradient is complete, and the gradient is freed at once.
+"""Update in backward: step each parameter when its gradient is complete, and free the gradient immediately.
 
-No gradient outlives the layer it belongs to, which saves the whole gradient buffer: 2 bytes a parameter in BF16, 4 in
-fp32. With ``bf16+sr`` and FP8 states a parameter then costs 4.1 bytes in all.
+This saves the gradient buffer: 2 bytes per parameter in BF16, 4 in fp32. With ``bf16+sr`` and FP8 states a parameter
+then takes 4.1 bytes in total.
 
     updating = UpdateInBackward(optimizer, model)
     loss = forward(batch)
-    done = updating.run(lambda retain: loss.backward(retain_graph=retain), clip=1.0)
-    done.norm, done.applied
+    result = updating.run(lambda retain: loss.backward(retain_graph=retain), clip=1.0)
+    result.norm, result.applied
 
-**Clipping** wants the norm of all gradients before the first update. So ``run`` goes through the same graph twice: the
-first pass only adds up squared norms and frees each gradient, the second computes the same gradients again and updates
-with the factor, now known. The norm is exact, and the step equals the ordinary one bit for bit. It costs a second
-backward, about two thirds of a step more, and no bytes: what the forward saved lives until the second pass frees it.
-Without clipping (``clip=0``) one pass does both.
+**Clipping** needs the norm of all gradients before the first update. So ``run`` runs the backward twice: the first pass
+computes the norm and frees each gradient, the second computes the same gradients again and updates with the clip
+factor. The norm is exact, and the step equals the ordinary step bit for bit. The second backward adds about two thirds
+to the time of a step, and no memory, because saved tensors exist until the second pass. Without clipping (``clip=0``)
+one pass is sufficient.
 
-**What is not finite.** With two passes the norm is known before anything was written: the step is skipped whole
-(``applied`` is False). With one pass it shows when other weights have been updated already: updating stops and ``run``
-raises :class:`PartialUpdate`, since no weight can be taken back.
+**Nonfinite gradients.** With two passes the norm is known before any write, and the step is skipped (``applied`` is
+False). With one pass other weights may have been updated already: updates stop, and ``run`` raises
+:class:`PartialUpdate`, because updates cannot be undone.
 
-**Gradient accumulation** cannot be: a step has one backward. A second one raises.
+**Gradient accumulation** is not supported: a step has one backward, and a second one raises.
 
-The optimizer itself is not changed. A parameter that got no gradient (an expert without tokens, a frozen one) does not
-change, as in ``torch.optim``. A parameter that is used twice is stepped when both parts have been added; only
-reentrant checkpointing around both of its uses shows them one by one, and is refused as a second backward. With FSDP2
-hooks see the sharded gradient after its reduction, in the same order on every rank, and the norm takes one all-reduce.
-A parameter with a group of 128 that a shard's border cuts (:mod:`octavo.fp8.optim.sharded`) takes two small all-reduces
-of its own here (one with coat, none with fp32 and bf16 states); an ordinary step has two for all such parameters.
-DistributedDataParallel calls such hooks before it has reduced a gradient: use FSDP2. Where layers are compiled with
-``torch.compile``, two passes need ``torch._functorch.config.donated_buffer = False`` before the first forward.
+The optimizer itself is not changed. Parameters without a gradient (experts without tokens, frozen ones) do not change,
+as in ``torch.optim``. A parameter with two uses is stepped when both gradients are summed; only reentrant checkpointing
+around both uses separates them, which is rejected as a second backward. With FSDP2 hooks get the reduced sharded
+gradient, in the same order on all ranks, and the norm needs one all-reduce. A parameter with a group of 128 that is
+split over ranks (:mod:`octavo.fp8.optim.sharded`) needs two small all-reduces (one with coat, none with fp32 and bf16
+states); an ordinary step needs two for all such parameters together. DistributedDataParallel calls hooks before it
+reduces gradients: use FSDP2. With ``torch.compile``, two passes need
+``torch._functorch.config.donated_buffer = False`` before the first forward.
 """
 
 from __future__ import annotations
@@ -49,25 +49,26 @@ from octavo.fp8.weights.shards import is_dtensor, plain, sharded_over
 
 
 class PartialUpdate(Fp8Error, RuntimeError):
-    """A gradient was not finite when other weights of the step had been written already."""
+    """A gradient was not finite after other weights of the step were updated."""
 
 
 class UpdateResult(NamedTuple):
-    """``norm``: of all gradients before clipping, 0-d fp32, the same on every rank; ``applied``: False where it was not
-    finite, so that nothing was written."""
+    """``norm``: norm of all gradients before clipping, 0-d fp32, the same on all ranks; ``applied``: False if it was
+    not finite, and nothing was written."""
 
     norm: Tensor
     applied: bool
 
 
 class UpdateInBackward:
-    """Hooks on the parameters of an optimizer that step each one in backward; see this file's head.
+    """Hooks on the parameters of an optimizer that step each one in backward; see the module docstring.
 
-    ``model`` is where delayed scaling keeps its histories, which two passes must record once; a list of parameters will
-    do for a model without. While the hooks are there every backward goes through :meth:`run`; :meth:`remove` ends that.
+    ``model`` is needed for the histories of delayed scaling, which two passes must record only once; without delayed
+    scaling a list of parameters is sufficient. While hooks are registered, every backward must use :meth:`run`;
+    :meth:`remove` removes them.
 
-    Raises ValueError for another optimizer than fp8.AdamW, for parameters that are not in it, and for those that an
-    update in backward steps already.
+    Raises ValueError for optimizers other than fp8.AdamW, for parameters that are not in it, and for parameters with
+    another UpdateInBackward.
     """
 
     def __init__(self, optimizer: AdamW, model: nn.Module | Iterable[nn.Parameter]) -> None:
@@ -93,22 +94,22 @@ class UpdateInBackward:
         self._register_hooks()
 
     def run(self, backward: Callable[[bool], None], clip: float = 0.0, undo: float = 1.0) -> UpdateResult:
-        """One step: ``backward(retain)`` must run the backward of the step's one loss, with ``retain_graph=retain``.
+        """Run one step. ``backward(retain)`` must run the backward of the loss with ``retain_graph=retain``.
 
         Args:
-            backward: called twice where ``clip > 0``, first with True; else once, with False.
-            clip: the largest norm that gradients may have together; 0: any.
-            undo: what gradients are multiplied by before all else, where the loss was scaled.
+            backward: called twice if ``clip > 0``, first with True; otherwise once, with False.
+            clip: maximum norm of all gradients; 0 disables clipping.
+            undo: factor of all gradients, to undo loss scaling.
 
-        Waits for the device once, to know whether the norm is finite. Raises PartialUpdate where a gradient was not
-        finite, and with ``clip=0`` some weights had been written; RuntimeError where a parameter got a second gradient
-        in this step, or had one before it, or none got any.
+        Waits for the device once, to check whether the norm is finite. Raises PartialUpdate if a gradient is not finite
+        and ``clip=0``, when some weights may have been written; RuntimeError if a parameter gets a second gradient or
+        has one before the step, or if there is no gradient at all.
         """
         parameters = self._register_hooks()
-        held = sum(p.grad is not None for p in parameters)
-        if held:
+        old = sum(p.grad is not None for p in parameters)
+        if old:
             raise RuntimeError(
-                f"{held} parameters hold a gradient from before this step, which update in backward would add to. "
+                f"{old} parameters hold a gradient from before this step, which update in backward would add to. "
                 "Call optimizer.zero_grad() first."
             )
         if not clip >= 0:  # also NaN
@@ -116,22 +117,22 @@ class UpdateInBackward:
         norms: dict[int, Tensor] = {}
         if not clip:
             return self._run_one_pass(backward, parameters, norms, undo)
-        before = delayed.scaling_state(self._model) if self._model is not None else {}
+        histories = delayed.scaling_state(self._model) if self._model is not None else {}
         with self._backward_pass(lambda p: norms.__setitem__(id(p), _local_norm(p))):
             backward(True)
         norm = _total_norm(parameters, norms) * undo
         if not bool(norm.isfinite()):
             return UpdateResult(norm, False)
         factor = clip_factor(norm, clip, undo)
-        if before and self._model is not None:  # the same scales again, and one entry a step
-            delayed.load_scaling_state(self._model, before)
+        if histories and self._model is not None:  # use the same scales again, and record one entry per step
+            delayed.load_scaling_state(self._model, histories)
         with self._backward_pass(lambda p: self.optimizer.update([p], factor)), recorder.mute_reports():
             backward(False)
         self._notify_step()
         return UpdateResult(norm, True)
 
     def remove(self) -> None:
-        """Take the hooks off: gradients stay in ``.grad`` again."""
+        """Remove the hooks; gradients stay in ``.grad`` again."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -162,12 +163,12 @@ class UpdateInBackward:
         return UpdateResult(norm, True)
 
     def _notify_step(self) -> None:
-        """A step without gradients updates nothing, and lets everybody who listens to steps know that weights moved:
-        cached FP8 codes, schedules, hooks of the optimizer."""
+        """Run a step without gradients, which updates nothing, so that caches of FP8 codes, schedulers and step hooks
+        are notified."""
         self.optimizer.step()
 
     def _register_hooks(self) -> list[nn.Parameter]:
-        """The parameters that ask for a gradient, each with its hook: one thawed meanwhile gets one, too."""
+        """Register hooks on parameters that require a gradient and have none yet; return all of these parameters."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         new = [p for p in parameters if id(p) not in self._hooks]
         taken = sum(
@@ -199,7 +200,7 @@ class UpdateInBackward:
             )
 
     def _on_gradient(self, p: nn.Parameter) -> None:
-        """The hook: the gradient of ``p`` is complete."""
+        """Handle a complete gradient; registered as a hook on each parameter."""
         try:
             if self._action is None:
                 raise RuntimeError(
@@ -221,8 +222,8 @@ class UpdateInBackward:
 
 
 class _NonfiniteWatch:
-    """Whether a norm that was not finite has been seen, without waiting: where there are events each is copied to the
-    host after the work before it and read when it has arrived, a few parameters later."""
+    """Detects nonfinite norms without synchronizing: on devices with events each norm is copied to the host
+    asynchronously, and read after it has arrived, a few parameters later."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[Tensor, Any]] = deque()
@@ -248,15 +249,15 @@ class _NonfiniteWatch:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients in ``.grad`` over all ranks, 0-d fp32: the same operations as the first pass, so that
-    a step clips alike with both."""
+    """Return the norm of all gradients in ``.grad`` over all ranks, 0-d fp32, with the same operations as the first
+    pass of :class:`UpdateInBackward`, so that both clip equally."""
     parameters = [p for p in parameters if p.requires_grad]
     return _total_norm(parameters, {id(p): _local_norm(p) for p in parameters if p.grad is not None})
 
 
 def clip_factor(norm: Tensor, clip: float, undo: float = 1.0) -> Tensor | float | None:
-    """What multiplies every gradient so that their norm does not exceed ``clip``, as ``clip_grad_norm_`` has it (0: any
-    norm). ``undo``: what makes them those that ``norm`` is of, where the loss was scaled. None: nothing does."""
+    """Return the factor that limits the norm of gradients to ``clip``, as in ``clip_grad_norm_``, or None for no
+    factor. 0 disables clipping. ``undo``: factor that undoes loss scaling, included in ``norm``."""
     if not clip:
         return None if undo == 1 else undo
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -267,18 +268,18 @@ _PART = 1 << 20  # elements
 
 
 def _local_norm(p: nn.Parameter) -> Tensor:
-    """The norm of what this rank holds of a gradient, 0-d fp32."""
+    """Return the norm of this rank's part of a gradient, 0-d fp32."""
     assert p.grad is not None
     grad = plain(p.grad)
     if grad.device.type != "cpu" or grad.dtype == torch.float32 or grad.numel() <= _PART or not grad.is_contiguous():
         return torch.linalg.vector_norm(grad, dtype=torch.float32)
-    # On the CPU that converts the whole gradient first: in parts, no copy is larger than 4 MiB.
+    # On the CPU this would convert the whole gradient first. In parts, copies are at most 4 MiB.
     parts = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.view(-1).split(_PART)]
     return torch.linalg.vector_norm(torch.stack(parts))
 
 
 def _total_norm(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
-    """The norm of norms, in the order of the parameters whatever that of the backward; shards summed over ranks."""
+    """Return the total norm, in the order of parameters, not of the backward; shards are summed over ranks."""
     if not parameters:
         return torch.zeros(())
     parts: dict[Any, list[Tensor]] = {}

@@ -1,11 +1,11 @@
-"""What `fp8.AdamW` keeps of each parameter: names, shapes and dtypes, on one rank or over several.
+"""The states of `fp8.AdamW`: names, shapes and dtypes, on one rank or several.
 
-A state is `step` (0-d fp32 on the CPU, as torch's) and two kinds of tensors. An *element* tensor has a value for every
-element of the parameter, in its shape, sharded like it. A *group* tensor has a row for every group of 128 elements of
-the flattened whole parameter that this rank's part touches; ranks that share a group hold the same row.
+A state has `step` (0-d fp32 on the CPU, as in torch) and two kinds of tensors. An *element* tensor has one value per
+element of the parameter, and the same shape and sharding. A *group* tensor has one row per group of 128 elements of the
+flattened whole parameter that overlaps with this rank's part; ranks that share a group have the same row.
 
-Which there are, `moments.LAYOUT` says for each format of states; master weights add element tensors: `master_low` int16
-for "bf16+16", `master` fp32 for "fp32" with a BF16 parameter.
+`moments.LAYOUT` has the tensors of each format. Master weights add element tensors: `master_low` int16 for "bf16+16",
+and `master` fp32 for "fp32" with a BF16 parameter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, StateSpec
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
 Group: TypeAlias = dict[str, Any]
-"""A parameter group of an optimizer: its settings by name, whose values torch types as Any."""
+"""A parameter group of an optimizer: settings by name."""
 PER_GROUP = frozenset(spec.name for kind in LAYOUT.values() for spec in kind if spec.row is not None)
-"""Names of the tensors with a row a group."""
+"""Names of the tensors with one row per group."""
 
 
 def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """The state tensors of a parameter of `dtype`, without `step`."""
+    """Return the state tensors of a parameter of `dtype`, without `step`."""
     moment_specs = LAYOUT[states]
     if dtype == torch.bfloat16 and master == "fp32":
         return (*moment_specs, StateSpec("master", torch.float32))
@@ -33,18 +33,18 @@ def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec
 
 
 def num_groups(elements: int) -> int:
-    """Groups that begin within the first `elements` elements."""
+    """Return the number of groups that begin in the first `elements` elements."""
     return -(-elements // GROUP)
 
 
-def local_groups(mine: Span) -> tuple[int, int]:
-    """Groups first to last (exclusive) of the whole parameter that have an element on this rank."""
-    first = mine.start // GROUP
-    return (first, num_groups(mine.stop)) if mine.stop > mine.start else (first, first)
+def local_groups(local: Span) -> tuple[int, int]:
+    """Return the range (first, last exclusive) of groups with elements on this rank."""
+    first = local.start // GROUP
+    return (first, num_groups(local.stop)) if local.stop > local.start else (first, first)
 
 
 def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local`, a plain tensor of the shape of this rank's part, as the parameter is: a DTensor where that is one."""
+    """Wrap `local`, a plain tensor with the shape of this rank's part, as a DTensor if the parameter is one."""
     if not is_dtensor(parameter):
         return local
     from torch.distributed.tensor import DTensor
@@ -60,7 +60,7 @@ def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def init_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
-    """A parameter's state before its first step, in its group's formats: both moments zero, its `master` its value."""
+    """Return the initial state of a parameter in the formats of its group: zero moments, and `master` equal to it."""
     here = plain(parameter)
     first, last = local_groups(span(parameter))
     state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}

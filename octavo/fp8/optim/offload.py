@@ -1,23 +1,22 @@
-"""Optimizer states in host memory: each batch of pieces is on the device only while it is updated.
+"""Optimizer states in host memory. Each batch of states is on the device only while it is updated.
 
-States (moments, and the lower halves or fp32 copies of master weights) are in pinned host memory; weights and gradients
-stay where they are. A step goes through the pieces in batches of about 64 MiB of states. While one batch is updated,
-the next comes in on one side stream and the last goes back on another, so that PCI Express works in both directions at
-once during the arithmetic::
+States (moments, and lower halves or fp32 copies of master weights) are in pinned host memory; weights and gradients
+stay on the device. A step runs in batches of about 64 MiB of states. While one batch is updated, the next is fetched on
+one stream and the previous one is written back on another, so that PCI Express is used in both directions::
 
     inward    |  fetch 0  |  fetch 1  |  fetch 2  |
     update                | update 0  | update 1  | update 2  |
     outward                           |  write 0  |  write 1  |  write 2  |
 
-A large parameter is cut at borders of groups of 128, so three buffers of a batch's size are all that the device needs.
-The batch that followed last time is fetched ahead across calls, which serves an update in backward, where every
-parameter is a call of its own. What was fetched ahead is used only if the host's copy was not written meanwhile.
+Large parameters are split at borders of groups of 128, so the device needs only three buffers of the batch size. The
+batch that followed in the last step is prefetched across calls, for updates in backward, where each parameter is a
+separate call. Prefetched data is used only if the copy on the host was not written meanwhile.
 
-    optimizer = OffloadedAdamW(model.parameters(), lr=1e-4, master="bf16+sr")       # the rest as ever
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-4, master="bf16+sr")       # other arguments as for AdamW
 
-What it costs: the states cross the bus twice a step (FP8 states with ``bf16+sr``: 4.1 bytes a parameter, 8.2 with
-``bf16+16``). A state dict reads host memory, after :meth:`Offload.settle`. PyTorch rounds pinned blocks up to a power
-of two, so the host may need up to twice the bytes.
+The states are transferred twice per step (with FP8 states 4.1 bytes per parameter for ``bf16+sr``, 8.2 for
+``bf16+16``). State dicts read host memory, after :meth:`Offload.settle`. PyTorch rounds pinned blocks up to a power of
+two, so the host may need up to twice the bytes.
 """
 
 from __future__ import annotations
@@ -42,36 +41,36 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 BATCH = 64 << 20  # bytes of states
-_ALIGN = 256  # bytes: every tensor of a batch begins where a kernel may read 16 bytes at once
+_ALIGN = 256  # alignment of tensors in a batch, in bytes, for kernels that read 16 bytes at once
 _BUFFERS = 3  # one coming in, one in use, one going out
 
 Pairs = list[tuple[Tensor, Tensor]]  # (of the device, of the host)
 
 
 class Transfers(Protocol):
-    """How bytes get from the host to a device and back, ordered against its work; ``slot`` numbers the buffers."""
+    """Transfers between host and device, ordered with the device's work; ``slot`` is the index of a buffer."""
 
     def host(self, size: int) -> Tensor:
-        """``size`` bytes of host memory, uint8."""
+        """Allocate ``size`` bytes of host memory as uint8."""
 
     def device(self, size: int) -> Tensor:
-        """``size`` bytes of device memory, uint8."""
+        """Allocate ``size`` bytes of device memory as uint8."""
 
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
-        """Begin to copy host to device, once what was last written back from the slots ``behind`` has arrived."""
+        """Begin to copy from host to device, after the last write-backs of the slots ``behind``."""
 
     def wait_for_fetch(self, slot: int) -> None:
-        """Let the work that follows wait for the fetch of this slot."""
+        """Make later work of the device wait for the fetch of this slot."""
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
-        """Begin to copy device to host, after the work so far."""
+        """Begin to copy from device to host, after the pending work of the device."""
 
     def settle(self) -> None:
-        """Wait until all of it has happened."""
+        """Wait for all transfers."""
 
 
 class StreamTransfers:
-    """Memory that is pinned where the device has that, one stream inward and one outward."""
+    """Transfers with pinned memory if the device supports it, on one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._on = device
@@ -110,14 +109,14 @@ class StreamTransfers:
 
 
 class _Batch(NamedTuple):
-    """Pieces whose states are fetched together. ``host``: all their state tensors, in order."""
+    """Pieces whose states are fetched together. ``host``: all of their state tensors, in order."""
 
     pieces: tuple[Piece, ...]
     host: tuple[Tensor, ...]
 
     @property
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """What the host's memory must still be for a fetch to be good: the same places, not written since."""
+        """Addresses, sizes and versions of the host tensors; a prefetch is valid only while they do not change."""
         return tuple((t.data_ptr(), t.numel(), t._version) for t in self.host)
 
     @property
@@ -132,14 +131,14 @@ class _FetchedBatch(NamedTuple):
 
 
 class Offload:
-    """Keeps states on the host and brings them to ``device`` for their update.
+    """Keeps states on the host and copies them to ``device`` for their update.
 
     Args:
         device: where weights and gradients are.
         batch: bytes of states that are fetched together.
-        transfers: another way to move bytes; by default pinned memory and streams of the device.
+        transfers: performs the transfers. Default: pinned memory and streams of the device.
 
-    Raises ValueError where ``device`` has no memory or no streams of its own (and no ``transfers`` were given).
+    Raises ValueError if ``device`` has no separate memory or streams and no ``transfers`` are given.
     """
 
     def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:
@@ -165,7 +164,7 @@ class Offload:
         self._last: _Batch | None = None
 
     def host(self, like: Tensor) -> Tensor:
-        """A copy of a plain tensor in host memory, pinned where that means something."""
+        """Copy a plain tensor to host memory, pinned if possible."""
         flat = self._move.host(like.numel() * like.element_size())
         copy = flat.view(like.dtype).view(like.shape)
         copy.copy_(like)
@@ -179,9 +178,9 @@ class Offload:
         agree: MaxOverRanks | None,
         engine: Engine,
     ) -> None:
-        """``engine(pieces, hyper, factor, agree)`` batch by batch, with states that are on the device for that time.
+        """Run ``engine(pieces, hyper, factor, agree)`` in batches whose states are on the device meanwhile.
 
-        Groups that several ranks share (``agree``) are asked for once: all of them are the last batch, a few rows.
+        Groups on several ranks (``agree``) are all in the last batch, so that they are exchanged once.
         """
         cut = [] if agree is None else [slice_piece(e.piece, e.first, e.last) for e in find_edges(pieces)]
         batches = list(self._batches(pieces if agree is None else map(whole_groups, pieces)))
@@ -197,17 +196,17 @@ class Offload:
             engine(_with_device_states(batch, fetched.device), hyper, factor, agree if last else None)
             self._move.write_back(fetched.slot, list(zip(fetched.device, batch.host, strict=True)))
             self._wrote[fetched.slot] = {place for place, _ in batch.place}
-            batch = _Batch((), batch.host)  # remembered without its gradients, which would not be freed otherwise
+            batch = _Batch((), batch.host)  # stored without gradients, so that they can be freed
             if self._last is not None:
                 self._after[self._last.place] = batch
             self._last = batch
 
     def settle(self) -> None:
-        """Wait until host memory holds what the last step wrote: before it is read, as by a state dict."""
+        """Wait until host memory has the results of the last step, before it is read."""
         self._move.settle()
 
     def reset(self) -> None:
-        """Drop what was fetched ahead and what is known of the order: states were loaded or parameters removed."""
+        """Drop prefetched data and the recorded order, after states were loaded or parameters removed."""
         self._ahead, self._last = None, None
         self._after.clear()
 
@@ -227,15 +226,15 @@ class Offload:
             place = buffer[at : at + tensor.numel() * tensor.element_size()]
             device.append(place.view(tensor.dtype).view(tensor.shape))
             at += size
-        # The slot itself must be empty, and memory that was written from another one complete: few batches come round
-        # before that.
-        mine = {place for place, _ in batch.place}
-        behind = [other for other, wrote in enumerate(self._wrote) if other == slot or not mine.isdisjoint(wrote)]
+        # The slot itself must be free, and host memory that another slot writes must be complete: with few batches
+        # this may not be the case yet.
+        places = {place for place, _ in batch.place}
+        behind = [other for other, wrote in enumerate(self._wrote) if other == slot or not places.isdisjoint(wrote)]
         self._move.fetch(slot, list(zip(device, batch.host, strict=True)), behind)
         return _FetchedBatch(slot, batch.stamp, tuple(device))
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[_Batch]:
-        """Pieces, cut where they are too large, as many together as a batch holds."""
+        """Yield batches of pieces; large pieces are split."""
         group: list[Piece] = []
         held = 0
         for piece in pieces:

@@ -1,15 +1,15 @@
-"""Groups of 128 that a shard's border cuts: their ranks agree on what the group shares before any of them encodes.
+"""Groups of 128 that are split over ranks: the ranks exchange the extrema of a group before they encode it.
 
-FSDP2 gives each rank rows of a parameter, and a border between two rows need not be one between two groups of the
-flattened parameter: rows of 1176 or 40 elements, a norm's 64 weights over four ranks. A group may lie on two ranks, on
-three or more, and some ranks hold nothing at all. Each rank steps its own elements; only the group's extrema are the
-business of all, because they scale its codes. So they are exchanged: one all-reduce of the extrema of v (and of m, for
-coat), one of the largest |r|, which needs v's new codes (only fp8), each for all cut groups of a call together, in
-int32. Codes, figures and weights then equal those of one process, bit for bit.
+FSDP2 shards a parameter by rows, and the border between two rows need not be a border between groups of the flattened
+parameter, for instance with rows of 1176 or 40 elements, or 64 weights of a norm over four ranks. A group can be on two
+or more ranks, and some ranks have no elements. Each rank steps its own elements; only the extrema of a group are
+shared, because they scale its codes. They are exchanged for all cut groups of a call together, in int32: one all-reduce
+of the extrema of v (and of m, for coat), and one of the largest |r|, which needs the new codes of v (only fp8). Codes,
+scales and weights then equal those of one process, bit for bit.
 
-Which groups are cut follows from shapes and the number of ranks, so that all ranks know without communicating, and
-nothing is exchanged where nothing is cut. A rank that holds nothing of a cut group takes part all the same: collectives
-are matched by order. The exchange waits for no device.
+Which groups are cut follows from shapes and the number of ranks, so all ranks know it without communication, and
+nothing is exchanged if no group is cut. Ranks without elements of a cut group take part as well, because collectives
+are matched by order. The exchange does not wait for the device.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ _NEUTRAL = -(1 << 31)  # below every mark
 
 
 def is_cut(parameter: Tensor, states: str) -> bool:
-    """Whether a step of `parameter` in this format needs :func:`step`; the same on every rank."""
+    """Return True if a step of `parameter` in this format needs :func:`step`; the same on all ranks."""
     return bool(_ROUNDS[states] and cut_groups(parameter))
 
 
 def cut_groups(parameter: Tensor) -> tuple[int, ...]:
-    """The groups of the flattened whole parameter of which no rank holds all; the same on every rank."""
+    """Return the groups of the flattened whole parameter that are split over ranks; the same on all ranks."""
     if not is_dtensor(parameter) or not parameter.numel():
         return ()
     return _groups_cut_at(shard_borders(parameter), parameter.shape[1:].numel())
 
 
 def _groups_cut_at(rows: Sequence[int], row: int) -> tuple[int, ...]:
-    """Groups inside which one of these rows, of so many elements, begins."""
+    """Return the groups in which one of these rows, with ``row`` elements each, begins."""
     return tuple(sorted({first * row // GROUP for first in rows if first * row % GROUP}))
 
 
 def _process_groups(parameter: Any) -> tuple[Any, ...]:
-    """The process groups that share the rows of a DTensor: a maximum over each in turn is one over all ranks."""
+    """Return the process groups that share the rows of a DTensor; reducing over each in turn covers all ranks."""
     return tuple(parameter.device_mesh.get_group(dim) for dim in sharded_over(parameter))
 
 
 def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Tensor | None, run: Engine) -> None:
-    """Let ``run`` step parameters that have cut groups, each with its piece on this rank; nothing where there are none.
+    """Run ``run`` for parameters with cut groups, each with its piece on this rank.
 
-    A collective: every rank gives the same parameters in the same order, also those of which it holds nothing, with a
-    piece of no elements.
+    Collective call: all ranks pass the same parameters in the same order, with an empty piece for those that they have
+    no elements of.
     """
     if not work:
         return
-    held = [piece for _, piece in work if piece.weight.numel()]
-    edges = [(edge.piece.index, edge.group) for edge in edges_of(held)]
+    pieces = [piece for _, piece in work if piece.weight.numel()]
+    edges = [(edge.piece.index, edge.group) for edge in edges_of(pieces)]
     agree = Agreement([(p, piece.index) for p, piece in work], edges, work[0][1].weight.device)
-    if held:
-        run(held, hyper, factor, agree)
+    if pieces:
+        run(pieces, hyper, factor, agree)
     agree.finish(hyper.states)
 
 
 class Agreement:
-    """Gives marks of edges the elementwise maximum over the ranks that share them: what `moments.encode` asks for.
+    """Computes the elementwise maximum of marks of edges over the ranks that share them, for `moments.encode`.
 
-    parameters: each with a number of its own; the same on every rank, in the same order.
-    edges: for each column of the marks the number of its parameter and its group in it; those that are no cut group (a
-        parameter's own ragged end) keep their marks.
+    parameters: (parameter, index) pairs, the same on all ranks and in the same order.
+    edges: (index of the parameter, group) for each column of the marks; columns that are not cut groups, such as the
+        ragged end of a parameter, keep their marks.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Agreement:
         return torch.tensor(numbers, dtype=torch.int64).to(self._device, non_blocking=True)
 
     def __call__(self, marks: Tensor) -> Tensor:
-        """int32 [K, edges] -> the same of the whole groups."""
+        """Reduce marks, int32 [K, edges], over the ranks of each group."""
         self._calls += 1
         agreed = marks.clone()
         for ranks, size in self._sizes.items():
             columns, places = self._columns[ranks], self._places[ranks]
             shared = marks.new_full((len(marks), size), _NEUTRAL)
-            if len(columns):  # torch selects nothing from nothing only by raising
+            if len(columns):  # torch raises for an empty selection
                 shared.index_copy_(1, places, marks.index_select(1, columns))
             for group in ranks:
                 torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
@@ -119,6 +119,6 @@ class Agreement:
         return agreed
 
     def finish(self, states: str) -> None:
-        """Take part in the exchanges of a format that this rank, without an edge of its own, did not ask for."""
+        """Take part in the remaining exchanges of a format, on a rank without edges."""
         for count in _ROUNDS[states][self._calls :]:
             self(torch.empty((count, 0), dtype=torch.int32, device=self._device))

@@ -1,8 +1,8 @@
-"""Load state dicts into `fp8.AdamW`: its own as they are, state dicts of torch's AdamW encoded.
+"""Load state dicts into `fp8.AdamW`: its own unchanged, those of torch's AdamW by encoding the moments.
 
 `torch.optim.Optimizer.load_state_dict` casts floating states to the parameter's dtype, which would turn float8 codes
-and fp32 scales into BF16, and it takes what it is given. Here everything is checked before anything is changed, and
-values are copied: the dict stays the caller's.
+and fp32 scales into BF16, and does not validate. Here everything is checked before any change, and values are copied,
+so the dict is not modified.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ def load(
     a group of 128 is on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
     ``fresh`` are the optimizer's methods.
 
-    A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
-    from the dict; those it lacks stay. Tensors that are there are written into.
+    A sharded parameter accepts shards like its own, or whole tensors, from which its rows are read. Hyperparameters
+    come from the dict; missing ones do not change. Existing state tensors are overwritten in place.
 
-    Warns of what :func:`old_coat_note` finds. Raises ValueError, before anything is changed, for a dict without
-    states or groups, groups of other sizes, states of parameters in no group, other formats of states, missing or
-    foreign tensors, other shapes or dtypes.
+    Warns with the note of :func:`old_coat_note`. Raises ValueError, before any change, for a dict without states or
+    groups, groups of different sizes, states of parameters in no group, different formats, missing or unknown tensors,
+    and different shapes or dtypes.
     """
     document = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = before(optimizer, document)
         document = document if changed is None else changed
-    lacking = [key for key in ("state", "param_groups") if key not in document]
-    if lacking:
+    missing = [key for key in ("state", "param_groups") if key not in document]
+    if missing:
         raise ValueError(
-            f"The state dict has {', '.join(map(str, document)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
-            "what optimizer.state_dict() gave: of a checkpoint that holds more, its part of the optimizer."
+            f"The state dict is missing {' and '.join(missing)}; its keys are "
+            f"{', '.join(map(str, document)) or 'none'}. Pass the result of optimizer.state_dict(); from a checkpoint, "
+            "only its optimizer part."
         )
     settle()
     mine, saved = optimizer.param_groups, document["param_groups"]
@@ -92,9 +93,9 @@ def load(
 
 
 def old_coat_note(optimizer: Optimizer) -> str | None:
-    """A warning about moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
-    group exact where it is a multiple of 1/16 now; None where all are. k is stored with the codes, so that they decode
-    as they did there, and the next step writes them again."""
+    """Return a note on "coat" moments of version 0.4.0 or earlier, which stored the power k of a group exactly, while
+    it is a multiple of 1/16 now; None if there are none. k is stored with the codes, so they decode exactly, and the
+    next step writes them in the new format."""
     for group in optimizer.param_groups:
         for p in group["params"] if group.get("states") == "coat" else []:
             for key in ("exp_avg_figures", "exp_avg_sq_figures"):
@@ -111,7 +112,7 @@ def old_coat_note(optimizer: Optimizer) -> str | None:
 
 
 class _Entry(NamedTuple):
-    """A parameter, its group, and what the dict has of it; `foreign`: in the form of torch's AdamW."""
+    """A parameter, its group, and its values in the dict. `foreign`: the values are those of torch's AdamW."""
 
     parameter: Tensor
     group: Group
@@ -175,7 +176,7 @@ def _check_state(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor
 
 
 def _local_values(p: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of a value an element, given as a shard or whole."""
+    """Return this rank's part of an element tensor, which is a shard or whole."""
     if is_dtensor(value) or not is_dtensor(p) or (value.shape == plain(p).shape and value.shape != p.shape):
         return plain(value)
     mine = span(p)
@@ -183,6 +184,6 @@ def _local_values(p: Tensor, value: Tensor) -> Tensor:
 
 
 def _local_rows(p: Tensor, value: Tensor) -> Tensor:
-    """This rank's rows of a value a group, given so or whole."""
+    """Return this rank's rows of a group tensor, which is local or whole."""
     first, last = local_groups(span(p))
     return value if len(value) == last - first else value[first:last]

@@ -25,13 +25,13 @@ from octavo.fp8.planning.plan import Plan
 from octavo.fp8.proof.comparing import ComparisonCounts, Difference, compare
 from octavo.fp8.weights.sums import stale_codes
 
-ROUND = 32  # checks in which all GEMMs come round, where there are enough of them
-LEAST = 4  # GEMMs of a check
-FAULTS = 8  # that a check keeps
+ROUND = 32  # number of checks that cover all GEMMs, if there are enough
+LEAST = 4  # minimum GEMMs per check
+FAULTS = 8  # maximum faults that a check records
 
 
 class CheckedGemm(NamedTuple):
-    """A GEMM of a layer: fwd, dgrad or wgrad."""
+    """A GEMM of a layer; ``gemm`` is fwd, dgrad or wgrad."""
 
     layer: str
     gemm: str
@@ -39,7 +39,7 @@ class CheckedGemm(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """A GEMM that gave something else than it should."""
+    """A GEMM with a wrong result."""
 
     site: CheckedGemm
     backend: str
@@ -53,7 +53,7 @@ class Fault:
 
 
 def fp8_gemms(plan: Plan) -> tuple[CheckedGemm, ...]:
-    """The GEMMs that a plan has in FP8; all experts of a layer count as one. A frozen weight has no gradient."""
+    """Return the FP8 GEMMs of a plan. All experts of a layer count as one; frozen weights have no wgrad."""
     return tuple(
         CheckedGemm(row.name, gemm)
         for row in plan.rows
@@ -63,26 +63,28 @@ def fp8_gemms(plan: Plan) -> tuple[CheckedGemm, ...]:
 
 
 def check_size(count: int) -> int:
-    """How many of ``count`` GEMMs a check takes: all of them in :data:`ROUND` checks, and at least :data:`LEAST`."""
+    """Return the number of GEMMs per check, so that :data:`ROUND` checks cover ``count``; at least :data:`LEAST`."""
     return min(count, max(LEAST, -(-count // ROUND)))
 
 
 def select_gemms(candidates: Sequence[CheckedGemm], seed: int, number: int) -> tuple[CheckedGemm, ...]:
-    """The GEMMs of check ``number``, counted from 0. Each round goes through all of them, shuffled by the seed."""
+    """Return the GEMMs of check ``number``, counted from 0. Each round covers all of them in an order from the seed."""
     if not candidates:
         return ()
     size, chosen = check_size(len(candidates)), []
-    for place in range(number * size, (number + 1) * size):
+    for i in range(number * size, (number + 1) * size):
         order = list(candidates)
-        random.Random(f"{seed} {place // len(candidates)}").shuffle(order)
-        chosen.append(order[place % len(candidates)])
+        random.Random(f"{seed} {i // len(candidates)}").shuffle(order)
+        chosen.append(order[i % len(candidates)])
     return tuple(dict.fromkeys(chosen))
 
 
 class Check:
-    """The checks of one step. ``draw`` decides which tile of a product, which expert and which weight rows are taken.
-    ``faults`` are what differed, in the order of the step, ``done`` how much was compared, ``stale`` the layers whose
-    codes belong to an earlier value of the weight."""
+    """The checks of one step. ``draw``: seed for the tile of a product, the expert and the weight rows.
+
+    ``faults``: wrong results in the order of the step; ``done``: how much was compared; ``stale``: layers whose codes
+    are from an earlier value of the weight.
+    """
 
     def __init__(self, chosen: Iterable[CheckedGemm], draw: int = 0) -> None:
         self.sites = tuple(chosen)
@@ -96,15 +98,15 @@ class Check:
 
     @contextmanager
     def attach(self) -> Iterator[Check]:
-        """Check what runs inside, a forward and its backward."""
+        """Check a forward and its backward inside the context."""
         with recorder.attach(checker=self):
             yield self
 
     def check_weight_codes(self, model: nn.Module) -> None:
-        """Compare the codes that the step multiplied by with the weights, before an optimizer step changes both."""
+        """Compare the codes that the step used with the weights, before the optimizer step."""
         self.stale += stale_codes(model, self._draw)
 
-    # What the recorder calls: see `recorder.Checker`.
+    # Called by the recorder: see `recorder.Checker`.
 
     def gemms_of(self, layer: str) -> Collection[str]:
         return self._gemms.get(layer, ())
@@ -115,7 +117,7 @@ class Check:
     def on_result(self, layer: str, result: Result) -> None:
         if len(self.faults) == FAULTS:
             return
-        # Selective checkpointing and memory accounting see each operation, and these are not the model's.
+        # These operations are not part of the model: hide them from selective checkpointing and memory accounting.
         with torch.no_grad(), _disable_current_modes():
             difference = compare(result, self._random, self.done)
         if difference is not None:

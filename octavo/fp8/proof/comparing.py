@@ -1,18 +1,17 @@
-"""One FP8 GEMM computed again: its casts by the reference, bit for bit; its product bit for bit by the kernel that made
-it, and within what rounding may do by the reference in host memory.
+"""Recompute one FP8 GEMM and compare: casts and the repeated kernel bit for bit, a tile on the CPU within a tolerance.
 
-* **Casts.** The scale and the codes of a block depend only on that block (with one scale for the whole tensor, on its
-  amax besides), so an operand is cast again in bands of :data:`BAND` values: all of it, and never a second copy.
-* **Product, the same.** The same kernel on the same operands. It proves a device that errs now and then. A kernel that
-  gives other bits when it runs twice more proves nothing: then only the next comparison counts.
-* **Product, another.** :data:`TILE` x :data:`TILE` of its values, drawn at random, from the codes, by the reference on
-  the CPU. It proves a device that errs always alike. With k products added up and |a| x |b| the product of magnitudes::
+* **Casts.** The scale and the codes of a block depend only on that block (and on the amax of the tensor, for per-tensor
+  scales). So the whole operand is cast again by the reference, in bands of :data:`BAND` values to save memory.
+* **Repeated kernel.** The same kernel runs on the same operands. This detects random errors of the device. If two
+  further runs differ from each other, the kernel is not deterministic, and the comparison is ignored.
+* **Tile on the CPU.** The reference computes a random tile of :data:`TILE` x :data:`TILE` values from the codes. This
+  detects systematic errors of the device. With sums of k products, and |a| x |b| the product of magnitudes::
 
       |found - wanted| <= share * (|a| x |b|) + eps(dtype) * |wanted|
-      share = k 2^-23                   fp32 sums (CPU), 2^-7 at most
-      share = 2^-7 max(1, k / 4096)     tensor cores whose sums have 14 bits: 32 terms at a time, each cut by 2^-14
+      share = k 2^-23                   fp32 sums (CPU), at most 2^-7
+      share = 2^-7 max(1, k / 4096)     tensor cores with 14-bit sums of 32 terms, each truncated by 2^-14
 
-A NaN equals a NaN: an overflow is no fault of the device.
+NaN equals NaN: overflow is not a fault of the device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from octavo.fp8.kernels import get
 from octavo.fp8.kernels.layout import CONTRACTED, as_bytes, ceil_div
 from octavo.fp8.observe.recorder import Result
 
-BAND = 1 << 22  # values that are cast again at a time
+BAND = 1 << 22  # values that are recast at a time
 TILE = 128
 OPERANDS = {"fwd": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 RESULTS = {"fwd": "y", "dgrad": "dx", "wgrad": "dw"}
@@ -40,9 +39,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a computation gave something else: of ``what`` the value ``at`` (row, column), of which ``bits`` differ
-    (None: the two were rounded apart anyway), the first of ``count`` among ``of`` that were compared. Codes and scales
-    are those bytes, in hexadecimal; ``by``: what computed it again."""
+    """The first difference in ``what``: the value ``at`` (row, column), of which ``bits`` differ, or None if results
+    may be rounded differently. ``count`` of ``of`` values differ. Codes and scales are given in hexadecimal; ``by``:
+    what recomputed the value."""
 
     what: str
     at: tuple[int, ...]
@@ -64,8 +63,8 @@ class Difference:
 
 @dataclass
 class ComparisonCounts:
-    """How much was compared: ``codes`` of operands, ``values`` of products, and ``unsteady``, how many products a
-    kernel does not give alike twice."""
+    """Numbers of compared products, ``codes`` of operands and ``values`` of products. ``unsteady``: products of kernels
+    that are not deterministic."""
 
     products: int = 0
     codes: int = 0
@@ -74,7 +73,7 @@ class ComparisonCounts:
 
 
 def compare(result: Result, draw: random.Random, done: ComparisonCounts) -> Difference | None:
-    """The first difference in a GEMM, operands before the product; None where there is none. ``done`` is added to."""
+    """Return the first difference in a GEMM, checking operands first, or None. Updates the counts in ``done``."""
     done.products += 1
     names = OPERANDS[result.gemm]
     for name, x, q in ((names[0], result.a, result.a_q), (names[1], result.b, result.b_q)):
@@ -91,8 +90,8 @@ def compare(result: Result, draw: random.Random, done: ComparisonCounts) -> Diff
 
 
 def compare_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Difference | None:
-    """The first difference between q and the reference's cast of x [rows, columns]; ``noted``: the scale is given, and
-    only the codes are made again."""
+    """Return the first difference between q and the reference cast of x [rows, columns], or None. ``noted``: the scale
+    is given, and only the codes are compared."""
     by, spec = "by the reference's cast", q.spec
     whole, scale = spec.block == (-1, -1) or noted, q.scale
     amax = cast.amax(x) if whole else None
@@ -109,14 +108,13 @@ def compare_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Dif
             ("scale", q.scale[grid], recast.scale, (grid[0].start, grid[1].start)),
             ("code", q.data[rows, cols], recast.data, (rows.start, cols.start)),
         ):
-            if (one := first_difference(f"a {what} of {name}", actual, wanted, by, first)) is not None:
-                return one
+            if (difference := first_difference(f"a {what} of {name}", actual, wanted, by, first)) is not None:
+                return difference
     return None
 
 
 def _bands(x: Tensor, spec: CastSpec) -> Iterator[tuple[slice, slice]]:
-    """Rectangles of whole blocks that cover x, of about `BAND` values: whole rows, or whole columns where a block takes
-    those."""
+    """Yield bands of whole blocks that cover x, of about `BAND` values: rows, or columns if blocks span all rows."""
     rows, cols = x.shape
     down = spec.block[0] != -1 or spec.block[1] == -1
     size, other, block = (rows, cols, spec.block[0]) if down else (cols, rows, spec.block[1])
@@ -135,7 +133,7 @@ def _block_range(span: slice, block: int) -> slice:
 
 
 def _compare_repeated(result: Result, done: ComparisonCounts) -> Difference | None:
-    """The product against the same kernel's on the same operands; None too where that gives other bits each time."""
+    """Compare the product with a repeated run of the kernel; None if equal, or if the kernel is not deterministic."""
     again = result.again()
     difference = first_difference(
         f"a value of {RESULTS[result.gemm]}", result.out, again, f"by {result.backend} once more"
@@ -149,7 +147,7 @@ def _compare_repeated(result: Result, done: ComparisonCounts) -> Difference | No
 
 
 def _compare_tile(result: Result, draw: random.Random) -> Difference | None:
-    """A tile of the product against the reference's, on the CPU."""
+    """Compare a random tile of the product with the reference on the CPU."""
     a_dim, b_dim = CONTRACTED[result.gemm]
     k, on_cpu = result.a_q.data.shape[a_dim], result.out.device.type == "cpu"
     rows, a = _read_lines(result.a_q, 1 - a_dim, draw)
@@ -161,7 +159,7 @@ def _compare_tile(result: Result, draw: random.Random) -> Difference | None:
     share = min(2.0**-7, k * 2.0**-23) if on_cpu else 2.0**-7 * max(1.0, k / 4096)
     allowed = share * most + torch.finfo(result.out.dtype).eps * wanted.abs()
     values = result.out[rows, cols].cpu().float()
-    # Equal infinities differ by a NaN, and so does what overflows the result's dtype from what does not fp32's.
+    # The difference of equal infinities is NaN, also if only the dtype of the result overflows.
     close = (values - wanted).abs() <= allowed
     close |= (values == wanted.to(result.out.dtype).float()) | (values.isnan() & wanted.isnan())
     if bool(close.all()):
@@ -175,7 +173,7 @@ def _compare_tile(result: Result, draw: random.Random) -> Difference | None:
 
 
 def _read_lines(q: Quantized, free: int, draw: random.Random) -> tuple[slice, Quantized]:
-    """Some rows (columns) of an operand with all that they are multiplied by, in host memory: whole blocks of them."""
+    """Copy random rows (or columns) of an operand to host memory, as whole blocks along the contraction."""
     size, block = q.data.shape[free], max(q.spec.block[free], 1)
     side = ceil_div(TILE, block) * block
     start = draw.randrange(ceil_div(size, side)) * side
@@ -201,29 +199,33 @@ def _magnitudes(q: Quantized) -> Quantized:
 def first_difference(
     what: str, actual: Tensor, wanted: Tensor, by: str, first: tuple[int, int] = (0, 0)
 ) -> Difference | None:
-    """Where two tensors [rows, columns] of one dtype differ in their bits, NaN from NaN apart, if anywhere; ``first``:
-    where theirs begins in what is named."""
+    """Return the first difference in the bits of two tensors [rows, columns] of one dtype, or None; NaNs are equal.
+    ``first``: offset of these tensors in ``what``."""
     a, b = _as_bits(actual), _as_bits(wanted)
-    apart = a != b
-    if not bool(apart.any()):
+    differs = a != b
+    if not bool(differs.any()):
         return None
     plain = actual.element_size() > 1
     if plain:
-        apart &= ~(actual.isnan() & wanted.isnan())
-        if not bool(apart.any()):
+        differs &= ~(actual.isnan() & wanted.isnan())
+        if not bool(differs.any()):
             return None
-    at = _first_index(apart)
-    ours, theirs = int(a[at]), int(b[at])
+    at = _first_index(differs)
+    actual_bits, wanted_bits = int(a[at]), int(b[at])
     mask = (1 << (8 * actual.element_size())) - 1
-    words = (f"{float(actual[at]):.9g}", f"{float(wanted[at]):.9g}") if plain else (f"0x{ours:02x}", f"0x{theirs:02x}")
-    where, bits = (first[0] + at[0], first[1] + at[1]), ((ours ^ theirs) & mask).bit_count()
-    return Difference(what, where, *words, bits, int(apart.sum()), apart.numel(), by)
+    words = (
+        (f"{float(actual[at]):.9g}", f"{float(wanted[at]):.9g}")
+        if plain
+        else (f"0x{actual_bits:02x}", f"0x{wanted_bits:02x}")
+    )
+    where, bits = (first[0] + at[0], first[1] + at[1]), ((actual_bits ^ wanted_bits) & mask).bit_count()
+    return Difference(what, where, *words, bits, int(differs.sum()), differs.numel(), by)
 
 
 def _as_bits(x: Tensor) -> Tensor:
     return x.view(_BITS[x.element_size()])
 
 
-def _first_index(apart: Tensor) -> tuple[int, int]:
-    at = int(apart.flatten().int().argmax())
-    return at // apart.shape[1], at % apart.shape[1]
+def _first_index(differs: Tensor) -> tuple[int, int]:
+    at = int(differs.flatten().int().argmax())
+    return at // differs.shape[1], at % differs.shape[1]

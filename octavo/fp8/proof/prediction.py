@@ -1,8 +1,8 @@
-"""What a measured plan predicts: the time of a step and the gain over high precision, with what is known and what not.
+"""Predict the time of a step and the gain over high precision from a measured plan.
 
-Linear layers are measured. What else multiplies matrices (lm_head, patch embedding, attention, if its FLOPs are given)
-is estimated by its FLOPs at the rate that the measured layers reached in high precision. Norms, activations,
-optimizer, data and communication are not counted: a step takes longer, and its gain is smaller, than predicted.
+Linear layers are measured. Other matrix products (lm_head, patch embedding, and attention if its FLOPs are given) are
+estimated from their FLOPs at the measured rate of high precision. Norms, activations, optimizer, data and communication
+are not included, so a real step takes longer and gains less than predicted.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import Times
 
 WORTH = 0.03  # gain below which a plan warns
-_UNMEASURED = " in FP8"  # a head's GEMMs are counted as if they were as fast as before
-_LARGE = 0.3  # share of the step from which something counts as a cause
+_UNMEASURED = " in FP8"  # GEMMs of a head are assumed to be as fast as in high precision
+_LARGE = 0.3  # minimum share of the step for a cause
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one optimizer step. ``linear_high`` and ``linear_planned``: the measured layers in high precision and
-    as planned; ``estimated``: the others, by FLOPs, the same in both. ``warnings``: why the gain is small, if it is."""
+    """Seconds of one optimizer step. ``linear_high`` and ``linear_planned``: measured layers in high precision and as
+    planned; ``estimated``: other products, equal in both. ``warnings``: reasons if the gain is small."""
 
     linear_high: float
     linear_planned: float
@@ -40,20 +40,20 @@ class Prediction:
 
     @property
     def linear_gain(self) -> float:
-        """By how much the linear layers are faster, without the rest of the step: 0.5 is 1.5 times as fast."""
+        """Gain of the linear layers alone: 0.5 means 1.5 times as fast."""
         return self.linear_high / self.linear_planned - 1 if self.linear_planned else 0.0
 
     @property
     def gain(self) -> float:
-        """The same of the whole step, as far as it is counted."""
+        """Gain of all counted parts of the step."""
         return self.high / self.planned - 1 if self.planned else 0.0
 
     def sentences(self) -> list[str]:
-        """For people: figures, what they leave out, warnings."""
+        """Return the prediction as text: times, what is not counted, and warnings."""
         what = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in self.estimated.items())
         rest = f" Estimated by FLOPs at the measured BF16 rate: {what}." if what else ""
         return [
-            f"predicted linear layers: {_ms(self.linear_high)} a step in BF16, {_ms(self.linear_planned)} as planned "
+            f"predicted linear layers: {_ms(self.linear_high)} per step in BF16, {_ms(self.linear_planned)} as planned "
             f"({_percent(self.linear_gain)}), measured",
             f"predicted step: {_ms(self.high)} in BF16, {_ms(self.planned)} as planned ({_percent(self.gain)}).{rest} "
             "Norms, activations, optimizer, data and communication are not counted: the true gain is smaller",
@@ -75,11 +75,11 @@ class Prediction:
 
 
 def predict(plan: Plan, more_flops: Mapping[str, float] | None = None) -> Prediction | None:
-    """Predict a step of a measured plan; None where nothing was measured.
+    """Predict a step of a measured plan, or return None if nothing was measured.
 
-    ``more_flops``: what else multiplies matrices in one micro-step (forward and backward), by name, such as attention.
+    ``more_flops``: FLOPs of other products in one micro-step (forward and backward) by name, such as attention.
     """
-    times: dict[str, Times] = {}  # by module: both rows of experts hold the time of the whole module
+    times: dict[str, Times] = {}  # by module: both rows of experts have the time of the whole module
     flops = 0.0
     others: dict[str, float] = {}
     for row in plan.rows:
@@ -131,7 +131,7 @@ def _explain_small_gain(prediction: Prediction, times: Mapping[str, Times], plan
 
 
 def _is_host_bound(times: Times, micro_steps: int) -> bool:
-    """True if only its launches make the best FP8 candidate slower."""
+    """Return True if the best FP8 candidate is slower only because of its launches."""
     assert times.best is not None
     entry = times.measured.entries[times.best]
     return entry.seconds + entry.weights / micro_steps < times.high

@@ -1,16 +1,15 @@
-"""The proof: the GEMMs that were counted against the GEMMs that were planned.
+"""Check counted GEMMs against the plan.
 
-For a step in which a component ran n forwards (micro-batches), every one of its FP8 layers must have run::
+In a step with n forwards (micro-batches) of a component, each of its FP8 layers must run::
 
-    fwd        n times, or a multiple of n where the model calls it more often; experts n times each, idle ones included
-               (on several ranks those that this one has)
-               (a head at least n times: once a block of the vocabulary)
+    fwd        n times, or a multiple of n if the model calls it more often; experts n times each, including idle ones
+               (only the local experts of this rank); a head at least n times: once per block of the vocabulary
     recompute  at most as often as fwd
     wgrad      as often as fwd; never for a frozen weight
-    dgrad      as often as a forward had an input that asked for a gradient
+    dgrad      once for each forward whose input requires a gradient
 
-each on the backend that the plan named; and none of a layer that the plan has in high precision in FP8. What differs
-stops the run with a :class:`ProofError`. Where plans follow each other (:meth:`Proof.switch_plan`), each is proven.
+on the planned backend, and layers in high precision must not run in FP8. Differences raise :class:`ProofError`. If
+plans follow each other (:meth:`Proof.switch_plan`), each of them is checked.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _Ran = dict[tuple[str, str], int]  # one layer's calls by (gemm, backend)
 
 
 class Proof:
-    """Checks counts against a plan and keeps what it saw.
+    """Checks counts against a plan and accumulates them.
 
-    ``pending`` holds the components with FP8 layers that no observed step has reached yet (a text-only batch does not
-    reach the image encoder). ``dealt``: ranks that the experts of a layer are dealt to, each of which runs its part.
-    ``parts``: components to prove besides, such as those that another plan of the run has in FP8. ``step``: the first
-    one of the plan, where others will follow.
+    ``pending`` has the components with FP8 layers that no observed step has used yet (a text-only batch does not use
+    the image encoder). ``dealt``: number of ranks that the experts of a layer are distributed over. ``parts``:
+    additional components to check, such as those that are FP8 in another plan of the run. ``step``: first step of the
+    plan.
     """
 
     def __init__(self, plan: Plan, dealt: int = 1, parts: Iterable[str] = (), step: int = 1) -> None:
@@ -54,7 +53,7 @@ class Proof:
         return f"Proof({summary(self.plan.rows)}; {waits})"
 
     def switch_plan(self, plan: Plan, step: int) -> None:
-        """Another plan holds from ``step`` on, and its proof starts from nothing."""
+        """Check against another plan from ``step`` on; its counts start at zero."""
         if self._spans:
             self._finish_span(step - 1)
         self.plan, self.pending = plan, {r.component for r in plan.rows if r.fp8} | self.parts
@@ -62,7 +61,7 @@ class Proof:
         self._span_flops: Counter[bool] = Counter()  # FLOPs under this plan, by whether they ran in FP8
 
     def _finish_span(self, step: int | None) -> None:
-        """Write down what was counted under the plan so far."""
+        """Record the counts of the current plan."""
         total = sum(self._span_flops.values())
         share = self._span_flops[True] / total if total else None
         self._spans[-1] |= {"share": share, "planned": self.plan.share, "pending": sorted(self.pending)}
@@ -72,11 +71,11 @@ class Proof:
         """Check one step, counted from its first forward to the end of its backward.
 
         Args:
-            counts: what :func:`octavo.fp8.count_gemms` gave.
-            forwards: component -> forwards of it in the step (uncounted dummies left out).
+            counts: from :func:`octavo.fp8.count_gemms`.
+            forwards: component -> number of its forwards in the step, without uncounted ones.
 
         Raises:
-            ProofError: at the first step that does not match; names the layers, what was planned and what was counted.
+            ProofError: the counts do not match. The message has the layers, the planned and the counted GEMMs.
         """
         known = {*self.plan.parts, *(self.plan.components or CONVENTIONS), "foundation"}
         unknown = [c for c in forwards if c not in known]
@@ -89,7 +88,7 @@ class Proof:
         for (layer, gemm, backend), calls in counts.items():
             if calls:
                 ran[layer][gemm, backend] = calls
-        # Before the checks: the share that is reported includes the step that fails them.
+        # Before the checks, so that the reported share includes a step that fails them.
         self._add_counts(counts)
         problems: list[str] = []
         for component, n in forwards.items():
@@ -100,8 +99,8 @@ class Proof:
             if len(unused) == len(rows):
                 problems.append(f"{component}: no backward reached any of its FP8 layers")
             for row in rows:
-                each = n * ((row.row.experts or self.dealt) // self.dealt)
-                mismatches = _list_mismatches(row, counts, ran[row.name], each, row.name in unused)
+                expected = n * ((row.row.experts or self.dealt) // self.dealt)
+                mismatches = _list_mismatches(row, counts, ran[row.name], expected, row.name in unused)
                 problems += [f"{row.name}: {p}" for p in mismatches]
             self.unused += [u for u in unused if u not in self.unused]
         problems += self._unplanned_fp8(ran)
@@ -116,7 +115,7 @@ class Proof:
         self.pending -= {c for c, n in forwards.items() if n > 0}
 
     def _unplanned_fp8(self, ran: Mapping[str, _Ran]) -> list[str]:
-        """GEMMs in FP8 of layers that the plan has in high precision."""
+        """Return FP8 GEMMs of layers that are planned in high precision."""
         return [
             f"{row.name}: planned in high precision, {calls} {gemm} ran on {backend}"
             for row in self.plan.rows
@@ -126,7 +125,7 @@ class Proof:
         ]
 
     def _add_counts(self, counts: GemmCounts) -> None:
-        """Add everything that ran to the share, whichever components the caller asked to check."""
+        """Add all counts to the shares, also of components that are not checked."""
         rows = {r.name: r for r in self.plan.rows}
         for key, calls in counts.items():
             layer, gemm, backend = key
@@ -139,16 +138,17 @@ class Proof:
                 self._span_flops[backend != HIGH] += counts.flops[key]
 
     def share(self, component: str | None = None) -> float | None:
-        """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
+        """Return the share of counted linear FLOPs in FP8 (0 to 1), overall or of one component, or None without
+        counts."""
         counted = {k: v for k, v in self._flops.items() if component in (None, k[0])}
         total = sum(counted.values())
         return sum(v for k, v in counted.items() if k[2]) / total if total else None
 
     def report(self) -> dict[str, Any]:
-        """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),
+        """Return the counts as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),
         ``fp8_gemms`` and ``high_gemms`` (calls), ``components`` (calls by gemm and backend), ``pending``, ``missing``
-        (what did not match), ``unused`` (layers whose output did not reach the loss); and of plans that followed each
-        other ``spans``, each with its steps and the share that was counted and that was planned."""
+        (mismatches), ``unused`` (layers whose output did not reach the loss), and, if the plan changed, ``spans`` with
+        their steps, counted share and planned share."""
         components: dict[str, dict[str, dict[str, int]]] = {}
         for (component, gemm, backend), calls in self._calls.items():
             components.setdefault(component, {}).setdefault(gemm, {})[backend] = calls
@@ -168,7 +168,7 @@ class Proof:
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """The plans that followed each other, as of the newest report; a single one too."""
+        """The spans of plans, as of the latest report."""
         return [dict(span) for span in self._spans]
 
 
@@ -177,19 +177,18 @@ def _count_calls(ran: _Ran, gemm: str) -> int:
 
 
 def _is_unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
-    """True if forwards announced backward GEMMs and none ran: the output did not reach the loss."""
-    announced = any(counts.due(row.name, g) for g in _BACKWARD)
-    return announced and not any(_count_calls(ran, g) for g in _BACKWARD)
+    """Return True if backward GEMMs were expected and none ran: the output did not reach the loss."""
+    expected = any(counts.due(row.name, g) for g in _BACKWARD)
+    return expected and not any(_count_calls(ran, g) for g in _BACKWARD)
 
 
 def _list_mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: bool) -> list[str]:
-    """What differs for one layer after forwards of its component, as phrases; ``want``: how often its GEMMs were to run
-    in each."""
+    """Return the mismatches of one layer as phrases. ``want``: expected number of forward GEMMs."""
     forward, idle = _count_calls(ran, "fwd"), counts.idle[row.name]
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []
-    # The head of chunked losses runs as many GEMMs as the vocabulary has blocks, and at least one a forward.
+    # The head of chunked losses runs one GEMM per block of the vocabulary, at least one per forward.
     if forward < want if row.kind == "lm_head" else (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
     due = {g: counts.due(row.name, g) for g in _BACKWARD}

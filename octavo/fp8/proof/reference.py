@@ -1,9 +1,8 @@
-"""Whether a reference model computes as the policy does that trains in FP8.
+"""Compare the precision of a reference model with that of a policy that trains in FP8.
 
-DPO and a KL penalty hold the log-probabilities of two models against each other, and mean their weights. A reference
-loaded from disk computes in high precision while the policy does not: at equal weights they differ by FP8's rounding,
-so KL and rewards do not begin at 0. A copy of the policy (``copy.deepcopy`` after :func:`octavo.fp8.apply`) computes in
-FP8 as the policy does, which a reader may not expect either.
+DPO and KL penalties compare the log-probabilities of two models. A reference loaded from disk computes in high
+precision, and a policy in FP8 does not: with equal weights they differ by the rounding of FP8, so KL and rewards do not
+start at 0. A copy of the policy (``copy.deepcopy`` after :func:`octavo.fp8.apply`) computes in FP8 as well.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 class _Operands(NamedTuple):
-    """How a layer's forward takes its input and its weight; None: in high precision."""
+    """Casts of a layer's input and weight in the forward, or None for high precision."""
 
     x: CastSpec | None = None
     w: CastSpec | None = None
@@ -34,22 +33,23 @@ class _Operands(NamedTuple):
 
 
 def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
-    """A sentence on the precision of a reference compared with its policy, and its effect on KL and DPO; None if both
-    are in high precision. Wrappers (DDP, PEFT, torch.compile) are looked through. Nothing is computed."""
-    mine, theirs = _list_operands(policy), _list_operands(reference)
-    names = [*mine, *(name for name in theirs if name not in mine)]
+    """Return a note on the precision of a reference and its effect on KL and DPO, or None if neither model uses FP8.
+    Wrappers (DDP, PEFT, torch.compile) are ignored. Nothing is computed."""
+    policy_operands, reference_operands = _list_operands(policy), _list_operands(reference)
+    names = [*policy_operands, *(name for name in reference_operands if name not in policy_operands)]
     if not names:
         return None
     high = _Operands()
-    odd = [name for name in names if mine.get(name, high) != theirs.get(name, high)]
-    if odd:
+    differing = [name for name in names if policy_operands.get(name, high) != reference_operands.get(name, high)]
+    if differing:
         return (
-            f"the reference does not compute as the policy does: {len(odd)} of {len(names)} FP8 layers differ (first "
-            f"{odd[0]}: policy {mine.get(odd[0], high)}, reference {theirs.get(odd[0], high)}). Equal weights give "
-            "different log-probabilities, so KL and DPO's rewards do not begin at 0. Apply one plan to both before "
-            "training: fp8.apply(reference, fp8.plan(reference, ...)), or copy.deepcopy(policy) after fp8.apply"
+            f"the reference does not compute as the policy does: {len(differing)} of {len(names)} FP8 layers differ "
+            f"(first {differing[0]}: policy {policy_operands.get(differing[0], high)}, reference "
+            f"{reference_operands.get(differing[0], high)}). Equal weights give different log-probabilities, so KL and "
+            "DPO's rewards do not begin at 0. Apply one plan to both before training: fp8.apply(reference, "
+            "fp8.plan(reference, ...)), or copy.deepcopy(policy) after fp8.apply"
         )
-    delayed = sum(one.delayed for one in theirs.values())
+    delayed = sum(operands.delayed for operands in reference_operands.values())
     if delayed:
         return (
             f"the reference computes in FP8 as the policy does, by amax histories of its own in {delayed} layers "
@@ -63,7 +63,7 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
 
 
 def _list_operands(model: nn.Module) -> dict[str, _Operands]:
-    """Parameter, by its name in the stock model -> how its layer computes, for all that are not in high precision."""
+    """Return parameter name in the stock model -> operands of its layer, without layers in high precision."""
     operands = {}
     for path, module in model.named_modules():
         sites = get_sites(module) if isinstance(module, CachesWeights) else {}

@@ -1,4 +1,4 @@
-"""The storage of weights: shards, versions, the cache of FP8 codes, and weights that are FP8 between steps."""
+"""Storage of weights: shards, versions, the cache of FP8 codes, and weights that are FP8 between steps."""
 
 from octavo.fp8.weights.cache import CachesWeights, WeightSlice
 from octavo.fp8.weights.fp8_ops import Fp8Weight

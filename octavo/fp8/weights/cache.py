@@ -43,7 +43,7 @@ _caches: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], _Geom
 
 
 def codes_of(weight: Tensor) -> WeightCache | None:
-    """The cache of the layer whose whole weight this tensor is; None if no known layer holds it."""
+    """Return the cache of the layer whose whole weight this tensor is, or None if there is none."""
     entry = _caches.get(weight.untyped_storage()._cdata)
     return entry[1]() if entry is not None and entry[2] == _geometry(weight) else None
 
@@ -53,10 +53,11 @@ def _geometry(weight: Tensor) -> _Geometry:
 
 
 class WeightSlice(NamedTuple):
-    """Which (N, K) matrix of a parameter a GEMM uses: one expert's ``slot``, ``transposed`` if stored as (K, N), or the
-    ``rows`` (from, to) of a weight that is multiplied block by block.
+    """The (N, K) matrix of a parameter that a GEMM uses: the expert ``slot``, ``transposed`` if stored as (K, N), or
+    the
+    ``rows`` (from, to) of a weight that is used in blocks.
 
-    Without a slot a parameter of experts is taken whole, [E, N, K].
+    Without a slot all experts of a parameter are used, [E, N, K].
     """
 
     slot: int | None = None
@@ -64,7 +65,7 @@ class WeightSlice(NamedTuple):
     rows: tuple[int, int] | None = None
 
     def shape(self, parameter: Tensor) -> tuple[int, int]:
-        """(N, K) as the parameter stores it."""
+        """Return (N, K) as the parameter stores it."""
         n, k = parameter.shape[-2:]
         return (n, k) if self.rows is None else (self.rows[1] - self.rows[0], k)
 
@@ -78,7 +79,7 @@ class WeightSlice(NamedTuple):
 
 
 class WeightCache:
-    """The codes of one parameter, by part and cast. ``casts`` counts the casts, for tests and diagnostics.
+    """The codes of one parameter by part and cast. ``casts`` counts the casts, for tests and diagnostics.
 
     ``keep``: False casts again at each use and keeps nothing (``Policy.weight_codes="recast"``). ``both``: the codes
     that forward and dgrad share are kept in two layouts (``Policy.weight_codes="both"``). A weight that FSDP2 gathered
@@ -163,7 +164,7 @@ class WeightCache:
         Only a forward starts a new generation of codes. A backward that gets other values than the last forward (a
         weight that was offloaded and returned, gathered again, or replaced) casts them and keeps nothing. Codes are
         neither kept nor reused during a CUDA graph capture, unless weights do not change while the graph is in use
-        (`capture.weights_stay`): then it reads existing codes.
+        (`capture.assume_constant_weights`): then it reads existing codes.
         """
         self.captured = False
         if isinstance(parameter, Fp8Weight):
@@ -204,14 +205,14 @@ class WeightCache:
             self.casts += 1
         if forward or not shared:
             return codes
-        turned = self._for_dgrad.get((part, spec))
-        if turned is None:
+        for_dgrad = self._for_dgrad.get((part, spec))
+        if for_dgrad is None:
             with torch.inference_mode(False), torch.no_grad():
-                turned = self._for_dgrad[part, spec] = backend.reorder_scales(codes, 0)
-        return turned
+                for_dgrad = self._for_dgrad[part, spec] = backend.reorder_scales(codes, 0)
+        return for_dgrad
 
     def _frozen_codes(self, parameter: Fp8Weight, part: WeightSlice, codes: Quantized, backend: Backend) -> Quantized:
-        """Existing codes in dgrad's layout. FSDP2 frees gathered codes with the layer: nothing of them is kept."""
+        """Return existing codes in the layout of dgrad. Gathered codes are not kept, because FSDP2 frees them."""
         stored = parameter.first_tensor()
         if parameter.frozen is None or self._sharded() is not None or stored.is_inference() or _is_capturing(stored):
             return codes
@@ -219,25 +220,25 @@ class WeightCache:
         if self._stamp != stamp:
             self.drop()
             self._stamp = stamp
-        turned = self._for_dgrad.get((part, codes.spec))
-        if turned is None:
+        for_dgrad = self._for_dgrad.get((part, codes.spec))
+        if for_dgrad is None:
             with torch.inference_mode(False), torch.no_grad():
-                turned = backend.copy_for_gemm(codes, 0) if self.both else backend.reorder_scales(codes, 0)
-            self._for_dgrad[part, codes.spec] = turned
-        return turned
+                for_dgrad = backend.copy_for_gemm(codes, 0) if self.both else backend.reorder_scales(codes, 0)
+            self._for_dgrad[part, codes.spec] = for_dgrad
+        return for_dgrad
 
     def _has_codes(self, parameter: Tensor, part: WeightSlice, spec: CastSpec) -> bool:
-        """Whether there are valid codes."""
+        """Return True if there are valid codes."""
         return (part, spec) in self._codes and self.is_valid(parameter)
 
     def is_valid(self, parameter: Tensor) -> bool:
-        """Whether :meth:`get` would return cached codes for the parameter, by all that it can check."""
+        """Return True if :meth:`get` would return cached codes for the parameter."""
         if not self._codes or not is_whole(parameter) or parameter.is_inference():
             return False
         return self._stamp == self._stamp_of(parameter)
 
     def _stamp_of(self, parameter: Tensor) -> tuple[object, ...]:
-        """What changes when the values of a weight change: its storage, version and address, and the weight version."""
+        """Return a stamp that changes with the values of a weight: storage, version, address and the weight version."""
         if isinstance(parameter, Fp8Weight) and parameter.held is not None:
             return (clock.now, clock.edits, weakref.ref(parameter.held), *parameter.stamp())
         sharded = self._sharded()
@@ -258,13 +259,13 @@ def _unregister(address: int, codes: WeightCache | None = None) -> None:
 
 
 class CachesWeights(nn.Module):
-    """A base for modules with cached weight codes, which are dropped whenever a parameter is set, moved or loaded.
+    """Base of modules with cached weight codes, which are dropped when a parameter is set, moved or loaded.
 
     Because of this ``__setattr__``, FSDP2 swaps parameters by assignment, so that the module notices.
     """
 
     def _weight_codes(self) -> Mapping[str, WeightCache]:
-        """The caches by the name of their parameter."""
+        """Return parameter name -> cache."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
@@ -343,28 +344,28 @@ def invalidate(model: nn.Module) -> None:
 
 
 def has_values(weight: Tensor) -> bool:
-    """Whether a weight has values to compare its codes with; False for a weight that FSDP2 gathered as codes."""
+    """Return True if a weight has values, and False if FSDP2 gathered it as codes."""
     return not isinstance(weight, Fp8Weight) or weight.held is not None
 
 
 def weight_cache_bytes(model: nn.Module) -> int:
-    """Bytes of cached weight codes and their scales in a model, including the shards of FP8 weights, without the codes
-    of frozen weights."""
+    """Return the bytes of cached weight codes and their scales, including shards of FP8 weights, without the codes of
+    frozen weights."""
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
-    codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
+    codes = [q for c in caches for entries in (c._codes, c._for_dgrad) for q in entries.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in masters(m) if h.rows is not None}
     parameters: list[object] = [p for m in modules for p in m._parameters.values()]
     weights = (p.frozen for p in parameters if isinstance(p, Fp8Weight) and p.frozen is not None)
     frozen_codes = [q for stored in weights for q in stored.codes]
     frozen = {t.untyped_storage()._cdata for q in frozen_codes for t in (q.data, q.scale)}
-    held = [t for q in codes for t in (q.data, q.scale)]  # some of dgrad's are views of the forward's
-    each = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in held}
-    return sum(size for (storage, _), size in each.items() if storage not in frozen) + sum(rows.values())
+    tensors = [t for q in codes for t in (q.data, q.scale)]  # codes for dgrad can be views of those of the forward
+    sizes = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in tensors}
+    return sum(size for (storage, _), size in sizes.items() if storage not in frozen) + sum(rows.values())
 
 
 def masters(module: CachesWeights) -> list[Master]:
-    """The masters of a module's FP8 weights, also if FSDP2 has replaced them by gathered ones."""
+    """Return the masters of a module's FP8 weights, even while FSDP2 has replaced them by gathered ones."""
     held = []
     for name, codes in module._weight_codes().items():
         for value in (module._parameters.get(name), codes._sharded()):

@@ -1,4 +1,4 @@
-"""A search for NaN and infinity in many tensors at once: before they are saved, and after a step that was skipped.
+"""Find NaN and infinity in many tensors, before they are saved or after a skipped step.
 
 The smallest and the largest value of a tensor decide, and one pass without allocations finds both (on a CPU about 30
 times faster than ``isfinite().all()``). All results are fetched together, with one wait for the device.
@@ -19,7 +19,7 @@ _FIRST_BAD = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of the tensors with a NaN or an infinity on this rank, in their order; integers are finite.
+    """Return the names of tensors with NaN or infinity on this rank, in order; integer tensors are finite.
 
     Checks the master of an FP8 weight, codes and scales of a frozen one, and this rank's part of a DTensor: ranks that
     must agree have to exchange their results.
@@ -46,7 +46,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _is_finite(x: Tensor) -> Tensor:
-    """Whether all of x is finite, 0-d, on its device."""
+    """Return a 0-d tensor on the device of x: whether all its elements are finite."""
     if x.dtype is torch.float8_e8m0fnu:
         return x.view(torch.uint8).amax() < 0xFF
     if x.dtype in _FIRST_BAD:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """The description of an FP8 weight: the casts that its layers need, the shape of the whole weight, and whether the
+    """Description of an FP8 weight: the casts that its layers need, the shape of the whole weight, and whether the
     codes of its rows are kept between two gathers."""
 
     needs: tuple[Need, ...]
@@ -49,7 +49,7 @@ class Master:
         return self.tensor._version
 
     def shard_rows(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: DeviceMesh) -> Rows:
-        """The codes of this rank's rows, cast if ``values`` changed. A collective where blocks are cut."""
+        """Return the codes of this rank's rows, cast if ``values`` changed. Collective call if blocks are cut."""
         # If blocks are cut, a cast is a collective, so all ranks must make the same decision. The master's version
         # cannot decide then: a rank without rows sees no write to it.
         cut = any(shards.cuts(need) for need in source.needs)
@@ -81,7 +81,7 @@ class Codes:
     def gathered(
         cls, outputs: tuple[Tensor, ...], source: Source, ranks: int, frozen: bool, before: Codes | None
     ) -> Codes:
-        """The codes of the whole weight from the tensors of all ranks: new ones, or written into ``before``."""
+        """Return the codes of the whole weight from the tensors of all ranks, as a new object or in ``before``."""
         scales = None if before is None else [q.scale for q in before.codes]
         shards = Shards(source.whole[0], ranks, 0)
         codes = fp8_rows.unpack_gathered(outputs, source.needs, source.whole, shards, scales)
@@ -96,14 +96,14 @@ class Codes:
         return self.source.needs[0]
 
     def find(self, spec: CastSpec) -> Quantized | None:
-        """The codes under ``spec``; of a frozen weight, whose scales are what they are, those in the same blocks."""
+        """Return the codes under ``spec``; for a frozen weight those in the same blocks, with any kind of scales."""
         for q in self.codes:
             if q.spec == spec or (self.frozen and (q.spec.format, q.spec.block) == (spec.format, spec.block)):
                 return q
         return None
 
     def values(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """code * scale of the rows here, in ``dtype``; zeros where a shard of ``shape`` has no codes."""
+        """Return code * scale of the local rows in ``dtype``; zeros for rows of the shard that have no codes."""
         if not self.codes:
             return torch.zeros(shape, dtype=dtype, device=device)
         q = _expand_scales(self.codes[0], self.lead) if self.lead else self.codes[0]
@@ -113,22 +113,22 @@ class Codes:
         return values if not missing else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """A copy with ``change`` applied to codes and to scales."""
+        """Return a copy with ``change`` applied to codes and scales."""
         codes = [Quantized(change(q.data), change(q.scale), q.spec) for q in self.codes]
         return Codes(codes, self.source, self.is_transposed, self.frozen, self.lead, self.shard)
 
     def transposed(self) -> Codes:
-        """The codes of a weight that shows the transpose of this one."""
+        """Return the codes of the transposed weight."""
         return Codes(self.codes, self.source, not self.is_transposed, self.frozen, self.lead)
 
     def expert(self, slot: int) -> Codes:
-        """The codes of one expert."""
+        """Return the codes of one expert."""
         codes = [Quantized(q.data[slot], q.scale[slot], q.spec) for q in self.codes]
         return Codes(codes, self.source, self.is_transposed, self.frozen)
 
     def rows(self, start: int, end: int) -> Codes:
-        """Rows (or experts) ``start`` to ``end`` with the scales of their blocks, as views; this object itself if these
-        are all rows, or if it is empty and will be filled."""
+        """Return rows (or experts) ``start`` to ``end`` with the scales of their blocks as views; this object itself if
+        these are all rows, or if it is empty and will be filled."""
         if not self.codes or (start == 0 and end == self.codes[0].data.shape[0]):
             return self
         q, height, first = self.codes[0], self.need.spec.block[0], start + self.lead
@@ -147,12 +147,12 @@ class Codes:
             self.codes[:] = [Quantized(q.data.clone(), q.scale.clone(), q.spec) for q in other.codes]
             self.lead = other.lead
             return
-        for mine, its in zip(self.codes, other.codes, strict=True):
-            mine.data.view(torch.uint8).copy_(its.data.view(torch.uint8))
-            mine.scale.copy_(its.scale)
+        for target, source in zip(self.codes, other.codes, strict=True):
+            target.data.view(torch.uint8).copy_(source.data.view(torch.uint8))
+            target.scale.copy_(source.scale)
 
     def shard_rows(self, shards: Shards, device: torch.device) -> Rows:
-        """The tensors that this rank sends of a frozen weight: the codes of its rows as bytes, zeros in the padding,
+        """Return the tensors that this rank sends for a frozen weight: the codes of its rows as bytes, zero padding,
         and the scales of the blocks that begin here (a block across a border has the same scale on every rank)."""
         whole, height = self.source.whole, self.need.spec.block[0]
         codes_shape, scale_shape = fp8_rows.shapes(self.need, whole, shards)
@@ -169,7 +169,7 @@ class Codes:
 
 
 def _expand_scales(q: Quantized, lead: int) -> Quantized:
-    """Codes with one scale per row; the first ``lead`` rows of their first block are on earlier ranks."""
+    """Return codes with one scale per row; the first ``lead`` rows of their first block are on earlier ranks."""
     height, rows = q.spec.block[0], q.data.shape[0]
     scale = q.scale.expand(rows, -1) if height == -1 else q.scale.repeat_interleave(height, 0)[lead : lead + rows]
     return Quantized(q.data, scale.contiguous(), CastSpec(q.spec.format, (1, q.spec.block[1]), q.spec.scale))

@@ -75,7 +75,7 @@ class Fp8Weight(Tensor):
 
     @classmethod
     def of(cls, master: Tensor, source: Source) -> Fp8Weight:
-        """The weight with its values in ``master``."""
+        """Create a weight with its values in ``master``."""
         return cls(master, source, Master(master))
 
     @classmethod
@@ -94,7 +94,7 @@ class Fp8Weight(Tensor):
             like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return cls(like, codes.source, codes, device)
 
-    # What it is ------------------------------------------------------------------------------------------------------
+    # State -----------------------------------------------------------------------------------------------------------
 
     @property
     def frozen(self) -> Codes | None:
@@ -103,7 +103,7 @@ class Fp8Weight(Tensor):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its codes are the codes of its transpose; False with a master."""
+        """True if its codes are those of its transpose; False with a master."""
         return self.stored is not None and self.stored.is_transposed
 
     @property
@@ -150,7 +150,7 @@ class Fp8Weight(Tensor):
         return q if q is None or slot is None else Quantized(q.data[slot], q.scale[slot], q.spec)
 
     def stamp(self) -> tuple[int, ...]:
-        """What must be unchanged, with the version of all weights, for codes of this weight to be valid."""
+        """Return the values that, with the version of all weights, must be unchanged for codes to be valid."""
         return () if self.held is None else (self.held.edits, self.held.version)
 
     @property
@@ -190,7 +190,7 @@ class Fp8Weight(Tensor):
             kind = f"frozen codes {self.frozen.need.spec}{', a shard' if self.frozen.shard else ''}"
         return f"Fp8Weight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, {kind})"
 
-    # How torch treats it ---------------------------------------------------------------------------------------------
+    # Dispatch --------------------------------------------------------------------------------------------------------
 
     @classmethod
     @torch._disable_dynamo
@@ -208,20 +208,20 @@ class Fp8Weight(Tensor):
                 raise RuntimeError(weight._refusal(f"{func} writes to"))
         targets = {id(w) for w in written}
 
-        def plain(value: Any) -> Any:
+        def unwrap(value: Any) -> Any:
             if not isinstance(value, Fp8Weight):
                 return value
             return value.master if id(value) in targets else value.values()
 
-        out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        out = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
         for weight in written:
             assert weight.held is not None
             weight.held.edits += 1
 
-        def back(value: Any) -> Any:  # an operation in place returns its argument
+        def rewrap(value: Any) -> Any:  # an operation in place returns its argument
             return next((w for w in written if value is w.master), value)
 
-        return tree_map(back, out) if written else out
+        return tree_map(rewrap, out) if written else out
 
     @property
     def data(self) -> Tensor:
@@ -260,8 +260,9 @@ class Fp8Weight(Tensor):
         """The codes of another frozen weight. RuntimeError if this one cannot take them."""
         why: str | None = "not a frozen FP8 weight"
         if isinstance(other, Fp8Weight) and other.frozen:
-            mine, its = self._identity(), other._identity()
-            why = next((f"{name} {its[name]}, not {mine[name]}" for name in mine if its[name] != mine[name]), None)
+            expected, given = self._identity(), other._identity()
+            differing = (name for name in expected if given[name] != expected[name])
+            why = next((f"{name} {given[name]}, not {expected[name]}" for name in differing), None)
             if why is None:
                 return other.frozen
         raise RuntimeError(self._refusal(f"A tensor ({why}) {what}"))
@@ -279,7 +280,7 @@ class Fp8Weight(Tensor):
             "orientation": self.is_transposed,
         }
 
-    # What a frozen weight refuses ------------------------------------------------------------------------------------
+    # Operations that frozen weights reject ----------------------------------------------------------------------------
 
     def _refusal(self, what: str) -> str:
         if self.frozen:
@@ -339,7 +340,7 @@ class Fp8Weight(Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    # How it is copied ------------------------------------------------------------------------------------------------
+    # Copies ----------------------------------------------------------------------------------------------------------
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
         """A copy with ``change`` applied to its master, or to its frozen codes and scales, which may move them."""
@@ -394,7 +395,7 @@ class Fp8Weight(Tensor):
         codes = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], n.spec) for i, n in enumerate(needs) if inner]
         return Fp8Weight.from_codes(Codes(codes, source, *state), size, dtype, device, stride)
 
-    # How FSDP2 gathers it --------------------------------------------------------------------------------------------
+    # FSDP2 -----------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], int]:
         """(codes and scales of this rank's rows, cast if they changed; the number of ranks). FSDP2 joins the tensors of

@@ -20,7 +20,7 @@ from octavo.fp8.weights.shards import distribute_like, full, is_whole, local_of,
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a model with its FP8 weights as codes, with whole tensors on every rank: a collective.
+    """Return the state dict of a model with FP8 weights as codes and whole tensors on all ranks. Collective call.
 
     ``<name>``: float8_e4m3fn codes of the forward's cast, in the weight's shape (experts as [E, N, K], however they are
     stored). The dequantization multipliers, ``value ~ code * scale``, are ``<name>_scale_inv`` [N / 128, K / 128] for
@@ -49,7 +49,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     weights = dict(_fp8_weights(model))
     plain = dict(state)
-    exchanged: list[tuple[Fp8Weight, Fp8Weight]] = []
+    replaced: list[tuple[Fp8Weight, Fp8Weight]] = []
     for name, weight in weights.items():
         need = local_of(weight).source.needs[0]
         if name not in state:
@@ -71,7 +71,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             )
         device = weight.device
         if is_frozen(weight):
-            exchanged.append((local_of(weight), _local_frozen_rows(state[name], scale, weight, name)))
+            replaced.append((local_of(weight), _local_frozen_rows(state[name], scale, weight, name)))
             plain[name] = weight.detach()
             continue
         values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
@@ -88,12 +88,12 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if not is_whole(target) and is_whole(value):
             plain[name] = distribute_like(value, target)
     model.load_state_dict(plain)
-    for mine, its in exchanged:
-        mine.copy_from(its)
+    for weight, codes in replaced:
+        weight.copy_from(codes)
 
 
 def _local_frozen_rows(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
-    """This rank's rows of a frozen weight, from the codes and scales of all rows."""
+    """Return this rank's rows of a frozen weight from the codes and scales of all rows."""
     local = local_of(weight)
     need, on = local.source.needs[0], local.device
     try:
@@ -111,7 +111,7 @@ def _local_frozen_rows(codes: Tensor, scale: Tensor, weight: Any, name: str) -> 
 
 
 def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The FP8 weights of a model with all their names, sharded ones as DTensors."""
+    """Yield the FP8 weights of a model with all their names; sharded ones as DTensors."""
     reshard(model)
     for prefix, module in model.named_modules():
         layers = module._weight_codes() if isinstance(module, CachesWeights) else ()
@@ -121,7 +121,7 @@ def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _forward_codes(weight: Any) -> Quantized:
-    """The codes of the forward's cast of a whole weight, in the orientation of its GEMM."""
+    """Return the codes of a whole weight for the forward, in the orientation of its GEMM."""
     source: Source = local_of(weight).source
     if is_whole(weight):
         return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())

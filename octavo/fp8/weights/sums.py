@@ -31,8 +31,8 @@ _BASE = 6364136223846793005
 _SAMPLE = 1 << 15
 """Elements of a weight that are cast again to find stale codes; at least 4 rows."""
 
-_LEAST = 2.0**-100
-"""Magnitudes above this do not become zero in a cast with a scale of their own, whatever the recipe."""
+_MIN_MAGNITUDE = 2.0**-100
+"""Magnitudes above this never become zero in a cast with their own scale, for any recipe."""
 
 WeightSums = Mapping[str, int]
 
@@ -103,9 +103,9 @@ def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
                 continue
             where = f"{name}.{key}" if key != "weight" else name or key
             marks += [(where, _is_stale(part.of(weight), q, draw)) for (part, _), q in cache._codes.items()]
-    home = marks[0][1].device if marks else None
-    differ = torch.stack([mark.to(home) for _, mark in marks]).tolist() if marks else ()
-    return list(dict.fromkeys(name for (name, _), is_stale in zip(marks, differ, strict=True) if is_stale))
+    device = marks[0][1].device if marks else None
+    differ = torch.stack([mark.to(device) for _, mark in marks]).tolist() if marks else ()
+    return list(dict.fromkeys(name for (name, _), stale in zip(marks, differ, strict=True) if stale))
 
 
 def stale_codes_message(names: Sequence[str]) -> str:
@@ -137,7 +137,7 @@ def _is_stale(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     zeros = ((fresh | held) & 0x7F) == 0  # of either sign
     # A block of zeros has the scale 1. Small values written into it would be zeros again under this scale, which a new
     # cast would not make them. (Other blocks have the scale 1 only if their largest value is in the hundreds.)
-    lost = zeros & _expand_mask(scale == 1, wide, k) & (rows_now.abs() > _LEAST)
+    lost = zeros & _expand_mask(scale == 1, wide, k) & (rows_now.abs() > _MIN_MAGNITUDE)
     return ((fresh != held) & known & ~zeros | lost).any()
 
 

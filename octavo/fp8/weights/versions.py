@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 now = 0
-"""A number that rises with every optimizer step of the process. Read it as ``versions.now``."""
+"""Incremented by every optimizer step of the process. Read it as ``versions.now``."""
 edits = 0
-"""A number that rises with every edit that was announced by hand."""
+"""Incremented by every write that was reported explicitly."""
 _installed = False
 _lock = threading.Lock()
 # Callbacks that drop what is cached between two layers, at an optimizer step and on notify().
@@ -68,16 +68,18 @@ def _caller_frames(most: int = sys.maxsize) -> Iterator[FrameType]:
 
 
 def called_by_conversion() -> bool:
-    """Whether a module's ``_apply`` converts a weight to another dtype and will keep the result as its parameter:
-    ``module.to()``, ``half()``, ``float()``. The tensor's method and the module's function are between the two."""
+    """Return True if a module's ``_apply`` (``module.to()``, ``half()``, ``float()``) is converting a weight and will
+    store the result as its parameter. The frames between are the tensor's method and the module's function."""
     frames = _caller_frames(most=8)
     return any(f.f_code.co_name == "_apply" and isinstance(f.f_locals.get("self"), nn.Module) for f in frames)
 
 
 def peft_advice() -> str:
-    """Advice for an error if PEFT is writing to a weight, a sentence and a space; "" for other callers."""
-    of_peft = [frame for frame in _caller_frames() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"]
-    for frame in of_peft:
+    """Return advice for an error if PEFT is writing to a weight, as a sentence and a space; "" for other callers."""
+    peft_frames = [
+        frame for frame in _caller_frames() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"
+    ]
+    for frame in peft_frames:
         name, adapter = frame.f_code.co_name, frame.f_locals.get("adapter_name")
         if name.endswith("_init"):
             return (
@@ -93,7 +95,7 @@ def peft_advice() -> str:
             return "PEFT's preparation for bitsandbytes casts weights to fp32: leave it out over a base in FP8. "
         if type(frame.f_locals.get("self")).__name__ == "ModulesToSaveWrapper":
             return "PEFT's modules_to_save trains a copy of this layer: leave the layer out of it. "
-    if of_peft:
-        kind = of_peft[0].f_globals["__name__"]
+    if peft_frames:
+        kind = peft_frames[0].f_globals["__name__"]
         return f"PEFT's {kind} writes to the base: choose an adapter that is added to its output, as LoRA and DoRA. "
     return ""

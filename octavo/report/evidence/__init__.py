@@ -1,1 +1,1 @@
-"""What a run's files say: figures, intervals, and claims judged by them. No pictures."""
+"""Figures read from the files of a run, intervals, and the claims that they decide. No plotting."""

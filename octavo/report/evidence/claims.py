@@ -1,4 +1,4 @@
-"""The claims of a trial about FP8 training: an estimate, a 95 % interval, and a margin that was fixed before.
+"""The claims of a trial about FP8 training: an estimate, a 95 % interval, and a margin that was fixed in advance.
 
     accuracy            the same held-out questions, answered by the models that FP8 and high precision trained
     loss_same_weights   the weights that FP8 trained, evaluated in FP8 and in high precision on held-out data
@@ -6,10 +6,10 @@
     loss_trajectories   whole runs in both precisions, in pairs with the same seed
 
 The margin is how much worse FP8 may be. A claim passes if its whole interval is within the margin, fails if the whole
-interval is beyond it, and is undecided otherwise: then it reports how many more units would decide. Noise never widens
-a margin. FP8 that is better than high precision by more than the margin gives a warning, because something else must
-differ. A pass also requires that the trial could have shown a harm (high precision learned, and its answers beat one
-answer to everything), and enough units for an interval.
+interval is beyond it, and is undecided otherwise: then it reports how many more units would decide it. Noise never
+widens a margin. FP8 that is better than high precision by more than the margin gives a warning, because something else
+must differ. A pass also requires that the trial could have shown a harm (high precision learned, and its answers beat
+one answer to everything), and enough units for an interval.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Chec
 
 ACCURACY_MARGIN = 0.01  # one point
 LOSS_MARGIN = 0.0025
-LEAST_FORK = 30  # steps: shorter forks have no time to diverge, so their agreement means little
-FEW = 10  # clusters whose answers differ: with fewer, the correlation within a cluster cannot be estimated
-MOST = 100_000  # limit of the estimate of how many more units would decide
+MIN_FORK_STEPS = 30  # steps: shorter forks have no time to diverge, so their agreement means little
+MIN_CLUSTERS = 10  # clusters whose answers differ: with fewer, the correlation within a cluster cannot be estimated
+MAX_UNITS = 100_000  # limit of the estimate of how many more units would decide
 
 Pieces = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One model on the held-out data: its answers as ``evaluate`` returns them, each with its ``source`` (the image or
-    document that it is about), and the number of FP8 GEMMs that computed them."""
+class Evaluation:
+    """The evaluation of one model on the held-out data: its answers as ``evaluate`` returns them, each with its
+    ``source`` (the image or document that it is about), and the number of FP8 GEMMs that computed them."""
 
     pieces: tuple[dict[str, Any], ...]
     gemms: int = 0
@@ -54,14 +54,14 @@ class HeldOut:
     """Evaluations on held-out data: the model ``before`` training; by run name, each run as it was trained; and by run
     name, the weights that FP8 runs trained in ``high`` precision."""
 
-    before: Judged
-    runs: dict[str, Judged] = field(default_factory=dict)
-    high: dict[str, Judged] = field(default_factory=dict)
+    before: Evaluation
+    runs: dict[str, Evaluation] = field(default_factory=dict)
+    high: dict[str, Evaluation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95 % interval, from ``units`` independent ones (clusters, forks, pairs of seeds)."""
+    """An estimate and its 95 % interval, from ``units`` independent samples (clusters, forks, pairs of seeds)."""
 
     estimate: float
     low: float
@@ -74,40 +74,42 @@ class Interval:
 
 
 def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
-    """Share of correct answers, ours minus theirs, to the same questions; None with fewer than two sources.
+    """Return the share of correct answers, ours minus theirs, to the same questions, or None with fewer than two
+    sources.
 
     Bonett and Price's interval of paired proportions (2012): Wald's interval after adding one question of each kind on
     which the two differ, so that no observed difference does not mean certainty. Questions of one source (an image, a
     document) are correlated: they count as n / deff, where deff is the variance by clusters divided by the variance of
     independent questions; if fewer than ten sources have answers that differ, each source counts once.
     """
-    pairs = [(a, b) for a, b in _both(ours, theirs) if a["right"] is not None]
+    pairs = [(a, b) for a, b in _pair_answers(ours, theirs) if a["right"] is not None]
     d = np.array([int(a["right"]) - int(b["right"]) for a, b in pairs])
-    groups = _numbers([a["source"] for a, _ in pairs])
+    groups = _group_indices([a["source"] for a, _ in pairs])
     count = int(groups.max(initial=-1)) + 1
     if count < 2:
         return None
     n, mean = len(d), float(d.mean())
     spread = float(((d - mean) ** 2).sum())
-    if spread and np.unique(groups[d != 0]).size >= FEW:
+    if spread and np.unique(groups[d != 0]).size >= MIN_CLUSTERS:
         sums = np.bincount(groups, weights=d - mean, minlength=count)
         deff = max(1.0, count / (count - 1) * float((sums**2).sum()) / spread)
     else:
         deff = n / count
     size = n / deff
     better, worse = (((d == sign).sum() / deff + 1) / (size + 2) for sign in (1, -1))
-    half = _t(count - 1) * math.sqrt((better + worse - (better - worse) ** 2) / (size + 2))
+    half = _t_quantile(count - 1) * math.sqrt((better + worse - (better - worse) ** 2) / (size + 2))
     return Interval(mean, max(better - worse - half, -1.0), min(better - worse + half, 1.0), count)
 
 
 def relative_loss(ours: Pieces, theirs: Pieces) -> Interval | None:
-    """Mean loss of the same tokens, ours over theirs, minus 1; None with fewer than two sources or no loss.
+    """Return the mean loss of the same tokens, ours over theirs, minus 1, or None with fewer than two sources or no
+    loss.
 
     The interval of a ratio of sums over clusters: residuals r = sum ours - ratio * sum theirs of each source give the
     variance G / (G - 1) * sum r^2 / (sum theirs)^2 (Cochran, Sampling Techniques, 6.4), with Student's t of G - 1.
     """
-    pairs = _both(ours, theirs)
-    groups = _numbers([a["source"] for a, _ in pairs])
+    pairs = _pair_answers(ours, theirs)
+    groups = _group_indices([a["source"] for a, _ in pairs])
     count = int(groups.max(initial=-1)) + 1
     mine, their = (np.bincount(groups, weights=[p[i]["loss"] for p in pairs], minlength=count) for i in (0, 1))
     total = float(their.sum())
@@ -115,29 +117,30 @@ def relative_loss(ours: Pieces, theirs: Pieces) -> Interval | None:
         return None
     ratio = float(mine.sum()) / total
     residuals = mine - ratio * their
-    half = _t(count - 1) * math.sqrt(count / (count - 1) * float((residuals**2).sum())) / total
+    half = _t_quantile(count - 1) * math.sqrt(count / (count - 1) * float((residuals**2).sum())) / total
     return Interval(ratio - 1, ratio - 1 - half, ratio - 1 + half, count)
 
 
 def mean_gap(gaps: Sequence[float]) -> Interval | None:
-    """The mean of independent gaps with Student's interval; None with fewer than two, or one that is not finite."""
+    """Return the mean of independent gaps with Student's interval, or None for fewer than two gaps or a non-finite
+    one."""
     if len(gaps) < 2 or not np.isfinite(gaps).all():
         return None
-    half = _t(len(gaps) - 1) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
+    half = _t_quantile(len(gaps) - 1) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
     mean = float(np.mean(gaps))
     return Interval(mean, mean - half, mean + half, len(gaps))
 
 
-def one_answer(pieces: Pieces) -> float:
-    """The share of questions that the most common answer, given to every question, would get right."""
+def best_constant_accuracy(pieces: Pieces) -> float:
+    """Return the accuracy of giving the most common answer to every question."""
     said = Counter(piece["said"] for piece in pieces if piece["right"] is not None)
     return max(said.values(), default=0) / max(sum(said.values()), 1)
 
 
-def beats_one_answer(pieces: Pieces) -> bool:
-    """Whether the answers are better than one answer to everything, beyond chance (one-sided, 97.5 %)."""
+def beats_constant_answer(pieces: Pieces) -> bool:
+    """Return whether the answers beat a constant answer, beyond chance (one-sided, 97.5 %)."""
     right = [bool(piece["right"]) for piece in pieces if piece["right"] is not None]
-    n, floor = len(right), one_answer(pieces)
+    n, floor = len(right), best_constant_accuracy(pieces)
     return n > 0 and sum(right) / n > floor + 1.96 * math.sqrt(max(floor * (1 - floor), 1 / n) / n)
 
 
@@ -145,7 +148,7 @@ def decide(
     name: str, title: str, run: str, interval: Interval | None, margin: float, *,
     unit: str, scale: Callable[[float], str], worse: int, why_not: str = "", seen: str = "",
 ) -> Check:  # fmt: skip
-    """The status of a claim.
+    """Return the check of a claim.
 
     Args:
         interval: the estimate and its interval; None without one, and ``why_not`` gives the reason.
@@ -167,7 +170,7 @@ def decide(
     elif why_not:
         status, sentence = UNDECIDED, why_not
     elif outside:
-        status, sentence = WARN, "better than high precision by more than the margin, so something else differs"
+        status, sentence = WARN, "better than high precision by more than the margin, so something else must differ"
     elif (interval.high if worse > 0 else -interval.low) <= margin:
         status, sentence = PASS, ""
     else:
@@ -178,35 +181,35 @@ def decide(
 
 
 def _units_needed(interval: Interval, room: float, unit: str) -> str:
-    """A sentence on how many more units would decide if the estimate stayed the same; ``room``: its distance from the
-    margin."""
-    spread = interval.half / _t(interval.units - 1) * math.sqrt(interval.units)
+    """Return a sentence on how many more units would decide if the estimate stayed the same; ``room``: its distance
+    from the margin."""
+    spread = interval.half / _t_quantile(interval.units - 1) * math.sqrt(interval.units)
     n = interval.units
-    while n < MOST and _t(n - 1) * spread / math.sqrt(n) > room:
+    while n < MAX_UNITS and _t_quantile(n - 1) * spread / math.sqrt(n) > room:
         n = max(n + 1, int(n * 1.02))
-    if n >= MOST:
-        return f"so close to the margin that more than {MOST:,} {unit} would be needed"
+    if n >= MAX_UNITS:
+        return f"too close to the margin: more than {MAX_UNITS:,} {unit} would be needed"
     return f"about {n - interval.units} more {unit} would decide"
 
 
-def _both(ours: Pieces, theirs: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The pairs of answers to the same questions, in order. Raises ReportError if questions or right answers differ."""
+def _pair_answers(ours: Pieces, theirs: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Pair the answers to the same questions, in order. Raises ReportError if questions or correct answers differ."""
     questions, other = ([(p["file"], p["row"], p["answer"], p["said"]) for p in pieces] for pieces in (ours, theirs))
     if questions != other:
         raise ReportError(
-            f"{len(ours)} and {len(theirs)} held-out answers are to different questions: the data changed during "
-            "the trial. --fresh trains and evaluates all runs again"
+            f"{len(ours)} and {len(theirs)} held-out answers are to different questions: the data changed during the "
+            "trial. --fresh trains and evaluates all runs again"
         )
     return list(zip(ours, theirs, strict=True))
 
 
-def _numbers(names: Sequence[str]) -> np.ndarray:
+def _group_indices(names: Sequence[str]) -> np.ndarray:
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return np.array([order[name] for name in names], dtype=np.int64)
 
 
-def _t(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t."""
+def _t_quantile(freedom: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t distribution."""
     from scipy.stats import t
 
     return float(t.ppf(0.975, freedom))

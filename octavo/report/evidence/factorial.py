@@ -33,12 +33,12 @@ class Effect:
     by_seed: tuple[float, ...]
 
     @property
-    def found(self) -> Interval | None:
+    def interval(self) -> Interval | None:
         """None with fewer than two seeds, or with a figure that is not finite."""
         return mean_gap(self.by_seed)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return len(self.of) == 1
 
     @property
@@ -51,22 +51,22 @@ def subsets(factors: Sequence[str]) -> list[tuple[str, ...]]:
     return [chosen for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
 
 
-def contrast(figures: Mapping[Cell, float], of: Sequence[str]) -> float:
+def compute_contrast(figures: Mapping[Cell, float], of: Sequence[str]) -> float:
     """The effect of ``of``, from the figures of all cells of one seed."""
     k = math.log2(len(figures))
     return sum((-1) ** len(Cell(of) - cell) * figure for cell, figure in figures.items()) / 2 ** (k - 1)
 
 
-def effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str]) -> list[Effect]:
+def compute_effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str]) -> list[Effect]:
     """Every effect of a design, main effects first; ``seeds`` has the figures of all cells for each seed."""
     cells = {Cell(chosen) for chosen in subsets(factors)}
     for number, figures in enumerate(seeds):
         if figures.keys() != cells:
             raise ValueError(f"seed {number} has {len(figures)} of the {len(cells)} cells of {', '.join(factors)}")
-    return [Effect(of, tuple(contrast(figures, of) for figures in seeds)) for of in subsets(factors)[1:]]
+    return [Effect(of, tuple(compute_contrast(figures, of) for figures in seeds)) for of in subsets(factors)[1:]]
 
 
-def spread_of_effect(pair: float, factors: int) -> float:
+def effect_spread(pair: float, factors: int) -> float:
     """The standard deviation of an effect over seeds, if that of the gap of a pair of runs (one in FP8, one not) is
     ``pair`` and every run contributes equally: an effect takes 2^k runs, each with the weight 1 / 2^(k - 1)."""
     return pair * math.sqrt(2.0 ** (1 - factors))

@@ -20,23 +20,23 @@ import numpy as np
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence import claims
 from octavo.report.evidence.claims import Interval
-from octavo.report.evidence.run_reader import RunRecord, common
+from octavo.report.evidence.run_reader import RunRecord, common_steps
 from octavo.report.evidence.trial_claims import (
     ACCURACY,
     NO_DATA,
     TITLES,
     Sides,
     accuracy_claim,
-    changed_nothing,
-    judged_pairs,
+    evaluation_pairs,
     points,
-    unsound,
+    why_no_weight_changed,
+    why_not_comparable,
 )
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.evidence.trust_table import FAIL, PASS, REPORTED, WARN, Check
 
 ACCURACY_MARGIN = 0.02  # two points: what these phases learn varies more from seed to seed than what SFT does
-LAST = 3  # the end of training is its last third
+FINAL_FRACTION = 3  # the end of training is its last third
 CLAIMS = (ACCURACY, "accuracy_seeds", "accuracy_gained", "reward_gap")
 
 
@@ -74,7 +74,7 @@ PANELS = {
     ),
 }
 #: phase -> why losses decide nothing in it
-NO_LOSSES = {
+WHY_NO_LOSS_CLAIMS = {
     "rl": "The loss of reinforcement learning weights completions by how much better they are than the others of their "
     "step: it stays about 0, however good the policy is. So there are no claims on losses of forks, of trajectories or "
     "at the same weights.",
@@ -84,82 +84,82 @@ NO_LOSSES = {
 }
 
 
-def beyond_sft(run: Run) -> bool:
-    """Whether a run is of a phase that this file judges."""
+def is_rl_or_preference(run: Run) -> bool:
+    """Return whether a run is of phase rl or preference."""
     return run.cfg.train.phase in BEYOND_SFT
 
 
-def claims_of(sides: Sides, trial: Trial) -> list[Check]:
-    """The claims for one FP8 run and its other seeds."""
+def compute_claims(sides: Sides, trial: Trial) -> list[Check]:
+    """Return the claims for one FP8 run and its other seeds."""
     run = sides.fp8[0]
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
-    if wrong := unsound(sides, others):
+    if wrong := why_not_comparable(sides, others):
         failed = Check(ACCURACY, TITLES[ACCURACY], run.label, None, "failed", "every run is sound", FAIL, wrong)
         return [failed]
-    claim = accuracy_claim(sides, trial, changed_nothing(sides.reference[1]))
-    if trial.held is None:
+    claim = accuracy_claim(sides, trial, why_no_weight_changed(sides.reference[1]))
+    if trial.held_out is None:
         claim = replace(claim, sentence=f"{NO_DATA}: only held-out answers decide in phase {run.cfg.train.phase}")
-    return [claim, *_seeds(sides, trial), _gained(sides, trial), _reward(sides)]
+    return [claim, *_accuracy_by_seed(sides, trial), _accuracy_gain(sides, trial), _reward_gap(sides)]
 
 
-def pairs_of(sides: Sides) -> list[tuple[RunRecord, RunRecord]]:
-    """(FP8, high precision) of each seed that both have, the trial's seed first."""
+def pair_runs(sides: Sides) -> list[tuple[RunRecord, RunRecord]]:
+    """Return (FP8, high precision) for each seed that both have, the trial's seed first."""
     run = sides.fp8[0]
     high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
     others = [(r, high[a.cfg.run.seed]) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
     return [(sides.fp8[1], sides.reference[1]), *others]
 
 
-def at_the_end(record: RunRecord, key: str) -> float:
-    """Mean of a figure over the last third of the recorded steps; NaN if none of them has it."""
-    values = record.figures.get(key, np.array([]))[-max(1, record.steps.size // LAST) :]
+def final_mean(record: RunRecord, key: str) -> float:
+    """Return the mean of a figure over the last third of the recorded steps, or NaN if none has it."""
+    values = record.figures.get(key, np.array([]))[-max(1, record.steps.size // FINAL_FRACTION) :]
     values = values[np.isfinite(values)]
     return float(values.mean()) if values.size else math.nan
 
 
-def end_gap(ours: RunRecord, theirs: RunRecord, key: str) -> float:
-    """Ours minus theirs, the mean over the last third of the steps that both recorded."""
+def final_gap(ours: RunRecord, theirs: RunRecord, key: str) -> float:
+    """Return the mean difference, ours minus theirs, over the last third of the steps that both recorded."""
     if key not in ours.figures or key not in theirs.figures:
         return math.nan
-    mine, other = common(ours, theirs)
-    last = max(1, len(mine) // LAST)
+    mine, other = common_steps(ours, theirs)
+    last = max(1, len(mine) // FINAL_FRACTION)
     gaps = ours.figures[key][mine][-last:] - theirs.figures[key][other][-last:]
     gaps = gaps[np.isfinite(gaps)]
     return float(gaps.mean()) if gaps.size else math.nan
 
 
-def same_prompts(run: str, ours: RunRecord, theirs: RunRecord) -> Check:
-    """Whether both runs had the same prompts: those of the completions that they recorded, step by step."""
+def check_same_prompts(run: str, ours: RunRecord, theirs: RunRecord) -> Check:
+    """Check that both runs had the same prompts in every recorded step."""
     name, title, threshold = "same_data", "Same data", "equal prompts at every step"
-    mine, other = (_prompts(record) for record in (ours, theirs))
+    mine, other = (_prompts_by_step(record) for record in (ours, theirs))
     both = mine.keys() & other.keys()
     if not both:
         sentence = "the runs recorded no completions of the same step; set rl.show"
         return Check(name, title, run, None, "not recorded", threshold, WARN, sentence)
     if differ := sorted(step for step in both if mine[step] != other[step]):
-        sentence = f"{len(differ)} steps had other prompts than high precision, the first is {differ[0]}"
+        sentence = f"{len(differ)} steps had different prompts from high precision, first {differ[0]}"
         return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, sentence)
     sentence = f"the recorded prompts of all {len(both)} steps are the same as in high precision"
     return Check(name, title, run, 0.0, "0 differ", threshold, PASS, sentence)
 
 
-def _prompts(record: RunRecord) -> dict[int, list[tuple[str, int, int]]]:
+def _prompts_by_step(record: RunRecord) -> dict[int, list[tuple[str, int, int]]]:
     prompts: dict[int, list[tuple[str, int, int]]] = {}
     for row in record.completions:
         prompts.setdefault(row["step"], []).append((row["file"], row["row"], row["sample"]))
     return prompts
 
 
-def _seeds(sides: Sides, trial: Trial) -> list[Check]:
-    """FP8's accuracy minus high precision's, one difference for each seed; empty with one seed."""
-    pairs = [] if trial.held is None else judged_pairs(sides, trial)
+def _accuracy_by_seed(sides: Sides, trial: Trial) -> list[Check]:
+    """Return the accuracy difference between FP8 and high precision by seed; empty with one seed."""
+    pairs = [] if trial.held_out is None else evaluation_pairs(sides, trial)
     if len(pairs) < 2:
         return []
     each = [paired.estimate for a, b in pairs if (paired := claims.paired_accuracy(a.pieces, b.pieces)) is not None]
     interval = claims.mean_gap(each)
     sentence = f"{', '.join(map(points, each))}: the interval covers other seeds"
     return [
-        _reported(
+        _reported_check(
             "accuracy_seeds",
             "Held-out accuracy by seed",
             sides.fp8[0].label,
@@ -170,33 +170,33 @@ def _seeds(sides: Sides, trial: Trial) -> list[Check]:
     ]
 
 
-def _gained(sides: Sides, trial: Trial) -> Check:
-    """What training in FP8 added to held-out accuracy."""
+def _accuracy_gain(sides: Sides, trial: Trial) -> Check:
+    """Return the gain in held-out accuracy from training in FP8."""
     name, title, run = "accuracy_gained", "Held-out accuracy gained", sides.fp8[0].label
-    if trial.held is None:
-        return _reported(name, title, run, None, "", NO_DATA)
-    ours = [mine for mine, _ in judged_pairs(sides, trial)]
+    if trial.held_out is None:
+        return _reported_check(name, title, run, None, "", NO_DATA)
+    ours = [mine for mine, _ in evaluation_pairs(sides, trial)]
     interval = claims.paired_accuracy(
-        [piece for judged in ours for piece in judged.pieces], [*trial.held.before.pieces] * len(ours)
+        [piece for judged in ours for piece in judged.pieces], [*trial.held_out.before.pieces] * len(ours)
     )
-    questions = [piece for piece in trial.held.before.pieces if piece["right"] is not None]
+    questions = [piece for piece in trial.held_out.before.pieces if piece["right"] is not None]
     sentence = f"{sum(bool(p['right']) for p in questions)} of {len(questions)} right before training"
     if interval is None:
-        return _reported(
+        return _reported_check(
             name, title, run, None, "", f"{sentence}; questions of fewer than two sources give no interval"
         )
-    return _reported(
+    return _reported_check(
         name, title, run, interval, _interval_text(interval), f"after training in FP8 minus before it; {sentence}"
     )
 
 
-def _reward(sides: Sides) -> Check:
-    """FP8's reward minus high precision's at the end, over pairs of one seed."""
+def _reward_gap(sides: Sides) -> Check:
+    """Return the final reward difference between FP8 and high precision, over pairs with the same seed."""
     panel = PANELS[sides.fp8[0].cfg.train.phase][0]
     name, title, run = "reward_gap", f"Gap of the {panel.title.lower()}", sides.fp8[0].label
-    pairs = pairs_of(sides)
-    gaps = [end_gap(ours, theirs, panel.key) for ours, theirs in pairs]
-    mine, other = (np.mean([at_the_end(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
+    pairs = pair_runs(sides)
+    gaps = [final_gap(ours, theirs, panel.key) for ours, theirs in pairs]
+    mine, other = (np.mean([final_mean(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
     sentence = (
         f"{mine:.4g} in FP8, {other:.4g} in high precision over the last third of the steps, {len(pairs)} seed(s)"
     )
@@ -204,8 +204,8 @@ def _reward(sides: Sides) -> Check:
     if interval is None:
         one = "one pair of seeds gives no interval: use --seeds 3" if len(gaps) == 1 else "a run has no figures"
         shown = f"{gaps[0]:+.4g}" if math.isfinite(gaps[0]) else ""
-        return _reported(name, title, run, None, shown, f"{sentence}; {one}")
-    return _reported(
+        return _reported_check(name, title, run, None, shown, f"{sentence}; {one}")
+    return _reported_check(
         name, title, run, interval, f"{interval.estimate:+.4g} ({interval.low:+.4g} to {interval.high:+.4g})", sentence
     )
 
@@ -216,9 +216,9 @@ def _interval_text(interval: Interval | None) -> str:
     )
 
 
-def _reported(name: str, title: str, run: str, interval: Interval | None, shown: str, sentence: str) -> Check:
+def _reported_check(name: str, title: str, run: str, interval: Interval | None, shown: str, sentence: str) -> Check:
     bounds = {} if interval is None else {"low": interval.low, "high": interval.high}
     figure = None if interval is None else interval.estimate
     return Check(
-        name, title, run, figure, shown or "no interval", "no margin: it decides nothing", REPORTED, sentence, **bounds
+        name, title, run, figure, shown or "no interval", "no margin: reported only", REPORTED, sentence, **bounds
     )

@@ -44,7 +44,7 @@ _PLAN_ROW = {
         lambda r: isinstance(r, str) or (isinstance(r, dict) and isinstance(r.get("name"), str)), "a recipe"
     ),
 }  # fmt: skip
-_FORMS: dict[str, Any] = {
+_SCHEMAS: dict[str, Any] = {
     "result.json": {"eval": _EVAL, "status": TEXT},
     "plan.json": {"rows": [_PLAN_ROW], "notes": [TEXT]},
     "proof.json": {
@@ -126,7 +126,7 @@ class RunRecord:
         return float(np.median(rest)) if rest.size else math.nan
 
 
-def common(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+def common_steps(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     """Indices into each record of the steps that both have; runs may log at different steps."""
     _, mine, other = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
     return mine, other
@@ -141,12 +141,12 @@ def read(directory: str | Path) -> RunRecord:
     directory = Path(directory)
     if not directory.is_dir():
         raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
-    rows = list(rows_of(directory))
+    rows = list(read_rows(directory))
     trained = [row for row in rows if "loss" in row]
     if not trained:
         raise ReportError(
-            f"{directory / 'metrics.jsonl'} holds no training step; the run stopped before its first one. "
-            "Run it again, or delete the directory"
+            f"{directory / 'metrics.jsonl'} holds no training step; the run stopped before its first one. Run it "
+            "again, or delete the directory"
         )
     # Steps that were not applied have no meaningful health, so they are left out of it below.
     skipped = tuple(int(row["step"]) for row in trained if row.get("skipped"))
@@ -154,7 +154,7 @@ def read(directory: str | Path) -> RunRecord:
     measured = [row for row in rows if row.get("health")]
     evals = [row["eval"] for row in rows if row.get("eval")]
     zeroed = [int(row["zeroed_v"]) for row in trained if "zeroed_v" in row]
-    result = json_of(directory / "result.json")
+    result = read_json_file(directory / "result.json")
     return RunRecord(
         directory=directory,
         steps=np.array([int(row["step"]) for row in trained]),
@@ -165,21 +165,23 @@ def read(directory: str | Path) -> RunRecord:
         skipped=skipped,
         overflowed=overflowed,
         zeroed=sum(zeroed) if zeroed else None,
-        memory=_memory(trained),
+        memory=_peak_memory(trained),
         health=layer_health([row["health"] for row in measured if int(row["step"]) not in (*skipped, *overflowed)]),
         health_steps=tuple(int(row["step"]) for row in measured),
         eval=result.get("eval") or (evals[-1] if evals else None),
-        plan=json_of(directory / "plan.json"),
-        proof=json_of(directory / "proof.json"),
-        environment=json_of(directory / "environment.json"),
-        config=_text(directory / "config.yaml"),
+        plan=read_json_file(directory / "plan.json"),
+        proof=read_json_file(directory / "proof.json"),
+        environment=read_json_file(directory / "environment.json"),
+        config=_read_text(directory / "config.yaml"),
         finished=result.get("status") == "finished" and not trained[-1].get("skipped"),
-        figures=_figures(trained),
-        completions=tuple(_lines(shown, _COMPLETION)) if (shown := directory / "completions.jsonl").exists() else (),
+        figures=_collect_figures(trained),
+        completions=tuple(_read_json_lines(shown, _COMPLETION))
+        if (shown := directory / "completions.jsonl").exists()
+        else (),
     )
 
 
-def read_failed(directory: str | Path, failure: str) -> RunRecord:
+def read_failed_run(directory: str | Path, failure: str) -> RunRecord:
     """The record of a run whose training failed with the message ``failure``; what it did not write is empty."""
     try:
         return replace(read(directory), failure=failure, finished=False)
@@ -187,29 +189,29 @@ def read_failed(directory: str | Path, failure: str) -> RunRecord:
         none, directory = np.array([]), Path(directory)
         return RunRecord(
             directory, none.astype(int), none, none, none, (), {}, (), (), None, {}, {}, {},
-            _text(directory / "config.yaml"), failure=failure,
+            _read_text(directory / "config.yaml"), failure=failure,
         )  # fmt: skip
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return safe_read.read_text(path, ReportError) if path.exists() else ""
 
 
-def json_of(path: Path) -> dict[str, Any]:
+def read_json_file(path: Path) -> dict[str, Any]:
     """A JSON file of a run directory, checked for Octavo's structure; empty if it does not exist."""
     if not path.exists():
         return {}
     value = safe_read.read_json(path, ReportError)
-    safe_read.check_schema(value, _FORMS[path.name], path, ReportError)
+    safe_read.check_schema(value, _SCHEMAS[path.name], path, ReportError)
     return value
 
 
-def rows_of(directory: Path) -> Iterator[dict[str, Any]]:
+def read_rows(directory: Path) -> Iterator[dict[str, Any]]:
     """The rows of metrics.jsonl, one by one. Raises ReportError, with the line number, for an invalid row."""
-    return _lines(directory / "metrics.jsonl", _ROW)
+    return _read_json_lines(directory / "metrics.jsonl", _ROW)
 
 
-def _lines(path: Path, form: Any) -> Iterator[dict[str, Any]]:
+def _read_json_lines(path: Path, form: Any) -> Iterator[dict[str, Any]]:
     if not path.exists():
         raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
     for number, row in safe_read.json_lines(path, ReportError):
@@ -223,7 +225,7 @@ def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
     return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
 
 
-def _figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _collect_figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     evals = [row.get("eval") or {} for row in rows]
     columns = {key: _column(rows, key) for key in FIGURES}
     columns |= {"exact_match": _column(evals, "exact_match"), "held_out_reward": _column(evals, "reward")}
@@ -231,7 +233,7 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {key: column for key, column in columns.items() if np.isfinite(column).any()}
 
 
-def _memory(rows: list[dict[str, Any]]) -> dict[str, int]:
+def _peak_memory(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Bytes by kind: the largest value that any step recorded."""
     most: dict[str, int] = {}
     for row in rows:
@@ -241,7 +243,7 @@ def _memory(rows: list[dict[str, Any]]) -> dict[str, int]:
     return most
 
 
-def _mean(values: list[Any]) -> float:
+def _finite_mean(values: list[Any]) -> float:
     numbers = [float(v) for v in values if v is not None and math.isfinite(float(v))]
     return sum(numbers) / len(numbers) if numbers else math.nan
 
@@ -255,10 +257,10 @@ def layer_health(tables: list[Mapping[str, Any]]) -> tuple[LayerHealth, ...]:
         roles = [role for role in ROLES if any(isinstance(entry.get(role), Mapping) for entry in entries)]
 
         def of(figure: str, entries: list = entries, roles: list = roles) -> dict[str, float]:
-            means = {role: _mean([(entry.get(role) or {}).get(figure) for entry in entries]) for role in roles}
+            means = {role: _finite_mean([(entry.get(role) or {}).get(figure) for entry in entries]) for role in roles}
             return {role: value for role, value in means.items() if math.isfinite(value)}
 
-        cosine = _mean([entry.get("dw_cosine") for entry in entries])
+        cosine = _finite_mean([entry.get("dw_cosine") for entry in entries])
         layers_health.append(
             LayerHealth(
                 layer=name,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.report.evidence import claims
-from octavo.report.evidence.claims import LOSS_MARGIN, Interval, Judged, decide
-from octavo.report.evidence.run_reader import RunRecord, common
+from octavo.report.evidence.claims import LOSS_MARGIN, Evaluation, Interval, decide
+from octavo.report.evidence.run_reader import RunRecord, common_steps
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.evidence.trust_table import FAIL, SKIPPED_WARN, UNTRIED, WARN, Check, check_gemms, loss_gap, percent
 
@@ -21,7 +21,7 @@ TITLES = {
     FORKS: "Loss of forks",
     SEEDS: "Loss of trajectories",
 }
-NO_DATA = "there are no held-out data; set data.eval"
+NO_DATA = "there is no held-out data; set data.eval"
 
 
 class Sides(NamedTuple):
@@ -32,43 +32,43 @@ class Sides(NamedTuple):
     runs: Sequence[tuple[Run, RunRecord]]
 
 
-def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
+def compute_claims(sides: Sides, trial: Trial, noise: float) -> list[Check]:
     """The four claims for one FP8 run; ``noise``: how far the seed moves mean losses. Held-out data without questions,
     such as plain text, give no claim on accuracy."""
-    idle = learned_nothing(sides.reference[1], trial)
-    asks = trial.held is None or any(piece["right"] is not None for piece in _reference(trial).pieces)
+    idle = why_nothing_learned(sides.reference[1], trial)
+    asks = trial.held_out is None or any(piece["right"] is not None for piece in _reference_evaluation(trial).pieces)
     return [
         *([accuracy_claim(sides, trial, idle)] if asks else []),
-        _same_weights(sides, trial),
-        _forks(sides, trial, idle),
-        _trajectories(sides, trial, idle, noise),
+        _claim_same_weights(sides, trial),
+        _claim_forks(sides, trial, idle),
+        _claim_trajectories(sides, trial, idle, noise),
     ]
 
 
-def gap_of(record: RunRecord, reference: RunRecord, after: int = 0) -> float:
+def mean_loss_gap(record: RunRecord, reference: RunRecord, after: int = 0) -> float:
     """Signed relative gap of the mean losses over the steps after ``after`` that both runs recorded."""
-    mine, theirs = common(record, reference)
+    mine, theirs = common_steps(record, reference)
     later = record.steps[mine] > after
     return loss_gap(record.losses[mine][later], reference.losses[theirs][later])
 
 
-def forks_begin(steps: int) -> int:
+def fork_step(steps: int) -> int:
     """The step after which forks begin: two thirds of the run."""
     return 2 * steps // 3
 
 
-def learned_nothing(record: RunRecord, trial: Trial) -> str:
+def why_nothing_learned(record: RunRecord, trial: Trial) -> str:
     """Why high precision learned nothing that FP8 could have lost; empty if it learned."""
-    if why := changed_nothing(record):
+    if why := why_no_weight_changed(record):
         return why
-    if trial.held is not None:
-        before, after = trial.held.before, _reference(trial)
+    if trial.held_out is not None:
+        before, after = trial.held_out.before, _reference_evaluation(trial)
         change = claims.relative_loss(after.pieces, before.pieces)
         if change is not None and change.high < -LOSS_MARGIN:  # else an untrained model would be as good
             return ""
         return (
-            f"high precision learned nothing by held-out data (loss {before.loss:.4g} before, {after.loss:.4g} "
-            "after), so agreement with it means nothing; train more steps"
+            f"high precision learned nothing, judging by held-out data (loss {before.loss:.4g} before, "
+            f"{after.loss:.4g} after), so agreement with it means nothing; train more steps"
         )
     losses = record.losses[np.isfinite(record.losses)]
     tenth = max(2, len(losses) // 10)
@@ -77,10 +77,10 @@ def learned_nothing(record: RunRecord, trial: Trial) -> str:
         error = math.sqrt(first.var(ddof=1) / tenth + last.var(ddof=1) / tenth)
         if first.mean() - last.mean() > 2 * error:
             return ""
-    return "high precision learned nothing by its losses, so agreement with it means nothing; train more steps"
+    return "high precision learned nothing, judging by its losses, so agreement with it means nothing; train more steps"
 
 
-def changed_nothing(record: RunRecord) -> str:
+def why_no_weight_changed(record: RunRecord) -> str:
     """Why no step changed a weight; empty if some did."""
     applied = ~np.isin(record.steps, (*record.skipped, *record.overflowed))
     if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
@@ -88,19 +88,19 @@ def changed_nothing(record: RunRecord) -> str:
     return ""
 
 
-def judged_pairs(sides: Sides, trial: Trial) -> list[tuple[Judged, Judged]]:
+def evaluation_pairs(sides: Sides, trial: Trial) -> list[tuple[Evaluation, Evaluation]]:
     """(FP8, high precision) on the held-out data: the trial's seed, then other seeds for which both were evaluated."""
-    assert trial.held is not None
-    name, runs = sides.fp8[0].name, trial.held.runs
+    assert trial.held_out is not None
+    name, runs = sides.fp8[0].name, trial.held_out.runs
     high = {run.cfg.run.seed: runs[run.name] for run, _ in sides.runs if run.kind == "noise" and run.name in runs}
     others = [run for run, _ in sides.runs if run.kind == "seed" and run.of == name and run.name in runs]
     pairs = [(runs[run.name], high[run.cfg.run.seed]) for run in others if run.cfg.run.seed in high]
-    return [(runs[name], _reference(trial)), *pairs]
+    return [(runs[name], _reference_evaluation(trial)), *pairs]
 
 
-def _reference(trial: Trial) -> Judged:
-    assert trial.held is not None
-    return next(iter(trial.held.runs.values()))  # high precision is evaluated first
+def _reference_evaluation(trial: Trial) -> Evaluation:
+    assert trial.held_out is not None
+    return next(iter(trial.held_out.runs.values()))  # high precision is evaluated first
 
 
 def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
@@ -108,8 +108,8 @@ def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
     learned)."""
     run = sides.fp8[0]
     interval, why, seen = None, NO_DATA, ""
-    if trial.held is not None:
-        pairs = judged_pairs(sides, trial)
+    if trial.held_out is not None:
+        pairs = evaluation_pairs(sides, trial)
         ours, others = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
         interval = claims.paired_accuracy(ours, others)
         questions = sum(piece["right"] is not None for piece in pairs[0][1].pieces)
@@ -118,7 +118,7 @@ def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
         seen += f", over {len(pairs)} seeds" if len(pairs) > 1 else ""
         if interval is None:
             why = f"{questions} held-out questions about fewer than two images or documents give no interval"
-        elif not (why := no_answers_to_lose(trial, idle)):
+        elif not (why := why_accuracy_is_uninformative(trial, idle)):
             seen += f", about {interval.units} sources"
     return decide(
         ACCURACY, TITLES[ACCURACY], run.label, interval, trial.accuracy_margin,
@@ -126,18 +126,18 @@ def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
     )  # fmt: skip
 
 
-def no_answers_to_lose(trial: Trial, idle: str) -> str:
+def why_accuracy_is_uninformative(trial: Trial, idle: str) -> str:
     """Why accuracy cannot show the effect of FP8; ``idle``: why high precision learned nothing. Empty if it can."""
-    assert trial.held is not None
-    theirs = _reference(trial).pieces
-    if not claims.beats_one_answer(theirs):
+    assert trial.held_out is not None
+    theirs = _reference_evaluation(trial).pieces
+    if not claims.beats_constant_answer(theirs):
         right = [bool(piece["right"]) for piece in theirs if piece["right"] is not None]
-        floor = percent(claims.one_answer(theirs), 1)
+        floor = percent(claims.best_constant_accuracy(theirs), 1)
         return (
-            f"high precision answers {sum(right)} of {len(right)} questions, no better than one answer to all of them "
-            f"({floor}): there was nothing to lose. Train more steps, or add questions"
+            f"high precision answers {sum(right)} of {len(right)} questions, no better than a constant answer "
+            f"({floor}): so there was nothing to lose. Train more steps, or add questions"
         )
-    if not idle and _as_good(claims.paired_accuracy(trial.held.before.pieces, theirs), trial):
+    if not idle and _is_within_margin(claims.paired_accuracy(trial.held_out.before.pieces, theirs), trial):
         return (
             "the model before training answers as well as high precision after it, within the margin, so nothing was "
             "learned that FP8 could have lost; train more steps"
@@ -145,18 +145,18 @@ def no_answers_to_lose(trial: Trial, idle: str) -> str:
     return idle
 
 
-def _as_good(interval: Interval | None, trial: Trial) -> bool:
+def _is_within_margin(interval: Interval | None, trial: Trial) -> bool:
     """Whether the interval is above the margin of harm."""
     return interval is not None and interval.low >= -trial.accuracy_margin
 
 
-def _same_weights(sides: Sides, trial: Trial) -> Check:
+def _claim_same_weights(sides: Sides, trial: Trial) -> Check:
     run = sides.fp8[0]
     interval, why, seen = None, NO_DATA, ""
-    if trial.held is not None:
-        low, high = trial.held.runs[run.name], trial.held.high[run.name]
+    if trial.held_out is not None:
+        low, high = trial.held_out.runs[run.name], trial.held_out.high[run.name]
         if not low.gemms:
-            sentence = "the evaluation of the FP8 run used no FP8 GEMM: nothing was evaluated in FP8"
+            sentence = "the evaluation of the FP8 run used no FP8 GEMM"
             return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "evaluated in FP8", FAIL, sentence)
         interval = claims.relative_loss(low.pieces, high.pieces)
         why = "" if interval is not None else "held-out data of fewer than two images or documents give no interval"
@@ -167,10 +167,10 @@ def _same_weights(sides: Sides, trial: Trial) -> Check:
     )  # fmt: skip
 
 
-def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
+def _claim_forks(sides: Sides, trial: Trial, idle: str) -> Check:
     run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
     if not trial.forks and not trial.no_forks:
-        sentence = "not tested: --forks 3 tests it"
+        sentence = "not tested; use --forks 3"
         return Check(
             name,
             title,
@@ -183,7 +183,7 @@ def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
         )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
     high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
-    if wrong := unsound(sides, [*forks, *high.values()]):
+    if wrong := why_not_comparable(sides, [*forks, *high.values()]):
         return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, wrong)
     gaps = fork_gaps(sides)
     interval = claims.mean_gap(gaps)
@@ -202,7 +202,7 @@ def fork_gaps(sides: Sides) -> list[float]:
     for fork, record in ((a, r) for a, r in sides.runs if a.kind == "fork" and a.of == sides.fp8[0].name):
         # The first half is time to diverge. For the reference's seed, high precision's continuation exists already.
         middle = (fork.begins + fork.cfg.train.total_steps) // 2
-        gaps.append(gap_of(record, high.get(fork.number, sides.reference[1]), after=middle))
+        gaps.append(mean_loss_gap(record, high.get(fork.number, sides.reference[1]), after=middle))
     return gaps
 
 
@@ -210,14 +210,14 @@ def pair_gaps(sides: Sides) -> list[float]:
     """FP8's mean loss relative to high precision's with the same seed, for each seed; NaN if a run failed."""
     high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == sides.fp8[0].name]
-    pairs = [math.nan if r.failure else gap_of(r, high[a.cfg.run.seed]) for a, r in others]
-    return [gap_of(sides.fp8[1], sides.reference[1]), *pairs]
+    pairs = [math.nan if r.failure else mean_loss_gap(r, high[a.cfg.run.seed]) for a, r in others]
+    return [mean_loss_gap(sides.fp8[1], sides.reference[1]), *pairs]
 
 
-def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
+def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
     """Why forks or runs of other seeds cannot be compared with the FP8 run: one failed, skipped steps, did not run FP8
     where its plan says, or has another plan (as in a trial that an earlier version began). Empty if all can."""
-    plan = _planned(sides.fp8[1])
+    plan = _planned_layers(sides.fp8[1])
     for run, record in others:
         if record.failure:
             return f"{run.label}: {record.failure}"
@@ -226,34 +226,34 @@ def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
             return f"{run.label} skipped {len(record.skipped)} of {steps} steps, whose loss or gradient was not finite"
         if run.of and (check := check_gemms(run.label, record.proof)).status == FAIL:
             return f"{run.label}: {check.sentence}"
-        if run.of and (odd := {name for name, _ in plan ^ _planned(record)}):
+        if run.of and (odd := {name for name, _ in plan ^ _planned_layers(record)}):
             return (
-                f"{run.label} has another plan than {sides.fp8[0].label} ({len(odd)} layers, first {min(odd)}); "
+                f"{run.label} has a different plan from {sides.fp8[0].label} ({len(odd)} layers, first {min(odd)}); "
                 "--fresh trains all runs again"
             )
     return ""
 
 
-def _planned(record: RunRecord) -> set[tuple[str, str]]:
+def _planned_layers(record: RunRecord) -> set[tuple[str, str]]:
     """The plan that a run began with, layer by layer, without moves of `fp8.adapt`, which depend on the seed."""
     if lines := record.plan.get("layers"):
         return {(str(line.get("match")), f"{line.get('recipe')} {line.get('steps')}") for line in lines}
     return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
 
 
-def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
+def _claim_trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     run, title = sides.fp8[0], TITLES[SEEDS]
     pairs = pair_gaps(sides)
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
     apart = f"another seed changes mean losses by up to {percent(noise)}"
     if trial.seeds == 1:
-        sentence = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {apart}: --seeds 5 tests it"
+        sentence = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {apart}; use --seeds 5"
         threshold = f"95 % interval below {per_cent(LOSS_MARGIN)}"
         far = pairs[0] > max(2 * noise, LOSS_MARGIN)
         status = WARN if far else UNTRIED
-        sentence += "; that is more than seeds explain" if far else ""
+        sentence += "; the gap is larger than seeds explain" if far else ""
         return Check(SEEDS, title, run.label, pairs[0], per_cent(pairs[0]), threshold, status, sentence)
-    if wrong := unsound(sides, others):
+    if wrong := why_not_comparable(sides, others):
         return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
     interval = claims.mean_gap(pairs)
     why = idle if interval is not None else "a run has no finite losses"

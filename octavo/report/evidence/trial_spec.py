@@ -47,11 +47,11 @@ class Run:
 @dataclass(frozen=True)
 class Trial:
     """The settings of a trial: ``forks`` and ``seeds`` are numbers, ``no_forks`` says
-    why there are no forks; ``held`` is the result on held-out data (None: there is none). ``expected`` holds the
+    why there are no forks; ``held_out`` is the result on held-out data (None: there is none). ``expected`` holds the
     estimates made before the first run; ``factors`` are the components of a factorial trial, ``left_out`` those
     that it keeps in high precision although the configuration does not."""
 
-    held: HeldOut | None = None
+    held_out: HeldOut | None = None
     forks: int = 0
     no_forks: str = ""
     seeds: int = 1

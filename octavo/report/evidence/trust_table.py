@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 PASS, WARN, UNDECIDED, FAIL = "pass", "warn", "undecided", "fail"
-UNTRIED = "untried"  # a claim that was not tested: it says how to test it, and does not count
+UNTRIED = "untried"  # a claim that was not tested, with instructions for testing it; it does not count
 REPORTED = "reported"  # a figure with its interval and no margin: it does not count either
 _RANK = {PASS: 0, WARN: 1, UNDECIDED: 2, FAIL: 3}
 
 # Segments that a run is split into to estimate the noise -> standard deviations of a 95 % interval, by Student's t for
 # that many differences whose mean is known to be zero.
-STRETCHES = {6: 2.45, 20: 2.09}
+SEGMENTS = {6: 2.45, 20: 2.09}
 UNDERFLOW_WARN, UNDERFLOW_FAIL = 0.01, 0.05  # operands of fwd and dgrad
 UNDERFLOW_WARN_WGRAD = 0.20  # operands of wgrad
 SQNR_WARN = {"e4m3": 25.0, "e5m2": 20.0}
 COSINE_MEDIAN, COSINE_MIN = 0.99, 0.95
-COSINE_FAIL = 0.5  # if half of the layers are below it, their gradients have little to do with this training
+COSINE_FAIL = 0.5  # if half of the layers are below it, the gradients are unrelated to high precision's
 SKIPPED_WARN = 0.01  # of the steps
 
 
@@ -52,13 +52,13 @@ class Check:
         return {"arm" if key == "run" else key: value for key, value in asdict(self).items()}
 
 
-def worst(statuses: Sequence[str]) -> str:
-    """The worst of several statuses; pass if there is none."""
+def worst_status(statuses: Sequence[str]) -> str:
+    """Return the worst of several statuses, or pass if there is none."""
     return max((s for s in statuses if s not in (UNTRIED, REPORTED)), key=_RANK.__getitem__, default=PASS)
 
 
 def percent(value: float, digits: int = 2) -> str:
-    """A share in per cent, with enough digits that a figure other than zero is not shown as zero."""
+    """Format a share in per cent, with enough digits that a nonzero share is not shown as zero."""
     if value == 0 or not math.isfinite(value):
         return f"{100 * value:.{digits}f} %"
     while abs(100 * value) < 0.5 * 10**-digits and digits < 6:
@@ -67,7 +67,8 @@ def percent(value: float, digits: int = 2) -> str:
 
 
 def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
-    """Signed relative gap of two runs at the same steps: (mean loss - mean reference loss) / mean reference loss.
+    """Return the signed relative gap of two runs at the same steps: (mean loss - mean reference loss) / mean reference
+    loss.
 
     Steps in which either loss is not finite are excluded from both means. NaN if no step is left or the mean is 0.
     """
@@ -78,7 +79,8 @@ def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
 
 
 def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = None) -> float:
-    """How far the mean losses of two high-precision runs may differ because of the seed, relative to the mean loss.
+    """Return how far the mean losses of two high-precision runs may differ because of the seed, relative to the mean
+    loss.
 
     One pair of seeds gives one sample of that gap, which is small by chance as often as large. So the run is split into
     segments whose differences D count as independent samples: the gap of the means then has the standard deviation
@@ -94,7 +96,7 @@ def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = No
         return math.nan
     difference = np.where(both, losses - reference, 0.0)
     bounds = [abs(float(difference.sum()))]
-    for stretches, deviations in STRETCHES.items():
+    for stretches, deviations in SEGMENTS.items():
         stretch = max(1, -(-(steps or len(losses)) // stretches))
         sums = np.add.reduceat(difference, np.arange(0, len(losses), stretch))
         bounds.append(deviations * math.sqrt(float((sums**2).sum())))
@@ -114,8 +116,8 @@ def _unmeasured(name: str, title: str, run: str, threshold: str) -> Check:
     )  # fmt: skip
 
 
-def no_wgrad(check: Check) -> Check:
-    """The check of weight gradients for a run that has none."""
+def mark_no_wgrad(check: Check) -> Check:
+    """Return a check of weight gradients for a run that has none: it passes."""
     sentence = "no weight gradients: every FP8 layer is frozen"
     return replace(check, figure=None, shown="none", status=PASS, sentence=sentence)
 
@@ -177,12 +179,12 @@ def check_nan_codes(run: str, by_layer: Mapping[str, int]) -> Check:
 
 
 def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
-    """Whether FP8 GEMMs ran where planned, by the run's counts in ``proof.json``."""
+    """Check that FP8 GEMMs ran where planned, by the counts in ``proof.json``."""
     name, title, threshold = "fp8_gemms", "FP8 GEMMs ran where planned", "every planned GEMM counted"
     if not proof:
         return Check(
             name, title, run, None, "no proof", threshold, FAIL,
-            "the run wrote no proof.json, so nothing shows that FP8 ran; train it again",
+            "the run has no proof.json, so nothing shows that FP8 ran; train it again",
         )  # fmt: skip
     share, counted = proof.get("share"), int(proof.get("fp8_gemms") or 0)
     of_all = "" if share is None else f": {percent(float(share), 1)} of the linear FLOPs"
@@ -193,7 +195,7 @@ def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
         sentence = f"planned FP8 GEMMs did not run: {what}" if missing else "no FP8 GEMM was counted"
         return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, sentence)
     if pending:
-        sentence = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
+        sentence = f"no data reached {', '.join(map(str, pending))}, so its FP8 GEMMs are not proven"
         return Check(name, title, run, 0.0, shown, threshold, WARN, sentence)
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"every FP8 GEMM of the plan was counted{of_all}")
 
@@ -222,7 +224,7 @@ def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, ov
 
 
 def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Check:
-    """Whether metrics.jsonl has every required step: each multiple of ``every`` up to ``planned``.
+    """Check that metrics.jsonl has every required step: each multiple of ``every`` up to ``planned``.
 
     A step without a line has no loss, and the means would be computed over the remaining steps.
     """
@@ -232,7 +234,10 @@ def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Che
     shown = f"{len(due) - len(missing)} of {len(due)}"
     if missing.size:
         first = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-        sentence = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; train it again with --fresh"
+        sentence = (
+            f"metrics.jsonl is missing {len(missing)} steps ({first}): the file was truncated; "
+            "train the run again with --fresh"
+        )
         return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, sentence)
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {len(due)} required lines are present")
 
@@ -252,14 +257,16 @@ def check_states(run: str, states: str, zeroed: int | None) -> Check:
 
 
 def check_same_data(run: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
-    """Whether both runs read the same data: equal numbers of tokens at every step."""
+    """Check that both runs read the same data: equal numbers of tokens at every step."""
     name, title, threshold = "same_data", "Same data", "equal tokens at every step"
     known = np.isfinite(tokens) & np.isfinite(reference)
     differ = np.flatnonzero(known & (tokens != reference))
     if not known.any():
         return Check(name, title, run, None, "not recorded", threshold, WARN, "the runs recorded no token counts")
     if differ.size:
-        sentence = f"{differ.size} steps read another number of tokens than high precision; the runs cannot be compared"
+        sentence = (
+            f"{differ.size} steps read a different number of tokens from high precision; the runs cannot be compared"
+        )
         return Check(name, title, run, float(differ.size), f"{differ.size} differ", threshold, FAIL, sentence)
     sentence = f"all {int(known.sum())} steps read the same number of tokens as high precision"
     return Check(name, title, run, 0.0, "0 differ", threshold, PASS, sentence)

@@ -1,4 +1,4 @@
-"""Completions of both precisions side by side: the answers to the same prompt at selected steps."""
+"""Completions of FP8 and high precision for the same prompts at selected steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LENGTH = 600  # characters of a text that the page shows; completions.jsonl has 
 
 
 def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
-    """The first, middle and last step at which both runs recorded completions of the same prompt (if there is none, of
-    any prompt).
+    """Return completions of the first, middle and last step at which both runs recorded the same prompt (or, if none,
+    of any prompt).
 
     ``[{"step", "rows": [{"prompt", "answer", "high", "fp8"}]}]``; ``high`` and ``fp8`` are ``{"text", "reward",
     "ended"}``, or None if that run did not have this prompt at this step.
@@ -27,10 +27,10 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
         prompts = dict.fromkeys([*theirs[step], *ours[step]])
         rows = [
             {
-                "prompt": text((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
-                "answer": text(first.get("answer")),
-                "high": _shown(theirs[step].get(key)),
-                "fp8": _shown(ours[step].get(key)),
+                "prompt": truncate((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
+                "answer": truncate(first.get("answer")),
+                "high": _completion_cell(theirs[step].get(key)),
+                "fp8": _completion_cell(ours[step].get(key)),
             }
             for key in prompts
         ]
@@ -45,14 +45,14 @@ def _by_step(record: RunRecord) -> dict[int, dict[tuple[str, int, int], Mapping[
     return rows_by_step
 
 
-def _shown(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _completion_cell(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
-    return {"text": text(row["completion"]), "reward": row["reward"], "ended": row.get("ended", "")}
+    return {"text": truncate(row["completion"]), "reward": row["reward"], "ended": row.get("ended", "")}
 
 
-def text(value: Any) -> str:
-    """A text, or several as JSON, truncated to LENGTH characters."""
+def truncate(value: Any) -> str:
+    """Return a text, or other values as JSON, truncated to LENGTH characters."""
     if value is None:
         return ""
     whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

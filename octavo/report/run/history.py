@@ -1,7 +1,7 @@
-"""The history of one run in bounded memory: every figure as at most ``2 * POINTS`` means.
+"""The history of one run in bounded memory: each figure as at most ``2 * POINTS`` means.
 
-Rows come one by one, from ``metrics.jsonl`` or from a running training, and are not kept. The other files are read
-when a page is made; of files that grow with the run, only the beginning and the end.
+Rows arrive one by one, from ``metrics.jsonl`` or from a running training, and are not stored. The other files are read
+when a page is written; of files that grow with the run, only the beginning and the end are read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from octavo.base import safe_read
 from octavo.config import Config, ConfigError, load_config
-from octavo.report.evidence.run_reader import ReportError, json_of, layer_health, rows_of
+from octavo.report.evidence.run_reader import ReportError, layer_health, read_json_file, read_rows
 
 POINTS = 400
-EVALS = 12  # evaluations that a page lists: the first, and the newest
+EVALS = 12  # number of evaluations on a page: the first and the newest
 BEGINNING, END = 1 << 16, 1 << 18  # bytes of a file that grows with the run
 
 #: keys of rows that are not figures of a step
@@ -30,8 +30,8 @@ _NO_FIGURES = ("step", "skipped", "overflow", "empty", "zeroed_v")
 
 
 class Series:
-    """A figure over the steps: means of ``width`` consecutive values; when there are too many, neighbours are merged
-    in pairs. Values that are not finite are left out."""
+    """A figure over the steps: means of ``width`` consecutive values; if there are too many, neighbours are merged
+    in pairs. Non-finite values are skipped."""
 
     def __init__(self) -> None:
         self.width, self.last = 1, math.nan
@@ -51,7 +51,7 @@ class Series:
         self._values.append((values + value) / self.width)
         self._open = 0.0, 0.0, 0
         if len(self._steps) == 2 * POINTS:
-            self._steps, self._values = _halved(self._steps), _halved(self._values)
+            self._steps, self._values = _merge_neighbors(self._steps), _merge_neighbors(self._values)
             self.width *= 2
 
     @property
@@ -63,18 +63,18 @@ class Series:
 
     @property
     def newest(self) -> float:
-        """The mean of the last twentieth; NaN without values."""
+        """Mean of the last 5 % of the values, or NaN."""
         values = self.curve[1]
         return float(values[-max(1, len(values) // 20) :].mean()) if values.size else math.nan
 
     @property
     def median(self) -> float:
-        """The median without the first tenth (warm-up); NaN without values."""
+        """Median without the first 10 % (warm-up), or NaN."""
         values = self.curve[1]
         return float(np.median(values[len(values) // 10 :])) if values.size else math.nan
 
 
-def _halved(values: list[float]) -> list[float]:
+def _merge_neighbors(values: list[float]) -> list[float]:
     return [(first + second) / 2 for first, second in zip(values[::2], values[1::2], strict=True)]
 
 
@@ -107,34 +107,33 @@ class History:
 
     @classmethod
     def begin(cls, directory: str | Path) -> History:
-        """The history of a directory, before any row. Raises ReportError if it is not a run directory."""
+        """Create the history of a run directory, without rows. Raises ReportError if it is not a run directory."""
         directory = Path(directory)
         if not directory.is_dir():
             raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
         if not (directory / "config.yaml").is_file():
-            raise ReportError(f"{directory} has no config.yaml; is it a run directory of Octavo?")
+            raise ReportError(f"{directory} has no config.yaml, so it is not a run directory")
         try:
             cfg = load_config(directory / "config.yaml")
         except ConfigError as error:
             raise ReportError(f"{directory / 'config.yaml'} cannot be read: {error}") from error
-        return cls(directory, cfg, json_of(directory / "plan.json"))
+        return cls(directory, cfg, read_json_file(directory / "plan.json"))
 
     @classmethod
     def read(cls, directory: str | Path) -> History:
-        """Everything that a run wrote. Raises ReportError for a directory that is not a run's, or without a step."""
+        """Read a run directory. Raises ReportError if it is not a run directory or has no step."""
         history = cls.begin(directory)
-        for row in rows_of(history.directory):
+        for row in read_rows(history.directory):
             history.add(row)
         if not history.steps:
             raise ReportError(
-                f"{history.directory / 'metrics.jsonl'} holds no training step yet, and a page needs one. Wait for it, "
-                f"or "
-                "look at the run's output"
+                f"{history.directory / 'metrics.jsonl'} has no training step yet, and a page needs one. Wait for it, "
+                "or look at the run's output"
             )
         return history
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row of metrics.jsonl. A step that was repeated counts twice, which has no visible effect on curves."""
+        """Add a row of metrics.jsonl. A repeated step counts twice, which has no visible effect on curves."""
         step = self.step = int(row["step"])
         self.steps += "loss" in row
         self.skipped += bool(row.get("skipped"))
@@ -179,57 +178,59 @@ class History:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        return json_of(self.directory / "result.json")
+        return read_json_file(self.directory / "result.json")
 
     @property
     def predicted(self) -> Mapping[str, int]:
-        """Bytes by kind that were predicted before the first step; empty if there is no prediction, as in 0.4.0."""
-        return json_of(self.directory / "memory.json").get("bytes", {})
+        """Predicted bytes by kind; empty if there is no prediction, as in runs of 0.4.0."""
+        return read_json_file(self.directory / "memory.json").get("bytes", {})
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """A figure of the steps, or ``eval/NAME`` of the evaluations; None where the run has none."""
+        """Return the curve of a figure, or of ``eval/NAME`` for evaluations; None if the run has no values."""
         kind, _, name = key.partition("/")
         series = self.judged.get(name) if kind == "eval" else self.figures.get(key)
         return None if series is None or not series.curve[0].size else series.curve
 
     def answers(self) -> list[dict[str, Any]]:
-        """The answers of the first and of the newest evaluation, ``[{"step", "rows"}]``."""
-        return _ends(self.directory / "answers.jsonl", {"prompt", "wanted", "said", "right", "reward"})
+        """Return the answers of the first and the newest evaluation, ``[{"step", "rows"}]``."""
+        return _read_first_and_last(self.directory / "answers.jsonl", {"prompt", "wanted", "said", "right", "reward"})
 
     def completions(self) -> list[dict[str, Any]]:
-        """The completions of the first and of the newest step of reinforcement learning."""
-        return _ends(self.directory / "completions.jsonl", {"prompt", "answer", "completion", "reward"})
+        """Return the completions of the first and the newest step of reinforcement learning."""
+        return _read_first_and_last(self.directory / "completions.jsonl", {"prompt", "answer", "completion", "reward"})
 
     def moves(self) -> list[dict[str, Any]]:
-        """The newest decisions of `fp8.adapt`."""
+        """Return the newest decisions of `fp8.adapt`."""
         file = self.directory / "adapt.jsonl"
         if not file.exists():
             return []
         fields = {"layer", "gemm", "from", "to", "kind", "figure", "value", "threshold"}
-        return [row for line in _end(file) if (row := _row(line, fields)) is not None]
+        return [row for line in _read_tail(file) if (row := _parse_row(line, fields)) is not None]
 
     def checks(self) -> list[dict[str, Any]]:
-        """The newest results of the checks of `run.check_every`."""
+        """Return the newest results of the checks that `run.check_every` enables."""
         file = self.directory / "checks.jsonl"
         fields = {"products", "codes", "values", "faults"}
-        return [row for line in _end(file) if (row := _row(line, fields)) is not None] if file.exists() else []
+        return (
+            [row for line in _read_tail(file) if (row := _parse_row(line, fields)) is not None] if file.exists() else []
+        )
 
     def when(self) -> datetime | None:
-        """When the newest row was written; None for runs of 0.4.0, which did not record it."""
+        """Return when the newest row was written, or None for runs of 0.4.0, which did not record it."""
         try:
             return datetime.fromisoformat(self.time)
         except ValueError:
             return None
 
 
-def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
-    """The rows of the first and of the last step in a file of JSON lines; incomplete rows are left out."""
+def _read_first_and_last(file: Path, fields: set[str]) -> list[dict[str, Any]]:
+    """Return the rows of the first and last step in a file of JSON lines; incomplete rows are skipped."""
     if not file.exists():
         return []
     with safe_read.open_file(file, ReportError) as opened:
         beginning = opened.read(BEGINNING)
-    lines = beginning.split(b"\n")[:-1], _end(file)
-    first, last = ([row for line in part if (row := _row(line, fields)) is not None] for part in lines)
+    lines = beginning.split(b"\n")[:-1], _read_tail(file)
+    first, last = ([row for line in part if (row := _parse_row(line, fields)) is not None] for part in lines)
     ends: list[dict[str, Any]] = []
     for rows, at in ((first, 0), (last, -1)):
         if rows and (not ends or rows[at]["step"] != ends[0]["step"]):
@@ -238,15 +239,15 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
     return ends
 
 
-def _end(file: Path) -> list[bytes]:
-    """The last complete lines of a file that grows with the run."""
+def _read_tail(file: Path) -> list[bytes]:
+    """Return the last complete lines of a file that grows with the run."""
     with safe_read.open_file(file, ReportError) as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - END))
         return opened.read().split(b"\n")[bool(size > END) : -1]
 
 
-def _row(line: bytes, fields: set[str]) -> dict[str, Any] | None:
+def _parse_row(line: bytes, fields: set[str]) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:

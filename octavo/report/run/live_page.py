@@ -1,7 +1,7 @@
 """The page of a run while it trains: ``RUN/page.html``, with ``page.png`` and ``memory.json``.
 
-It is written after evaluations and checkpoints and once a minute, as long as writing pages takes at most :data:`SHARE`
-of the time, and at the end. It is a watcher of the run: its errors do not end the run.
+It is written after evaluations and checkpoints, once per minute, and at the end, as long as writing takes at most
+:data:`SHARE` of the time. Errors while writing do not end the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from octavo import train
 from octavo.base import atomic_write
 from octavo.base.safe_read import first_line, replace_nonfinite
-from octavo.report.evidence.run_reader import rows_of
+from octavo.report.evidence.run_reader import read_rows
 from octavo.report.run import run_page
 from octavo.report.run.history import History
 from octavo.train.estimate.memory import Footprint
@@ -24,11 +24,11 @@ from octavo.train.estimate.memory import Footprint
 PAGE, MEMORY = "page.html", "memory.json"
 SHARE = 0.01
 FIRST = 1.0  # assumed seconds for a page before the first one
-EVERY = 60.0  # seconds after which a page is written in any case
+EVERY = 60.0  # maximum seconds between two pages
 
 
 class Page(train.Callback):
-    """Writes the page. ``predicted``: the memory prediction before the first step, kind -> bytes; empty without one."""
+    """Callback that writes the page. ``predicted``: predicted memory, kind -> bytes; empty if unknown."""
 
     predicted: Mapping[str, int] = MappingProxyType({})
     _history: History | None = None
@@ -49,7 +49,7 @@ class Page(train.Callback):
             if self.predicted:
                 atomic_write.write_text(run.directory / MEMORY, json.dumps({"bytes": dict(self.predicted)}) + "\n")
             self._history = History.begin(run.directory)
-            for row in rows_of(run.directory) if run.step else ():
+            for row in read_rows(run.directory) if run.step else ():
                 self._history.add(row)
         except Exception as error:  # an error of the page must not end the run
             self._give_up(run, error)
@@ -81,7 +81,7 @@ class Page(train.Callback):
             return
         began = time.monotonic()
         try:
-            run_page.write([self._history], run.directory / PAGE, status)
+            run_page.write_page([self._history], run.directory / PAGE, status)
         except Exception as error:
             self._give_up(run, error)
         self._last = time.monotonic()

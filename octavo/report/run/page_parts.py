@@ -1,4 +1,4 @@
-"""What all pages are made of: the words and numbers of their tables, and the templates with Octavo's filters."""
+"""Helpers shared by all pages: formatting of tables and numbers, and templates with Octavo's filters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.report.run import completions, plots
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
-#: the order and the words of the memory table; kinds that a run adds come after
+#: order and labels of the memory table; other kinds of a run follow
 KINDS = {
     "weights": "weights",
     "master": "master weights",
@@ -31,7 +31,7 @@ KINDS = {
     "logits": "logits",
     "workspace": "workspace",
 }
-#: totals that a run records in addition to the kinds. The peak of the process is not shown: all runs share a process
+#: totals that a run records in addition to kinds. The peak of the process is not shown because runs share a process
 TOTALS = {"peak_cuda": "peak of the GPU", "peak_device": "peak of the device"}
 NOT_KINDS = (*TOTALS, "peak_rss")
 
@@ -45,39 +45,39 @@ def render(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": fixed, "short": short}
-    environment.filters |= {"svg": Markup, "dotted": _dotted, "cut": completions.text}
+    environment.filters |= {"percent": percent, "bytes": format_bytes, "fixed": format_fixed, "short": format_number}
+    environment.filters |= {"svg": Markup, "dotted": _break_after_dots, "cut": completions.truncate}
     css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     return environment.get_template(name).render(version=octavo.__version__, css=css, colors=plots.PALETTE, **values)
 
 
 def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """Kinds of memory that any run recorded, in the order of ``KINDS``, without peaks."""
+    """Return the kinds of memory that any run recorded, in the order of ``KINDS``, without peaks."""
     seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in NOT_KINDS)
     return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
 
 
-def unit_of(size: float) -> tuple[str, float]:
-    """(name, bytes) of the largest of KiB, MiB and GiB that is at most ``size`` bytes."""
+def choose_unit(size: float) -> tuple[str, float]:
+    """Return (name, bytes) of the largest of KiB, MiB and GiB that is at most ``size`` bytes."""
     for name, unit in (("GiB", 2.0**30), ("MiB", 2.0**20)):
         if size >= unit:
             return name, unit
     return "KiB", 2.0**10
 
 
-def bytes_text(size: float) -> str:
-    """Bytes as text: 12.3 MiB."""
-    name, unit = unit_of(size)
+def format_bytes(size: float) -> str:
+    """Format bytes, for example 12.3 MiB."""
+    name, unit = choose_unit(size)
     return f"{size / unit:.1f} {name}" if size else "0"
 
 
 def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a plan, one entry for rows that differ only in the numbers of their names."""
+    """Group the rows of a plan that only differ in the numbers in their names."""
     groups: dict[tuple, dict[str, Any]] = {}
     for row in plan.get("rows", ()):
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row["name"])
         recipe = row.get("recipe")
-        name = recipe_text(recipe)
+        name = describe_recipe(recipe)
         shape = " x ".join(map(str, row.get("shape") or ()))
         reason = row.get("reason") or ""
         key = (pattern, row.get("component"), row.get("kind"), shape, name, reason)
@@ -92,7 +92,7 @@ def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def gemm_counts(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The counts of a proof by component and GEMM: calls in FP8 with their backends, calls in high precision."""
+    """Return the counts of a proof by component and GEMM: calls in FP8 with their backends, and in high precision."""
     rows = []
     for component, gemms in (proof.get("components") or {}).items():
         for gemm, calls in gemms.items() if isinstance(gemms, Mapping) else ():
@@ -103,9 +103,9 @@ def gemm_counts(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def recipe_text(recipe: Any) -> str | None:
-    """A plan row's recipe in words, GEMMs in another recipe or in high precision named; None for high precision
-    altogether."""
+def describe_recipe(recipe: Any) -> str | None:
+    """Describe the recipe of a plan row, including GEMMs in other recipes or in high precision; None for high precision
+    in all GEMMs."""
     if not isinstance(recipe, Mapping):
         return recipe
     by_precision: dict[str, list[str]] = {}
@@ -117,17 +117,17 @@ def recipe_text(recipe: Any) -> str | None:
     return f"{name} ({text})" if text else name
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested mapping as (dotted key, text) rows for a table."""
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Flatten a nested mapping to (dotted key, text) rows for a table."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            rows += flat(value, f"{name}.")
+            rows += flatten(value, f"{name}.")
         elif isinstance(value, list | tuple):
             if value and all(isinstance(inner, Mapping) for inner in value):
                 for number, inner in enumerate(value):
-                    rows += flat(inner, f"{name}[{number}].")
+                    rows += flatten(inner, f"{name}[{number}].")
             elif value:
                 rows.append((name, ", ".join(map(str, value))))
         elif value is not None and value != "":
@@ -135,18 +135,18 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def _dotted(name: str) -> Markup:
-    """A module name that may break after its dots."""
+def _break_after_dots(name: str) -> Markup:
+    """Return a module name with optional line breaks after dots."""
     return Markup(".<wbr>").join(name.split("."))
 
 
-def short(value: float) -> str:
-    """A number with four digits that tell; a dash where there is none."""
+def format_number(value: float) -> str:
+    """Format a number with four significant digits, or a dash if it is not finite."""
     return f"{value:.4g}" if math.isfinite(value) else "\N{EN DASH}"
 
 
-def fixed(value: float | None, digits: int = 2) -> str:
-    """A number with fixed digits and thousands apart; a dash where there is none."""
+def format_fixed(value: float | None, digits: int = 2) -> str:
+    """Format a number with fixed digits and thousands separators, or a dash if it is missing."""
     if value is None or not np.isfinite(value):
         return "\N{EN DASH}"
     return f"{value:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""The plots of a report, each drawn once and saved twice: as a PNG file, and as SVG for the page.
+"""The plots of a report, each drawn once and saved as a PNG file and as SVG for the page.
 
 In the SVG every colour of ``PALETTE`` becomes a CSS variable, so the same drawing follows the page from light to dark.
 Long runs are averaged to at most ``POINTS`` points per curve before drawing. Figures are made without pyplot
@@ -111,7 +111,7 @@ def window_for(steps: int) -> int:
     return max(1, steps // 25)
 
 
-def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _downsample(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(values) <= POINTS:
         return steps, values
     parts = np.array_split(np.arange(len(values)), POINTS)
@@ -126,10 +126,10 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
     # High precision last, so that the other curves do not hide it.
     for curve in sorted(curves, key=lambda c: {"noise": 0, "fp8": 1, "reference": 2}[c.kind]):
         color = PALETTE[curve.color]
-        axes.plot(*_thin(curve.steps, curve.losses), color=color, lw=0.6, alpha=0.28)
+        axes.plot(*_downsample(curve.steps, curve.losses), color=color, lw=0.6, alpha=0.28)
         smoothed = smooth(curve.losses, window_for(len(curve.losses)))
         style = {"reference": (0, (4, 2)), "noise": "-", "fp8": "-"}[curve.kind]
-        axes.plot(*_thin(curve.steps, smoothed), color=color, lw=1.9, ls=style, label=curve.label)
+        axes.plot(*_downsample(curve.steps, smoothed), color=color, lw=1.9, ls=style, label=curve.label)
     finite = np.concatenate([c.losses[np.isfinite(c.losses)] for c in curves])
     if finite.size and finite.min() > 0 and finite.max() / finite.min() > 20:
         axes.set_yscale("log")
@@ -163,7 +163,7 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     window = window_for(len(reference.losses))
-    # The band of the noise is drawn first, so that the curves are on top of it.
+    # The noise band is drawn first, so that the curves are on top of it.
     for curve in sorted(curves, key=lambda c: c.kind != "noise"):
         if curve.kind == "reference":
             continue
@@ -172,19 +172,19 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
         gap = 100 * running_gap(curve.losses[mine], reference.losses[theirs])
         if curve.kind == "noise":
             noise = 100 * running_noise(curve.losses[mine], reference.losses[theirs])
-            bands = ((upper, np.abs(difference), "another seed, either sign"), (lower, noise, "noise of the seed"))
+            bands = ((upper, np.abs(difference), "another seed (absolute)"), (lower, noise, "seed noise"))
             for axes, values, label in bands:
-                x, y = _thin(steps, values)
+                x, y = _downsample(steps, values)
                 axes.fill_between(x, -y, y, color=PALETTE["noise"], alpha=0.45, lw=0, label=label)
         else:
-            upper.plot(*_thin(steps, difference), color=PALETTE[curve.color], lw=1.7, label=curve.label)
-            lower.plot(*_thin(steps, gap), color=PALETTE[curve.color], lw=1.7, label=curve.label)
+            upper.plot(*_downsample(steps, difference), color=PALETTE[curve.color], lw=1.7, label=curve.label)
+            lower.plot(*_downsample(steps, gap), color=PALETTE[curve.color], lw=1.7, label=curve.label)
     for axes in (upper, lower):
         axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
         axes.margins(x=0.01)
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=PALETTE["good"], alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
-    upper.set(title=f"Loss minus high precision's (mean over {window} steps)", ylabel="nats per token")
+    upper.set(title=f"Loss minus high precision (mean over {window} steps)", ylabel="nats per token")
     lower.set(title="Gap of the running mean loss", xlabel="step", ylabel="per cent")
     for axes in (upper, lower):
         axes.legend(
@@ -222,13 +222,13 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
     )
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
-    axes.set_title("How much worse FP8 is, 95 % intervals in units of each margin")
+    axes.set_title("How much worse FP8 is: 95 % intervals, in units of the margin")
     return figure
 
 
 def effects_figure(effects: Sequence[Check]) -> Figure:
-    """The effect of each component on each figure in per cent (of accuracy: points), with its 95 % interval, beside the
-    margin of main effects; interactions, which have none, are grey."""
+    """The effect of each component on each figure in per cent (of accuracy: points), with its 95 % interval and the
+    margin of main effects; interactions have no margin and are grey."""
     names = list(dict.fromkeys(effect.name for effect in effects))
     rows = list(dict.fromkeys(effect.run for effect in effects))
     figure = Figure(figsize=(9, 1.5 + 0.34 * len(rows)), layout="constrained")
@@ -258,7 +258,7 @@ def effects_figure(effects: Sequence[Check]) -> Figure:
     return figure
 
 
-def _spans(components: Sequence[str]) -> list[tuple[str, int, int]]:
+def _component_spans(components: Sequence[str]) -> list[tuple[str, int, int]]:
     spans: list[tuple[str, int, int]] = []
     for i, name in enumerate(components):
         if spans and spans[-1][0] == name:
@@ -277,7 +277,9 @@ _ROLE_STYLE = {
 }
 
 
-def _dots(axes: Axes, health: Sequence[LayerHealth], figure_name: str, scale: float, roles: Sequence[str]) -> None:
+def _scatter_roles(
+    axes: Axes, health: Sequence[LayerHealth], figure_name: str, scale: float, roles: Sequence[str]
+) -> None:
     for role in roles:
         values = [getattr(layer, figure_name).get(role, np.nan) for layer in health]
         if not np.isfinite(values).any():
@@ -288,7 +290,7 @@ def _dots(axes: Axes, health: Sequence[LayerHealth], figure_name: str, scale: fl
                      alpha=0.85, lw=0, label=role.replace("_", ", "))  # fmt: skip
 
 
-def _threshold(axes: Axes, value: float, color: str, text: str) -> None:
+def _draw_threshold(axes: Axes, value: float, color: str, text: str) -> None:
     axes.axhline(value, color=PALETTE[color], lw=1, ls=(0, (2, 2)))
     axes.annotate(text, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
                   ha="right", va="bottom", fontsize=8, color=PALETTE[color])  # fmt: skip
@@ -304,29 +306,29 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     size = (8.4 if few else 7.2) * sum(heights) / 3.25
     figure = Figure(figsize=(9, size), layout="constrained")
     top, middle, *experts = panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    _dots(top, health, "sqnr", 1, ("x", "w", "dy"))
-    _dots(middle, health, "underflow", 100, ("x", "w", "dy", "x_wgrad", "dy_wgrad"))
+    _scatter_roles(top, health, "sqnr", 1, ("x", "w", "dy"))
+    _scatter_roles(middle, health, "underflow", 100, ("x", "w", "dy", "x_wgrad", "dy_wgrad"))
     top.set(title=f"{title}: signal to quantization noise", ylabel="dB")
     middle.set(title="Underflow: non-zero values that became zero", ylabel="per cent")
-    _threshold(top, SQNR_WARN["e4m3"], "warn", "E4M3 warns below")
+    _draw_threshold(top, SQNR_WARN["e4m3"], "warn", "E4M3 warns below")
     most = max([100 * v for h in health for v in h.underflow.values()], default=0.0)
     middle.set_yscale("symlog", linthresh=0.01)
     middle.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     middle.set_ylim(-0.002, max(10.0, 2 * most))
-    _threshold(middle, 100 * UNDERFLOW_WARN, "warn", "fwd, dgrad operands warn above")
-    _threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
+    _draw_threshold(middle, 100 * UNDERFLOW_WARN, "warn", "fwd, dgrad operands warn above")
+    _draw_threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
     for axes in experts:
         axes.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=PALETTE["fp8-4"], lw=0)
         axes.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
         axes.set_ylim(min(float(np.nanmin(cosines)), COSINE_MIN) - 0.01, 1.004)
-        _threshold(axes, COSINE_MIN, "warn", "warns below")
+        _draw_threshold(axes, COSINE_MIN, "warn", "warns below")
     for axes in panels:
-        for i, (_, first, last) in enumerate(_spans([components.get(name, "") for name in layers])):
+        for i, (_, first, last) in enumerate(_component_spans([components.get(name, "") for name in layers])):
             if i % 2 == 0:
                 axes.axvspan(first - 0.5, last + 0.5, color=PALETTE["band"], lw=0, zorder=0)
         axes.set_xlim(-0.5, len(layers) - 0.5)
     widest: dict[str, tuple[int, int]] = {}
-    for name, first, last in _spans([components.get(name, "") for name in layers]):
+    for name, first, last in _component_spans([components.get(name, "") for name in layers]):
         if name not in widest or last - first >= widest[name][1] - widest[name][0]:
             widest[name] = first, last
     for name, (first, last) in widest.items():  # labelled once: layers of towers and projectors may alternate
@@ -338,14 +340,16 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     for axes, columns in ((top, 3), (middle, 5)):
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, borderpad=0, handletextpad=0.1)
     if few:
-        panels[-1].set_xticks(range(len(layers)), [short(name) for name in layers], rotation=90, fontsize=7.5)
+        panels[-1].set_xticks(
+            range(len(layers)), [short_layer_name(name) for name in layers], rotation=90, fontsize=7.5
+        )
     else:
         panels[-1].set_xlabel("FP8 layer, in the model's order")
     return figure
 
 
-def short(name: str) -> str:
-    """The distinctive part of a module name: from its first number on, or its last two segments."""
+def short_layer_name(name: str) -> str:
+    """Return the distinctive part of a module name: from its first number on, or its last two segments."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[-2 if first is None else first :])
@@ -385,21 +389,21 @@ def save(figure: Figure, path: Path) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """A drawing as a PNG file."""
+    """Return a figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=150, format="png")
     return buffer.getvalue()
 
 
 def svg(figure: Figure, name: str) -> str:
-    """A drawing as an element of a page, whose colours are CSS variables."""
+    """Return a figure as an SVG element whose colours are CSS variables."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inline(buffer.getvalue(), re.sub(r"\W+", "-", name))
+    return _make_inline(buffer.getvalue(), re.sub(r"\W+", "-", name))
 
 
-def _inline(svg: str, prefix: str) -> str:
-    """An SVG file as an element of a page: no XML header or namespaces, unique ids, themed colours."""
+def _make_inline(svg: str, prefix: str) -> str:
+    """Convert an SVG file to an element of a page: no XML header or namespaces, unique ids, themed colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")

@@ -1,4 +1,4 @@
-"""The plots of one or more runs: a panel for each figure with a line per run, and the health of one run by component.
+"""The plots of one or more runs: one panel per figure with one line per run, and the health of one run by component.
 
 On a page each panel is a separate picture; the PNG file next to it has all of them.
 """
@@ -20,7 +20,7 @@ from octavo.report.run.plots import PALETTE, smooth, window_for
 
 COLORS = ("fp8-0", "base", "fp8-1", "fp8-2", "fp8-3", "fp8-4")
 STYLES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-MOST = len(COLORS) * len(STYLES)  # number of distinguishable lines
+MAX_LINES = len(COLORS) * len(STYLES)  # number of distinguishable lines
 
 _LOSS = Panel("loss", "Loss", "loss", "nats per token")
 _RIGHT = Panel("eval/exact_match", "Held-out answers right", "right", "share")
@@ -58,7 +58,7 @@ class Line:
     style: str | tuple = "-"
 
 
-def lines_of(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
+def make_lines(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
     """Runs with one colour each, and from the seventh on another stroke."""
     return [
         Line(label, history, COLORS[n % len(COLORS)], STYLES[n // len(COLORS)])
@@ -66,12 +66,12 @@ def lines_of(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
     ]
 
 
-def comparable(history: History) -> bool:
+def has_comparable_losses(history: History) -> bool:
     """Whether the losses of steps and of held-out data are comparable: not in phases rl and preference."""
     return history.cfg.train.phase not in BEYOND_SFT
 
 
-def panels_of(phase: str) -> tuple[Panel, ...]:
+def select_panels(phase: str) -> tuple[Panel, ...]:
     """The panels of a phase: its objective first, then speed."""
     panels = rl_claims.PANELS.get(phase)
     if panels is None:
@@ -80,9 +80,9 @@ def panels_of(phase: str) -> tuple[Panel, ...]:
     return (*judged, _LOSS._replace(unit=""), *_RATES)
 
 
-def shown(lines: Sequence[Line], phase: str) -> list[Panel]:
+def visible_panels(lines: Sequence[Line], phase: str) -> list[Panel]:
     """The panels of a phase that any of the runs has figures for."""
-    return [panel for panel in panels_of(phase) if any(line.history.curve(panel.key) for line in lines)]
+    return [panel for panel in select_panels(phase) if any(line.history.curve(panel.key) for line in lines)]
 
 
 def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
@@ -91,7 +91,7 @@ def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
     figure = Figure(figsize=(9, 0.4 + 2.1 * rows), layout="constrained")
     every = list(figure.subplots(rows, 2, squeeze=False).flatten())
     for axes, panel in zip(every, panels, strict=False):
-        _runs(axes, lines, panel)
+        _draw_lines(axes, lines, panel)
     for axes in every[len(panels) :]:
         axes.set_axis_off()
     if len(lines) > 1:
@@ -103,8 +103,8 @@ def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
 
 def panel_figure(lines: Sequence[Line], panel: Panel) -> Figure:
     """One panel as a separate picture; a page places as many side by side as fit."""
-    figure, axes = _small()
-    _runs(axes, lines, panel)
+    figure, axes = _small_figure()
+    _draw_lines(axes, lines, panel)
     return figure
 
 
@@ -113,22 +113,22 @@ def health_figures(history: History) -> list[tuple[str, Figure]]:
     figures = []
     for panel in _HEALTH:
         if any(panel.key in series for series in history.health.values()):
-            figure, axes = _small()
+            figure, axes = _small_figure()
             for number, (component, series) in enumerate(history.health.items()):
                 if panel.key in series:
                     curve = series[panel.key].curve
                     axes.plot(*curve, color=PALETTE[COLORS[number]], lw=1.4, marker="o", ms=3, label=component)
-            _finish(axes, panel)
+            _finish_axes(axes, panel)
             figures.append((panel.key, figure))
     return figures
 
 
-def _small() -> tuple[Figure, Axes]:
+def _small_figure() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(4.6, 2.3), layout="constrained")
     return figure, figure.subplots()
 
 
-def _runs(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
+def _draw_lines(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
     """Raw values in pale, smoothed ones in strong lines; the loss panel shows the held-out loss as dots."""
     for line in lines:
         color, label = PALETTE[line.color], line.label
@@ -140,10 +140,10 @@ def _runs(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
                 axes.plot(steps, values, color=color, lw=0.6, alpha=0.3)
                 values = (_medians if panel.key in _MEDIAN else smooth)(values, window)
             axes.plot(steps, values, color=color, ls=line.style, lw=1.6, marker="o" if rare else "", ms=3, label=label)
-        held = line.history.curve("eval/loss") if panel.key == "loss" and comparable(line.history) else None
+        held = line.history.curve("eval/loss") if panel.key == "loss" and has_comparable_losses(line.history) else None
         if held is not None:
             axes.plot(*held, color=color, lw=0, marker="o", ms=4.5, mfc=PALETTE["paper"])
-    _finish(axes, panel)
+    _finish_axes(axes, panel)
 
 
 def _medians(values: np.ndarray, window: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def _medians(values: np.ndarray, window: int) -> np.ndarray:
     return np.array([np.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
 
 
-def _finish(axes: Axes, panel: Panel) -> None:
+def _finish_axes(axes: Axes, panel: Panel) -> None:
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
     if low > 0 and (panel.log or (panel.key == "loss" and high > 20 * low)):

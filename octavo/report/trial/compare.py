@@ -1,8 +1,9 @@
-"""The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data; then the verdict.
+"""The trial: trains high precision, high precision with another seed, and each FP8 recipe on the same data, and judges.
 
-Forks decide the loss: from high precision's checkpoint at two thirds both precisions continue with the same data, for
-several seeds. They start from one point, so both have the noise of the whole training, at a third of the cost. Held-out
-data are evaluated after the runs: the models that FP8 and high precision trained, and FP8's weights in high precision.
+Forks decide the loss claim: both precisions continue from high precision's checkpoint at two thirds with the same data,
+for several seeds. They start from one point, so both have the noise of the whole training, at a third of the cost.
+Held-out data are evaluated after the runs: the models that FP8 and high precision trained, and FP8's weights in high
+precision.
 
 High precision has none of the configuration's memory savings; if these make the model BF16, it computes in BF16 too.
 With LoRA every run trains the same adapters, high precision on the base in BF16 (an FP8 base is dequantized), FP8 on
@@ -30,11 +31,11 @@ from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence.claims import HeldOut
 from octavo.report.evidence.power import Estimate
-from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed
+from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed_run
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.trial.design import Design, design
 from octavo.report.trial.judge import Verdict, judge
-from octavo.report.trial.reuse import clear, finished, same_files
+from octavo.report.trial.reuse import check_same_files, delete_trial, read_finished
 
 FORKS = 3  # in each precision, where losses decide
 
@@ -56,10 +57,10 @@ def compare(
 ) -> Verdict:
     """Run the trial and write the report.
 
-    recipes          FP8 recipes to try; None: the recipe of ``cfg``
-    console          a rich console; None: silent
+    recipes          FP8 recipes to try; default: the recipe of ``cfg``
+    console          a rich console; None prints nothing
     fresh            train all runs again
-    jobs             runs that train at the same time, each in a process (a CPU's cores; a GPU serves one)
+    jobs             number of runs that train at the same time, each in its own process (useful on a CPU)
     nproc            processes of this machine for each run, one run after the other
     savings          also train the runs that measure the cost of each memory saving, if there is one recipe and any
                      saving; None: unless the trial is factorial, which has no savings
@@ -88,8 +89,8 @@ def compare(
         forks = 0 if cfg.train.phase in BEYOND_SFT or factorial else FORKS
     if jobs > 1 and nproc > 1:
         raise ReportError(
-            f"jobs={jobs} and nproc={nproc}: runs train at the same time, or each over several processes; use one of "
-            f"them"
+            f"jobs={jobs} and nproc={nproc}: either several runs train at the same time, or each uses several "
+            f"processes; set only one of them"
         )
     if min(jobs, seeds, nproc) < 1 or forks < 0:
         values = f"jobs={jobs}, nproc={nproc}, seeds={seeds}, forks={forks}"
@@ -100,51 +101,51 @@ def compare(
         cfg, recipes, directory, savings=savings, forks=forks, seeds=seeds, accuracy_margin=accuracy_margin,
         factorial=factorial, fresh=fresh,
     )  # fmt: skip
-    plans = [plan for run in of.runs for plan in _planned(run, fresh)]  # refuse before the first run takes minutes
+    plans = [plan for run in of.runs for plan in _plan_run(run, fresh)]  # refuse before the first run takes minutes
     if fresh:
-        clear(of.directory)
-    same_files(of.cfg, of.directory)
-    of = replace(of, expected=_first_expectation(of))
+        delete_trial(of.directory)
+    check_same_files(of.cfg, of.directory)
+    of = replace(of, expected=_load_or_save_expectation(of))
     from octavo.report.trial.report_page import write
 
     for line in of.lines:
-        _say(console, line)
+        _print(console, line)
     kinds = {"saving": "to measure the cost of each memory saving", "cell": "cells", "fork": "forks of high precision"}
     counts = {word: sum(run.kind == kind for run in of.runs) for kind, word in kinds.items()}
     parts = [f"{count} of them {word}" for word, count in counts.items() if count]
-    _say(console, f"{', '.join([f'{len(of.runs)} runs', *parts])}; they are in {of.directory / 'arms'}")
+    _print(console, f"{', '.join([f'{len(of.runs)} runs', *parts])}; they are in {of.directory / 'arms'}")
     if console is not None:
         from octavo.train.loop.summary import summary
 
         for line in (line for plan in plans for line in (describe_plan or summary)(plan)):
-            _say(console, line)
+            _print(console, line)
     started = time.monotonic()
-    records = _trained(of.runs, jobs, console, nproc)
-    held = _held_out(of.cfg, records, of.directory, console, seeds)
+    records = _train_runs(of.runs, jobs, console, nproc)
+    held = _evaluate_held_out(of.cfg, records, of.directory, console, seeds)
     trial = Trial(held, of.forks, of.no_forks, seeds, of.accuracy_margin, jobs, of.expected, of.factors, of.left_out)
     verdict = judge(records, trial)
     write(verdict, [(run, record) for run, record in records if run.kind != "fork"], of.directory / "report")
-    _say(console, f"{len(of.runs)} runs in {time.monotonic() - started:.0f} s")
+    _print(console, f"{len(of.runs)} runs in {time.monotonic() - started:.0f} s")
     return verdict
 
 
-def _first_expectation(of: Design) -> tuple[Estimate, ...]:
-    """The expectation when this design began, which is written here at that time: a trial that continues has runs, and
+def _load_or_save_expectation(of: Design) -> tuple[Estimate, ...]:
+    """Return the expectation from when this design began, which is stored then: a resumed trial already has runs, and
     their results are not an expectation."""
     file = of.directory / "power.json"
     designs = safe_read.read_json(file, ReportError)["designs"] if file.exists() else []
     for one in designs:
-        if one["asked"] == of.asked:
+        if one["asked"] == of.identity:
             return tuple(Estimate(**estimate) for estimate in one["expected"])
-    designs.append({"asked": of.asked, "expected": [asdict(estimate) for estimate in of.expected]})
+    designs.append({"asked": of.identity, "expected": [asdict(estimate) for estimate in of.expected]})
     atomic_write.write_text(file, json.dumps({"designs": designs}, indent=1) + "\n")
     return of.expected
 
 
-def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[tuple[Run, RunRecord]]:
-    """The runs with their records; unfinished runs are trained now."""
+def _train_runs(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[tuple[Run, RunRecord]]:
+    """Return the runs with their records; unfinished runs are trained now."""
     records = []
-    unfinished = [run for run in runs if finished(run) is None]
+    unfinished = [run for run in runs if read_finished(run) is None]
     together = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
     if together:
@@ -154,40 +155,40 @@ def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[t
     for number, run in enumerate(runs, 1):
         record = None
         if run.name in failures:
-            record = read_failed(run.cfg.run.dir, failures[run.name])
+            record = read_failed_run(run.cfg.run.dir, failures[run.name])
         elif together and run in unfinished:
             record = read(run.cfg.run.dir)
-        records.append((run, record or _one(run, f"{number}/{len(runs)} {run.label}", console)))
+        records.append((run, record or _train_or_read(run, f"{number}/{len(runs)} {run.label}", console)))
     return records
 
 
-def _held_out(
+def _evaluate_held_out(
     cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any, seeds: int
 ) -> HeldOut | None:
-    """The evaluations on held-out data that the claims need; None without held-out data. In phases rl and preference
-    all seeds of both precisions; else the first seed, and its FP8 weights also in high precision."""
+    """Return the evaluations on held-out data that the claims need, or None without held-out data. In phases rl and
+    preference all seeds of both precisions; else the first seed, and its FP8 weights also in high precision."""
     if not cfg.data.eval:
         return None
     from octavo.report.trial import held_out
 
     reference = next(run for run, _ in records if run.kind == "reference")
-    evaluations = HeldOut(held_out.judge_model(reference.cfg, directory, console))
-    evaluations.runs[reference.name] = held_out.judge_run(reference, directory, console)
+    evaluations = HeldOut(held_out.evaluate_model(reference.cfg, directory, console))
+    evaluations.runs[reference.name] = held_out.evaluate_run(reference, directory, console)
     beyond = cfg.train.phase in BEYOND_SFT
     kinds = ("fp8", "noise", "seed") if beyond and seeds > 1 else ("fp8",)
     for run, record in records:
         if run.kind in kinds and not record.failure:
-            evaluations.runs[run.name] = held_out.judge_run(run, directory, console)
+            evaluations.runs[run.name] = held_out.evaluate_run(run, directory, console)
         if run.kind == "fp8" and not record.failure and not beyond:
-            evaluations.high[run.name] = held_out.judge_run(run, directory, console, high=True)
+            evaluations.high[run.name] = held_out.evaluate_run(run, directory, console, high=True)
     return evaluations
 
 
-def _planned(run: Run, fresh: bool) -> list[Any]:
-    """The plan of an FP8 run, if it can be made now; raises ``PlanError`` if the model has nothing that could run in
+def _plan_run(run: Run, fresh: bool) -> list[Any]:
+    """Plan an FP8 run if that is possible now; raises ``PlanError`` if the model has nothing that could run in
     FP8. A missing model is an error of the first run, and a plan that needs measurements is made by the run."""
     has_model = (Path(run.cfg.model.path) / "config.json").is_file()
-    if run.kind != "fp8" or not has_model or (not fresh and finished(run) is not None):
+    if run.kind != "fp8" or not has_model or (not fresh and read_finished(run) is not None):
         return []
     from octavo.train.setup import planning
 
@@ -196,17 +197,17 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
     return [planning.RunPlan(run.cfg, *planning.plan_for(run.cfg))]
 
 
-def _one(run: Run, label: str, console: Any) -> RunRecord:
-    """Train a run, or read it if it is finished."""
-    record = finished(run)
+def _train_or_read(run: Run, label: str, console: Any) -> RunRecord:
+    """Train a run, or read its record if it is finished."""
+    record = read_finished(run)
     if record is not None:
-        _say(console, f"{label}: finished earlier, read from {run.cfg.run.dir}")
+        _print(console, f"{label}: already finished, read from {run.cfg.run.dir}")
         return record
     from octavo import rl, train
     from octavo.fp8 import ProofError
     from octavo.report.run.live_page import Page
 
-    _forget_peaks()
+    _reset_peak_memory()
     failure = ""
     try:
         result = rl.run(run.cfg, console=console, label=label, describe_plan=lambda planned: (), watchers=[Page()])
@@ -214,22 +215,22 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
         if not run.may_fail:
             raise
         failure = str(error)
-        _say(console, f"{label} failed: {failure}")
+        _print(console, f"{label} failed: {failure}")
     gc.collect()  # free the run's model and optimizer before the next run
     if failure:
-        return read_failed(run.cfg.run.dir, failure)
+        return read_failed_run(run.cfg.run.dir, failure)
     if result.status != "finished":
         raise ReportError(f"{label} was stopped after step {result.steps}; the same command continues the trial")
     return read(run.cfg.run.dir)
 
 
-def _forget_peaks() -> None:
-    """Reset the peak of GPU memory, so that each run records its own."""
+def _reset_peak_memory() -> None:
+    """Reset the peak of GPU memory, so that each run records its own peak."""
     from octavo.base import accelerator
 
     accelerator.empty_cache_and_reset_peak(accelerator.default_device())
 
 
-def _say(console: Any, text: str) -> None:
+def _print(console: Any, text: str) -> None:
     if console is not None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

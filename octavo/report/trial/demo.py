@@ -1,10 +1,10 @@
-"""The whole story on real handwriting: digits, a tiny Qwen3-VL, the trial, the report, and a question to the FP8 model.
+"""The demo: trains a tiny Qwen3-VL on handwritten digits, runs the trial, writes the report, and asks the FP8 model.
 
-Everything that is said is computed here and now. A second run in the same folder reuses what is complete.
+All results are computed during the run. A second run in the same folder reuses finished parts.
 
     digits/  model/  demo.yaml       the data, the untrained checkpoint, the configuration (yours to change and rerun)
     arms/    report/                 the trial: its run directories, and the page
-    answer.png                       a held-out image, the questions, the FP8 model's answers, the truth
+    answer.png                       a held-out image with the questions, the FP8 model's answers and the truth
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trust_table import FAIL, UNDECIDED, percent
 from octavo.report.trial.compare import compare
 from octavo.report.trial.judge import Verdict
-from octavo.report.trial.runs import runs_of
+from octavo.report.trial.runs import make_runs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.text import Text
 
 RECIPE = "blockwise"
-ACCURACY_MARGIN = 0.02  # of 355 different digits: a point cannot be distinguished
+ACCURACY_MARGIN = 0.02  # with 355 different digits one point cannot be resolved
 SHADES = " ░▒▓█"
-ROW = 0  # the held-out image that is asked about: the first, whatever the answer
+ROW = 0  # the held-out image of the questions
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question about the image: what the FP8 model generated and what is true."""
+    """One question about the image, the answer of the FP8 model, and the truth."""
 
     question: str
     answer: str
@@ -48,8 +48,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Interview:
-    """A held-out image, the answers to its questions, and how many FP8 GEMMs gave them."""
+class DemoAnswers:
+    """A held-out image, the answers to its questions, and the number of FP8 GEMMs that computed them."""
 
     image: Image
     answers: tuple[Answer, ...]
@@ -60,35 +60,35 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     """Write the data set and the model in ``directory``, run the trial of ``steps`` steps, ask the FP8 model, and print
     the results.
 
-    ``fresh`` trains the runs again. ``console`` is a rich console (None: silent). Raises ``ReportError`` if the folder
-    holds a demo with other settings, and the errors of the functions that it calls.
+    ``fresh`` trains the runs again. ``console`` is a rich console; None prints nothing. Raises ``ReportError`` if the
+    folder holds a demo with other settings, and the errors of the functions that it calls.
     """
     if steps < 1:
         raise ReportError(f"steps={steps}: the demo needs at least one step")
     directory, started = Path(directory), time.monotonic()
     clock = Clock()
-    cfg = prepare(directory, steps, console)
-    clock.lap("data and model")
+    cfg = write_inputs(directory, steps, console)
+    clock.record("data and model")
     verdict = compare(
         cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=ACCURACY_MARGIN
     )
-    clock.lap("trial")
+    clock.record("trial")
     failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
     if failure:
         raise ReportError(f"FP8 {RECIPE} failed: {failure}. Report: {directory / 'report' / 'report.html'}")
-    trained = next(run for run in runs_of(cfg, [RECIPE], directory) if run.kind == "fp8")
-    interview = ask(Path(trained.cfg.run.dir), directory / "digits" / "test.json", ROW)
-    draw(interview, directory / "answer.png")
-    clock.lap("question")
+    trained = next(run for run in make_runs(cfg, [RECIPE], directory) if run.kind == "fp8")
+    interview = ask_model(Path(trained.cfg.run.dir), directory / "digits" / "test.json", ROW)
+    save_figure(interview, directory / "answer.png")
+    clock.record("question")
     if console is not None:
-        show(console, interview, directory)
-        summarize(console, verdict, directory, clock, time.monotonic() - started)
+        print_answers(console, interview, directory)
+        print_summary(console, verdict, directory, clock, time.monotonic() - started)
     return verdict
 
 
 def _jobs() -> int:
-    """How many runs train at the same time: one for each CPU core, because a run of the demo has one thread; one on an
-    accelerator."""
+    """Return how many runs train at the same time: one per CPU core, because a run of the demo has one thread; one on
+    an accelerator."""
     from octavo.base import accelerator
 
     if accelerator.device_count():
@@ -97,7 +97,7 @@ def _jobs() -> int:
 
 
 def exit_code(verdict: Verdict) -> int:
-    """1 if the verdict is fail, 3 if the accuracy is undecided, else 0. Claims on losses do not count: six minutes of
+    """Return 1 if the verdict is fail, 3 if the accuracy is undecided, else 0. Loss claims do not count: six minutes of
     training are too short to decide them."""
     if verdict.status == FAIL:
         return 1
@@ -106,41 +106,41 @@ def exit_code(verdict: Verdict) -> int:
 
 
 class Clock:
-    """Seconds by stage."""
+    """Measures seconds by stage."""
 
     def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
-    def lap(self, name: str) -> None:
+    def record(self, name: str) -> None:
         now = time.monotonic()
-        self.laps[name], self._last = now - self._last, now
+        self.seconds[name], self._last = now - self._last, now
 
 
-def prepare(directory: Path, steps: int, console: Any) -> Config:
+def write_inputs(directory: Path, steps: int, console: Any) -> Config:
     """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same."""
     from octavo.data.builtin import digits
     from octavo.models.tiny import tiny
 
     directory.mkdir(parents=True, exist_ok=True)
     digits.write(directory / "digits", console=console)
-    tiny.write("qwen3_vl", directory / "model", texts=_texts(directory / "digits" / "train.json"))
+    tiny.write("qwen3_vl", directory / "model", texts=_tokenizer_texts(directory / "digits" / "train.json"))
     file = directory / "demo.yaml"
     if not file.is_file():
         file.write_text(resources.files(__package__).joinpath("demo.yaml").read_text(encoding="utf-8"))
     return load_config(file, [f"train.steps={steps}"])
 
 
-def _texts(file: Path) -> list[str]:
-    """The texts of the conversations, for the tokenizer: questions and digits become single tokens."""
+def _tokenizer_texts(file: Path) -> list[str]:
+    """Return the texts of the conversations for the tokenizer, so that questions and digits become single tokens."""
     rows = json.loads(file.read_text(encoding="utf-8"))[:200]
     return [turn["value"].replace("<image>", "") for row in rows for turn in row["conversations"]]
 
 
-def ask(run: Path, file: Path, number: int) -> Interview:
+def ask_model(run: Path, file: Path, number: int) -> DemoAnswers:
     """Ask the model of a run, in FP8 as it was trained, every question of a held-out row.
 
-    It is one conversation: each question follows the model's earlier answers, right or wrong.
+    All questions form one conversation: each follows the model's earlier answers, right or wrong.
     """
     from octavo import fp8, generation, train
     from octavo.data.rows import image_refs
@@ -160,11 +160,12 @@ def ask(run: Path, file: Path, number: int) -> Interview:
             answer = generation.answers(model, processor, [(messages, [image])], greedy)[0][0]
             messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             answers.append(Answer(question, answer, answered["value"]))
-    return Interview(image, tuple(answers), sum(counts.values()))
+    return DemoAnswers(image, tuple(answers), sum(counts.values()))
 
 
-def picture(image: Image, colour: bool) -> Text:
-    """A grey image as terminal text: with colours two pixels a half block, without them shades, two columns a pixel."""
+def render_image(image: Image, colour: bool) -> Text:
+    """Render a grey image as terminal text: in colour two pixels per half block, otherwise shades, two columns per
+    pixel."""
     import numpy as np
     from rich.text import Text
 
@@ -182,7 +183,7 @@ def picture(image: Image, colour: bool) -> Text:
     return text
 
 
-def draw(interview: Interview, path: Path) -> None:
+def save_figure(interview: DemoAnswers, path: Path) -> None:
     """Save a figure of the image with the questions, the answers and the truth."""
     import matplotlib
     import numpy as np
@@ -208,12 +209,12 @@ def draw(interview: Interview, path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def show(console: Any, interview: Interview, directory: Path) -> None:
+def print_answers(console: Any, interview: DemoAnswers, directory: Path) -> None:
     """Print the image and the conversation."""
     from rich.table import Table
 
     console.print("\nThe FP8 model answers questions about a held-out image:", highlight=False)
-    console.print(picture(interview.image, colour=console.color_system is not None and console.is_terminal))
+    console.print(render_image(interview.image, colour=console.color_system is not None and console.is_terminal))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for word in ("question", "FP8 model", "truth", ""):
         table.add_column(word)
@@ -221,19 +222,19 @@ def show(console: Any, interview: Interview, directory: Path) -> None:
         mark = "[green]right[/]" if answer.right else "[red]wrong[/]"
         table.add_row(answer.question, answer.answer or "(nothing)", answer.truth, mark)
     console.print(table)
-    message = f"Computed in FP8, {interview.gemms} matrix products by count; saved as {directory / 'answer.png'}"
+    message = f"Computed with {interview.gemms} FP8 GEMMs; saved as {directory / 'answer.png'}"
     console.print(message, highlight=False)
 
 
-def summarize(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:
+def print_summary(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:
     """Print the verdict, both accuracies, the seconds of each stage, and the path of the report."""
     console.print()
     for run in verdict.data["arms"]:
         right = (run["eval"] or {}).get("exact_match")
         shown = "not evaluated" if right is None else f"{percent(right, 1)} of held-out questions"
         console.print(f"  {run['label']:<24} loss {run['last_loss']:.4f}  {shown}", highlight=False)
-    laps = ", ".join(f"{name} {spent:.0f} s" for name, spent in clock.laps.items())
+    stages = ", ".join(f"{name} {spent:.0f} s" for name, spent in clock.seconds.items())
     console.print()
     for line in verdict.lines:
         console.print(line, highlight=False, markup=False)
-    console.print(f"{seconds:.0f} s ({laps}). Report: {directory / 'report' / 'report.html'}", highlight=False)
+    console.print(f"{seconds:.0f} s ({stages}). Report: {directory / 'report' / 'report.html'}", highlight=False)

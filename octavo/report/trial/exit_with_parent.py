@@ -11,10 +11,10 @@ import signal
 import threading
 import time
 
-LOOK = 1.0  # seconds between checks of the parent
+POLL_SECONDS = 1.0  # seconds between checks of the parent
 
 
-def follow(parent: int, send: int = signal.SIGTERM) -> None:
+def signal_on_parent_exit(parent: int, send: int = signal.SIGTERM) -> None:
     """Send this process a signal once ``parent`` (a process id) is no longer its parent; a run saves on SIGTERM.
 
     Polls from a daemon thread: unlike Linux's parent-death signal, this works on every POSIX system, and does not
@@ -23,7 +23,7 @@ def follow(parent: int, send: int = signal.SIGTERM) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         os.kill(os.getpid(), send)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

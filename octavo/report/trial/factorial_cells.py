@@ -1,6 +1,6 @@
-"""The factorial trial, the cost of each component: its runs, its figures, and the verdict on each effect.
+"""The factorial trial, which measures the cost of each component: its runs, figures, and the verdict on each effect.
 
-Cells differ only in which of the named components are in FP8, so that an effect belongs only to these: everything else
+Cells only differ in which of the named components are in FP8, so effects are due to these components: everything else
 is in high precision in every cell. Components that are not named, the head and memory savings are therefore off in all
 of them. The cell without components is high precision, and the cell with all of them is the FP8 run of the trial, which
 is the configuration's own run if it has nothing else in FP8.
@@ -18,65 +18,66 @@ from octavo.config import COMPONENTS, Component, Config, Rule
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import nearest
 from octavo.report.evidence.claims import LOSS_MARGIN, decide
-from octavo.report.evidence.factorial import NONE, Cell, Effect, effects, subsets
+from octavo.report.evidence.factorial import NONE, Cell, Effect, compute_effects, subsets
 from octavo.report.evidence.run_reader import ReportError, RunRecord
-from octavo.report.evidence.trial_claims import learned_nothing, no_answers_to_lose, per_cent, points
+from octavo.report.evidence.trial_claims import per_cent, points, why_accuracy_is_uninformative, why_nothing_learned
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.evidence.trust_table import FAIL, REPORTED, SKIPPED_WARN, Check, check_gemms
 from octavo.report.trial import runs
-from octavo.report.trial.memory_savings import changing, without
-from octavo.report.trial.reuse import comparable
+from octavo.report.trial.memory_savings import change_section, without_savings
+from octavo.report.trial.reuse import comparable_settings
 
-MOST = 4  # components: sixteen cells, each with several seeds
+MAX_COMPONENTS = 4  # components: sixteen cells, each with several seeds
 ACCURACY, LOSS = EFFECTS = ("effect_accuracy", "effect_loss")
 TITLES = {ACCURACY: "Effect on held-out accuracy", LOSS: "Effect on held-out loss"}
 
 Records = Sequence[tuple[Run, RunRecord]]
 
 
-def named(components: Sequence[str]) -> tuple[str, ...]:
-    """The components of a factorial trial, in the order of :data:`octavo.config.COMPONENTS`, because their order does
-    not change the cells. Raises ReportError for unknown names, and for too few or too many."""
+def check_components(components: Sequence[str]) -> tuple[str, ...]:
+    """Return the components of a factorial trial, in the order of :data:`octavo.config.COMPONENTS`, because their order
+    does not change the cells. Raises ReportError for unknown names, and for too few or too many."""
     for name in components:
         if name not in COMPONENTS:
             close = nearest(name, COMPONENTS)
             hint = f"did you mean {close}? " if close else ""
-            raise ReportError(f"factorial: unknown component {name!r}; {hint}there are {', '.join(COMPONENTS)}")
+            raise ReportError(f"factorial: unknown component {name!r}; {hint}choose from {', '.join(COMPONENTS)}")
     if twice := next((name for name in components if components.count(name) > 1), None):
         raise ReportError(f"factorial: {twice} is named twice; name it once")
-    if not 2 <= len(components) <= MOST:
+    if not 2 <= len(components) <= MAX_COMPONENTS:
         raise ReportError(
-            f"factorial: {len(components)} component(s) named, and a design needs 2 to {MOST}. For the cost of one "
-            "component, run an ordinary trial with the others off: fp8.NAME.recipe=off"
+            f"factorial: {len(components)} component(s) named, and a design needs 2 to {MAX_COMPONENTS}. For the cost "
+            "of one component, run an ordinary trial with the others off: fp8.NAME.recipe=off"
         )
     return tuple(name for name in COMPONENTS if name in components)
 
 
-def check_asked(cfg: Config, recipes: Sequence[str] | None, savings: bool) -> None:
-    """Raises ReportError for settings that a factorial trial does not support."""
+def check_settings(cfg: Config, recipes: Sequence[str] | None, savings: bool) -> None:
+    """Raise ReportError for settings that a factorial trial does not support."""
     if cfg.train.phase in BEYOND_SFT:
         raise ReportError(
-            f"factorial: phase {cfg.train.phase}: its losses decide nothing, and its answers vary more between seeds "
-            "than a component costs. It is for phases sft and pretrain; --seeds 3 tests FP8 as a whole"
+            f"factorial: phase {cfg.train.phase}: losses decide nothing there, and answers vary more between seeds "
+            "than the effect of a component. Use phase sft or pretrain; --seeds 3 tests FP8 as a whole"
         )
     if not cfg.data.eval:
         raise ReportError(
             "factorial: effects are computed from held-out figures, and there are no held-out data; set data.eval"
         )
     if recipes is not None and len(set(recipes)) > 1:
-        raise ReportError(f"factorial: {len(set(recipes))} recipes; components are tested in one. Name one recipe")
+        raise ReportError(f"factorial: components are tested with one recipe, got {len(set(recipes))}. Name one recipe")
     if savings:
         raise ReportError("factorial: memory savings are off in all cells; a separate trial measures their costs")
     if cfg.fp8.plan is not None and recipes is None:
         raise ReportError(
-            "factorial: fp8.plan decides for layers, and components are tested in one recipe: --recipes blockwise"
+            "factorial: fp8.plan sets recipes per layer, but components are tested with one recipe; use --recipes "
+            "blockwise"
         )
     if (runs.own_recipe(cfg) if recipes is None else recipes[0]) == "auto":
         raise ReportError("factorial: recipe auto would be measured in each cell; name a recipe: --recipes blockwise")
 
 
-def in_fp8(cfg: Config) -> dict[str, list[str]]:
-    """Component -> its layers in FP8, by the plan of a configuration. Raises the errors of planning."""
+def fp8_layers(cfg: Config) -> dict[str, list[str]]:
+    """Return the FP8 layers of each component, by the plan of a configuration. Raises the errors of planning."""
     from octavo.train.setup import planning
 
     layers: dict[str, list[str]] = {}
@@ -87,17 +88,17 @@ def in_fp8(cfg: Config) -> dict[str, list[str]]:
     return layers
 
 
-def runs_of(
+def make_runs(
     cfg: Config, factors: Sequence[str], recipes: Sequence[str] | None, directory: Path, forks: int, seeds: int
 ) -> tuple[list[Run], tuple[str, ...]]:
-    """The runs of a factorial trial, and the components that the configuration has in FP8 and that are not named.
+    """Return the runs of a factorial trial, and the components that are in FP8 in the configuration but not named.
 
     High precision comes first, then the other cells, seed by seed. Raises ReportError if a named component has nothing
     in FP8.
     """
     base = cfg if recipes is None else runs.with_recipe(cfg, recipes[0])
-    plain = without(base)
-    layers_by_part = in_fp8(plain)
+    plain = without_savings(base)
+    layers_by_part = fp8_layers(plain)
     for name in factors:
         if name not in layers_by_part:
             close = nearest(name, layers_by_part)
@@ -106,31 +107,31 @@ def runs_of(
                 f"factorial: {name} would have nothing in FP8: the model has no such component, or the configuration "
                 f"keeps it in high precision. {hint}In FP8 are {', '.join(layers_by_part) or 'none'}"
             )
-    whole = only(plain, factors, layers_by_part)
-    same = comparable(whole) == comparable(base)
-    planned = runs.runs_of(whole, None, directory, False, forks, seeds, of="" if same else "+".join(factors))
+    whole = with_fp8_only_in(plain, factors, layers_by_part)
+    same = comparable_settings(whole) == comparable_settings(base)
+    planned = runs.make_runs(whole, None, directory, False, forks, seeds, of="" if same else "+".join(factors))
     planned = [replace(run, factors=tuple(factors)) if run.kind in ("fp8", "seed") else run for run in planned]
-    parts = {part: only(plain, part, layers_by_part) for part in subsets(factors)[1:-1]}
+    parts = {part: with_fp8_only_in(plain, part, layers_by_part) for part in subsets(factors)[1:-1]}
     each = range(cfg.run.seed, cfg.run.seed + seeds)
-    cells = [runs.cell(of_it, directory, part, seed) for seed in each for part, of_it in parts.items()]
+    cells = [runs.cell_run(of_it, directory, part, seed) for seed in each for part, of_it in parts.items()]
     at = next(number for number, run in enumerate(planned) if run.kind == "fp8")
     return [*planned[:at], *cells, *planned[at:]], tuple(name for name in layers_by_part if name not in factors)
 
 
-def only(cfg: Config, parts: Sequence[str], layers: Mapping[str, Sequence[str]]) -> Config:
-    """A configuration with FP8 only in ``parts``; ``layers``: component -> its layers in FP8."""
+def with_fp8_only_in(cfg: Config, parts: Sequence[str], layers: Mapping[str, Sequence[str]]) -> Config:
+    """Return a configuration with FP8 only in ``parts``; ``layers``: component -> its layers in FP8."""
     off = [name for name in layers if name not in parts]
-    cfg = changing("fp8", **{name: Component(recipe="off") for name in off})(cfg)
+    cfg = change_section("fp8", **{name: Component(recipe="off") for name in off})(cfg)
     if not cfg.fp8.rules or not off:
         return cfg
-    # Rules override components, so layers that rules still put in FP8 are switched off one by one.
-    left = [layer for name in off for layer in in_fp8(cfg).get(name, ())]
-    return changing("fp8", rules=(*cfg.fp8.rules, *(Rule(match=layer, recipe="off") for layer in left)))(cfg)
+    # Rules override components, so layers that rules still put in FP8 are disabled individually.
+    left = [layer for name in off for layer in fp8_layers(cfg).get(name, ())]
+    return change_section("fp8", rules=(*cfg.fp8.rules, *(Rule(match=layer, recipe="off") for layer in left)))(cfg)
 
 
-def by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Cell, float]]:
-    """The figures of all cells, for each seed that has all of them: the share of correct held-out answers, or the
-    held-out loss relative to high precision with the same seed, minus 1. Empty without such a seed."""
+def figures_by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Cell, float]]:
+    """Return the figures of all cells, for each seed that has all of them: the share of correct held-out answers, or
+    the held-out loss relative to high precision with the same seed, minus 1. Empty without such a seed."""
     figures_of: dict[int, dict[Cell, float]] = {}
     for run, record in records:
         if run.kind in ("reference", "noise", "cell", "fp8", "seed"):
@@ -144,33 +145,35 @@ def by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Ce
             for figures in whole]  # fmt: skip
 
 
-def found_of(records: Records, name: str, factors: Sequence[str]) -> list[Effect]:
-    """Every effect on a figure; empty if no seed has all cells."""
-    seeds = by_seed(records, name, factors)
-    return effects(seeds, factors) if seeds else []
+def estimate_effects(records: Records, name: str, factors: Sequence[str]) -> list[Effect]:
+    """Return every effect on a figure; empty if no seed has all cells."""
+    seeds = figures_by_seed(records, name, factors)
+    return compute_effects(seeds, factors) if seeds else []
 
 
-def checks_of(records: Records, trial: Trial) -> list[Check]:
-    """The verdict on each main effect, by the margins of the claims, and each interaction with its interval."""
-    if wrong := unsound(records):
+def check_effects(records: Records, trial: Trial) -> list[Check]:
+    """Return the verdict on each main effect, by the margins of the claims, and each interaction with its interval."""
+    if wrong := why_not_comparable(records):
         run = " x ".join(trial.factors)
         return [Check(LOSS, TITLES[LOSS], run, None, "failed", "every cell is sound", FAIL, wrong)]
-    idle = learned_nothing(next(r for a, r in records if a.kind == "reference"), trial)
-    loss_checks = [_checked(LOSS, effect, LOSS_MARGIN, idle) for effect in found_of(records, LOSS, trial.factors)]
-    answered = found_of(records, ACCURACY, trial.factors)
+    idle = why_nothing_learned(next(r for a, r in records if a.kind == "reference"), trial)
+    loss_checks = [
+        _effect_check(LOSS, effect, LOSS_MARGIN, idle) for effect in estimate_effects(records, LOSS, trial.factors)
+    ]
+    answered = estimate_effects(records, ACCURACY, trial.factors)
     if not answered:
         return loss_checks
-    questions = sum(piece["right"] is not None for piece in trial.held.before.pieces) if trial.held else 0
-    why = no_answers_to_lose(trial, idle) if trial.held else ""
+    questions = sum(piece["right"] is not None for piece in trial.held_out.before.pieces) if trial.held_out else 0
+    why = why_accuracy_is_uninformative(trial, idle) if trial.held_out else ""
     if questions * trial.accuracy_margin < 1:
-        why = why or f"one of {questions} held-out questions is more than the margin; ask more"
-    return [*(_checked(ACCURACY, effect, trial.accuracy_margin, why) for effect in answered), *loss_checks]
+        why = why or f"one of {questions} held-out questions is already more than the margin; add questions"
+    return [*(_effect_check(ACCURACY, effect, trial.accuracy_margin, why) for effect in answered), *loss_checks]
 
 
-def _checked(name: str, effect: Effect, margin: float, why: str) -> Check:
+def _effect_check(name: str, effect: Effect, margin: float, why: str) -> Check:
     scale, worse = (points, -1) if name == ACCURACY else (per_cent, 1)
-    interval, title, each = effect.found, TITLES[name], ", ".join(map(scale, effect.by_seed))
-    if effect.main:
+    interval, title, each = effect.interval, TITLES[name], ", ".join(map(scale, effect.by_seed))
+    if effect.is_main:
         one = f"{each}: one seed gives no interval, use --seeds 3"
         why = why or (
             one if len(effect.by_seed) == 1 else f"a figure is not finite ({each})" if interval is None else ""
@@ -185,13 +188,13 @@ def _checked(name: str, effect: Effect, margin: float, why: str) -> Check:
         if interval is None
         else f"{scale(interval.estimate)} ({scale(interval.low)} to {scale(interval.high)})"
     )
-    figure, free = None if interval is None else interval.estimate, "no margin: it decides nothing"
+    figure, free = None if interval is None else interval.estimate, "no margin: reported only"
     return Check(name, title, effect.label, figure, shown, free, REPORTED, f"by seed: {each}", **bounds)
 
 
-def unsound(records: Records) -> str:
-    """Why effects cannot be computed: a cell failed, skipped steps, ran no FP8, or was not evaluated. Empty if they
-    can."""
+def why_not_comparable(records: Records) -> str:
+    """Return why effects cannot be computed: a cell failed, skipped steps, ran no FP8, or was not evaluated. Empty if
+    they can."""
     for run, record in records:
         if run.kind not in ("reference", "noise", "cell", "fp8", "seed"):
             continue
@@ -206,15 +209,15 @@ def unsound(records: Records) -> str:
     return ""
 
 
-def document(records: Records, trial: Trial) -> dict[str, Any]:
-    """The cells in ``report.json``: the figures of each, and each effect seed by seed."""
+def to_json(records: Records, trial: Trial) -> dict[str, Any]:
+    """Return the cells for ``report.json``: the figures of each, and each effect by seed."""
     cells = [
         {"name": run.name, "in_fp8": list(run.factors), "seed": run.cfg.run.seed,
          "accuracy": (record.eval or {}).get("exact_match"), "loss": (record.eval or {}).get("loss")}
         for run, record in records if run.kind in ("reference", "noise", "cell", "fp8", "seed")
     ]  # fmt: skip
     effects_by_seed = [{"figure": name, "of": list(effect.of), "by_seed": list(effect.by_seed)}
-            for name in EFFECTS for effect in found_of(records, name, trial.factors)]  # fmt: skip
+            for name in EFFECTS for effect in estimate_effects(records, name, trial.factors)]  # fmt: skip
     return {
         "components": list(trial.factors),
         "left_out": list(trial.left_out),
@@ -223,7 +226,7 @@ def document(records: Records, trial: Trial) -> dict[str, Any]:
     }
 
 
-def costly(checks: Sequence[Check]) -> list[str]:
-    """The components that made training worse, beyond margin and chance; a failed trial has no costs."""
+def costly_components(checks: Sequence[Check]) -> list[str]:
+    """Return the components that made training worse, beyond margin and chance; empty for a failed trial."""
     bad = (check.run for check in checks if check.status == FAIL and check.figure is not None)
     return list(dict.fromkeys(bad))

@@ -18,14 +18,14 @@ from typing import Any
 from octavo.base import atomic_write
 from octavo.base.safe_read import read_json, read_text
 from octavo.config import Config
-from octavo.report.evidence.claims import Judged
+from octavo.report.evidence.claims import Evaluation
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_spec import Run
 
 FOLDER = "held-out"
 
 
-def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
+def evaluate_model(cfg: Config, directory: Path, console: Any) -> Evaluation:
     """Evaluate the initial model of ``cfg``, in high precision."""
     weights = sorted(Path(cfg.model.path).glob("*.safetensors"))
     stats = [(file.name, file.stat()) for file in weights]
@@ -33,25 +33,29 @@ def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
     sizes = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
     random = ["random", cfg.run.seed, cfg.model.init_std] if cfg.model.init == "random" else None
     of = {"model": cfg.model.path, "weights": random or sizes}
-    return _kept(directory / FOLDER / "before.json", of, Path(cfg.model.path), cfg, "off", "before training", console)
+    return _evaluate_or_read(
+        directory / FOLDER / "before.json", of, Path(cfg.model.path), cfg, "off", "before training", console
+    )
 
 
-def judge_run(run: Run, directory: Path, console: Any, high: bool = False) -> Judged:
+def evaluate_run(run: Run, directory: Path, console: Any, high: bool = False) -> Evaluation:
     """Evaluate the weights of a finished run, in the precision of its training or in high precision."""
     home = Path(run.cfg.run.dir)
     if not (home / "result.json").is_file():
         raise ReportError(f"{home} has no result.json: the run is not finished; the same command continues the trial")
     words = f"{run.label}{', the same weights in high precision' if high else ''}"
     recipe = "off" if high else None
-    return _kept(_file(run, directory, high), _weights(run), home, run.cfg, recipe, words, console)
+    return _evaluate_or_read(
+        _result_file(run, directory, high), _weights_identity(run), home, run.cfg, recipe, words, console
+    )
 
 
-def judged_earlier(run: Run, directory: Path, high: bool = False) -> Judged | None:
+def read_evaluation(run: Run, directory: Path, high: bool = False) -> Evaluation | None:
     """The stored result of a finished run, if it belongs to these weights; evaluates nothing."""
-    return _read(_file(run, directory, high), _weights(run))
+    return _read(_result_file(run, directory, high), _weights_identity(run))
 
 
-def rows(cfg: Config) -> int:
+def count_rows(cfg: Config) -> int:
     """The number of held-out rows of a configuration, without checking them. Raises DataError."""
     from octavo.data.tasks.sources import open_dataset
 
@@ -60,27 +64,27 @@ def rows(cfg: Config) -> int:
     return sum(count if most is None else min(count, most) for count, most in counts)
 
 
-def _file(run: Run, directory: Path, high: bool) -> Path:
+def _result_file(run: Run, directory: Path, high: bool) -> Path:
     return directory / FOLDER / f"{run.name}{'-high' if high else ''}.json"
 
 
-def _weights(run: Run) -> dict[str, Any]:
+def _weights_identity(run: Run) -> dict[str, Any]:
     """Properties that distinguish the weights of a finished run from an earlier run in the same folder."""
     return {"run": run.name, "result": read_text(Path(run.cfg.run.dir) / "result.json", ReportError)}
 
 
-def _read(file: Path, of: dict[str, Any]) -> Judged | None:
+def _read(file: Path, of: dict[str, Any]) -> Evaluation | None:
     if not file.exists():
         return None
     stored = read_json(file, error=ReportError)
     if not isinstance(stored, dict) or stored.get("of") != of:
         return None
-    return Judged(tuple(stored["pieces"]), int(stored["gemms"]))
+    return Evaluation(tuple(stored["pieces"]), int(stored["gemms"]))
 
 
-def _kept(
+def _evaluate_or_read(
     file: Path, of: dict[str, Any], target: Path, cfg: Config, recipe: str | None, words: str, console: Any
-) -> Judged:
+) -> Evaluation:
     """The result in the file if it belongs to the same weights; otherwise evaluate now, and write it."""
     if (known := _read(file, of)) is not None:
         return known
@@ -104,4 +108,4 @@ def _kept(
     gc.collect()
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.write_text(file, json.dumps({"of": of, "gemms": result["fp8_gemms"], "pieces": pieces}) + "\n")
-    return Judged(tuple(pieces), int(result["fp8_gemms"]))
+    return Evaluation(tuple(pieces), int(result["fp8_gemms"]))

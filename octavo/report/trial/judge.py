@@ -1,6 +1,6 @@
-"""From finished runs to a verdict: collects each run's figures and evaluates every row of the trust table.
+"""Turns finished runs into a verdict: collects the figures of each run and evaluates every row of the trust table.
 
-Nothing here trains or draws.
+No training and no plotting here.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from octavo.report.evidence import rl_claims, trial_claims, trust_table
-from octavo.report.evidence.claims import Judged
+from octavo.report.evidence.claims import Evaluation
 from octavo.report.evidence.power import Estimate
-from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, common
-from octavo.report.evidence.trial_claims import Sides, claims_of, gap_of
+from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, common_steps
+from octavo.report.evidence.trial_claims import Sides, compute_claims, mean_loss_gap
 from octavo.report.evidence.trial_spec import Run, Trial
 from octavo.report.evidence.trust_table import FAIL, PASS, REPORTED, UNDECIDED, WARN, Check, percent
 from octavo.report.trial import factorial_cells
-from octavo.report.trial.memory_savings import base_of
+from octavo.report.trial.memory_savings import describe_lora_base
 
 CLAIMS = (*trial_claims.CLAIMS, *rl_claims.CLAIMS[1:])
 #: fields of the environment that two runs must share; others (free memory, variables) may differ
@@ -29,8 +29,8 @@ _SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "pa
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of ``compare``: pass, warn, undecided or fail, in one line; the ``claims`` on FP8 training; the
-    reasons from all other checks (worst first); and all figures."""
+    """The result of ``compare``: a status (pass, warn, undecided or fail) in one line, the ``claims`` on FP8 training,
+    the reasons from all other checks (worst first), and all figures."""
 
     status: str
     line: str
@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def claims(self) -> tuple[Check, ...]:
-        """The claims on FP8 training, each with its interval, in their order."""
+        """The claims on FP8 training, each with its interval."""
         return tuple(check for check in self.checks if check.name in CLAIMS)
 
     @property
@@ -50,7 +50,7 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The text to print: the verdict, a line for each claim, the reasons."""
+        """The lines to print: the verdict, one line per claim, and the reasons."""
         several = len({check.run for check in self.claims}) > 1
         claim_lines = []
         for claim in self.claims:
@@ -67,13 +67,13 @@ class Verdict:
 
 
 def accuracy(record: RunRecord) -> float | None:
-    """Share of held-out questions answered exactly right; None without an evaluation."""
+    """Return the share of held-out questions answered correctly, or None if there was no evaluation."""
     value = (record.eval or {}).get("exact_match")
     return None if value is None else float(value)
 
 
-def dtype_of(run: Run, record: RunRecord) -> str:
-    """The dtype that high precision computed in: fp32, or bf16."""
+def high_precision_dtype(run: Run, record: RunRecord) -> str:
+    """Return the dtype of the high-precision run: fp32, fp16 or bf16."""
     precision = run.cfg.train.precision
     if precision != "auto":
         return precision
@@ -84,14 +84,14 @@ def dtype_of(run: Run, record: RunRecord) -> str:
 
 
 def dy_format(row: Mapping[str, Any]) -> str:
-    """The format of a plan row's dy operands: e5m2 under hybrid, else e4m3."""
+    """Return the format of the dy operands of a plan row: e5m2 for hybrid, otherwise e4m3."""
     recipe = row.get("recipe")
     form = recipe.get("format") if isinstance(recipe, Mapping) else row.get("format")
     return "e5m2" if form == "hybrid" else "e4m3"
 
 
-def _operands(health: Sequence[LayerHealth], figure: str, roles: Sequence[str]) -> dict[str, float]:
-    """A figure by operand, under names such as "x of layers.0.q_proj" and "dy (wgrad) of layers.0.q_proj"."""
+def _values_by_operand(health: Sequence[LayerHealth], figure: str, roles: Sequence[str]) -> dict[str, float]:
+    """Return a figure by operand, with keys such as "x of layers.0.q_proj" and "dy (wgrad) of layers.0.q_proj"."""
     values = {}
     for layer in health:
         for role in roles:
@@ -109,12 +109,14 @@ def _health_checks(run: Run, record: RunRecord) -> list[Check]:
     for layer in health:
         for role in layer.sqnr:
             fmt = "e5m2" if role.startswith("dy") and layer.layer in e5m2 else "e4m3"
-            by_format.setdefault(fmt, {}).update(_operands([layer], "sqnr", [role]))
-    wgrad = _operands(health, "underflow", ("x_wgrad", "dy_wgrad")) or _operands(health, "underflow", ("x", "dy"))
+            by_format.setdefault(fmt, {}).update(_values_by_operand([layer], "sqnr", [role]))
+    wgrad = _values_by_operand(health, "underflow", ("x_wgrad", "dy_wgrad")) or _values_by_operand(
+        health, "underflow", ("x", "dy")
+    )
     # Frozen layers have no weight gradient as planned, so its figures are not missing.
-    of_wgrad: Callable[[Check], Check] = trust_table.no_wgrad if _all_frozen(record.plan) else lambda check: check
+    of_wgrad: Callable[[Check], Check] = trust_table.mark_no_wgrad if _all_frozen(record.plan) else lambda check: check
     return [
-        trust_table.check_underflow(run.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
+        trust_table.check_underflow(run.label, _values_by_operand(health, "underflow", ("x", "w", "dy")), wgrad=False),
         of_wgrad(trust_table.check_underflow(run.label, wgrad, wgrad=True)),
         *(trust_table.check_sqnr(run.label, fmt, values) for fmt, values in by_format.items()),
         of_wgrad(trust_table.check_cosine(run.label, {h.layer: h.cosine for h in health if h.cosine is not None})),
@@ -123,16 +125,16 @@ def _health_checks(run: Run, record: RunRecord) -> list[Check]:
 
 
 def _all_frozen(plan: Mapping[str, Any]) -> bool:
-    """Whether a plan has FP8 layers and all of them are frozen."""
+    """Return whether a plan has FP8 layers and all of them are frozen."""
     fp8 = [row for row in plan.get("rows", ()) if row.get("recipe")]
     return bool(fp8) and all(row.get("frozen") for row in fp8)
 
 
-def _same_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
-    differ = [name for key in _SAME_MACHINE for name in _differing(key, ours.get(key), theirs.get(key))]
+def _check_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
+    differ = [name for key in _SAME_MACHINE for name in _list_differences(key, ours.get(key), theirs.get(key))]
     threshold = "same device, threads and versions"
     if not ours or not theirs:
-        sentence = "a run recorded no environment"
+        sentence = "a run did not record its environment"
         return Check("same_machine", "Same machine", run.label, None, "not recorded", threshold, WARN, sentence)
     if differ:
         shown = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
@@ -143,27 +145,27 @@ def _same_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     return Check("same_machine", "Same machine", run.label, 0.0, "same", threshold, PASS, "same device and versions")
 
 
-def _differing(key: str, ours: Any, theirs: Any) -> list[str]:
-    """The entries of an environment record that differ, without the flag of uncommitted edits."""
+def _list_differences(key: str, ours: Any, theirs: Any) -> list[str]:
+    """Return the entries of an environment record that differ, ignoring the flag of uncommitted changes."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         names = dict.fromkeys([*ours, *theirs])
         return [f"{key}.{name}" for name in names if name != "dirty" and ours.get(name) != theirs.get(name)]
     return [key] if ours != theirs else []
 
 
-def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
-    """Seed noise of the mean loss: the largest over the high-precision runs that differ in the seed."""
+def largest_seed_noise(reference: RunRecord, others: Sequence[RunRecord]) -> float:
+    """Return the seed noise of the mean loss: the largest over the high-precision runs with other seeds."""
     noises = []
     for other in others:
-        mine, theirs = common(other, reference)
+        mine, theirs = common_steps(other, reference)
         noises.append(trust_table.seed_noise(other.losses[mine], reference.losses[theirs]))
     return max(noises, default=math.nan)
 
 
 def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> Verdict:
-    """Check every FP8 run by the trust table, and its training by the claims.
+    """Check every FP8 run against the trust table and the claims.
 
-    Raises ``ReportError`` without a reference run, a noise run or an FP8 run.
+    Raises ``ReportError`` if the reference run, the noise run or the FP8 run is missing.
     """
     trial = trial or Trial()
     by_kind = {
@@ -171,32 +173,34 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     }
     missing = [kind for kind, members in by_kind.items() if not members]
     if missing:
-        raise ReportError(f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}")
+        raise ReportError(
+            f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}"
+        )
     ref_run, ref = by_kind["reference"][0]
-    beyond = rl_claims.beyond_sft(ref_run)
-    noise = math.nan if beyond else noise_of(ref, [r for _, r in by_kind["noise"]])
+    beyond = rl_claims.is_rl_or_preference(ref_run)
+    noise = math.nan if beyond else largest_seed_noise(ref, [r for _, r in by_kind["noise"]])
     whole = [(a, r) for a, r in runs if a.kind != "fork"]
     checks: list[Check] = []
     for run, record in by_kind["fp8"]:
         if record.failure:
             continue
         sides = Sides((run, record), (ref_run, ref), runs)
-        checks += rl_claims.claims_of(sides, trial) if beyond else claims_of(sides, trial, noise)
+        checks += rl_claims.compute_claims(sides, trial) if beyond else compute_claims(sides, trial, noise)
         checks.append(trust_table.check_gemms(run.label, record.proof))
         checks += _health_checks(run, record)
         checks.append(trust_table.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
-        checks += _same_data((run, record), ref)
-        checks.append(_same_machine(run, record.environment, ref.environment))
+        checks += _check_same_data((run, record), ref)
+        checks.append(_check_machine(run, record.environment, ref.environment))
     if trial.factors:
-        checks += factorial_cells.checks_of(runs, trial)
+        checks += factorial_cells.check_effects(runs, trial)
     for run, record in whole:
-        checks += _complete(run, record)
-    status = trust_table.worst([c.status for c in checks])
+        checks += _completion_checks(run, record)
+    status = trust_table.worst_status([c.status for c in checks])
     open_checks = (c for c in checks if c.status not in (PASS, REPORTED) and c.name not in CLAIMS)
     ordered = sorted(open_checks, key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
-    by_run = {run.label: trust_table.worst([c.status for c in checks if c.run == run.label]) for run, _ in whole}
-    line = _line(status, by_kind["fp8"], (ref_run, ref), checks, by_run)
+    by_run = {run.label: trust_table.worst_status([c.status for c in checks if c.run == run.label]) for run, _ in whole}
+    line = _verdict_line(status, by_kind["fp8"], (ref_run, ref), checks, by_run)
     same_seed = {run.cfg.run.seed: record for run, record in by_kind["noise"]}
 
     # Runs of another seed are compared with high precision of the same seed.
@@ -206,49 +210,49 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     data = {
         "phase": ref_run.cfg.train.phase,
         "noise": noise,
-        "before": None if trial.held is None else _before(trial.held.before),
+        "before": None if trial.held_out is None else _summarize_evaluation(trial.held_out.before),
         "jobs": trial.jobs,
-        "power": [expected.to_json() | {"came": _came(expected, checks)} for expected in trial.expected],
-        "factorial": factorial_cells.document(runs, trial) if trial.factors else None,
-        "reference_dtype": dtype_of(ref_run, ref),
+        "power": [expected.to_json() | {"came": _actual_half_widths(expected, checks)} for expected in trial.expected],
+        "factorial": factorial_cells.to_json(runs, trial) if trial.factors else None,
+        "reference_dtype": high_precision_dtype(ref_run, ref),
         "arms": [{"status": by_run[run.label], **_run_data(run, record, counterpart(run))} for run, record in whole],
         "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
 
 
-def _came(expected: Estimate, checks: Sequence[Check]) -> dict[str, float]:
-    """The actual half-widths of a claim's intervals: run or component -> half-width."""
+def _actual_half_widths(expected: Estimate, checks: Sequence[Check]) -> dict[str, float]:
+    """Return the actual half-widths of the intervals of a claim: run or component -> half-width."""
     matching = (check for check in checks if check.name == expected.claim and check.status != REPORTED)
     return {c.run: (c.high - c.low) / 2 for c in matching if c.low is not None and c.high is not None}
 
 
-def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
-    """Whether both runs read the same data. In phase rl tokens depend on what each run generated, so prompts are
-    compared; if groups of equal rewards are replaced by further prompts, runs differ in these too, and there is no
+def _check_same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
+    """Check that both runs read the same data. In phase rl the tokens depend on the completions of each run, so prompts
+    are compared; if groups with equal rewards are replaced by other prompts, these differ too, and there is no
     check."""
     run, record = fp8
     if run.cfg.rl is None:
-        mine_at, ref_at = common(record, ref)
+        mine_at, ref_at = common_steps(record, ref)
         return [trust_table.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
     from octavo.rl.phases.settings import Settings  # it imports torch, which a waiting trial does not need
 
-    return [] if Settings.of(run.cfg).refill else [rl_claims.same_prompts(run.label, record, ref)]
+    return [] if Settings.of(run.cfg).refill else [rl_claims.check_same_prompts(run.label, record, ref)]
 
 
-def _before(judged: Judged) -> dict[str, Any]:
-    """The evaluation of the model before training, in the form of a run's evaluation."""
+def _summarize_evaluation(judged: Evaluation) -> dict[str, Any]:
+    """Return the evaluation of the model before training, in the format of a run's evaluation."""
     right = [bool(piece["right"]) for piece in judged.pieces if piece["right"] is not None]
     share = sum(right) / len(right) if right else None
     return {"loss": judged.loss, "exact_match": share, "questions": len(right)}
 
 
 def last_step(record: RunRecord) -> int:
-    """The last recorded step; 0 without one."""
+    """Return the last recorded step, or 0 if there is none."""
     return int(record.steps[-1]) if record.steps.size else 0
 
 
-def _complete(run: Run, record: RunRecord) -> list[Check]:
+def _completion_checks(run: Run, record: RunRecord) -> list[Check]:
     planned = run.cfg.train.total_steps
     if record.failure:
         shown = f"after step {last_step(record)} of {planned}"
@@ -259,24 +263,24 @@ def _complete(run: Run, record: RunRecord) -> list[Check]:
     ]
 
 
-def _line(
+def _verdict_line(
     status: str,
     fp8: Sequence[tuple[Run, RunRecord]],
     reference: tuple[Run, RunRecord],
     checks: Sequence[Check],
     by_run: Mapping[str, str],
 ) -> str:
-    """The first line of the page: the status, then the results of each recipe's claims."""
+    """Return the first line of the page: the status, then the results of the claims of each recipe."""
     ref_run, ref = reference
     parts = []
     for run, record in fp8:
         if record.failure:
             parts.append(f"{run.label} (fail): training failed after step {last_step(record)}")
             continue
-        base = f", LoRA with its {base_of(run.cfg)}," if run.cfg.lora is not None else ""
-        other = f" with its {base_of(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
+        base = f", LoRA with its {describe_lora_base(run.cfg)}," if run.cfg.lora is not None else ""
+        other = f" with its {describe_lora_base(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
         text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{base}"
-        text += f" compared with {dtype_of(ref_run, ref)}{other}: "
+        text += f" compared with {high_precision_dtype(ref_run, ref)}{other}: "
         claims = [c for c in checks if c.run == run.label and c.name in CLAIMS and c.status != REPORTED]
         text += ", ".join(f"{c.title[0].lower()}{c.title[1:]} {c.status}" for c in claims)
         if (share := record.proof.get("share")) is not None:
@@ -299,21 +303,21 @@ def _fork_data(run: Run, record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _gap(run: Run, record: RunRecord, reference: RunRecord) -> float:
-    """Gap of the mean loss; NaN in phases whose losses cannot be compared."""
-    if rl_claims.beyond_sft(run):
+def _loss_gap_of_run(run: Run, record: RunRecord, reference: RunRecord) -> float:
+    """Return the gap of the mean loss; NaN in phases whose losses are not comparable."""
+    if rl_claims.is_rl_or_preference(run):
         return math.nan
-    return 0.0 if run.kind == "reference" else gap_of(record, reference)
+    return 0.0 if run.kind == "reference" else mean_loss_gap(record, reference)
 
 
-def _outcome(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
-    """Figures at the end of a run of phase rl or preference, and its gap of rewards; empty in other phases."""
-    if not rl_claims.beyond_sft(run):
+def _final_figures(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
+    """Return the final figures of a run of phase rl or preference, and its reward gap; empty in other phases."""
+    if not rl_claims.is_rl_or_preference(run):
         return {}
     panels = rl_claims.PANELS[run.cfg.train.phase]
     return {
-        "end": {panel.key: rl_claims.at_the_end(record, panel.key) for panel in panels},
-        "reward_gap": rl_claims.end_gap(record, reference, panels[0].key),
+        "end": {panel.key: rl_claims.final_mean(record, panel.key) for panel in panels},
+        "reward_gap": rl_claims.final_gap(record, reference, panels[0].key),
         "rates": {
             key: float(np.nanmedian(record.figures[key]))
             for key in ("rollout_tokens_per_s", "training_tokens_per_s") if key in record.figures
@@ -330,14 +334,14 @@ def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, An
         "label": run.label,
         "kind": run.kind,
         "recipe": run.cfg.fp8.recipe,
-        "base": base_of(run.cfg),
+        "base": describe_lora_base(run.cfg),
         "seed": run.cfg.run.seed,
         "failure": record.failure,
         "steps": last_step(record),
         "mean_loss": record.mean_loss,
         "last_loss": float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan,
-        "gap": _gap(run, record, reference),
-        **_outcome(run, record, reference),
+        "gap": _loss_gap_of_run(run, record, reference),
+        **_final_figures(run, record, reference),
         "eval": dict(record.eval) if record.eval else None,
         "tokens_per_s": record.speed,
         "speed_ratio": record.speed / reference.speed,

@@ -1,7 +1,7 @@
-"""What each memory saving costs: repeats the FP8 run, first without savings, then with one more at a time.
+"""The cost of each memory saving: repeats the FP8 run, first without savings, then with one more at a time.
 
-A saving is a configuration switch that stores something in fewer bytes, or not at all. A head in FP8 is treated
-as one, although it saves time and takes memory: its GEMMs are nearest to the loss, and the trial must show their cost.
+A saving is a setting that stores something in fewer bytes, or not at all. A head in FP8 is treated as one, although it
+saves time and costs memory: its GEMMs are closest to the loss, and the trial must show their cost.
 The last run of the ablation is the FP8 run of the trial itself, with everything on. Each setting is compared with the
 one before it: bytes, mean loss and tokens per second.
 """
@@ -20,15 +20,15 @@ from octavo.config.sections.train import RecomputeSection
 HEAD = "lm_head in FP8"
 
 
-class Switch(NamedTuple):
+class Saving(NamedTuple):
     """One saving: its description, and a function that turns it off."""
 
     words: str
     off: Callable[[Config], Config]
 
 
-def switches(cfg: Config) -> list[Switch]:
-    """The savings that a configuration has on, in the order in which the ablation adds them."""
+def enabled_savings(cfg: Config) -> list[Saving]:
+    """Return the savings that a configuration enables, in the order in which the ablation adds them."""
     fp8, train, optimizer = cfg.fp8, cfg.train, cfg.optimizer
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
     activations = fp8.activations == "fp8" or any(part.activations == "fp8" for part in parts.values())
@@ -37,24 +37,36 @@ def switches(cfg: Config) -> list[Switch]:
     word = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
     candidates = [
-        (head, f"{HEAD} ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _fp8(c, {"lm_head": None}, {})),
-        (_has_codes(cfg), base_of(cfg), _high_base),
-        (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", changing("optimizer", states="fp32")),
-        (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),
-        (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
-        (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
-        (cfg.rl is not None and cfg.rl.kv == "fp8", "keys and values of rollouts in FP8", changing("rl", kv="bf16")),
-        (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
-        (recompute != RecomputeSection(), f"recompute: {word}", changing("train", recompute=RecomputeSection())),
-        (optimizer.update == "backward", "update in backward", changing("optimizer", update="step")),
-        (optimizer.offload, "optimizer states in host memory", changing("optimizer", offload=False)),
-        (train.offload_activations, "activations in host memory", changing("train", offload_activations=False)),
+        (head, f"{HEAD} ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _change_fp8(c, {"lm_head": None}, {})),
+        (_has_fp8_base(cfg), describe_lora_base(cfg), _with_high_precision_base),
+        (
+            optimizer.states != "fp32",
+            f"optimizer states in {optimizer.states}",
+            change_section("optimizer", states="fp32"),
+        ),
+        (optimizer.master != "fp32", f"weights as {optimizer.master}", _with_fp32_weights),
+        (activations, "activations in FP8", lambda c: _change_fp8(c, {"activations": "bf16"}, {"activations": None})),
+        (param, "FP8 weights between steps", lambda c: _change_fp8(c, {"param": False}, {"param": None})),
+        (
+            cfg.rl is not None and cfg.rl.kv == "fp8",
+            "keys and values of rollouts in FP8",
+            change_section("rl", kv="bf16"),
+        ),
+        (
+            fp8.weight_codes == "recast",
+            "weights cast at each use",
+            lambda c: _change_fp8(c, {"weight_codes": "keep"}, {}),
+        ),
+        (recompute != RecomputeSection(), f"recompute: {word}", change_section("train", recompute=RecomputeSection())),
+        (optimizer.update == "backward", "update in backward", change_section("optimizer", update="step")),
+        (optimizer.offload, "optimizer states in host memory", change_section("optimizer", offload=False)),
+        (train.offload_activations, "activations in host memory", change_section("train", offload_activations=False)),
     ]
-    return [Switch(words, off) for on, words, off in candidates if on]
+    return [Saving(words, off) for on, words, off in candidates if on]
 
 
-def base_of(cfg: Config) -> str:
-    """Description of the frozen base of LoRA; "" if the whole model is trained."""
+def describe_lora_base(cfg: Config) -> str:
+    """Describe the frozen base of LoRA; returns "" if the whole model is trained."""
     dtype = "fp32" if cfg.train.precision == "fp32" else "BF16"
     kinds = cfg.model.load_in_fp8.kinds
     if kinds:
@@ -63,15 +75,21 @@ def base_of(cfg: Config) -> str:
         return f"base in FP8 ({', '.join(words[:1] if alike else words)})"
     if cfg.lora is None:
         return ""
-    return f"base in FP8 ({_on_disk(cfg)}, as in its checkpoint)" if _has_codes(cfg) else f"base in {dtype}"
+    return (
+        f"base in FP8 ({_checkpoint_quantization(cfg)}, as in its checkpoint)"
+        if _has_fp8_base(cfg)
+        else f"base in {dtype}"
+    )
 
 
-def _has_codes(cfg: Config) -> bool:
-    return bool(cfg.model.load_in_fp8.kinds) or (cfg.lora is not None and cfg.model.keep_fp8 and bool(_on_disk(cfg)))
+def _has_fp8_base(cfg: Config) -> bool:
+    return bool(cfg.model.load_in_fp8.kinds) or (
+        cfg.lora is not None and cfg.model.keep_fp8 and bool(_checkpoint_quantization(cfg))
+    )
 
 
-def _on_disk(cfg: Config) -> str:
-    """How the checkpoint itself is quantized; "" if it is not."""
+def _checkpoint_quantization(cfg: Config) -> str:
+    """Return how the checkpoint is quantized, or "" if it is not."""
     if not (Path(cfg.model.path) / "config.json").is_file():  # the first run reports that it is missing
         return ""
     from octavo.models.folder.quantization import read_quantization
@@ -80,24 +98,24 @@ def _on_disk(cfg: Config) -> str:
     return "" if quantization is None else str(canonical_name(quantization.kind))
 
 
-def _high_base(cfg: Config) -> Config:
+def _with_high_precision_base(cfg: Config) -> Config:
     """A base in high precision: not quantized while loading, and dequantized if its checkpoint is in FP8."""
-    kept_codes = {"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}
-    return changing("model", load_in_fp8=LoadInFp8Section(), **kept_codes)(cfg)
+    kept_codes = {"keep_fp8": False} if cfg.lora is not None and _checkpoint_quantization(cfg) else {}
+    return change_section("model", load_in_fp8=LoadInFp8Section(), **kept_codes)(cfg)
 
 
-def without(cfg: Config) -> Config:
-    """The configuration with every saving off."""
-    for switch in switches(cfg):
+def without_savings(cfg: Config) -> Config:
+    """Return the configuration with every saving disabled."""
+    for switch in enabled_savings(cfg):
         cfg = switch.off(cfg)
     return cfg
 
 
-def storable(cfg: Config) -> Config:
+def with_plain_storage(cfg: Config) -> Config:
     """The configuration with weights and optimizer states stored as in high precision, so that it can continue from a
     high-precision checkpoint: compact storage is off, computation in FP8 stays."""
-    plain = without(cfg)
-    fp8 = _fp8(cfg, {"param": False}, {"param": None}).fp8
+    plain = without_savings(cfg)
+    fp8 = _change_fp8(cfg, {"param": False}, {"param": None}).fp8
     update = {"fp8": fp8, "optimizer": plain.optimizer, "train": plain.train, "lora": plain.lora}
     return cfg.model_copy(update=update)
 
@@ -105,7 +123,7 @@ def storable(cfg: Config) -> Config:
 def ablation(cfg: Config) -> list[tuple[str, Config]]:
     """(description, configuration) of the settings before the configuration itself, which is the last: without savings,
     then with one more at a time. Empty if it has none."""
-    enabled = switches(cfg)
+    enabled = enabled_savings(cfg)
     out = []
     for on in range(len(enabled)):
         setting = cfg
@@ -115,12 +133,12 @@ def ablation(cfg: Config) -> list[tuple[str, Config]]:
     return out
 
 
-def last(cfg: Config) -> str:
-    """Description of what the configuration itself adds to the setting before it."""
-    return f"+ {switches(cfg)[-1].words}"
+def describe_last_saving(cfg: Config) -> str:
+    """Describe the last saving that the configuration adds."""
+    return f"+ {enabled_savings(cfg)[-1].words}"
 
 
-def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
+def cost_rows(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
     """The table: each setting's bytes by measured kinds, mean loss and speed, and their change from the one before.
 
     Args:
@@ -147,7 +165,7 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
     return rows
 
 
-def changing(section: str, **values: Any) -> Callable[[Config], Config]:
+def change_section(section: str, **values: Any) -> Callable[[Config], Config]:
     """A function that changes values in one section of a configuration."""
 
     def change(cfg: Config) -> Config:
@@ -158,14 +176,14 @@ def changing(section: str, **values: Any) -> Callable[[Config], Config]:
     return change
 
 
-def _fp32_weights(cfg: Config) -> Config:
+def _with_fp32_weights(cfg: Config) -> Config:
     """fp32 weights that compute in BF16, as a model with BF16 weights does, so that settings differ only in storage.
     Adapters are then fp32; the rest computes as before."""
-    computing = changing("train", precision="bf16") if cfg.lora is None else changing("lora", dtype="fp32")
-    return computing(changing("optimizer", master="fp32")(cfg))
+    computing = change_section("train", precision="bf16") if cfg.lora is None else change_section("lora", dtype="fp32")
+    return computing(change_section("optimizer", master="fp32")(cfg))
 
 
-def _fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:
+def _change_fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:
     """Set ``whole`` in the fp8 section, and ``part`` in each component with its own settings."""
     parts = {n: p.model_copy(update=part) for n in COMPONENTS if (p := getattr(cfg.fp8, n)) is not None}
     return cfg.model_copy(update={"fp8": cfg.fp8.model_copy(update={**whole, **parts})})

@@ -1,7 +1,7 @@
 """Trains several runs of a trial at once, each in its own process.
 
 Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two runs on one core
-each are done in half the time. Each run is the command ``octavo train`` on its own configuration, so that it stops,
+each take half the time. Each run is the command ``octavo train`` on its own configuration, so that it stops,
 fails and resumes like any run; its output goes to ``arms/NAME.log``. Speeds measured this way are those of runs that
 share a machine: only their ratios are meaningful, and the report says so.
 """
@@ -31,13 +31,13 @@ PATIENCE = 60.0  # seconds that a run may take to save and exit
 
 #: what the process of a run executes: ``octavo train FILE``, which also exits when the trial has ended
 COMMAND = (
-    f"import runpy, sys; from {exit_with_parent.__name__} import follow; follow(int(sys.argv.pop(1))); "
-    "runpy.run_module('octavo', run_name='__main__')"
+    f"import runpy, sys; from {exit_with_parent.__name__} import signal_on_parent_exit; "
+    "signal_on_parent_exit(int(sys.argv.pop(1))); runpy.run_module('octavo', run_name='__main__')"
 )
 
 
 @dataclass
-class _Started:
+class _RunProcess:
     run: Run
     process: subprocess.Popen[bytes]
     log: Path
@@ -51,44 +51,44 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
-    waiting = _in_order(runs)
-    running: list[_Started] = []
+    waiting = _sort_runs(runs)
+    running: list[_RunProcess] = []
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())
-        show = stack.enter_context(_Progress(runs, console))
+        progress = stack.enter_context(_Progress(runs, console))
         stack.callback(_stop_all, running)
         while waiting or running:
-            while len(running) < jobs and (ready := next((run for run in waiting if _ready(run)), None)):
+            while len(running) < jobs and (ready := next((run for run in waiting if _is_ready(run)), None)):
                 waiting.remove(ready)
                 running.append(_start(ready, stack, nproc))
             if not running:
-                raise ReportError(f"{waiting[0].label} cannot begin: {waiting[0].after} does not exist")
+                raise ReportError(f"{waiting[0].label} cannot start: {waiting[0].after} does not exist")
             time.sleep(POLL)
             if requests:
                 raise SystemExit(128 + requests[0])
-            show.look()
+            progress.update()
             for started in [s for s in running if s.process.poll() is not None]:
                 running.remove(started)
                 if sentence := _fp8_failure(started):
                     failures[started.run.name] = sentence
                 elif started.process.returncode:
-                    raise ReportError(_failure(started))
+                    raise ReportError(_describe_failure(started))
     return failures
 
 
-def _in_order(runs: Sequence[Run]) -> list[Run]:
-    """The runs that others wait for first, then the longest: FP8, then high precision, then forks."""
+def _sort_runs(runs: Sequence[Run]) -> list[Run]:
+    """Sort runs: first those that others wait for, then the longest: FP8, then high precision, then forks."""
     awaited = any(run.after is not None for run in runs)
     rank = {"reference": 0 if awaited else 2, "fp8": 1, "saving": 1, "seed": 1, "cell": 1, "noise": 2, "fork": 3}
     return sorted(runs, key=lambda run: rank[run.kind])
 
 
-def _ready(run: Run) -> bool:
+def _is_ready(run: Run) -> bool:
     return run.after is None or run.after.is_dir()
 
 
-def _start(run: Run, stack: ExitStack, nproc: int) -> _Started:
+def _start(run: Run, stack: ExitStack, nproc: int) -> _RunProcess:
     directory = Path(run.cfg.run.dir)
     directory.parent.mkdir(parents=True, exist_ok=True)
     file, log = (directory.with_name(f"{directory.name}.{end}") for end in ("yaml", "log"))
@@ -102,10 +102,10 @@ def _start(run: Run, stack: ExitStack, nproc: int) -> _Started:
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **threads},
         start_new_session=True,
     )  # fmt: skip
-    return _Started(run, process, log)
+    return _RunProcess(run, process, log)
 
 
-def _fp8_failure(started: _Started) -> str | None:
+def _fp8_failure(started: _RunProcess) -> str | None:
     """The error of an FP8 run's training; None if it did not fail, or failed before its first step."""
     directory = Path(started.run.cfg.run.dir)
     began = (directory / "metrics.jsonl").exists() or (directory / "proof.json").exists()
@@ -115,7 +115,7 @@ def _fp8_failure(started: _Started) -> str | None:
     return message.strip() if prefix else None
 
 
-def _failure(started: _Started) -> str:
+def _describe_failure(started: _RunProcess) -> str:
     text = started.log.read_text(encoding="utf-8", errors="replace").strip()
     code = started.process.returncode
     how = f"was stopped by signal {-code if code < 0 else code - 128}" if code < 0 or code > 128 else f"failed ({code})"
@@ -143,7 +143,7 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _stop_all(running: list[_Started]) -> None:
+def _stop_all(running: list[_RunProcess]) -> None:
     """Ask the running processes to save and exit, and wait for them."""
     for started in running:
         started.process.terminate()
@@ -157,7 +157,7 @@ def _stop_all(running: list[_Started]) -> None:
 
 
 class _Progress:
-    """A bar per run on a terminal, lines elsewhere, nothing without a console. Reads progress from the runs'
+    """Shows a bar per run on a terminal, otherwise lines; nothing without a console. Reads progress from the runs'
     metrics."""
 
     def __init__(self, runs: Sequence[Run], console: Any) -> None:
@@ -179,26 +179,26 @@ class _Progress:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # after a hang-up there is no terminal to write to
-            self.look(final=True)
+            self.update(final=True)
             if self._bars is not None:
                 self._bars.stop()
 
-    def look(self, final: bool = False) -> None:
+    def update(self, final: bool = False) -> None:
         if self.console is None:
             return
         if self._bars is not None:
             for task, run in zip(self._tasks, self.runs, strict=True):
-                self._bars.update(task, completed=_steps(run))
+                self._bars.update(task, completed=_count_steps(run))
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
-            steps = [(run, _steps(run), run.cfg.train.total_steps - run.begins) for run in self.runs]
+            steps = [(run, _count_steps(run), run.cfg.train.total_steps - run.begins) for run in self.runs]
             done = sum(now >= total for _, now, total in steps)
             going = [f"{run.label} {now}/{total}" for run, now, total in steps if 0 < now < total]
             text = " | ".join([f"{done} of {len(steps)} runs done", *going])
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _steps(run: Run) -> int:
+def _count_steps(run: Run) -> int:
     try:
         return (Path(run.cfg.run.dir) / "metrics.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:

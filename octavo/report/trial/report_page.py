@@ -27,7 +27,16 @@ from octavo.report.evidence.trial_claims import Sides
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.evidence.trust_table import Check, percent
 from octavo.report.run import completions, page_parts, plots
-from octavo.report.run.page_parts import KINDS, TOTALS, fixed, flat, gemm_counts, memory_kinds, plan_groups, unit_of
+from octavo.report.run.page_parts import (
+    KINDS,
+    TOTALS,
+    choose_unit,
+    flatten,
+    format_fixed,
+    gemm_counts,
+    memory_kinds,
+    plan_groups,
+)
 from octavo.report.trial import factorial_cells, memory_savings, rl_plots
 from octavo.report.trial.judge import CLAIMS, Verdict, accuracy, last_step
 
@@ -40,18 +49,18 @@ ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad":
 def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
     """Write the report of a trial into ``directory``; return the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = document(verdict) | {
-        "savings": replace_nonfinite(savings_of(verdict, records)),
-        "completions": spoken(records),
+    data = to_json(verdict) | {
+        "savings": replace_nonfinite(saving_rows(verdict, records)),
+        "completions": compare_completions(records),
     }
-    drawings, images = draw(records, directory, (*verdict.claims, *verdict.effects))
+    drawings, images = draw_plots(records, directory, (*verdict.claims, *verdict.effects))
     page, numbers = directory / "report.html", directory / "report.json"
     atomic_write.write_text(page, render(verdict, records, drawings, data["created"]))
     atomic_write.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
     return (page, numbers, *images)
 
 
-def document(verdict: Verdict) -> dict[str, Any]:
+def to_json(verdict: Verdict) -> dict[str, Any]:
     """``report.json``: verdict, checks and all measurements, as plain JSON; numbers that are not finite are null."""
     return replace_nonfinite(
         {
@@ -69,8 +78,8 @@ def document(verdict: Verdict) -> dict[str, Any]:
     )
 
 
-def curves_of(records: Records) -> list[plots.Curve]:
-    """The loss curves, each with its colour; FP8 runs cycle through five colours."""
+def loss_curves(records: Records) -> list[plots.Curve]:
+    """Return the loss curves, each with its colour; FP8 runs cycle through five colours."""
     curves, fp8 = [], 0
     for run, record in records:
         if run.kind in ("saving", "seed", "cell"):
@@ -82,15 +91,15 @@ def curves_of(records: Records) -> list[plots.Curve]:
     return curves
 
 
-def spoken(records: Records) -> list[dict[str, Any]]:
-    """Completions of each FP8 recipe and of high precision, side by side; empty if none were recorded."""
+def compare_completions(records: Records) -> list[dict[str, Any]]:
+    """Return completions of each FP8 recipe and of high precision for the same prompts; empty if none were recorded."""
     reference = next(r for a, r in records if a.kind == "reference")
     every = ((a.label, completions.side_by_side(reference, r)) for a, r in records if a.kind == "fp8")
     return [{"label": label, "steps": steps} for label, steps in every if steps]
 
 
-def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tuple[dict[str, str], list[Path]]:
-    """Draw every plot: return SVG by name for the page, and the written PNG files."""
+def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tuple[dict[str, str], list[Path]]:
+    """Draw all plots. Returns SVG by name for the page, and the paths of the PNG files."""
     fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
     drawings, images = {}, []
 
@@ -106,16 +115,16 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
         if any(effect.low is not None for effect in effects):
             keep("effects", plots.effects_figure(effects))
         if (panels := rl_claims.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
-            pairs = rl_plots.sides_of(records)
+            pairs = rl_plots.pair_sides(records)
             keep(
                 "learning",
                 rl_plots.learning_figure(
-                    [*rl_plots.unpaired(records), *(ours for ours, _ in pairs), pairs[0][1]], panels
+                    [*rl_plots.unpaired_sides(records), *(ours for ours, _ in pairs), pairs[0][1]], panels
                 ),
             )
             keep("gap", rl_plots.reward_gap_figure(pairs, panels[0]))
         else:
-            curves = curves_of(records)
+            curves = loss_curves(records)
             keep("loss", plots.loss_figure(curves))
             keep("gap", plots.gap_figure(curves, LOSS_MARGIN))
         for run, record in fp8:
@@ -132,26 +141,30 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
         if bars:
             kinds = memory_kinds(bars)
             most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
-            keep("memory", plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most)))
+            keep(
+                "memory", plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, choose_unit(most))
+            )
     return drawings, images
 
 
 def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> list[dict[str, str]]:
-    """The key figures at the top of the page for one FP8 run."""
+    """Return the key figures of an FP8 run for the top of the page."""
     if record.failure:
         return [{"figure": "failed", "word": f"after step {last_step(record)} of {run.cfg.train.steps}"}]
     runs = {run["label"]: run for run in verdict.data["arms"]}
     reference = next((a, r) for a, r in records if a.kind == "reference")
     dtype, pairs = verdict.data["reference_dtype"], [(record, reference[1])]
     if (panels := rl_claims.PANELS.get(verdict.data["phase"])) is not None:  # means over the seeds
-        pairs = rl_claims.pairs_of(Sides((run, record), reference, records))
-        ours, theirs = (_mean([rl_claims.at_the_end(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1))
-        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {fixed(theirs, 3)}"
-        figures = [{"figure": fixed(ours, 3), "word": word}]
+        pairs = rl_claims.pair_runs(Sides((run, record), reference, records))
+        ours, theirs = (
+            _mean_or_nan([rl_claims.final_mean(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1)
+        )
+        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {format_fixed(theirs, 3)}"
+        figures = [{"figure": format_fixed(ours, 3), "word": word}]
     else:
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
         figures = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
-    mine, theirs = (_mean([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
+    mine, theirs = (_mean_or_nan([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
     if math.isfinite(mine) and math.isfinite(theirs):
         figures.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
     if record.proof.get("share") is not None:
@@ -166,13 +179,13 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     return figures
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    """NaN if any of them is missing."""
+def _mean_or_nan(values: Sequence[float | None]) -> float:
+    """Return the mean, or NaN if a value is missing."""
     return float(np.mean([math.nan if value is None else value for value in values]))
 
 
 def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
-    """(claim, run) -> the expected width of its interval before the first run, and the actual one."""
+    """Return the expected and the actual width of intervals, by (claim, run)."""
     texts = {}
     for expectation in verdict.data["power"]:
         estimate = Estimate(
@@ -182,42 +195,43 @@ def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
             continue
         for run, half in expectation["came"].items():
             texts[expectation["claim"], run] = (
-                f"expected {estimate.shown(estimate.half)}, measured {estimate.shown(half)}"
+                f"expected {estimate.format(estimate.half)}, measured {estimate.format(half)}"
             )
     return texts
 
 
-def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
-    """The table of each saving's cost; empty if the trial trained no runs for it."""
+def saving_rows(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
+    """Return the table of the cost of each saving; empty if the trial trained no runs for it."""
     by_name = {run["name"]: run for run in verdict.data["arms"]}
     runs = [by_name[run.name] for run, _ in records if run.kind == "saving"]
     if not runs:
         return []
     top = next(run for run, _ in records if run.kind == "fp8")
-    return memory_savings.costs(runs, by_name[top.name], memory_savings.last(top.cfg))
+    return memory_savings.cost_rows(runs, by_name[top.name], memory_savings.describe_last_saving(top.cfg))
 
 
 def speed_sentence(records: Records, jobs: int = 1) -> str:
-    """How to interpret the speed figures on the device of the trial; ``jobs`` runs trained at a time."""
-    shared = f"Up to {jobs} runs trained at a time and shared the machine. " if jobs > 1 else ""
+    """Return how to interpret the speed figures on this device; ``jobs`` runs trained at the same time."""
+    shared = f"Up to {jobs} runs trained at the same time and shared the machine. " if jobs > 1 else ""
     environment = next(r.environment for a, r in records if a.kind == "reference")
     if _computed_on(environment) == "gpu":
         return shared + "Measured on the GPU listed under Environment, in one trial."
     return shared + (
-        "No GPU here: FP8 ran as the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
-        "matrix products. The trial shows the effect of FP8 on training; these figures say nothing about its speed."
+        "This machine has no GPU: the reference backend emulated FP8 in plain PyTorch, with casts in addition to "
+        "ordinary matrix products. The trial shows the effect of FP8 on training; these figures say nothing about its "
+        "speed."
     )
 
 
 def _computed_on(environment: Mapping[str, Any]) -> str:
-    """gpu, cpu, or the type of another vendor's device; older records only list GPUs."""
+    """Return gpu, cpu, or the type of another device; older records only list GPUs."""
     device_type = (environment.get("accelerator") or {}).get("type")
     gpu = bool(environment.get("gpus")) and device_type != "cpu"
     return "gpu" if gpu else str(device_type or "cpu")
 
 
 def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
     fp8 = [
         {
@@ -255,18 +269,18 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         noise=verdict.data["noise"],
         dtype=verdict.data["reference_dtype"],
         panels=rl_claims.PANELS.get(verdict.data["phase"], ()),
-        no_losses=rl_claims.NO_LOSSES.get(verdict.data["phase"], ""),
+        no_losses=rl_claims.WHY_NO_LOSS_CLAIMS.get(verdict.data["phase"], ""),
         before=verdict.data["before"],
-        spoken=spoken(records),
+        completions=compare_completions(records),
         rollouts=verdict.data["phase"] == "rl",
         evaluated=any(run["eval"] for run in verdict.data["arms"]),
         drawings=drawings,
         fp8=fp8,
-        savings=savings_of(verdict, records),
+        savings=saving_rows(verdict, records),
         roles=ROLE_WORDS,
         kinds=[(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in memory_kinds(shown)],
         totals=[(k, word) for k, word in TOTALS.items() if any(k in memory for _, memory in shown)],
         speed_sentence=speed_sentence(records, verdict.data.get("jobs", 1)),
-        environment=flat(reference.environment),
+        environment=flatten(reference.environment),
         configs=[(run.label, record.config) for run, record in records],
     )

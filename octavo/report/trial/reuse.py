@@ -16,7 +16,7 @@ from octavo.report.evidence.run_reader import ReportError, RunRecord, read
 from octavo.report.evidence.trial_spec import Run
 
 
-def clear(directory: Path) -> None:
+def delete_trial(directory: Path) -> None:
     """Delete the runs and the report of an earlier trial; only folders that a trial created are touched."""
     for folder in sorted((directory / "arms").glob("*")):
         if (folder / "config.yaml").is_file():
@@ -35,16 +35,16 @@ def check_reusable(run: Run) -> None:
     saved = directory / "config.yaml"
     if not saved.is_file():
         return
-    differ = _differences(comparable(load_config(saved)), comparable(run.cfg))
+    differ = _differences(comparable_settings(load_config(saved)), comparable_settings(run.cfg))
     if differ:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])
         raise ReportError(
-            f"{directory} was trained with another configuration: {shown}. "
-            "Choose another directory, or train the runs again with --fresh"
+            f"{directory} was trained with another configuration: {shown}. Choose another directory, or train the runs "
+            "again with --fresh"
         )
 
 
-def same_files(cfg: Config, directory: Path) -> None:
+def check_same_files(cfg: Config, directory: Path) -> None:
     """Record the content of the data and the model folder when a trial begins, and raise ``ReportError`` if it has
     changed when the trial continues: its runs would use different data."""
     from octavo.train import TrainError
@@ -61,7 +61,7 @@ def same_files(cfg: Config, directory: Path) -> None:
         raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 
 
-def comparable(cfg: Config) -> dict[str, Any]:
+def comparable_settings(cfg: Config) -> dict[str, Any]:
     """The settings that decide a run's figures: everything but its folder, tracking and checkpoints."""
     data = cfg.model_dump(mode="json")
     saved = "save", "save_every", "save_states", "keep", "milestones"
@@ -79,7 +79,7 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]
     return [] if old == new else [(key, old, new)]
 
 
-def finished(run: Run) -> RunRecord | None:
+def read_finished(run: Run) -> RunRecord | None:
     """The record of a run that reached its end; None if it must (still) run."""
     directory = Path(run.cfg.run.dir)
     if not (directory / "metrics.jsonl").is_file():

@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octavo.report.evidence.rl_claims import Panel, pairs_of
-from octavo.report.evidence.run_reader import RunRecord, common
+from octavo.report.evidence.rl_claims import Panel, pair_runs
+from octavo.report.evidence.run_reader import RunRecord, common_steps
 from octavo.report.evidence.trial_claims import Sides
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.run.plots import PALETTE, smooth, window_for
@@ -29,17 +29,17 @@ class Side:
     dashed: bool = False
 
 
-def sides_of(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]]:
+def pair_sides(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]]:
     """Pairs of an FP8 recipe and high precision, over the seeds that both have; FP8 runs cycle through five colours."""
     reference = next((run, record) for run, record in records if run.kind == "reference")
     sides = []
     for number, fp8 in enumerate((run, record) for run, record in records if run.kind == "fp8"):
-        ours, theirs = zip(*pairs_of(Sides(fp8, reference, records)), strict=True)
+        ours, theirs = zip(*pair_runs(Sides(fp8, reference, records)), strict=True)
         sides.append((Side(fp8[0].label, f"fp8-{number % 5}", ours), Side("high precision", "base", theirs, True)))
     return sides
 
 
-def unpaired(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:
+def unpaired_sides(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:
     """High-precision runs with seeds that FP8 was not trained with: they show the effect of the seed alone."""
     seeds = {run.cfg.run.seed for run, _ in records if run.kind in ("fp8", "seed")}
     every = [(run, record) for run, record in records if run.kind == "noise" and run.cfg.run.seed not in seeds]
@@ -54,7 +54,7 @@ def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
     every = figure.subplots(rows, 2, squeeze=False).flatten()
     for axes, panel in zip(every, shown, strict=False):
         for side in sides:
-            _lines(axes, side, [(r.steps, r.figures[panel.key]) for r in side.records if panel.key in r.figures])
+            _draw_side(axes, side, [(r.steps, r.figures[panel.key]) for r in side.records if panel.key in r.figures])
         values = np.concatenate([line.get_ydata() for line in axes.get_lines()])
         values = values[np.isfinite(values)]
         if panel.log and values.size and values.min() > 0:
@@ -78,9 +78,9 @@ def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figur
         gaps = []
         for ours, theirs in zip(fp8.records, high.records, strict=True):
             if panel.key in ours.figures and panel.key in theirs.figures:
-                mine, other = common(ours, theirs)
+                mine, other = common_steps(ours, theirs)
                 gaps.append((ours.steps[mine], ours.figures[panel.key][mine] - theirs.figures[panel.key][other]))
-        _lines(axes, fp8, gaps)
+        _draw_side(axes, fp8, gaps)
     axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
     axes.margins(x=0.01)
     axes.set(title=f"{panel.title}: FP8 minus high precision, seed by seed", xlabel="step", ylabel=panel.unit)
@@ -89,7 +89,7 @@ def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figur
     return figure
 
 
-def _lines(axes: Axes, side: Side, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _draw_side(axes: Axes, side: Side, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Each curve (steps, values), and the mean of all at the steps that all have; sparse curves, such as evaluations,
     have a dot at each value."""
     if not curves:

@@ -1,4 +1,4 @@
-"""The runs of a trial in their order: each has a name, a kind and a configuration.
+"""The runs of a trial in order: each has a name, a kind and a configuration.
 
 High precision, the same with other seeds, each FP8 recipe, the ablation of savings, pairs of seeds, forks.
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report.evidence.claims import LEAST_FORK
+from octavo.report.evidence.claims import MIN_FORK_STEPS
 from octavo.report.evidence.run_reader import ReportError
-from octavo.report.evidence.trial_claims import forks_begin
+from octavo.report.evidence.trial_claims import fork_step
 from octavo.report.evidence.trial_spec import Run
-from octavo.report.trial.memory_savings import ablation, storable, without
+from octavo.report.trial.memory_savings import ablation, with_plain_storage, without_savings
 
 HIGH = "high precision"
 _BARE = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": ()}
 
 
-def runs_of(
+def make_runs(
     cfg: Config,
     recipes: Sequence[str] | None,
     directory: Path,
@@ -31,50 +31,52 @@ def runs_of(
     seeds: int = 1,
     of: str = "",
 ) -> list[Run]:
-    """The runs of a trial in order; raises ``ReportError`` if none of them would be FP8. ``of``: the components in FP8,
-    if the configuration has more of them."""
+    """Return the runs of a trial in order; raises ``ReportError`` if none of them would be FP8. ``of``: the components
+    in FP8, if the configuration has more of them."""
     own_name = own_recipe(cfg)
     if recipes is None:
         if own_name == "off":
             raise ReportError(
-                "the configuration has fp8.recipe: off, so there is no FP8 to compare with high precision. "
-                f"Set fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
+                "the configuration has fp8.recipe: off, so there is no FP8 to compare with high precision. Set "
+                f"fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
             )
         recipes = [own_name]
     wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own_name)]
     if wrong or not recipes:
         known = ", ".join(r for r in RECIPES if r != "off")
-        problem = f"no FP8 recipe is called {', '.join(map(repr, wrong))}" if wrong else "no recipe is named"
-        raise ReportError(f"{problem}; compare compares FP8 recipes with high precision. Name one or more of: {known}")
-    plain = high_precision(cfg)
-    seed, begins = cfg.run.seed, forks_begin(cfg.train.total_steps)
+        problem = f"unknown FP8 recipe {', '.join(map(repr, wrong))}" if wrong else "no recipe is named"
+        raise ReportError(f"{problem}; choose one or more of {known}")
+    plain = high_precision_config(cfg)
+    seed, begins = cfg.run.seed, fork_step(cfg.train.total_steps)
     # The checkpoint is kept even without forks, so that forks can be added later without training high precision again.
-    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.total_steps - begins >= LEAST_FORK
+    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.total_steps - begins >= MIN_FORK_STEPS
     milestones = (begins,) if forks or forkable else ()
     forkable_cfg = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
-    reference = _run_of(forkable_cfg, directory, "high-precision", HIGH, "reference", seed)
+    reference = _make_run(forkable_cfg, directory, "high-precision", HIGH, "reference", seed)
     others = range(seed + 1, seed + max(seeds, 2))
     runs = [
         reference,
-        *(_run_of(plain, directory, f"high-precision-seed-{s}", f"{HIGH}, seed {s}", "noise", s) for s in others),
+        *(_make_run(plain, directory, f"high-precision-seed-{s}", f"{HIGH}, seed {s}", "noise", s) for s in others),
     ]
     names = list(dict.fromkeys(recipes))
     for name in names:
         chosen = cfg if name == own_name else with_recipe(cfg, name)
         for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
-            runs.append(_run_of(setting, directory, f"saving-{number}", words, "saving", seed))
-        fp8 = _run_of(chosen, directory, f"fp8-{name}{of and f'-{of}'}", f"FP8 {name}{of and f' of {of}'}", "fp8", seed)
+            runs.append(_make_run(setting, directory, f"saving-{number}", words, "saving", seed))
+        fp8 = _make_run(
+            chosen, directory, f"fp8-{name}{of and f'-{of}'}", f"FP8 {name}{of and f' of {of}'}", "fp8", seed
+        )
         runs.append(fp8)
         for s in range(seed + 1, seed + seeds):
-            run = _run_of(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
+            run = _make_run(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
             runs.append(replace(run, of=fp8.name))
-        runs += [_fork(reference, fp8, storable(chosen), number, directory) for number in range(forks)]
+        runs += [_fork_run(reference, fp8, with_plain_storage(chosen), number, directory) for number in range(forks)]
     # The high-precision fork with the reference's seed is the reference itself, if it logs every step.
     first = 1 if cfg.run.log_every == 1 else 0
-    return runs + [_fork(reference, None, plain, number, directory) for number in range(first, forks)]
+    return runs + [_fork_run(reference, None, plain, number, directory) for number in range(first, forks)]
 
 
-def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: Path) -> Run:
+def _fork_run(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: Path) -> Run:
     """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
     begins = reference.cfg.run.milestones[0]
     checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
@@ -87,21 +89,21 @@ def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: 
     )
     name, label = ("high-precision", HIGH) if fp8 is None else (fp8.name, fp8.label)
     seed = reference.cfg.run.seed + number
-    run = _run_of(cfg, directory, f"fork-{number}-{name}", f"{label}, fork {number + 1}", "fork", seed)
+    run = _make_run(cfg, directory, f"fork-{number}-{name}", f"{label}, fork {number + 1}", "fork", seed)
     return replace(run, of="" if fp8 is None else fp8.name, number=number, begins=begins)
 
 
-def cell(cfg: Config, directory: Path, parts: Sequence[str], seed: int) -> Run:
-    """A cell of a factorial trial: FP8 in these components; only its held-out figures are used."""
+def cell_run(cfg: Config, directory: Path, parts: Sequence[str], seed: int) -> Run:
+    """Return a cell of a factorial trial: FP8 in these components; only its held-out figures are used."""
     bare = cfg.model_copy(update={"run": cfg.run.model_copy(update=_BARE)})
     name = f"cell-{'+'.join(parts)}"
-    run = _run_of(bare, directory, f"{name}-seed-{seed}", f"FP8 in {' + '.join(parts)}, seed {seed}", "cell", seed)
+    run = _make_run(bare, directory, f"{name}-seed-{seed}", f"FP8 in {' + '.join(parts)}, seed {seed}", "cell", seed)
     return replace(run, factors=tuple(parts))
 
 
-def high_precision(cfg: Config) -> Config:
-    """The configuration to compare FP8 with: no FP8 and no savings, in BF16 if the configured model is BF16."""
-    return without(cfg).model_copy(update={"fp8": Fp8Section(recipe="off")})
+def high_precision_config(cfg: Config) -> Config:
+    """Return the configuration to compare FP8 with: no FP8 and no savings, in BF16 if the configured model is BF16."""
+    return without_savings(cfg).model_copy(update={"fp8": Fp8Section(recipe="off")})
 
 
 def with_recipe(cfg: Config, name: str) -> Config:
@@ -118,8 +120,8 @@ def with_recipe(cfg: Config, name: str) -> Config:
 
 
 def own_recipe(cfg: Config) -> str:
-    """The recipe of a configuration; "by-plan" if a plan file decides; "by-component" if only components or rules
-    set one; or off."""
+    """Return the recipe of a configuration; "by-plan" if a plan file decides; "by-component" if only components or
+    rules set one; or off."""
     fp8 = cfg.fp8
     if fp8.plan is not None:
         return "by-plan"
@@ -129,6 +131,6 @@ def own_recipe(cfg: Config) -> str:
     return "by-component" if any(p and p.recipe not in (None, "off") for p in parts) else "off"
 
 
-def _run_of(cfg: Config, directory: Path, name: str, label: str, kind: str, seed: int) -> Run:
+def _make_run(cfg: Config, directory: Path, name: str, label: str, kind: str, seed: int) -> Run:
     fixed_run_keys = {"dir": str(directory / "arms" / name), "resume": "auto", "save_states": True, "seed": seed}
     return Run(name, label, kind, cfg.model_copy(update={"run": cfg.run.model_copy(update=fixed_run_keys)}))

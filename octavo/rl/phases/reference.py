@@ -94,7 +94,7 @@ class CopyReference:
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
         if cfg.run.start_from is not None:
             checkpoint.load_weights(
-                cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.owns
+                cfg.run.start_from, model=model, optimizer=None, world=world, may_be_missing=critic.is_critic_parameter
             )
         model.requires_grad_(False).eval()
         frozen_base.switch_off_dropout(model, cfg)  # blocks with dropout would not be fused like the policy's

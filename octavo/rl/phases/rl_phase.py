@@ -41,13 +41,13 @@ class RlPhase(Phase):
 
     names = ("rl",)
     tensorboard = TRL_NAMES
-    starved = (
+    no_loss_advice = (
         "If prompts were skipped for their length, lower rl.max_new_tokens or raise train.seq_length. If the rewards "
         "of each group are all equal (reward and reward_std in metrics.jsonl), rl.dynamic_sampling drops every group: "
         "use rewards or prompts that distinguish completions. rl.mask_truncated drops completions that "
         "rl.max_new_tokens cut off: raise it"
     )
-    exhausts = True
+    can_exhaust_data = True
 
     def __init__(self) -> None:
         self.rewards: Rewards | None = None

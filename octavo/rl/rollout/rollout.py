@@ -22,7 +22,7 @@ from octavo.rl.rollout.experience import Rollout, engine_prompt
 from octavo.train import TrainError
 from octavo.train.estimate.memory import gb
 from octavo.train.estimate.memory.rollout import check_pages
-from octavo.train.forward.evaluation import SHOWN, Answer
+from octavo.train.forward.evaluation import MAX_LOGGED, Answer
 
 USABLE_SHARE = 0.9
 """Share of free memory that is used; the rest is reserved for fragmentation of the allocator."""
@@ -167,7 +167,7 @@ def evaluate_held_out(
     completions, _ = generate_completions(engine, prompts, greedy, single, doing)
     rollout = score_completions(rewards, tokenizer, prompts, completions)
     if shown is not None:
-        first = list(zip(rollout.prompts, rollout.texts, rollout.rewards.tolist(), strict=True))[:SHOWN]
+        first = list(zip(rollout.prompts, rollout.texts, rollout.rewards.tolist(), strict=True))[:MAX_LOGGED]
         shown += [
             Answer(p.file, p.row, p.input_ids.tolist(), _answer_text(p.answer), text, None, r) for p, text, r in first
         ]

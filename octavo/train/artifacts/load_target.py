@@ -199,7 +199,9 @@ class Target:
                 digests = frozen_base.compute_digests(model, world)
                 base = frozen_base.FrozenBase.from_model(model, digests, world)
                 frozen_base.check_same_base(before["base"], base.fingerprint, path, str(self.base))
-        restored = checkpoint.load(path, model=model, optimizer=None, world=world, may_be_missing=critic.owns)
+        restored = checkpoint.load(
+            path, model=model, optimizer=None, world=world, may_be_missing=critic.is_critic_parameter
+        )
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)

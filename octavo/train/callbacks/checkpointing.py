@@ -109,5 +109,6 @@ def _write_adapter(job: Job) -> None:
 def _write_hf(job: Job) -> None:
     """Write hf/, the trained weights as a Hugging Face folder, on all ranks."""
     checkpoints.save_hf(
-        job.model, job.cfg.model.path, job.directory / "hf", job.world, skip=critic.owns, encrypt=job.cfg.run.encrypt
-    )
+        job.model, job.cfg.model.path, job.directory / "hf", job.world,
+        skip=critic.is_critic_parameter, encrypt=job.cfg.run.encrypt,
+    )  # fmt: skip

@@ -1,11 +1,11 @@
 """``run.check_every``: recomputes GEMMs in some steps, to find a device that silently computes wrong results.
 
-The same steps compare the FP8 codes of weights with a sample of the weights. So does the first step after an evaluation
-or a checkpoint, because weights may then have been replaced by their moving average and restored. A write through
-``.data`` leaves the codes of the previous weight in use (:func:`octavo.fp8.weights.stale_codes`).
+These steps also compare the FP8 codes of weights with a sample of the weights. So does the first step after an
+evaluation or a checkpoint, because weights may then have been replaced by their moving average and restored. A write
+through ``.data`` leaves the codes of the previous weight in use (:func:`octavo.fp8.weights.stale_codes`).
 
-Each rank checks its own device, with the same GEMMs in the same steps. Each check adds a line to checks.jsonl with what
-was compared and, for each difference, the rank, host, device, layer, GEMM and both values. Lines are never removed: a
+Each rank checks its own device, with the same GEMMs in the same steps. Each check adds a line to checks.jsonl with the
+compared GEMMs and, for each difference, the rank, host, device, layer, GEMM and both values. Lines are never removed: a
 step that is repeated after a fault has a second line.
 """
 
@@ -39,8 +39,8 @@ class CorruptionCheck(Callback):
     """
 
     def begin(self, run: Run) -> None:
-        self.clean = 0
-        self.exchanged = True  # whether weights may have been swapped since the last step
+        self.last_clean_step = 0
+        self.weights_may_differ = True  # True if weights may have been swapped since the last step
         every, count = run.cfg.run.check_every, len(fp8_gemms(run.job.plan))
         size = check_size(count)
         run.say(
@@ -53,15 +53,15 @@ class CorruptionCheck(Callback):
         if number % every == 0:
             chosen = select_gemms(fp8_gemms(run.job.plan), seed, number // every - 1)
             run.job.stepper.check = Check(chosen, draw=number)
-        elif self.exchanged:
+        elif self.weights_may_differ:
             run.job.stepper.check = Check((), draw=number)
-        self.exchanged = False
+        self.weights_may_differ = False
 
     def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
-        self.exchanged = True
+        self.weights_may_differ = True
 
     def saved(self, run: Run, checkpoint: Path) -> None:
-        self.exchanged = True
+        self.weights_may_differ = True
 
     def after_step(self, run: Run, step: Step) -> None:
         check, run.job.stepper.check = run.job.stepper.check, None
@@ -69,11 +69,11 @@ class CorruptionCheck(Callback):
             return
         run.world.set_phase(f"step {step.number}, gathering what its check found")
         counts = asdict(check.done)
-        mine = {"done": counts, "faults": _located_faults(run, check), "stale": check.stale}
-        by_rank = run.world.gather_objects(mine)
-        done = {key: sum(one["done"][key] for one in by_rank) for key in counts}
-        faults = [fault for one in by_rank for fault in one["faults"]]
-        stale = list(dict.fromkeys(name for one in by_rank for name in one["stale"]))
+        local_result = {"done": counts, "faults": _located_faults(run, check), "stale": check.stale}
+        by_rank = run.world.gather_objects(local_result)
+        done = {key: sum(result["done"][key] for result in by_rank) for key in counts}
+        faults = [fault for result in by_rank for fault in result["faults"]]
+        stale = list(dict.fromkeys(name for result in by_rank for name in result["stale"]))
         if check.sites:
             step.row["checked"] = done["products"]
         if run.world.is_main and (check.sites or stale):
@@ -82,11 +82,11 @@ class CorruptionCheck(Callback):
             line: dict[str, object] = {"step": step.number, "time": now, "sites": gemms, **done, "faults": faults}
             _append(run, line | ({"stale": stale} if stale else {}))
         if faults:
-            raise TrainError(_sentence(step.number, faults, self.clean))
+            raise TrainError(_fault_message(step.number, faults, self.last_clean_step))
         if stale:
             raise TrainError(f"step {step.number}: {stale_codes_message(stale)} The step is not saved")
         if check.sites:
-            self.clean = step.number
+            self.last_clean_step = step.number
 
 
 def _located_faults(run: Run, check: Check) -> list[dict[str, Any]]:
@@ -104,13 +104,15 @@ def _append(run: Run, line: Mapping[str, object]) -> None:
         os.fsync(file.fileno())
 
 
-def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
-    who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
+def _fault_message(number: int, faults: Sequence[dict[str, Any]], last_clean_step: int) -> str:
+    devices = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
     messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:MAX_NAMED])
     rest = f"; {len(faults) - MAX_NAMED} more are in {run_dir.CHECKS}" if len(faults) > MAX_NAMED else ""
-    since = f"the last check without a fault was at step {clean}" if clean else "no check before it in this session"
+    since = "it was the first check of this session"
+    if last_clean_step:
+        since = f"the last check without a fault was at step {last_clean_step}"
     return (
-        f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "
-        "Remove that device, or run octavo doctor on it first, and continue with run.resume=auto, or from an older "
-        "checkpoint with run.resume=PATH if you doubt the newest"
+        f"step {number} computed wrongly on {' and '.join(devices)}. {messages}{rest}. The step is not saved "
+        f"({since}). Remove that device, or run octavo doctor on it first, and continue with run.resume=auto, or from "
+        "an older checkpoint with run.resume=PATH if the newest may be affected"
     )

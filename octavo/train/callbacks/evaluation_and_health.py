@@ -1,4 +1,4 @@
-"""Checks and measurements of a run: GEMMs against the plan, FP8 health, memory by kind, expert load, evaluation."""
+"""Callbacks that check and measure a run: GEMMs against the plan, FP8 health, memory, expert load, evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import Answer
 from octavo.train.run_dir import run_dir
-from octavo.train.step.nonfinite import refuse_weights
+from octavo.train.step.nonfinite import check_weights_finite
 from octavo.train.step.step import Batches, Observe
 
 ANSWERS = "answers.jsonl"
@@ -24,8 +24,9 @@ MAX_CHARS = 600
 
 
 class Proof(Callback):
-    """Counts the GEMMs of the first step that reaches a component and compares them with the plan, and again for each
-    new plan. A mismatch stops the run; proof.json names it. A phase's own proof in it is as of the last checkpoint."""
+    """Counts the GEMMs of the first step that reaches a component and compares them with the plan. Repeats this for
+    each new plan. A mismatch stops the run and is recorded in proof.json. A phase's additional proof in that file is
+    updated at checkpoints."""
 
     def begin(self, run: Run) -> None:
         schedule, self.phase_proof = run.job.precision_schedule, run.job.phase.proof(run.job.stepper)
@@ -35,7 +36,7 @@ class Proof(Callback):
         safe_read.check_schema(
             before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError
         )
-        # The span of the checkpoint ends with it, because the GEMMs from here on are counted again.
+        # The span that contains the checkpoint ends there, because later GEMMs are counted again.
         self.earlier_spans = [
             {**span, "steps": [first, min(last or run.step, run.step)]}
             for span in before.get("spans", ())
@@ -77,8 +78,8 @@ class Proof(Callback):
 
 
 class HealthMetrics(Callback):
-    """Requests health figures every `run.health_every` steps, memory at the first step and after each health step, and
-    expert load for each logged row; adds them to the row."""
+    """Requests FP8 health figures every `run.health_every` steps, memory in the first step and after each health step,
+    and expert load for each logged row, and adds them to the row."""
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         every = run.cfg.run.health_every
@@ -100,8 +101,8 @@ class HealthMetrics(Callback):
 
 
 class AnswersLog:
-    """Appends the first answers of each evaluation to answers.jsonl; lines after `step`, from which the run continues,
-    are dropped. With `encrypt` the file is answers.jsonl.aes, with encrypted lines.
+    """Appends the first answers of each evaluation to answers.jsonl. Lines of later steps than `step`, from which the
+    run resumes, are dropped. With `encrypt` the file is answers.jsonl.aes, with encrypted lines.
 
     {"step", "file", "row", "prompt", "wanted", "said", "right" or null, "reward" or null}; texts have at most
     :data:`MAX_CHARS` characters, prompts their last ones.
@@ -114,52 +115,54 @@ class AnswersLog:
     def write(self, step: int, answers: Sequence[Answer]) -> None:
         rows = (
             {
-                "step": step, "file": one.file, "row": one.row, "prompt": self._text(one.before)[-MAX_CHARS:],
-                "wanted": self._text(one.wanted)[:MAX_CHARS], "said": self._text(one.said)[:MAX_CHARS],
-                "right": one.right, "reward": one.reward,
+                "step": step, "file": answer.file, "row": answer.row, "prompt": self._text(answer.before)[-MAX_CHARS:],
+                "wanted": self._text(answer.wanted)[:MAX_CHARS], "said": self._text(answer.said)[:MAX_CHARS],
+                "right": answer.right, "reward": answer.reward,
             }
-            for one in answers
+            for answer in answers
         )  # fmt: skip
         run_dir.append_lines(self.file, (json.dumps(row) + "\n" for row in rows))
 
-    def _text(self, said: Sequence[int] | str) -> str:
-        """The text of tokens, with " | " in place of control tokens; a text unchanged."""
-        if isinstance(said, str):
-            return said
+    def _text(self, answer: Sequence[int] | str) -> str:
+        """Return the text of tokens, with " | " instead of control tokens. A text is returned unchanged."""
+        if isinstance(answer, str):
+            return answer
         control = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-        parts = (list(part) for special, part in itertools.groupby(said, control.__contains__) if not special)
+        parts = (list(part) for special, part in itertools.groupby(answer, control.__contains__) if not special)
         lines = (str(self.tokenizer.decode(part)).strip() for part in parts)
         return " | ".join(line for line in lines if line)
 
 
 class Evaluation(Callback):
-    """Evaluates every `run.eval_every` steps and after the last one. An evaluation that is due when the run stops is
-    done on resume."""
+    """Evaluates every `run.eval_every` steps and after the last step. An evaluation that is due when the run stops is
+    done when it is resumed."""
 
     def begin(self, run: Run) -> None:
-        done = run.row.get("step") == run.step
-        seen = done and "eval" in run.row
+        has_row = run.row.get("step") == run.step
+        is_evaluated = has_row and "eval" in run.row
         if run.world.is_main and run.job.evalset is not None:
             self.answers = AnswersLog(
-                run.directory, run.job.processor.tokenizer, run.step - (not seen), run.cfg.run.encrypt
+                run.directory, run.job.processor.tokenizer, run.step - (not is_evaluated), run.cfg.run.encrypt
             )
-        if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
+        if not run.step or not is_due(run, run.step) or not run.world.any(run.world.is_main and not is_evaluated):
             return
-        run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
+        run.row = {**(run.row if has_row else {"step": run.step}), "eval": self._evaluate(run)}
         run.drop_last_row()
         if run.log is not None:
             run.log.write(run.row)
 
     def after_step(self, run: Run, step: Step) -> None:
-        if due(run, step.number) and not run.stopping:
+        if is_due(run, step.number) and not run.stopping:
             try:
                 step.row["eval"] = self._evaluate(run)
             except ValueError:  # an error of held-out rows, answers or rewards must not lose the step
-                if run.world.size == 1 and step.result.applied:  # a collective, which the others would miss
-                    self._rescue(run, step)
+                if (
+                    run.world.size == 1 and step.result.applied
+                ):  # saving is a collective call, which other ranks would miss
+                    self._save_step(run, step)
                 raise
 
-    def _rescue(self, run: Run, step: Step) -> None:
+    def _save_step(self, run: Run, step: Step) -> None:
         if run.log is not None:
             run.log.write(step.row)
         run.row = step.row
@@ -173,7 +176,7 @@ class Evaluation(Callback):
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
         run.world.set_phase(f"step {run.step}, evaluating")
-        refuse_weights(run.model, run.world, f"after step {run.step}")
+        check_weights_finite(run.model, run.world, f"after step {run.step}")
         shown: list[Answer] = []
         run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset, shown)
         if run.world.is_main and shown:
@@ -182,7 +185,7 @@ class Evaluation(Callback):
         return run.eval
 
 
-def due(run: Run, number: int) -> bool:
-    """Whether an evaluation follows a step."""
+def is_due(run: Run, number: int) -> bool:
+    """True if an evaluation follows step `number`."""
     every = run.cfg.run.eval_every
     return run.job.evalset is not None and (number == run.cfg.train.total_steps or (every > 0 and number % every == 0))

@@ -29,19 +29,19 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches, Stepper
 
-WARMUP_STEPS = 2  # steps of a session before the window
+WARMUP_STEPS = 2  # steps of a session before the gain window
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The measurement.
+    """The result of the measurement.
 
     fp8_s, high_s  median seconds of a step's forwards and backwards in FP8 and in high precision, on the slowest rank
     gain           high_s / fp8_s - 1: 0.25 means 1.25 times as fast; negative if FP8 is slower
-    steps          timed in each precision
-    step           after which it was measured
-    tokens         of a timed step on this rank
+    steps          number of timed steps in each precision
+    step           step after which it was measured
+    tokens         tokens of a timed step on this rank
     """
 
     fp8_s: float
@@ -52,7 +52,7 @@ class Gain:
     tokens: int
 
     def sentence(self, emulated: bool = False) -> str:
-        """The result as a sentence; a warning if FP8 is slower, with a hint that it is emulated without a GPU."""
+        """Return the result as a sentence, or as a warning if FP8 is slower. `emulated`: FP8 runs without a GPU."""
         figures = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
@@ -71,15 +71,16 @@ class Gain:
 
 
 class GainWindow(Callback):
-    """Measures once in a run (`run.gain_steps`), after a session's warm-up. gain.json and the step's row get the
-    result; gain.json gets the reason if it failed. A run that stops in the window measures after it is resumed."""
+    """Measures once in a run (`run.gain_steps`), after the warm-up of a session. The result is written to gain.json and
+    to the step's row; if the measurement fails, gain.json has the reason. A run that stops in the window repeats the
+    measurement after it is resumed."""
 
     def begin(self, run: Run) -> None:
         if run.cfg.run.gain_steps and not run.job.precision_schedule.schedule.parts:
             run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
 
     def after_step(self, run: Run, step: Step) -> None:
-        last = min(run.first + WARMUP_STEPS, run.cfg.train.total_steps)  # a later step, if FP8 begins later
+        last = min(run.first + WARMUP_STEPS, run.cfg.train.total_steps)  # a later step if FP8 starts later
         self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number >= last
         step.wanted |= self.due
 
@@ -118,11 +119,11 @@ class GainWindow(Callback):
 
 
 class GainWindowOutOfMemory(Exception):
-    """The window ran out of memory; the message says in which precision."""
+    """The gain window ran out of memory; the message has the precision."""
 
 
 class GainWindowStopped(Exception):
-    """The run was asked to stop during the window."""
+    """A stop was requested during the gain window."""
 
 
 def measure(
@@ -133,7 +134,8 @@ def measure(
     stop: Callable[[], bool] = lambda: False,
     clock: Clock = time.perf_counter,
 ) -> Gain:
-    """Time `steps` steps in each precision on `batches` of this rank. A collective; the run's state is restored.
+    """Time `steps` steps in each precision on `batches` of this rank, and restore the state of the run. Collective
+    call.
 
     `stop` is called before each pass, on all ranks, and ends the window if it returns True. `clock` is for tests.
 
@@ -144,50 +146,52 @@ def measure(
     generators = checkpoint.rng.collect(world.rank)
     histories = fp8.scaling_state(stepper.model)
     times: dict[str, list[float]] = {"fp8": [], "high": []}
-    full = ""
+    out_of_memory = ""
     try:
         for turn in range(-1, steps):  # turn -1 is the warm-up of both
             for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
                 if stop():
                     raise GainWindowStopped
-                spent = _once(stepper, batches, kind == "high", clock)
+                seconds = _time_step(stepper, batches, kind == "high", clock)
                 if turn >= 0:
-                    times[kind].append(spent)
+                    times[kind].append(seconds)
     except torch.OutOfMemoryError as error:
-        named = {"fp8": "FP8", "high": "high precision"}[kind]
-        full = f"the gain window ran out of memory in {named} ({str(error).strip().splitlines()[0]})"
+        precision = {"fp8": "FP8", "high": "high precision"}[kind]
+        out_of_memory = f"the gain window ran out of memory in {precision} ({str(error).strip().splitlines()[0]})"
         if world.size > 1:
-            raise TrainError(f"{full}. Continue with run.resume=auto run.gain_steps=0, or lower micro_batch") from error
+            raise TrainError(
+                f"{out_of_memory}. Resume with run.resume=auto run.gain_steps=0, or lower micro_batch"
+            ) from error
     finally:
         stepper.optimizer.zero_grad(set_to_none=True)
         if histories:
             fp8.load_scaling_state(stepper.model, histories)
         fp8.invalidate(stepper.model)
         checkpoint.rng.restore(generators, world.rank)
-    if full:  # raised outside the except block, where the frames that hold a half-done graph are freed
+    if out_of_memory:  # raised outside the except block, after the frames that hold an incomplete graph are freed
         accelerator.empty_cache(world.device)
-        raise GainWindowOutOfMemory(full)
-    mine = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
-    low, high = world.all_reduce_max(mine).tolist()
+        raise GainWindowOutOfMemory(out_of_memory)
+    medians = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
+    low, high = world.all_reduce_max(medians).tolist()
     tokens = sum(batch["meta"].tokens for batch in batches)
     return Gain(low, high, high / low - 1, steps, step, tokens)
 
 
-def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float:
-    """Seconds of one step's forwards and backwards."""
+def _time_step(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float:
+    """Return the seconds of one step's forwards and backwards."""
     device = stepper.world.device
     fp8.invalidate(stepper.model)
     accelerator.synchronize(device)
     began = clock()
     with uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
-        _run(stepper, batches)
+        _run_step(stepper, batches)
     accelerator.synchronize(device)
-    spent = clock() - began
+    seconds = clock() - began
     stepper.optimizer.zero_grad(set_to_none=True)
-    return spent
+    return seconds
 
 
-def _run(stepper: Stepper, batches: Batches) -> None:
+def _run_step(stepper: Stepper, batches: Batches) -> None:
     tokens = max(sum(batch["meta"].tokens for batch in batches), 1)
     for batch in batches:
         stepper.backward(batch, 1.0, batch["meta"].tokens / tokens)

@@ -13,10 +13,10 @@ from octavo.train.run_dir.run_dir import METRICS, truncate_metrics
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl and their numbers to TensorBoard. Only the main rank has one.
+    """Appends rows to metrics.jsonl and their numbers to TensorBoard. Exists only on the main rank.
 
-    A row is JSON without NaN or infinity: numbers that are not finite are written as null. `names`: figures that have
-    another name in TensorBoard.
+    A row is JSON without NaN or infinity: numbers that are not finite are written as null. `names` maps figures to
+    their names in TensorBoard, where these differ.
     """
 
     def __init__(self, directory: Path, tensorboard: bool, first_step: int, names: Mapping[str, str] = {}) -> None:
@@ -31,7 +31,7 @@ class MetricsLog:
             self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
 
     def write(self, row: Mapping[str, Any], summary: Mapping[str, float] | None = None) -> None:
-        """Write one line. `summary`: FP8 health figures for TensorBoard only (the row has the whole table)."""
+        """Write one line. `summary` has FP8 health figures for TensorBoard; the row has the whole table."""
         self._file.write(json.dumps(replace_nonfinite(row)) + "\n")
         self._file.flush()
         if self._events is None:
@@ -39,7 +39,7 @@ class MetricsLog:
         self._scalars(flatten_row(row, summary, self._names), row["step"])
 
     def amend(self, row: Mapping[str, Any], part: str) -> None:
-        """Rewrite the last line, now that `row` also has the group `part`."""
+        """Rewrite the last line as `row`, which now also has the group `part`."""
         self._file.close()
         truncate_metrics(self._path, row["step"] - 1)
         self._file = self._path.open("a", encoding="utf-8")
@@ -54,7 +54,7 @@ class MetricsLog:
                 self._events.add_scalar(name, value, step)
 
     def sync(self) -> None:
-        """Force everything to the disk; called before a checkpoint, from which a resume expects these rows."""
+        """Flush everything to the disk. Called before a checkpoint, because a resumed run expects these rows."""
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._events is not None:

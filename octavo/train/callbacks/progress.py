@@ -1,4 +1,4 @@
-"""The display of a run: a progress bar on a terminal, plain lines elsewhere, nothing without a console."""
+"""The display of a run: a progress bar on a terminal, otherwise plain lines, or nothing if there is no console."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-SECONDS = 10.0  # between plain lines
+LINE_INTERVAL_S = 10.0  # seconds between plain lines
 
 
 class Display:
-    """Shows steps of a run on a rich console (None: silent)."""
+    """Shows the steps of a run on a rich console, or nothing if the console is None."""
 
     def __init__(self, console: Any, label: str) -> None:
         self.console, self.label, self.steps = console, label, 0
@@ -42,15 +42,15 @@ class Display:
             self._bar.update(self._task, completed=row["step"], figures=self._figures)
             return
         now = time.monotonic()
-        if row["step"] in (1, self.steps) or "eval" in row or now - self._last >= SECONDS:
+        if row["step"] in (1, self.steps) or "eval" in row or now - self._last >= LINE_INTERVAL_S:
             self._last = now
             self.log(f"step {row['step']}/{self.steps}  {_figures(row)}")
 
-    def show_part(self, what: str) -> None:
-        """Show the current part of a step; only the bar does, not plain lines."""
-        if self._bar is not None and what != self._part:
-            self._part = what
-            self._bar.update(self._task, figures=f"{what}  {self._figures}")
+    def show_part(self, part: str) -> None:
+        """Show the current part of a step in the bar; plain lines do not show parts."""
+        if self._bar is not None and part != self._part:
+            self._part = part
+            self._bar.update(self._task, figures=f"{part}  {self._figures}")
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""
@@ -65,15 +65,15 @@ class Display:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    if "reward" in row:  # reinforcement learning, where the loss means little
+    if "reward" in row:  # reinforcement learning, where the loss is not informative
         rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
-        parts = [f"reward {_of(row['reward'])}", f"length {_of(row['length'], '.1f')}", f"tokens/s {rates}"]
+        parts = [f"reward {_format(row['reward'])}", f"length {_format(row['length'], '.1f')}", f"tokens/s {rates}"]
     else:
         parts = [f"loss {row['loss']:.4f}"]
         if "rewards/accuracies" in row:
-            parts.append(f"accuracy {_of(row['rewards/accuracies'], '.1%')}")
+            parts.append(f"accuracy {_format(row['rewards/accuracies'], '.1%')}")
         if "rewards/margins" in row:
-            parts.append(f"margin {_of(row['rewards/margins'])}")
+            parts.append(f"margin {_format(row['rewards/margins'])}")
         parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
     if row.get("skipped"):
         parts.append("skipped: not finite")
@@ -88,14 +88,14 @@ def _figures(row: Mapping[str, Any]) -> str:
         )
         parts.append(f"eval loss {evaluation['loss']:.4f}{exact}")
         if "reward" in evaluation:
-            parts.append(f"held-out reward {_of(evaluation['reward'])}")
+            parts.append(f"held-out reward {_format(evaluation['reward'])}")
         if "rewards/accuracies" in evaluation:
-            parts.append(f"held-out accuracy {_of(evaluation['rewards/accuracies'], '.1%')}")
+            parts.append(f"held-out accuracy {_format(evaluation['rewards/accuracies'], '.1%')}")
         if "rewards/margins" in evaluation:
-            parts.append(f"margin {_of(evaluation['rewards/margins'])}")
+            parts.append(f"margin {_format(evaluation['rewards/margins'])}")
     return "  ".join(parts)
 
 
-def _of(value: float | None, form: str = ".3f") -> str:
-    """A formatted figure; a dash for None."""
+def _format(value: float | None, form: str = ".3f") -> str:
+    """Format a figure; None becomes a dash."""
     return "-" if value is None else format(value, form)

@@ -11,7 +11,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-AGAIN = 0.05  # seconds after which an ignored interrupt is raised again
+RERAISE_AFTER_S = 0.05  # seconds after which an ignored interrupt is raised again
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
@@ -25,61 +25,65 @@ class StopRequest:
         self.timeout = timeout
         self.signal: int | None = None
         self.asked = False  # set by a callback that wants to stop
-        self._before: dict[int, Any] = {}
-        self._left = threading.Event()
+        self._previous_handlers: dict[int, Any] = {}
+        self._exited = threading.Event()
         self._terminals: list[int] = []
-        self._hook = sys.unraisablehook
+        self._previous_hook = sys.unraisablehook
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._remember) for number in caught}
+            self._previous_handlers = {number: signal.signal(number, self._record_signal) for number in caught}
             self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
             # A Python handler only runs when the main thread executes Python code, which it does not while it hangs in
             # a library. The interpreter's C handler writes the signal's number to this socket at once.
-            self._bell, self._rope = socket.socketpair()
-            self._rope.setblocking(False)
-            self._bell_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
-            threading.Thread(target=self._limit, args=(threading.get_ident(),), name="stop", daemon=True).start()
+            self._read_end, self._write_end = socket.socketpair()
+            self._write_end.setblocking(False)
+            self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+            self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._reraise_interrupt
+            threading.Thread(
+                target=self._enforce_timeout, args=(threading.get_ident(),), name="stop", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
-        if self._before:
-            signal.set_wakeup_fd(self._bell_before)
-            self._rope.close()
-            sys.unraisablehook = self._hook
-        for number, handler in self._before.items():
+        self._exited.set()
+        if self._previous_handlers:
+            signal.set_wakeup_fd(self._previous_wakeup_fd)
+            self._write_end.close()
+            sys.unraisablehook = self._previous_hook
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
         for fd in [fd for fd in self._terminals if not os.isatty(fd)]:  # closed terminal: discard further output
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
-    def _dropped(self, dropped: Any) -> None:
+    def _reraise_interrupt(self, dropped: Any) -> None:
         """Hook for exceptions that Python ignores: raise an interrupt again, and print others as usual."""
         if isinstance(dropped.exc_value, KeyboardInterrupt):
             main = threading.main_thread().ident
-            again = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))  # not here: ignored too
+            again = threading.Timer(
+                RERAISE_AFTER_S, signal.pthread_kill, (main, signal.SIGINT)
+            )  # not here: ignored too
             again.daemon = True
             again.start()
         else:
-            self._hook(dropped)
+            self._previous_hook(dropped)
 
-    def _limit(self, main: int) -> None:
+    def _enforce_timeout(self, main: int) -> None:
         """Thread: wait for a signal, then for the end of the context."""
         number = 0
-        with self._bell:  # open until the end: the interpreter warns if it cannot write
-            while number not in self._before:
-                received = self._bell.recv(1)
+        with self._read_end:  # open until the end: the interpreter warns if it cannot write
+            while number not in self._previous_handlers:
+                received = self._read_end.recv(1)
                 if not received:
                     return
                 number = received[0]
-            if self._left.wait(self.timeout):
+            if self._exited.wait(self.timeout):
                 return
         frame = sys._current_frames().get(main)
         where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""

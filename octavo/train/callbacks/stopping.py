@@ -1,4 +1,4 @@
-"""Ends a run early: on a signal, for a callback, after steps that are not finite or have no loss tokens."""
+"""Callbacks that end a run early: on a request, after steps that are not finite, or after steps without loss tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step import compile
-from octavo.train.step.nonfinite import first_source, refuse_weights
+from octavo.train.step.nonfinite import check_weights_finite, find_first_source
 
-MAX_CONSECUTIVE = 10  # such steps in a row before the run ends
+MAX_CONSECUTIVE = 10  # consecutive steps without progress after which the run ends
 
 
 class StopOnRequest(Callback):
-    """Saves and ends the run if between two steps a signal has reached any rank, or a callback wants to stop."""
+    """Saves and ends the run if a signal has reached any rank, or a callback has requested a stop."""
 
     def after_step(self, run: Run, step: Step) -> None:
         run.stopping = run.stop_requested()
@@ -49,7 +49,7 @@ class StopOnNonFinite(Callback):
     def end_step(self, run: Run, step: Step) -> None:
         consecutive_skips, stepper = run.job.progress.consecutive_skips, run.job.stepper
         if consecutive_skips:
-            refuse_weights(run.model, run.world, f"after step {step.number}")
+            check_weights_finite(run.model, run.world, f"after step {step.number}")
         if consecutive_skips < min(MAX_CONSECUTIVE, run.cfg.train.total_steps):
             return
 
@@ -58,7 +58,7 @@ class StopOnNonFinite(Callback):
                 stepper.backward(batch, 1.0)
 
         with compile.step(eager=True) if run.cfg.train.compile else nullcontext():  # hooks need modules
-            where = first_source(run.model, repeat, run.world)
+            where = find_first_source(run.model, repeat, run.world)
         raise TrainError(
             f"{consecutive_skips} steps in a row, up to step {step.number}, had a loss or a gradient that is not "
             f"finite: {where}. {_about_scale(run)}Lower train.lr, look at the data of these steps, or keep that layer "
@@ -67,10 +67,10 @@ class StopOnNonFinite(Callback):
 
 
 def _about_scale(run: Run) -> str:
-    """Advice if the run computes in FP16."""
+    """Return advice on the loss scale, or an empty string if the run does not compute in FP16."""
     if (scale := run.job.stepper.update.scale) is None:
         return ""
-    if not scale.moves and scale.value > 1:
+    if not scale.is_dynamic and scale.value > 1:
         return f"Losses are multiplied by {scale.value:g} (train.loss_scale); lower it, or use dynamic. "
     why = "the loss scale is 1 already" if scale.value == 1 else "a loss scale does not change the forward"
     return f"FP16 has no values beyond 65504, and {why}: use train.precision: bf16. "
@@ -78,32 +78,32 @@ def _about_scale(run: Run) -> str:
 
 class StopWithoutLossTokens(Callback):
     """Ends a run whose steps have no loss tokens, because it trains nothing and must not count as finished. A run with
-    rewards that has trained until all answers earn the same continues: it has reached its goal."""
+    rewards that has trained until all answers have equal rewards continues, because it has reached its goal."""
 
     def begin(self, run: Run) -> None:
-        self.told: set[str] = set()
+        self.logged_actions: set[str] = set()
 
     def end_step(self, run: Run, step: Step) -> None:
         report, progress = run.job.loader.report, run.job.progress
         for action in NOTED:
-            if action not in self.told and (row := report.first.get(action)):
-                self.told.add(action)
+            if action not in self.logged_actions and (row := report.first.get(action)):
+                self.logged_actions.add(action)
                 why = action if run.cfg.run.encrypt else row["reason"]  # the reason may quote the row
                 run.say(f"{row['file']}, row {row['row']}: {why}; it is used unchanged. All such rows are in "
                         f"{run_dir.skipped_path(run.cfg)}")  # fmt: skip
         if progress.empty == 1:
             run.say(f"step {step.number} had no loss tokens")
-        enough = progress.last_loss_step > 0 and run.job.phase.exhausts
-        if enough or progress.empty < min(MAX_CONSECUTIVE, run.cfg.train.total_steps):
+        has_reached_goal = progress.last_loss_step > 0 and run.job.phase.can_exhaust_data
+        if has_reached_goal or progress.empty < min(MAX_CONSECUTIVE, run.cfg.train.total_steps):
             return
-        gone = [f"{count} {what}" for what, count in report.counts.items() if what not in NOTED]
+        skipped_rows = [f"{count} {action}" for action, count in report.counts.items() if action not in NOTED]
         raise TrainError(
             f"{progress.empty} steps in a row, up to step {step.number}, had no loss tokens (rows left out so "
-            f"far: {', '.join(gone) or 'none'}; {run_dir.skipped_path(run.cfg)} lists them with the reason). "
-            f"{run.job.phase.starved}"
+            f"far: {', '.join(skipped_rows) or 'none'}; {run_dir.skipped_path(run.cfg)} lists them with the reason). "
+            f"{run.job.phase.no_loss_advice}"
         )
 
     def end(self, run: Run, result: RunResult) -> None:
-        if left_out := run.job.loader.report.counts:
-            listed = ", ".join(f"{count} {action}" for action, count in sorted(left_out.items()))
+        if skipped_rows := run.job.loader.report.counts:
+            listed = ", ".join(f"{count} {action}" for action, count in sorted(skipped_rows.items()))
             run.say(f"rows: {listed}; see {run_dir.skipped_path(run.cfg)}")

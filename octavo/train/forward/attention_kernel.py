@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STOCK = "sdpa"
-KEEPS_ALL = ("math", "eager")  # keep the attention weights of all pairs of tokens for backward
+KEEPS_WEIGHTS = ("math", "eager")  # keep the attention weights of all pairs of tokens for backward
 COMPONENTS = {"language model": "foundation", "vision tower": "image_encoder"}
-_PATCHES = 1024  # of the image on which a vision tower is timed: 512 x 512 pixels in patches of 16
+_TIMED_PATCHES = 1024  # patches of the image for timing a vision tower: 512 x 512 pixels in patches of 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """The ``kernel``, ``why`` it was chosen, and why others were ``rejected``, for a ``component`` (None: for all)."""
+    """The chosen ``kernel`` of a ``component`` (of all components if None), with the reason for the choice and the
+    reasons why other kernels were ``rejected``."""
 
     kernel: str
     why: str
@@ -61,11 +62,11 @@ class Choice:
         left = "".join(f"; not {name}: {why}" for name, why in self.rejected.items())
         memory = ". It keeps T x T weights for backward, which predicted memory does not include"
         of = "" if self.component is None else f" of {self.component}"
-        return f"attention{of} by {self.kernel}, {self.why}{left}{memory if self.kernel in KEEPS_ALL else ''}"
+        return f"attention{of} by {self.kernel}, {self.why}{left}{memory if self.kernel in KEEPS_WEIGHTS else ''}"
 
 
 def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
-    """The parts of a model with attention, from its configuration; text in rows of ``tokens``."""
+    """Return the attention of each part of a model, from its configuration, for rows of ``tokens`` tokens."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     count = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // count
@@ -73,7 +74,7 @@ def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
     if vision is not None:
         width = getattr(vision, "embed_dim", None) or vision.hidden_size
         count = getattr(vision, "num_heads", None) or vision.num_attention_heads
-        parts.append(Heads("vision tower", count, count, width // count, _PATCHES, False))
+        parts.append(Heads("vision tower", count, count, width // count, _TIMED_PATCHES, False))
     return tuple(parts)
 
 
@@ -83,7 +84,7 @@ Timer = Callable[..., Mapping[str, Any]]
 def choose(
     word: str, parts: tuple[Heads, ...], device: torch.device, timer: Timer = measuring.time_calls
 ) -> Choice | None:
-    """The kernel for all parts of a model; None if torch chooses at each call (`sdpa`).
+    """Choose the kernel for all parts of a model. Returns None if torch chooses at each call (`sdpa`).
 
     Raises TrainError with the reason if the requested kernel does not work.
     """
@@ -95,8 +96,8 @@ def choose(
     calls: dict[str, list[Callable[[], Any]]] = {}
     for name in models.available_kernels() if word == "auto" else (word,):
         try:
-            calls[name] = [_tried(name, part, device) for part in parts]
-        except Exception as error:  # any error means that the kernel does not work here, and is shown
+            calls[name] = [_try_kernel(name, part, device) for part in parts]
+        except Exception as error:  # whatever the error, the kernel does not work here
             rejected[name] = str(error)
     if not calls:
         why = "; ".join(f"{name}: {why}" for name, why in rejected.items())
@@ -116,9 +117,9 @@ def choose(
     return Choice(best, f"the fastest here ({1e3 * times[best]:.3f} ms forward and backward)", rejected)
 
 
-def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
-    """A call of forward and backward of this part with this kernel, after running it once. Raises RuntimeError with
-    the reason if it does not work."""
+def _try_kernel(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
+    """Run forward and backward of a part once with a kernel, and return a function that repeats the call. Raises
+    RuntimeError with the reason if it does not work."""
     gpu = accelerator.is_gpu(device)
     tokens = part.tokens if gpu else min(part.tokens, 64)  # other devices are not timed
 
@@ -133,20 +134,20 @@ def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
         y = models.attend(name, q, k, v, part.causal)
         torch.autograd.grad(y, (q, k, v), dy)
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             call()
         except Exception as error:
-            lines = [str(w.message).split(" (Triggered")[0].strip() for w in said]
+            lines = [str(w.message).split(" (Triggered")[0].strip() for w in caught]
             reason = "; ".join(line for line in lines if line) or str(error).partition("\n")[0].partition(". ")[0]
             raise RuntimeError(f"{part}: {reason}") from error
     return call
 
 
-def asked_of(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[str, tuple[Heads, ...]]]:
-    """Component (None: all) -> its value of `model.attention`, and its parts. Raises TrainError for a component that
-    the model lacks."""
+def requested_kernels(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[str, tuple[Heads, ...]]]:
+    """Return the value of `model.attention` and the parts of each component; the key None stands for all components.
+    Raises TrainError for a component that the model does not have."""
     words = cfg.model.attention.kernels
     by_component = {COMPONENTS[part.part]: part for part in parts}
     if len(set(words.values())) == 1:
@@ -162,15 +163,17 @@ def asked_of(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[st
 
 
 def choices(cfg: Config, parts: tuple[Heads, ...], device: torch.device) -> list[Choice]:
-    """The chosen kernels, by component; empty if torch chooses at each call. Raises TrainError."""
-    chosen = {component: choose(word, heads, device) for component, (word, heads) in asked_of(cfg, parts).items()}
+    """Choose the kernel of each component. Returns an empty list if torch chooses at each call. Raises TrainError."""
+    chosen = {
+        component: choose(word, heads, device) for component, (word, heads) in requested_kernels(cfg, parts).items()
+    }
     return [replace(choice, component=component) for component, choice in chosen.items() if choice is not None]
 
 
 def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
-    """Return the choices of a run; rank 0 chooses. A collective.
+    """Return the choices of a run, which rank 0 makes. Collective call.
 
-    ``saved`` is the kernel of a resumed run, or its kernels by component; None for a new run.
+    ``saved`` is the kernel of a resumed run, or its kernels by component, or None for a new run.
     """
     words = set(cfg.model.attention.kernels.values())
     if words == {STOCK}:
@@ -187,14 +190,14 @@ def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
 
 
 def saved_choices(chosen: Sequence[Choice]) -> Any:
-    """The value that a checkpoint keeps, for :func:`decide`; None without choices."""
+    """Return the value to checkpoint for :func:`decide`, or None if there are no choices."""
     if not chosen:
         return None
     one = len(chosen) == 1 and chosen[0].component is None
     return chosen[0].kernel if one else {str(choice.component): choice.kernel for choice in chosen}
 
 
-def use(model: PreTrainedModel, chosen: Sequence[Choice]) -> None:
+def use_kernels(model: PreTrainedModel, chosen: Sequence[Choice]) -> None:
     """Set the attention kernels of a model. Raises TrainError for a model whose attention cannot be replaced."""
     for choice in chosen:
         try:

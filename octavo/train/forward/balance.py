@@ -23,9 +23,9 @@ from octavo.parallel import Context
 from octavo.train.errors import TrainError
 
 
-def shared(output: Any, model: nn.Module, real: Tensor | None, context: Context) -> Tensor:
-    """This rank's part of the loss, a scalar. `real` [t]: 1 for its tokens, 0 for padding (None: no padding). A
-    collective of the context.
+def local_part(output: Any, model: nn.Module, real: Tensor | None, context: Context) -> Tensor:
+    """Return this rank's part of the loss, a scalar. `real` [t] is 1 for tokens and 0 for padding, or None if there is
+    no padding. Collective call of the context.
 
     Raises TrainError if the model does not return router logits.
     """

@@ -42,12 +42,12 @@ class ValueHead(nn.Module):
 
 
 def is_enabled(cfg: Config) -> bool:
-    """Whether a run has a critic."""
+    """True if a run has a critic."""
     return cfg.train.phase == "rl" and cfg.rl is not None and cfg.rl.algorithm in WITH_CRITIC
 
 
 def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) -> None:
-    """Add this run's critic to a model, after its adapters if it has any, on ``device`` (None: the model's).
+    """Add the run's critic to a model, after its adapters if it has any, on ``device`` (default: the model's device).
 
     Raises TrainError if the model's head, and so its last hidden states, are not known."""
     weight = _head(model).weight
@@ -61,20 +61,20 @@ def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) ->
     model.add_module(models.VALUE_HEAD, ValueHead(weight.shape[1], dtype, device or weight.device))
 
 
-def owns(name: str) -> bool:
-    """Whether a parameter of this name is the critic's."""
+def is_critic_parameter(name: str) -> bool:
+    """True if this is the name of a parameter of the critic."""
     return name.startswith(f"{models.VALUE_HEAD}.") or adapters.is_second_parameter(name)
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The critic's trainable parameters."""
-    return [p for name, p in model.named_parameters() if p.requires_grad and owns(name)]
+    """Return the trainable parameters of the critic."""
+    return [p for name, p in model.named_parameters() if p.requires_grad and is_critic_parameter(name)]
 
 
 @contextmanager
 def values(model: nn.Module, alone: bool) -> Iterator[list[Tensor]]:
-    """Context in which a forward of the model appends to the list the values [B, P], fp32, of the positions that reach
-    its head. ``alone``: the head returns these values in place of logits, which are not computed.
+    """Context in which a forward of the model appends the values [B, P], fp32, of the positions that reach its head to
+    the list. With ``alone`` the head returns these values instead of logits, which are not computed.
 
     Values are computed where the head is called, inside the model's forward, because FSDP2 has gathered the parameters
     there.

@@ -1,4 +1,4 @@
-"""Held-out data: loss, and exact match per question."""
+"""Evaluation on held-out data: loss, and exact match per question."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from octavo.train.errors import TrainError
 from octavo.train.forward import losses
 from octavo.train.forward.forward import Forward
 
-SHOWN = 4  # answers of an evaluation that are logged
+MAX_LOGGED = 4  # number of logged answers per evaluation
 
 
 class Answer(NamedTuple):
-    """An answer to held-out data, as tokens or text: its prompt (`before`), the reference (`wanted`) and the model's
-    answer (`said`). If only the loss is evaluated, the model's answer is the greedy one up to and including its first
-    wrong token; a generated answer is complete, with its reward in place of `right`."""
+    """An answer to a held-out question, as tokens or text: the prompt (`before`), the reference (`wanted`) and the
+    model's answer (`said`). If only the loss is evaluated, the model's answer is the greedy one up to and including its
+    first wrong token. A generated answer is complete and has a reward instead of `right`."""
 
     file: str
     row: int
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
     reward: float | None = None
 
 
-class Place(NamedTuple):
+class AnswerSpan(NamedTuple):
     """The position of an answer: row of the batch, number in its conversation (from 0), and token range."""
 
     row: int
@@ -51,20 +51,20 @@ def evaluate(
     pieces: list[dict[str, Any]] | None = None,
     shown: list[Answer] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate on a held-out set: {"loss", "exact_match", "questions", "tokens"}. Without questions (plain text) there
-    is no "exact_match". A collective.
+    """Evaluate on a held-out set. Returns {"loss", "exact_match", "questions", "tokens"}; "exact_match" is omitted if
+    there are no questions (plain text). Collective call.
 
     loss         mean cross-entropy over all loss tokens, fp32 (nats)
-    exact_match  share of the questions answered exactly, 0 to 1. Every assistant turn is a question; it counts if each
-                 of its tokens, including the end of turn, is the most likely one given the true tokens before it.
-                 This is the greedy answer, regardless of generation_config.json: both go wrong at the first token that
-                 differs.
+    exact_match  share of the questions that are answered exactly, 0 to 1. Every assistant turn is a question. It is
+                 answered exactly if each of its tokens, including the end of turn, is the most likely one given the
+                 true tokens before it. So the greedy answer equals the reference, regardless of
+                 generation_config.json.
 
-    pieces: gets a record for each answer that this rank evaluated: file, row and number of the answer in its
-    conversation; its summed loss (nats) and loss tokens; whether it was right; and a digest of the reference. Loss
-    tokens of a row outside its answers are a further record, with the number None.
+    pieces: receives a record for each answer that this rank evaluated: file, row and number of the answer in its
+    conversation, summed loss (nats), loss tokens, `right`, and a digest of the reference. Loss tokens of a row outside
+    its answers are an additional record with the number None.
 
-    shown: gets the first answers of this rank's first :data:`SHOWN` rows, as tokens.
+    shown: receives the first answers of this rank's first :data:`MAX_LOGGED` rows, as tokens.
 
     Raises TrainError if the loss is not finite.
     """
@@ -72,9 +72,9 @@ def evaluate(
     wide = next(model.parameters()).dtype == torch.float32
     forward = forward or Forward(model, world, accelerator.autocast_dtype(world.device) if wide else None)
     sums = torch.zeros(4, dtype=torch.float64)
-    with _evaluating(model):
+    with _eval_mode(model):
         for batch in evalset:
-            sums += _judge(forward(batch), batch, pieces, shown)
+            sums += _evaluate_batch(forward(batch), batch, pieces, shown)
     loss, tokens, right, questions = world.sum(sums).tolist()
     if not math.isfinite(loss):
         raise TrainError(
@@ -85,39 +85,39 @@ def evaluate(
     return {"loss": loss / max(tokens, 1), **matches, "questions": int(questions), "tokens": int(tokens)}
 
 
-def _judge(
+def _evaluate_batch(
     logits: Tensor, batch: dict[str, Any], pieces: list[dict[str, Any]] | None = None, shown: list[Answer] | None = None
 ) -> Tensor:
-    """[loss sum, loss tokens, right answers, answers] of one batch; logits [B, T, V]."""
+    """Return [loss sum, loss tokens, right answers, answers] of one batch; logits [B, T, V]."""
     target = losses.targets(batch["labels"]).to(logits.device)
     loss = losses.cross_entropy(logits[:, :-1], target)
-    likeliest = logits[:, :-1].argmax(-1)
-    hits = (likeliest == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
+    predicted = logits[:, :-1].argmax(-1)
+    hits = (predicted == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
     spans = ((row, n, span) for row, spans in enumerate(batch["meta"].answers) for n, span in enumerate(spans))
-    answers = [Place(row, number, *span) for row, number, span in spans if span[1] > span[0]]
+    answers = [AnswerSpan(row, number, *span) for row, number, span in spans if span[1] > span[0]]
     right = [bool(hits[row, start - 1 : end - 1].all()) for row, _, start, end in answers]
     if pieces is not None:
-        pieces += _pieces(
+        pieces += _answer_records(
             loss.double().view(target.shape).cpu(), (target != losses.IGNORE).cpu(), batch, answers, right
         )
     if shown is not None:
-        shown += _shown(likeliest, batch, answers, right, SHOWN - len(shown))
-    known = int((target != losses.IGNORE).sum())
-    sums = [float(loss.sum(dtype=torch.float64)), known, sum(right), len(answers)]
+        shown += _logged_answers(predicted, batch, answers, right, MAX_LOGGED - len(shown))
+    has_loss = int((target != losses.IGNORE).sum())
+    sums = [float(loss.sum(dtype=torch.float64)), has_loss, sum(right), len(answers)]
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def _pieces(
-    loss: Tensor, known: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool]
+def _answer_records(
+    loss: Tensor, has_loss: Tensor, batch: dict[str, Any], answers: list[AnswerSpan], right: list[bool]
 ) -> Iterator[dict[str, Any]]:
-    """The records of `evaluate`; loss and known [B, T-1] are of the token after each position."""
-    meta, rest = batch["meta"], known.clone()
+    """Yield the records of `evaluate`; loss and has_loss [B, T-1] belong to the token after each position."""
+    meta, rest = batch["meta"], has_loss.clone()
     for (row, number, start, end), hit in zip(answers, right, strict=True):
         inside = slice(start - 1, end - 1)
         said = batch["input_ids"][row, start:end].numpy().tobytes()
         yield {
             "file": meta.files[row], "row": meta.rows[row], "answer": number,
-            "loss": float(loss[row, inside][known[row, inside]].sum()), "tokens": int(known[row, inside].sum()),
+            "loss": float(loss[row, inside][has_loss[row, inside]].sum()), "tokens": int(has_loss[row, inside].sum()),
             "right": hit, "said": hashlib.blake2s(said, digest_size=8).hexdigest(),
         }  # fmt: skip
         rest[row, inside] = False
@@ -127,21 +127,22 @@ def _pieces(
             yield {**where, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
 
 
-def _shown(
-    likeliest: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool], most: int
+def _logged_answers(
+    predicted: Tensor, batch: dict[str, Any], answers: list[AnswerSpan], right: list[bool], most: int
 ) -> Iterator[Answer]:
-    """The first answer of each of a batch's first rows; likeliest [B, T-1]: the most likely next tokens."""
+    """Yield the first answer of each of the first rows of a batch; predicted [B, T-1] are the most likely next
+    tokens."""
     meta = batch["meta"]
     first = [n for n, place in enumerate(answers) if n == 0 or place.row != answers[n - 1].row]
     for (row, _, start, end), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
-        ids, said = batch["input_ids"][row].tolist(), likeliest[row, start - 1 : end - 1].tolist()
+        ids, said = batch["input_ids"][row].tolist(), predicted[row, start - 1 : end - 1].tolist()
         wanted = ids[start:end]
         agree = next((n for n, (ours, true) in enumerate(zip(said, wanted, strict=True)) if ours != true), len(said))
         yield Answer(meta.files[row], meta.rows[row], ids[:start], wanted, said[: agree + 1], hit)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:

@@ -23,38 +23,42 @@ from octavo.train.forward import balance
 
 
 def model_dtype(cfg: Config) -> torch.dtype:
-    """The dtype of the model's parameters: fp32, or BF16 if the optimizer keeps their lower bits or rounds. The frozen
-    base of LoRA is BF16 unless `train.precision` is fp32; adapters have `lora.dtype`."""
+    """Return the dtype of the model's parameters: fp32, or BF16 if the optimizer keeps their lower bits or rounds. The
+    frozen base of LoRA is BF16 unless `train.precision` is fp32; adapters have `lora.dtype`."""
     if cfg.lora is not None:
         return torch.float32 if cfg.train.precision == "fp32" else torch.bfloat16
     return torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
 
 
 def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast for a model with fp32 parameters: `train.precision`, for `auto` the device's own
-    (`accelerator.autocast_dtype`). None: without autocast, also for a model with BF16 parameters, which computes in
-    BF16 anyway."""
+    """Return the dtype of autocast, or None if autocast is off.
+
+    For a model with fp32 parameters it is `train.precision`; `auto` stands for the default of the device
+    (`accelerator.autocast_dtype`). A model with BF16 parameters needs no autocast.
+    """
     if model_dtype(cfg) != torch.float32:
         return None
-    return accelerator.autocast_dtype(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
+    return (
+        accelerator.autocast_dtype(device) if cfg.train.precision == "auto" else LOW_PRECISION.get(cfg.train.precision)
+    )
 
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """`train.precision` -> dtype of autocast."""
 
 
 def gathers_bf16(cfg: Config, ranks: int) -> bool:
-    """Whether ranks gather fp32 parameters in BF16: then the forward is that of a BF16 model, without autocast."""
+    """True if ranks gather fp32 parameters in BF16. The forward is then that of a BF16 model, without autocast."""
     return cfg.train.gather == "bf16" and ranks > 1
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | str:
-    """`fp8.memory.chunk_head` of a model whose head can compute only positions with a target; else why it cannot."""
+    """Return the chunked head of a model, or the reason why its head cannot compute only positions with a target."""
     return why_not_chunked(model) or chunk_head(model)
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
-    """Why the head of a model cannot compute only some positions; None if it can."""
+    """Return why the head of a model cannot compute only some positions, or None if it can."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return None
     return f"{type(model).__name__} passes all positions to its head (it has no argument logits_to_keep)"
@@ -63,13 +67,13 @@ def why_not_chunked(model: nn.Module) -> str | None:
 class Forward:
     """Calls the model: moves the batch to the device, enters autocast, and computes only the logits that are needed.
 
-    autocast  dtype of autocast (None: without)
-    dtype     of pixels without autocast (None: the parameters' dtype)
-    packed    attention of packs (None: batches are not packed)
-    context   ranks that share the tokens of packs (None: none do). Logits and `keep` are then of this rank's tokens
-    image_sharding     distributes the images of a pack over those ranks
+    autocast        dtype of autocast, or None to disable it
+    dtype           dtype of pixels without autocast; by default the dtype of the parameters
+    packed          attention of packs, or None if batches are not packed
+    context         ranks that share the tokens of packs, or None. Logits and `keep` then belong to this rank's tokens
+    image_sharding  distributes the images of a pack over those ranks
 
-    The attributes `images` and `sounds` say whether the current batch has images or videos, and sounds; the hooks for
+    The attributes `images` and `sounds` are True if the current batch has images or videos, and sounds. The hooks for
     dummy inputs read them. Videos go through the tower as images (:mod:`octavo.models.processors.frames`).
     """
 
@@ -84,12 +88,12 @@ class Forward:
         parameter_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = dtype or parameter_dtype
         known = inspect.signature(model.forward).parameters
-        self._trims = "logits_to_keep" in known
-        self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        self._known = frozenset(known)
+        self._selects_logits = "logits_to_keep" in known
+        self._accepts_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        self._accepted_names = frozenset(known)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor | None = None) -> Tensor:
-        """Logits [B, P, V] at the positions `keep` [P] (None: all T)."""
+        """Return the logits [B, P, V] at the positions `keep` [P], by default at all positions."""
         return self._run(batch, keep)[0]
 
     def needs_dummy(self, needed: bool) -> None:
@@ -98,27 +102,29 @@ class Forward:
         self.images = not needed
 
     def part(self, batch: dict[str, Any]) -> slice:
-        """The slice of a batch's tokens that this rank computes."""
+        """Return the slice of a batch's tokens that this rank computes."""
         if self.context is None or "boundaries" not in batch:
             return slice(0, batch["input_ids"].shape[1])
         return self.context.local_slice(batch["boundaries"].length)
 
-    def sees(self, batch: dict[str, Any]) -> bool:
-        """Whether this rank encodes an image or a video of the batch."""
-        shared = self.image_sharding is not None and "boundaries" in batch
-        return self.image_sharding.has_local_images(self._seen(batch)) if shared else batch["meta"].sees  # type: ignore[union-attr]
+    def has_images_here(self, batch: dict[str, Any]) -> bool:
+        """True if this rank encodes an image or a video of the batch."""
+        if self.image_sharding is not None and "boundaries" in batch:
+            return self.image_sharding.has_local_images(self._with_videos_as_images(batch))
+        sees: bool = batch["meta"].sees
+        return sees
 
     def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits as in :meth:`__call__`, and the routers' load-balancing loss over this batch, a scalar
-        (:mod:`octavo.train.forward.routing`). Raises TrainError if the model returns none."""
+        """Return the logits as in :meth:`__call__`, and the routers' load-balancing loss of this batch, a scalar
+        (:mod:`octavo.train.forward.routing`). Raises TrainError if the model returns no such loss."""
         options: dict[str, Any] = {"output_router_logits": True}
         tokens = real(batch) if "boundaries" in batch else None  # padding of a pack does not count
         if tokens is not None and self.context is None:
             options["attention_mask"] = tokens.to(self.device)
         logits, out = self._run(batch, keep, **options)
         if self.context is not None and "boundaries" in batch:
-            mine = None if tokens is None else tokens[0, self.part(batch)].to(self.device)
-            return logits, balance.shared(out, self.model, mine, self.context)
+            local_tokens = None if tokens is None else tokens[0, self.part(batch)].to(self.device)
+            return logits, balance.local_part(out, self.model, local_tokens, self.context)
         loss = getattr(out, "aux_loss", None)
         if not isinstance(loss, Tensor):
             raise TrainError(
@@ -128,26 +134,26 @@ class Forward:
         return logits, loss
 
     def _run(self, batch: dict[str, Any], keep: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
-        """(logits at `keep`, the model's output)."""
-        original, batch = batch, self._seen(batch)
+        """Return (logits at `keep`, the model's output)."""
+        original, batch = batch, self._with_videos_as_images(batch)
         if original is not batch and "boundaries" not in batch:
             batch["position_ids"] = models.batch_positions(self.model, original)  # type: ignore[arg-type]
         self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
-            for name, value in self._mine(batch).items()
-            if isinstance(value, Tensor) and name != "labels" and (self._any or name in self._known)
+            for name, value in self._local_inputs(batch).items()
+            if isinstance(value, Tensor) and name != "labels" and (self._accepts_any or name in self._accepted_names)
         }
-        if keep is not None and self._trims:
+        if keep is not None and self._selects_logits:
             inputs["logits_to_keep"] = keep.to(self.device)
         computing = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with self._apart(original, inputs), computing:
+        with self._separate_samples(original, inputs), computing:
             out = self.model(**inputs, **options, use_cache=False)
         logits = out.logits
-        return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
+        return (logits if keep is None or self._selects_logits else logits[:, keep.to(self.device)]), out
 
-    def _seen(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with its videos as images, which is what the tower takes."""
+    def _with_videos_as_images(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with its videos converted to images, the input that the tower expects."""
         if "video_grid_thw" not in batch:
             return batch
         config, meta = self.model.config, batch["meta"]
@@ -158,8 +164,8 @@ class Forward:
         converted = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
         return {**converted, "meta": replace(meta, images=tuple(images), inputs=inputs)}
 
-    def _mine(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The part of a batch that this rank computes: of a shared pack its own tokens and images."""
+    def _local_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a batch that this rank computes: its tokens and images of a pack shared by ranks."""
         if self.context is None or "boundaries" not in batch:
             return batch
         of_images = {name for name, per in batch["meta"].inputs.items() if per != "token"}
@@ -168,7 +174,7 @@ class Forward:
         return local if self.image_sharding is None else {**local, **self.image_sharding.begin(batch)}
 
     @contextmanager
-    def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
+    def _separate_samples(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
         """Context in which attention separates the samples of a pack. Adds their positions to the inputs."""
         if "boundaries" not in batch:
             yield
@@ -189,7 +195,8 @@ class Forward:
 
 
 def real(batch: dict[str, Any]) -> Tensor | None:
-    """[B, T]: 1 for tokens, 0 for padding; None if all count as tokens, as in a placeholder batch without samples."""
+    """Return a mask [B, T], 1 for tokens and 0 for padding, or None if all positions count as tokens, as in a
+    placeholder batch without samples."""
     boundaries = batch.get("boundaries")
     if boundaries is None:
         mask: Tensor | None = batch.get("attention_mask")
@@ -203,11 +210,11 @@ def log_probs(
     forward: Forward, head: ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
     temperature: float = 1.0, entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Log-probabilities and entropies: fp32 [B, P], on the device.
+    """Return log-probabilities and entropies, fp32 [B, P], on the device.
 
-    Returns log softmax(x / temperature) at `target` [B, P] (in host memory; 0 where it is -100) for the positions
-    `keep` [P] and, with ``entropy``, the entropy of that distribution in nats, else None. ``head`` computes them
-    without full logits (None: from full logits).
+    The log-probabilities are log softmax(x / temperature) at `target` [B, P] (in host memory) for the positions `keep`
+    [P], and 0 where the target is -100. With ``entropy`` the second result is the entropy of that distribution in
+    nats, otherwise None. ``head`` computes them without full logits; if it is None, full logits are computed.
     """
     if head is not None:
         with head.log_probs(target, temperature, entropy) as by_head:
@@ -220,11 +227,11 @@ def log_probs(
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
-    """Make the towers run on a dummy image or sound in micro-batches without one, if they are trained or sharded over
-    ranks; and experts that only images reach, on no tokens.
+    """Run towers that are trained or sharded on a dummy image or sound in micro-batches without images or sounds, and
+    run experts that only images reach on no tokens.
 
-    Otherwise a rank without images would miss collectives in which the others wait, and a trained tower would have no
-    gradients. The dummy does not count in amax histories, health figures or GEMM counts, and its gradients are zero.
+    Otherwise a rank without images would miss collectives that other ranks wait for, and a trained tower would have no
+    gradients. The dummy does not affect amax histories, health figures or GEMM counts, and its gradients are zero.
     """
     trained = {family.component_of(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.requires_grad}
     shared = world.size > 1

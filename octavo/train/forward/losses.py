@@ -32,59 +32,59 @@ def targets(labels: Tensor) -> Tensor:
 
 
 def count(all_labels: Sequence[Tensor], reduction: str, packs: Sequence[Sequence[int] | None] = ()) -> float:
-    """This rank's part of the denominator N, S or M, from the labels [B, T] of all its micro-batches of a step.
-    `packs`: the edges of each micro-batch, None for one that is not a pack; () if none is."""
+    """Return this rank's part of the denominator N, S or M, from the labels [B, T] of its micro-batches of a step.
+    `packs` has the edges of each micro-batch, or None for one that is not a pack; () if no micro-batch is a pack."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"loss {reduction!r} does not exist; there are {', '.join(REDUCTIONS)}")
     total = 0
     for labels, edges in zip(all_labels, packs or [None] * len(all_labels), strict=True):
-        known = targets(labels) != IGNORE
+        has_loss = targets(labels) != IGNORE
         if reduction == "token":
-            total += int(known.sum())
+            total += int(has_loss.sum())
         elif reduction == "sample":
-            total += int((_by_sample(known, edges) > 0).sum())
+            total += int((_tokens_per_sample(has_loss, edges) > 0).sum())
         else:
-            total += int(known.any())
+            total += int(has_loss.any())
     return float(total)
 
 
 def weights(labels: Tensor, reduction: str, denominator: float, edges: Sequence[int] | None = None) -> Tensor:
-    """w_t for one micro-batch: labels [B, T] -> fp32 [B, T-1]. `denominator`: `count` summed over ranks; `edges`: of
-    the samples in a packed row [1, T], including 0 and T."""
-    known = (targets(labels) != IGNORE).to(torch.float32)
+    """Return w_t for one micro-batch: labels [B, T] -> fp32 [B, T-1]. `denominator` is the sum of `count` over ranks;
+    `edges` are the boundaries of the samples in a packed row [1, T], including 0 and T."""
+    has_loss = (targets(labels) != IGNORE).to(torch.float32)
     if reduction == "token":
-        share = known
+        share = has_loss
     elif reduction == "sample":
-        counts = _by_sample(known, edges).clamp(min=1)
-        share = known / (counts[:, None] if edges is None else counts[_sample_of(edges)])
+        counts = _tokens_per_sample(has_loss, edges).clamp(min=1)
+        share = has_loss / (counts[:, None] if edges is None else counts[_sample_indices(edges)])
     else:
-        share = known / known.sum().clamp(min=1)
+        share = has_loss / has_loss.sum().clamp(min=1)
     return share / max(denominator, 1.0)
 
 
-def _by_sample(known: Tensor, edges: Sequence[int] | None) -> Tensor:
-    """The number of loss tokens of each sample, from their mask [B, T-1]."""
+def _tokens_per_sample(has_loss: Tensor, edges: Sequence[int] | None) -> Tensor:
+    """Return the number of loss tokens of each sample, from the mask of loss tokens [B, T-1]."""
     if edges is None:
-        return known.sum(dim=1)
+        return has_loss.sum(dim=1)
     counts = torch.zeros(len(edges) - 1, dtype=torch.float32)
-    return counts.index_add_(0, _sample_of(edges), known[0].float())
+    return counts.index_add_(0, _sample_indices(edges), has_loss[0].float())
 
 
-def _sample_of(edges: Sequence[int]) -> Tensor:
-    """[T-1]: the sample of the token that each position of a pack predicts."""
+def _sample_indices(edges: Sequence[int]) -> Tensor:
+    """Return, for each position of a pack [T-1], the index of the sample of the token that it predicts."""
     lengths = torch.tensor(edges).diff()
     return torch.repeat_interleave(lengths)[1:]
 
 
 def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """logits [B, P, V], target [B, P] (-100: none) -> c_t in fp32 [B, P], 0 where there is no target.
+    """Return c_t in fp32 [B, P] from logits [B, P, V] and target [B, P]; c_t is 0 where the target is -100.
 
     With lse = log sum_j exp(x_j) over a token's logits x and t its target, c_t is in nats
 
         (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
 
-    See :func:`octavo.fp8.memory.chunked_loss.linear_cross_entropy` for the sources; it computes the same without
-    logits.
+    See :func:`octavo.fp8.memory.chunked_loss.linear_cross_entropy` for the sources; it computes the same values
+    without full logits.
     """
     wide = logits.float().flatten(0, 1)
     flat = F.cross_entropy(

@@ -31,16 +31,17 @@ from octavo.train.forward.forward import real
 
 
 def aux_loss_coef(cfg: Config, model: nn.Module) -> float:
-    """The factor of the load-balancing loss: `train.router_aux_loss_coef`, by default the checkpoint's own.
+    """Return the coefficient of the load-balancing loss: `train.router_aux_loss_coef`, by default that of the
+    checkpoint.
 
-    0: the loss is not computed. Raises TrainError for a factor without a model that has such a loss.
+    If it is 0, the loss is not computed. Raises TrainError if it is set but the model has no such loss.
     """
     setting = cfg.train.router_aux_loss_coef
     whole = getattr(model, "config", None)
     config = whole.get_text_config() if whole is not None and hasattr(whole, "get_text_config") else whole
     default = getattr(config, "router_aux_loss_coef", None)
     experts = any(is_experts(module) for module in model.modules())
-    if experts and default is not None and _balances(model):
+    if experts and default is not None and _has_aux_loss(model):
         return float(default if setting is None else setting)
     if setting:
         why = (
@@ -52,8 +53,8 @@ def aux_loss_coef(cfg: Config, model: nn.Module) -> float:
     return 0.0
 
 
-def _balances(model: nn.Module) -> bool:
-    """Whether the model returns an `aux_loss` for output_router_logits=True.
+def _has_aux_loss(model: nn.Module) -> bool:
+    """True if the model returns an `aux_loss` for output_router_logits=True.
 
     Not every version names that argument in the signature, but the module of the model's class has the loss function.
     """
@@ -83,11 +84,11 @@ class ExpertLoad:
 
     def begin(self, device: torch.device) -> None:
         """Start counting from zero."""
-        # The last entry is for indices that mean no expert.
+        # The last entry counts indices that stand for no expert.
         self._counts = [torch.zeros(experts + 1, device=device) for experts in self._experts]
 
     def batch(self, batch: dict[str, Any], device: torch.device, part: slice = slice(None)) -> None:
-        """Announce the micro-batch of the next forwards; ``part``: the slice of its tokens on this rank."""
+        """Set the micro-batch of the next forwards; ``part`` is the slice of its tokens on this rank."""
         if self._counts is not None:
             mask = real(batch)
             if not batch["meta"].tokens:  # a placeholder row, which keeps a rank in step, does not count
@@ -120,12 +121,12 @@ class ExpertLoad:
         count.scatter_add_(0, bucket, weight)  # integers below 2^24 in fp32: exact in any order
 
     def end(self, world: World) -> dict[str, Any]:
-        """Stop counting; return the step's figures over all ranks. A collective.
+        """Stop counting, and return the figures of the step over all ranks. Collective call.
 
         expert_load_max, expert_load_min   the largest and smallest share of a layer's pairs for one expert, over all
                                            layers; both are 1 / E if the load is even
-        experts_idle                       experts without a token, over all layers
-        experts                            the same by layer: {"max", "min", "idle"}
+        experts_idle                       number of experts without a token, over all layers
+        experts                            the same figures by layer: {"max", "min", "idle"}
         """
         assert self._counts is not None
         counts, self._counts, self._real, self._images = self._counts, None, None, None

@@ -24,7 +24,7 @@ from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPreci
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.checkpointing import CheckpointCallback, write_outputs
 from octavo.train.callbacks.corruption_check import CorruptionCheck
-from octavo.train.callbacks.evaluation_and_health import Evaluation, HealthMetrics, Proof, due
+from octavo.train.callbacks.evaluation_and_health import Evaluation, HealthMetrics, Proof, is_due
 from octavo.train.callbacks.fp8_gain import GainWindow
 from octavo.train.callbacks.garbage_collection import GarbageCollection, gc_settings
 from octavo.train.callbacks.metrics import MetricsLog
@@ -224,7 +224,7 @@ def _training_loop(run: Run) -> RunResult:
         if run.log is not None:
             run.log.close()
     # A run stopped at the last step has finished, unless its evaluation is still due: a resumed run would do it.
-    stopped = run.stopping and (run.step < steps or (due(run, steps) and "eval" not in run.row))
+    stopped = run.stopping and (run.step < steps or (is_due(run, steps) and "eval" not in run.row))
     if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):
         raise TrainError(
             f"the last {consecutive_skips} of {steps} steps were skipped, because the loss or the gradient was not "

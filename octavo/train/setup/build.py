@@ -49,7 +49,7 @@ from octavo.train.step import compile, cuda_graphs
 from octavo.train.step.optimizer import adamw
 from octavo.train.step.precision_schedule import PrecisionSchedule
 from octavo.train.step.step import Stepper
-from octavo.train.step.update import update_for
+from octavo.train.step.update import make_update
 
 Log = Callable[[str], None]
 DescribePlan = Callable[[planning.RunPlan], Iterable[str]]
@@ -234,7 +234,7 @@ def _model(
     )
     if data.evalset is not None and (ignored := models.ignored_settings(model)):
         log(f"note: {ignored}")
-    attention_kernel.use(model, planned.kernels)
+    attention_kernel.use_kernels(model, planned.kernels)
     reduce_saved_activations(model, family, plan, cfg, log)
     model.train()
     aux_loss_coef, expert_load = routing.aux_loss_coef(cfg, model), routing.ExpertLoad(model)
@@ -263,7 +263,7 @@ def _model(
     optimizer = adamw(model, cfg)
     if lower_halves:
         fp8.AdamW.set_low(optimizer, model, lower_halves)
-    update = update_for(cfg, model, optimizer, world)
+    update = make_update(cfg, model, optimizer, world)
     stepper = Stepper(
         cfg=cfg,
         model=model,

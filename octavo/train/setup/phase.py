@@ -1,4 +1,4 @@
-"""A phase: what a run learns from, that is the source of its batches and how a step is made of them.
+"""A phase of training: the source of a run's batches, and the training step that is computed from them.
 
 `Phase` itself implements pretraining and supervised fine-tuning. The phases of preferences and of reinforcement
 learning are subclasses in the package rl, with their own loader and their own
@@ -21,21 +21,21 @@ from octavo.train.step.step import Stepper
 
 
 class Phase:
-    """Pretraining and supervised fine-tuning: rows that contain the text to learn.
+    """Pretraining and supervised fine-tuning, on rows that contain the text to learn.
 
-    names        values of `train.phase` that it implements
-    tensorboard  metrics that TensorBoard shows under another name
-    starved      advice for a run whose steps contain nothing to learn from
-    exhausts     whether a run may reach a point where nothing is left to learn, and then still finish
+    names             values of `train.phase` that it implements
+    tensorboard       metrics that have a different name in TensorBoard
+    no_loss_advice    advice in the error of a run whose steps have no loss tokens
+    can_exhaust_data  True if a run may reach a point without further loss tokens and still finish
     """
 
     names: tuple[str, ...] = ("pretrain", "sft")
     tensorboard: Mapping[str, str] = {}
-    starved: str = "Raise train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
-    exhausts: bool = False
+    no_loss_advice: str = "Raise train.seq_length, lower data.max_pixels or data.min_pixels, or fix the rows"
+    can_exhaust_data: bool = False
 
     def check(self, cfg: Config) -> None:
-        """Raise TrainError if the configuration asks for another phase."""
+        """Raise TrainError if `train.phase` is not one of `names`."""
         if cfg.train.phase not in self.names:
             raise TrainError(
                 f"train.phase is {cfg.train.phase}, and this runs {' and '.join(self.names)}; `octavo train FILE` "
@@ -43,7 +43,7 @@ class Phase:
             )
 
     def fingerprints(self, cfg: Config) -> Mapping[str, str]:
-        """Digests of further inputs that determine the results, by name; a resumed run must have the same."""
+        """Return digests of further inputs that determine the results, by name; they must not change on resume."""
         return {}
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> Any:
@@ -54,15 +54,13 @@ class Phase:
         """Return the held-out data, or None if the configuration names none."""
         return eval_set(cfg, processor, **share)
 
-    def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
-    ) -> Stepper:
-        """Return the stepper of this phase, built from `plain`.
+    def stepper(self, base: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> Stepper:
+        """Return the stepper of this phase, built from `base`.
 
         The run will be resumed after `step`, and its directory may not be changed yet. The other arguments are as in
         `begin`.
         """
-        return plain
+        return base
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         """Called when everything is assembled and resumed after `step`; `log` prints a line for the user."""

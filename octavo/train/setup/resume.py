@@ -117,8 +117,12 @@ def _load_first_weights(
         else:
             frozen_base.check_same_base(before["base"], frozen.fingerprint, path, cfg.model.path)
     read = checkpoint.load_weights(
-        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, may_be_missing=critic.owns
-    )
+        path,
+        model=stepper.model,
+        optimizer=stepper.optimizer,
+        world=stepper.world,
+        may_be_missing=critic.is_critic_parameter,
+    )  # fmt: skip
     log(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
 

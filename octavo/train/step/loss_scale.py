@@ -24,48 +24,52 @@ from octavo.config import Config
 from octavo.train.errors import TrainError
 
 START, INTERVAL = 2.0**16, 2000
-LARGEST = 2.0**127  # fp32's largest power of two
+MAX_SCALE = 2.0**127  # fp32's largest power of two
 
 
 @dataclass
 class LossScale:
-    """``value``: the factor of losses; ``good``: steps without overflow since it changed; ``moves``: whether it
-    changes, False for a configured number."""
+    """The loss scale.
+
+    value       factor of the losses
+    good        steps without overflow since the value changed
+    is_dynamic  False if the value is configured as a number, so that it never changes
+    """
 
     value: float = START
     good: int = 0
-    moves: bool = True
+    is_dynamic: bool = True
 
     @classmethod
     def of(cls, cfg: Config) -> LossScale | None:
-        """The loss scale of a run, None unless it computes in FP16."""
+        """Return the loss scale of a run, or None if it does not compute in FP16."""
         if cfg.train.precision != "fp16":
             return None
         setting = cfg.train.loss_scale
-        return cls() if setting in (None, "dynamic") else cls(float(setting), moves=False)
+        return cls() if setting in (None, "dynamic") else cls(float(setting), is_dynamic=False)
 
-    def after(self, applied: bool, loss_finite: bool) -> bool:
-        """Record a step. True: gradients overflowed, and the scale was lowered. False: the step was applied; or the
-        loss itself is not finite, which does not depend on the scale; or the scale is 1 or fixed."""
-        if not self.moves or not loss_finite:
+    def record_step(self, applied: bool, loss_finite: bool) -> bool:
+        """Record a step. Returns True if gradients overflowed and the scale was lowered. Returns False if the step was
+        applied, if the loss itself is not finite, which does not depend on the scale, or if the scale is 1 or fixed."""
+        if not self.is_dynamic or not loss_finite:
             return False
         if applied:
             self.good += 1
             if self.good == INTERVAL:
-                self.value, self.good = min(2 * self.value, LARGEST), 0
+                self.value, self.good = min(2 * self.value, MAX_SCALE), 0
             return False
         before, self.good = self.value, 0
         self.value = max(self.value / 2, 1.0)
         return self.value < before
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Return the state to checkpoint, as JSON."""
         return {"value": self.value, "good": self.good}
 
     def load(self, state: Mapping[str, Any], where: object) -> None:
         """Restore a :meth:`state`. Raises TrainError for an impossible one, from the file ``where``."""
         value, good = float(state["value"]), int(state["good"])
-        if not 1 <= value <= LARGEST or math.frexp(value)[0] != 0.5 or not 0 <= good < INTERVAL:
+        if not 1 <= value <= MAX_SCALE or math.frexp(value)[0] != 0.5 or not 0 <= good < INTERVAL:
             raise TrainError(
                 f"{where} has the loss scale {dict(state)}, which no run writes: the value is a power of two from 1, "
                 f"`good` less than {INTERVAL}. The file was changed; use another checkpoint"

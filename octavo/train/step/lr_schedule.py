@@ -48,7 +48,7 @@ SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "linear": linear, "constant"
 
 
 def lr_at(step: int, *, schedule: str, lr: float, steps: int, warmup: int = 0, min_lr: float = 0.0) -> float:
-    """The learning rate of a step, 1 <= step <= steps."""
+    """Return the learning rate of a step, 1 <= step <= steps."""
     if not 1 <= step <= steps:
         raise ValueError(f"step {step} is outside 1..{steps}")
     return lr * SCHEDULES[schedule](step, steps, warmup, min_lr / lr)

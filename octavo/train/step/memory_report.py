@@ -1,4 +1,4 @@
-"""Memory by kind on this rank: bytes that tensors hold, not what an allocator reserves.
+"""Memory by kind on this rank: bytes of tensors, not bytes that an allocator reserves.
 
 The kinds are those that `octavo plan` predicts (:mod:`octavo.train.estimate.memory`). Counting slows a step down, so
 only few steps do it: the first, and those after a health step.
@@ -41,16 +41,16 @@ class Memory:
     def forward(self) -> Iterator[None]:
         with count_saved(self.model, self.family.layers(self.model)) as saved:
             yield
-        rows = [row for row in made_by_model(saved.report()) if row.kind == "activation"]
+        rows = [row for row in rows_of_model(saved.report()) if row.kind == "activation"]
         logits = sum(row.bytes for row in rows if not row.module or self.family.component_of(row.module) == "lm_head")
         self.activations = max(self.activations, sum(row.bytes for row in rows) - logits)
         self.logits = max(self.logits, logits)
 
     def report(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Bytes by kind: weights, master (the fp32 values or lower bits of weights), gradients, optimizer (moments),
-        codes (FP8 codes of weights), activations, logits, peak_rss (of the process); on CUDA also peak_cuda, on another
-        device that counts it peak_device. Phases add reference (weights of a frozen copy) and kv_cache (of the
-        rollout, until it is released)."""
+        """Return the bytes by kind: weights, master (the fp32 values or lower bits of weights), gradients, optimizer
+        (moments), codes (FP8 codes of weights), activations, logits, peak_rss (of the process); on CUDA also peak_cuda,
+        on another device that counts it peak_device. Phases add reference (weights of a frozen copy) and kv_cache (of
+        the rollout, until it is released)."""
         weights = list(self.model.parameters())
         states = [(key, v) for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)]
         kinds = {
@@ -70,7 +70,7 @@ class Memory:
 
 
 def peak_rss() -> int:
-    """The peak resident memory of this process, in bytes.
+    """Return the peak resident memory of this process, in bytes.
 
     On Linux it is VmHWM, because getrusage there starts with the peak of the parent process, which may be far larger.
     """
@@ -82,18 +82,18 @@ def peak_rss() -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a frozen model's parameters and their cached FP8 codes."""
+    """Return the bytes of a frozen model's parameters and their cached FP8 codes."""
     return _bytes(model.parameters()) + fp8.weight_cache_bytes(model)
 
 
-def made_by_model(saved: SavedBytes) -> Iterator[Row]:
-    """The rows from the first module's on, in the order of creation: rows before it are the batch, moved to the model's
-    device and dtype."""
+def rows_of_model(saved: SavedBytes) -> Iterator[Row]:
+    """Return the rows in the order of creation, from the first row of a module on. Earlier rows are the batch, moved to
+    the model's device and dtype."""
     return itertools.dropwhile(lambda row: not row.module, saved.rows)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct storages on this rank."""
+    """Return the bytes of distinct storages on this rank."""
     storages = {}
     for tensor in tensors:
         for part in _parts(tensor):
@@ -103,7 +103,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold values on this rank: the tensor itself, or the codes and scales of a frozen FP8 weight."""
+    """Return the tensors with values on this rank: the tensor itself, or codes and scales of a frozen FP8 weight."""
     if not is_frozen(tensor):
         return (plain(tensor),)
     q = codes_of_frozen(tensor)

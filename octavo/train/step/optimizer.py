@@ -25,7 +25,7 @@ from octavo.train.step.update import FACTOR
 
 
 def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
-    """AdamW as configured by `optimizer` and `train.lr` (decoupled weight decay, Loshchilov & Hutter 2019).
+    """Return the AdamW that `optimizer` and `train.lr` configure (decoupled weight decay, Loshchilov & Hutter 2019).
 
     Biases, norms and all other parameters of one dimension have no weight decay. Tied parameters appear once. The
     learning rate is set before every step as a Python float. Raises TrainError if nothing is trainable.
@@ -39,7 +39,7 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     ]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            first = 2 if apart is not None and critic.owns(name) else 0
+            first = 2 if apart is not None and critic.is_critic_parameter(name) else 0
             groups[first + excludes_from_decay(name, parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     if not groups:
@@ -53,7 +53,7 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
+def count_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
     """Context in which each update of a parameter counts the elements whose second moment is zero although the gradient
     was not: the next update of such a weight would be m / eps. One count per parameter on this rank; none for formats
     without codes, which do not round to zero.
@@ -70,7 +70,7 @@ def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
         if "exp_avg_sq_codes" not in state:
             return
         optimizer.settle()  # states in host memory may still be in transfer
-        assert p.grad is not None, "it is updated"
+        assert p.grad is not None, "only parameters with a gradient are updated"
         gradient = plain(p.grad).float().flatten()
         moved = (gradient if factor is None else gradient * factor).square() * (1.0 - group["betas"][1])
         _, v = decode(p, group, state)
@@ -84,6 +84,6 @@ def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
 
 
 def excludes_from_decay(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter has no weight decay. Biases of experts have two dimensions, so the name decides too."""
+    """True if a parameter has no weight decay. Biases of experts have two dimensions, so the name is checked too."""
     last = name.rpartition(".")[2]
     return parameter.ndim < 2 or last == "bias" or last.endswith("_bias")

@@ -29,7 +29,7 @@ from octavo.train.forward.routing import ExpertLoad
 from octavo.train.step import compile
 from octavo.train.step.cuda_graphs import Graphs
 from octavo.train.step.memory_report import Memory
-from octavo.train.step.optimizer import counting_zeroed
+from octavo.train.step.optimizer import count_zeroed
 from octavo.train.step.update import AfterBackward, Loss, Update, set_lr
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Stepper:
         ):
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
-            with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
+            with count_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # gradients accumulate, or each weight is updated at once
                     if graphs and self._replay_graph(graphs, batch, denominator):
                         continue
@@ -185,7 +185,7 @@ class Stepper:
         """Update the loss scale for the next step. Returns (loss scale of this step, True if gradients overflowed)."""
         if (scale := self.update.scale) is None:
             return None, False
-        before, overflow = scale.value, scale.after(applied, finite)
+        before, overflow = scale.value, scale.record_step(applied, finite)
         if scale.value != before:  # delayed scaling uses amaxes of earlier steps
             scale_gradient_histories(self.model, scale.value / before)
         return before, overflow
@@ -287,7 +287,7 @@ class Stepper:
     def count_forwards(self, batches: Batches) -> dict[str, int]:
         """Return, by component, how many of this rank's micro-batches run it: vision runs for micro-batches with an
         image on this rank, audio for those with a sound."""
-        with_image = sum(self.forward.sees(batch) for batch in batches)
+        with_image = sum(self.forward.has_images_here(batch) for batch in batches)
         with_sound = sum(batch["meta"].has_sound for batch in batches)
         reached = dict.fromkeys(VISION, with_image) | dict.fromkeys(SOUND, with_sound)
         return {component: reached.get(component, len(batches)) for component in self.family.components}

@@ -1,8 +1,8 @@
 """From the losses of a step to new weights: backward, gradient norm, finiteness check, update.
 
-There are two ways. After backward: the gradients of all micro-batches accumulate, and one update follows. In backward
-(`optimizer.update: backward`): each weight is updated as soon as its gradient is complete, so gradients are never all
-held; a step is then one micro-batch per process (:mod:`octavo.fp8.optim.in_backward`).
+By default the gradients of all micro-batches accumulate, and one update follows. With `optimizer.update: backward` each
+weight is updated as soon as its gradient is complete, so all gradients never exist at once; a step is then one
+micro-batch per process (:mod:`octavo.fp8.optim.in_backward`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.train.forward import critic
 from octavo.train.step.loss_scale import LossScale
 
 FACTOR = "lr_factor"
-"""Key of a parameter group: its learning rate relative to the schedule's."""
+"""Key of a parameter group: the factor by which its learning rate differs from the schedule's."""
 
 
 class Loss(NamedTuple):
@@ -37,8 +37,12 @@ class Loss(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`parts`: summed over micro-batches and ranks. `norm`: of all gradients before clipping, except those with a
-    separate norm, unless that one is not finite. `applied`: whether weights were updated."""
+    """The outcome of a step.
+
+    parts    loss parts, summed over micro-batches and ranks
+    norm     norm of all gradients before clipping, except those with a separate norm; that norm if it is not finite
+    applied  True if the weights were updated
+    """
 
     parts: Tensor
     norm: Tensor
@@ -46,7 +50,8 @@ class Outcome(NamedTuple):
 
 
 class Update(Protocol):
-    """``scale``: multiplies losses before backward and divides gradients after it (None: without)."""
+    """Runs backward and updates the weights. ``scale`` multiplies losses before backward and divides gradients after
+    it, or is None if there is no loss scaling."""
 
     scale: LossScale | None
 
@@ -55,7 +60,7 @@ class Update(Protocol):
         """Read-only here, because an update in backward needs an :class:`octavo.fp8.AdamW`."""
 
     def backward(self, loss: Loss) -> None:
-        """The backward of one micro-batch of a step."""
+        """Run the backward of one micro-batch of a step."""
 
     def step(self) -> Outcome:
         """Update the weights after the last backward, if everything is finite."""
@@ -70,30 +75,32 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get(FACTOR, 1.0)
 
 
-def trained(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The trainable parameters, each once."""
+def trainable_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Return the trainable parameters, each once."""
     return (p for p in model.parameters() if p.requires_grad)
 
 
-def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
-    """The update that `optimizer.update` names."""
+def make_update(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
+    """Return the implementation of `optimizer.update`."""
     scale = LossScale.of(cfg)
     if cfg.optimizer.update == "step":
-        apart = cfg.lora is not None and critic.is_enabled(cfg)
-        return AfterBackward(optimizer, model, cfg.train.clip, world, critic.parameters(model) if apart else (), scale)
+        separate = cfg.lora is not None and critic.is_enabled(cfg)
+        return AfterBackward(
+            optimizer, model, cfg.train.clip, world, critic.parameters(model) if separate else (), scale
+        )
     assert isinstance(optimizer, fp8.AdamW)
     return InBackward(optimizer, model, cfg.train.clip, world, scale)
 
 
 class AfterBackward:
-    """Accumulates the gradients of all micro-batches, then clips and updates. ``apart``: parameters that the others'
-    loss does not reach (a critic on the same base), whose gradients have a separate norm and limit."""
+    """Accumulates the gradients of all micro-batches, then clips and updates. ``separate`` are parameters that the loss
+    of the others does not reach (a critic on the same base); their gradients have a separate norm and limit."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World,
-        apart: Sequence[nn.Parameter] = (), scale: LossScale | None = None,
+        separate: Sequence[nn.Parameter] = (), scale: LossScale | None = None,
     ) -> None:  # fmt: skip
-        self.optimizer, self.model, self.clip, self.world, self.apart = optimizer, model, clip, world, apart
+        self.optimizer, self.model, self.clip, self.world, self.separate = optimizer, model, clip, world, separate
         self.scale = scale
         self._parts: Tensor | None = None
 
@@ -109,11 +116,11 @@ class AfterBackward:
     def step(self) -> Outcome:
         assert self._parts is not None
         parts, self._parts = self.world.sum(self._parts), None
-        ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) and not self.apart else None
+        ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) and not self.separate else None
         undo = 1.0 if self.scale is None else 1.0 / self.scale.value
-        norm = gradient_norm(trained(self.model)) * undo if ours is not None else self._clipped()
-        if self.apart:
-            other = _limited(self.apart, self.clip)
+        norm = gradient_norm(trainable_parameters(self.model)) * undo if ours is not None else self._unscale_and_clip()
+        if self.separate:
+            other = _clip_gradients(self.separate, self.clip)
             norm = torch.where(other.isfinite(), norm, other)
         applied = bool(parts.isfinite().all() & norm.isfinite())
         if applied and ours is not None:  # clips inside the update, without another pass over the gradients
@@ -125,15 +132,17 @@ class AfterBackward:
     def free(self) -> None:
         pass
 
-    def _clipped(self) -> Tensor:
+    def _unscale_and_clip(self) -> Tensor:
         """Undo the loss scale and clip all gradients; return their norm before clipping."""
-        if self.scale is not None and (gradients := [plain(p.grad) for p in trained(self.model) if p.grad is not None]):
+        if self.scale is not None and (
+            gradients := [plain(p.grad) for p in trainable_parameters(self.model) if p.grad is not None]
+        ):
             torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # a power of two: nothing is rounded
-        apart = {id(p) for p in self.apart}
-        return _limited([p for p in trained(self.model) if id(p) not in apart], self.clip)
+        separate = {id(p) for p in self.separate}
+        return _clip_gradients([p for p in trainable_parameters(self.model) if id(p) not in separate], self.clip)
 
 
-def _limited(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
+def _clip_gradients(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
     """Clip the gradients of parameters; return their norm over all ranks before clipping.
 
     torch clips gradients of one mesh and cannot combine norms of two, but experts that are distributed over ranks have
@@ -157,13 +166,13 @@ class InBackward:
     ) -> None:
         self.optimizer, self.clip, self.world, self.scale = optimizer, clip, world, scale
         self._updating = UpdateInBackward(optimizer, model)
-        self._done: Outcome | None = None
+        self._outcome: Outcome | None = None
 
     def backward(self, loss: Loss) -> None:
-        assert self._done is None, "checks.check_update: a step has one micro-batch"
+        assert self._outcome is None, "checks.check_update: a step has one micro-batch"
         parts = self.world.sum(loss.parts)
         if not bool(parts.isfinite().all()):
-            self._done = Outcome(parts, torch.full((), math.nan), False)
+            self._outcome = Outcome(parts, torch.full((), math.nan), False)
             return
         total, undo = loss.total, 1.0
         if self.scale is not None:
@@ -172,11 +181,11 @@ class InBackward:
             done = self._updating.run(lambda retain: total.backward(retain_graph=retain), self.clip, undo)
         except PartialUpdate as error:
             raise TrainError(str(error)) from error
-        self._done = Outcome(parts, done.norm, done.applied)
+        self._outcome = Outcome(parts, done.norm, done.applied)
 
     def step(self) -> Outcome:
-        assert self._done is not None
-        done, self._done = self._done, None
+        assert self._outcome is not None
+        done, self._outcome = self._outcome, None
         return done
 
     def free(self) -> None:

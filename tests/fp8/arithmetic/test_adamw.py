@@ -1,4 +1,4 @@
-"""The step: the same bits on every path and under every cut, exact halves, fair rounding, and what NaN does."""
+"""The AdamW step: equal bits on all paths and for all splits, exact low halves, unbiased rounding, NaN."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MASTERS = [
 ]
 
 
-def fresh(w, start, states, master):
+def make_piece(w, start, states, master):
     groups = -(-(start + w.numel()) // GROUP) - start // GROUP
     state = {
         k.name: torch.zeros((w.numel(),) if k.row is None else (groups, *k.row), dtype=k.dtype) for k in LAYOUT[states]
@@ -43,12 +43,12 @@ def gradient(n, step):
 
 @pytest.mark.parametrize("states", ["fp8", "bf16"])
 @pytest.mark.parametrize("bad", [None, float("nan"), -float("inf"), 3e19, 1e-37])
-def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
-    """Zeros, what is not finite, second moments beyond 2^127 and faded ones, each alone in a chunk and together."""
+def test_rare_settings_match_reference_bitwise(states, bad):
+    """Zeros, NaN, Inf, second moments above 2^127 and vanished ones, each alone in a chunk and together."""
     n = 3 * cpu.CHUNK + 640
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).bfloat16()
     weights = [w.clone(), w.clone()]
-    both = [fresh(w, 0, states, "bf16+16") for _ in weights]
+    both = [make_piece(w, 0, states, "bf16+16") for _ in weights]
     for step in (1, 2):
         g = torch.randn(n, generator=torch.Generator().manual_seed(step))
         g[cpu.CHUNK : cpu.CHUNK + 300] = 0
@@ -66,12 +66,12 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
 @pytest.mark.parametrize(("master", "dtype"), MASTERS)
 @pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("start", [0, 77])
-def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dtype, start):
+def test_cached_cpu_step_matches_reference_bitwise(states, master, dtype, start):
     n = 20_000
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(n, generator=generator).to(dtype)
     weights = [w.clone(), w.clone()]
-    both = [fresh(w, start, states, master) for _ in weights]
+    both = [make_piece(w, start, states, master) for _ in weights]
     hyper = Hyper(1e-3, weight_decay=0.1, states=states, master=master, seed=5)
     for step in range(1, 6):
         g = gradient(n, step)
@@ -86,14 +86,14 @@ def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dty
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(("master", "dtype"), [MASTERS[0], MASTERS[3]])
-def test_a_parameter_steps_alike_in_one_piece_and_in_parts_of_whole_groups(states, master, dtype):
+def test_parameter_in_parts_of_whole_groups_equals_one_piece(states, master, dtype):
     n = 1500
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     one, parts = w.clone(), w.clone()
     hyper = Hyper(1e-3, states=states, master=master)
-    state = fresh(w, 0, states, master)
+    state = make_piece(w, 0, states, master)
     cuts = [(0, 128), (128, 896), (896, 1500)]
-    split = [fresh(w[a:b], a, states, master) for a, b in cuts]
+    split = [make_piece(w[a:b], a, states, master) for a, b in cuts]
     for step in range(1, 6):
         g = gradient(n, step)
         step_on_cpu([Piece(one, g, state, 0, 1, step)], hyper, None, None)
@@ -108,42 +108,42 @@ def test_a_parameter_steps_alike_in_one_piece_and_in_parts_of_whole_groups(state
 def test_fp32_states_follow_torch():
     n = 1000
     w = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    ours, theirs = w.clone(), torch.nn.Parameter(w.clone())
-    optimizer = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
-    state = fresh(w, 0, "fp32", "fp32")
+    actual, expected = w.clone(), torch.nn.Parameter(w.clone())
+    optimizer = torch.optim.AdamW([expected], lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)
+    state = make_piece(w, 0, "fp32", "fp32")
     hyper = Hyper(1e-3, 0.8, 0.99, 1e-6, 0.1, states="fp32")
     for step in range(1, 101):
         g = gradient(n, step)
-        theirs.grad = g.clone()
+        expected.grad = g.clone()
         optimizer.step()
-        step_on_cpu([Piece(ours, g, state, 0, 0, step)], hyper, None, None)
-    assert float((ours - theirs.detach()).norm() / (ours - w).norm()) < 1e-5
+        step_on_cpu([Piece(actual, g, state, 0, 0, step)], hyper, None, None)
+    assert float((actual - expected.detach()).norm() / (actual - w).norm()) < 1e-5
 
 
 @pytest.mark.parametrize(("states", "grad_dtype"), [("fp32", torch.float32), ("fp8", torch.bfloat16)])
-def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, states):
+def test_bf16_weight_with_low_halves_equals_fp32_weight(grad_dtype, states):
     n = 700
     high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    whole = high.float()
-    split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(whole, 0, states, "fp32")
+    full = high.float()
+    split_state, whole_state = make_piece(high, 0, states, "bf16+16"), make_piece(full, 0, states, "fp32")
     split_hyper = Hyper(1e-3, weight_decay=0.01, states=states, master="bf16+16")
     whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
     for step in range(1, 151):
         g = (gradient(n, step) * 0.98**step).to(grad_dtype)
         step_on_cpu([Piece(high, g, split_state, 0, 0, step)], split_hyper, None, None)
-        step_on_cpu([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper, None, None)
+        step_on_cpu([Piece(full, g, whole_state, 0, 0, step)], whole_hyper, None, None)
     bits = (high.view(torch.int16).to(torch.int32) << 16) + split_state["master_low"]
-    assert torch.equal(bits, whole.view(torch.int32))
-    assert float((high.float() - whole).abs().max() / whole.abs().max()) < 2**-8
+    assert torch.equal(bits, full.view(torch.int32))
+    assert float((high.float() - full).abs().max() / full.abs().max()) < 2**-8
 
 
-def test_weights_rounded_by_chance_move_as_much_as_exact_ones_on_average():
-    """Steps of a hundredth of a BF16 step: rounded to nearest no weight would move at all."""
+def test_stochastically_rounded_weights_are_unbiased():
+    """Steps of a hundredth of a BF16 step, for which rounding to nearest would never change a weight."""
     n = 1 << 16
     w = torch.full((n,), 1.0 + 2**-7)
     rounded, exact = w.to(torch.bfloat16), w.clone()
     hyper = Hyper(1e-4, 0.0, 0.0, 0.0, states="fp32", master="bf16+sr")
-    state, exact_state = fresh(rounded, 0, "fp32", "bf16+sr"), fresh(exact, 0, "fp32", "fp32")
+    state, exact_state = make_piece(rounded, 0, "fp32", "bf16+sr"), make_piece(exact, 0, "fp32", "fp32")
     steps = 20
     for step in range(1, steps + 1):
         g = torch.ones(n)
@@ -154,10 +154,10 @@ def test_weights_rounded_by_chance_move_as_much_as_exact_ones_on_average():
     assert want > 100 * deviation and abs(moved - want) < 4 * deviation
 
 
-def test_a_gradient_that_is_no_number_makes_its_weight_nan_and_no_other():
+def test_nan_gradient_affects_only_its_weight():
     for states in STATES:
         w = torch.ones(300)
-        state = fresh(w, 0, states, "fp32")
+        state = make_piece(w, 0, states, "fp32")
         g = torch.ones(300)
         g[130] = float("nan")
         step_on_cpu([Piece(w, g, state, 0, 0, 1)], Hyper(1e-3, states=states), None, None)
@@ -167,10 +167,10 @@ def test_a_gradient_that_is_no_number_makes_its_weight_nan_and_no_other():
         assert w.isnan().nonzero().flatten().tolist() == spread
 
 
-def test_no_second_moment_is_lost_in_a_run():
+def test_second_moments_never_become_zero():
     n = 640
     w = torch.zeros(n)
-    state = fresh(w, 0, "fp8", "fp32")
+    state = make_piece(w, 0, "fp8", "fp32")
     exact = torch.zeros(n)
     for step in range(1, 301):
         g = gradient(n, step) * 0.97**step
@@ -180,14 +180,14 @@ def test_no_second_moment_is_lost_in_a_run():
     assert int(lost.sum()) == 0 and w.isfinite().all() and float(w.abs().max()) < 0.3
 
 
-def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
+def test_tensor_learning_rate_equals_float():
     # "meta" has no values: what is computed must not be read; a CPU tensor's is
     number = Scalars.compute(Hyper(3e-4, weight_decay=0.1), 7)
     assert Scalars.compute(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
     assert isinstance(Scalars.compute(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
 
 
-def test_edges_are_the_groups_that_a_piece_holds_in_part():
+def test_edges_are_partial_groups():
     def cut(n, start):
         w = torch.zeros(n)
         return [tuple(e)[1:] for e in find_edges([Piece(w, w, {}, start, 0, 1)])]

@@ -1,4 +1,4 @@
-"""Casts, bit for bit against the numpy oracle, on inputs chosen to hurt."""
+"""Casts against the NumPy oracle, bit for bit, on difficult inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def check(x: torch.Tensor, spec: CastSpec) -> Quantized:
 
 
 def ties(fmt: str) -> np.ndarray:
-    """Every finite value, every midpoint between neighbours, one fp32 ulp to each side of both; both signs."""
+    """Return every finite value, every midpoint between neighbors, and the fp32 numbers next to both, with both
+    signs."""
     finite = oracle.FINITE[fmt]
     points = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]).astype(np.float32)
     around = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
@@ -112,9 +113,8 @@ SIGNALING_NAN = np.array([0x7F800001], dtype=np.uint32).view(np.float32)[0]
         (torch.bfloat16, "pow2", 0.0, 0.0),
     ],
 )
-def test_how_many_codes_the_quotient_in_fp32_moves(dtype: torch.dtype, kind: str, least: float, most: float) -> None:
-    """Against the quotient rounded once: the share that `docs/numerics.md` tells. Of short significands many quotients
-    are ties but for the rounding of the scale, and fp32 makes them ties again."""
+def test_fp32_quotient_changes_few_codes(dtype: torch.dtype, kind: str, least: float, most: float) -> None:
+    """The share of codes that differ from a quotient rounded once is the one in `docs/numerics.md`."""
     x = torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
     q = cast.quantize(x, CastSpec(block=(1, 128), scale=kind))
     points = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -127,7 +127,7 @@ def test_how_many_codes_the_quotient_in_fp32_moves(dtype: torch.dtype, kind: str
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, NEGATIVE_NAN, SIGNALING_NAN], ids=str)
 @pytest.mark.parametrize("spec", MIXED_SPECS, ids=str)
-def test_a_bad_value_spoils_its_block_and_no_other(bad: float, spec: CastSpec) -> None:
+def test_bad_value_affects_only_its_block(bad: float, spec: CastSpec) -> None:
     x = torch.from_numpy(np.random.default_rng(1).normal(size=(67, 133)).astype(np.float32))
     x[40, 90] = torch.from_numpy(np.array([bad], dtype=np.float32))[0]
     q = check(x, spec)
@@ -136,7 +136,7 @@ def test_a_bad_value_spoils_its_block_and_no_other(bad: float, spec: CastSpec) -
     assert bool((q.data.view(torch.uint8)[spoiled] == 0x7F).all())
 
 
-def test_a_bad_value_in_a_ragged_corner() -> None:
+def test_bad_value_in_ragged_corner() -> None:
     x = torch.zeros(130, 130)
     x[129, 129] = math.inf
     q = check(x, CastSpec("e4m3", (128, 128), "pow2"))
@@ -163,7 +163,7 @@ def test_zero_blocks_and_signed_zeros(spec: CastSpec) -> None:
     assert q.data.view(torch.uint8)[:2, 0].tolist() == [0x80, 0x00]
 
 
-def test_a_sign_survives_an_underflow() -> None:
+def test_underflow_keeps_sign() -> None:
     x = torch.tensor([[-1e-40, -0.0, 1e-40, 0.0], [-1e-40, -1e-9, 1e-9, 400.0]])
     q = check(x, CastSpec("e4m3", (1, -1), "pow2"))
     assert q.data.view(torch.uint8)[:, :3].tolist() == [[0x80, 0x80, 0x00], [0x80, 0x80, 0x00]]
@@ -171,7 +171,7 @@ def test_a_sign_survives_an_underflow() -> None:
 
 @pytest.mark.parametrize("magnitude", [1e-7, 1e-12, 1e-25, 1e25])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_any_magnitude_keep_their_digits(magnitude: float, kind: str) -> None:
+def test_gradients_of_any_magnitude_keep_precision(magnitude: float, kind: str) -> None:
     x = torch.from_numpy((np.random.default_rng(2).normal(size=(64, 256)) * magnitude).astype(np.float32))
     q = check(x, CastSpec("e4m3", (1, 128), kind))
     assert sqnr(x, q) > 31 and underflow(x, q) < 0.001
@@ -256,7 +256,7 @@ def test_random_shapes_values_and_blocks(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_the_input_is_not_touched(block: tuple[int, int]) -> None:
+def test_input_is_not_modified(block: tuple[int, int]) -> None:
     x = torch.randn(130, 131)
     before = x.clone()
     q = cast.quantize(x, CastSpec("e4m3", block, "pow2"))
@@ -266,7 +266,7 @@ def test_the_input_is_not_touched(block: tuple[int, int]) -> None:
     assert torch.equal(q.data.view(torch.uint8), codes) and torch.equal(q.scale, scale)
 
 
-def test_codes_are_off_the_graph() -> None:
+def test_codes_are_detached() -> None:
     x = torch.randn(4, 128, requires_grad=True)
     q = cast.quantize(x * 2, CastSpec())
     assert not q.data.requires_grad and not q.scale.requires_grad
@@ -288,7 +288,7 @@ def test_inference_mode_and_autocast_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("spec", MIXED_SPECS, ids=str)
-def test_devices_that_must_not_wait_take_the_same_rules(spec: CastSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_devices_follow_same_rules(spec: CastSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cast, "_can_read_values", lambda tensor: False)
     x = torch.randn(66, 133, generator=torch.Generator().manual_seed(6))
     check(x, spec)
@@ -311,12 +311,12 @@ def test_dequantize_rounds_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+def test_unsupported_dtypes_are_rejected(dtype: torch.dtype) -> None:
     with pytest.raises(CastError, match=f"{dtype}.*float32, bfloat16 or float16.*x.float"):
         cast.quantize(torch.zeros(2, 2).to(dtype), CastSpec())
 
 
-def test_a_scalar_is_refused() -> None:
+def test_scalar_is_rejected() -> None:
     with pytest.raises(CastError, match="without dimensions.*reshape"):
         cast.quantize(torch.tensor(1.0), CastSpec())
 
@@ -335,12 +335,12 @@ def test_a_scalar_is_refused() -> None:
         (("e4m3", (1, 128, 1)), "must be a tuple of two integers"),
     ],
 )
-def test_impossible_specs(arguments: tuple, message: str) -> None:
+def test_invalid_specs_are_rejected(arguments: tuple, message: str) -> None:
     with pytest.raises(CastError, match=message):
         CastSpec(*arguments)
 
 
-def test_a_spec_is_a_readable_value() -> None:
+def test_spec_is_value_with_readable_str() -> None:
     assert str(CastSpec()) == "e4m3 1x128 pow2"
     assert str(CastSpec("e5m2", (-1, -1), "fp32")) == "e5m2 tensor fp32"
     assert [str(CastSpec("e4m3", b)).split()[1] for b in ((1, -1), (-1, 1), (-1, 4))] == ["row", "column", "allx4"]
@@ -349,7 +349,7 @@ def test_a_spec_is_a_readable_value() -> None:
         CastSpec().format = "e5m2"  # type: ignore[misc]
 
 
-def test_scales_that_do_not_belong_to_the_codes() -> None:
+def test_mismatched_scales_are_rejected() -> None:
     q = cast.quantize(torch.randn(4, 256), CastSpec())
     with pytest.raises(CastError, match=r"need scales of shape \(4, 2\), found \(4, 1\).*same cast"):
         cast.dequantize(Quantized(q.data, q.scale[:, :1], q.spec))

@@ -1,4 +1,4 @@
-"""Every byte of both formats means what the specification says."""
+"""Decoding of every byte of both formats, compared with the specification."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_decode_of_every_pair_of_bytes_in_e4m3() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 2])
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 8])
-def test_decode_from_any_offset_and_of_any_count(start: int, count: int) -> None:
+def test_decode_any_offset_and_count(start: int, count: int) -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(E4M3.dtype)
     np.testing.assert_array_equal(
         decode(codes[start : start + count]).numpy(), oracle.TABLE["e4m3"][start : start + count]
@@ -41,7 +41,7 @@ def test_decode_follows_strides_and_keeps_the_shape() -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-def test_facts(fmt) -> None:
+def test_format_constants(fmt) -> None:
     values = oracle.FINITE[fmt.name]
     assert fmt.max == values[-1] == 1.75 * 2.0**fmt.max_exponent == torch.finfo(fmt.dtype).max
     assert fmt.min_subnormal == values[1]

@@ -1,4 +1,4 @@
-"""Halves of a weight that make the whole again, and rounding that leaves the mean alone."""
+"""Splitting and joining of master weights, and stochastic rounding."""
 
 import pytest
 import torch
@@ -14,15 +14,15 @@ def patterns():
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
-def test_both_halves_are_the_weight_bit_for_bit():
+def test_halves_join_to_exact_weight():
     w = patterns()
-    whole = master.join(*master.split(w))
+    full = master.join(*master.split(w))
     number = ~w.isnan()
-    assert torch.equal(whole[number].view(torch.int32), w[number].view(torch.int32))
-    assert whole[~number].isnan().all()
+    assert torch.equal(full[number].view(torch.int32), w[number].view(torch.int32))
+    assert full[~number].isnan().all()
 
 
-def test_the_upper_half_is_a_nearest_bf16_value_and_ties_go_away_from_zero():
+def test_upper_half_rounds_to_nearest_away_from_zero():
     w = patterns()
     w = w[w.abs() < 3e38]
     high, _ = master.split(w)
@@ -33,19 +33,19 @@ def test_the_upper_half_is_a_nearest_bf16_value_and_ties_go_away_from_zero():
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001])
-def test_no_nan_becomes_a_number(bits):
+def test_nan_stays_nan(bits):
     w = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert master.split(w)[0].isnan()
     assert master.stochastic(w, torch.tensor([0xFFFF], dtype=torch.int32)).isnan()
 
 
-def test_infinities_survive():
+def test_infinities_are_kept():
     w = torch.tensor([float("inf"), -float("inf")])
     assert torch.equal(master.split(w)[0].float(), w)
     assert torch.equal(master.stochastic(w, torch.full((2,), 0xFFFF, dtype=torch.int32)).float(), w)
 
 
-def test_stochastic_rounding_leaves_the_mean_alone():
+def test_stochastic_rounding_keeps_mean():
     count = 1 << 18
     for value in (1.0 + 2**-10, -3.0 - 2**-8, 1e-20):
         w = torch.full((count,), value)

@@ -1,4 +1,4 @@
-"""The figures of trust, each against a value worked out by hand."""
+"""FP8 metrics against values that are computed by hand."""
 
 from __future__ import annotations
 

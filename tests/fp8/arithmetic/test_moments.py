@@ -1,4 +1,4 @@
-"""Moments in bytes: nothing is lost that must not be, and what is added over many steps arrives."""
+"""One-byte moments: nonzero values stay nonzero, and small updates accumulate over many steps."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch
 from octavo.fp8.arithmetic import moments
 
 
-def chance(shape, step=1):
+def make_dither(shape, step=1):
     return moments.dither(0, 0, shape[0] * shape[1], step=step, parameter=0, device="cpu").view(shape)
 
 
-def there_and_back(m, v, states="fp8", step=1):
-    return moments.decode(states, moments.encode(states, m, v, chance(v.shape, step)))
+def round_trip(m, v, states="fp8", step=1):
+    return moments.decode(states, moments.encode(states, m, v, make_dither(v.shape, step)))
 
 
 def rows(**named):
@@ -35,21 +35,21 @@ def rows(**named):
 
 @pytest.mark.parametrize("name", rows())
 @pytest.mark.parametrize("states", ["fp8", "coat"])
-def test_a_second_moment_becomes_zero_only_if_it_was(name, states):
+def test_nonzero_second_moment_never_becomes_zero(name, states):
     v = rows()[name][None]
     for step in range(1, 40):
-        back = there_and_back(torch.zeros_like(v), v, states, step)[1]
+        back = round_trip(torch.zeros_like(v), v, states, step)[1]
         assert torch.equal(back == 0, v == 0)
         assert back.isfinite().all()
 
 
 @pytest.mark.parametrize("name", rows())
-def test_fp8_decodes_to_a_neighbour_on_the_grid(name):
+def test_fp8_decodes_to_adjacent_grid_point(name):
     v = rows()[name][None]
     lo, hi = moments.extrema(v)
     range_ = moments.v_range(lo, hi)
     base, pace, _ = moments.grid(range_)
-    back = there_and_back(torch.zeros_like(v), v)[1]
+    back = round_trip(torch.zeros_like(v), v)[1]
     off = (back.view(torch.int32).long() - v.view(torch.int32).long()).abs()
     assert (off[v != 0] <= pace.long().expand_as(v)[v != 0]).all()
     if (v != 0).any():
@@ -59,15 +59,15 @@ def test_fp8_decodes_to_a_neighbour_on_the_grid(name):
         assert int(pace) == 512 or int(pace) * 4 / 5 * 508 < int(high - low) + 508
 
 
-def test_a_grid_is_the_finest_whose_508_steps_hold_the_group():
+def test_grid_is_finest_that_covers_group():
     paces = torch.tensor([quarters << octave for octave in range(7, 20) for quarters in (4, 5, 6, 7)])
-    for more, want in ((0, paces[:-1]), (1, paces[1:])):  # bit patterns as far apart as 508 steps are, and one more
+    for extra, want in ((0, paces[:-1]), (1, paces[1:])):  # bit patterns as far apart as 508 steps are, and one more
         lo = torch.ones(len(want), dtype=torch.int32)
-        range_ = moments.v_range(lo, lo + 508 * paces[:-1].int() + more)
+        range_ = moments.v_range(lo, lo + 508 * paces[:-1].int() + extra)
         assert torch.equal(moments.grid(range_)[1][:, 0], want.int())
 
 
-def test_the_grid_stands_still_while_the_group_moves():
+def test_grid_is_stable_while_group_changes():
     v = rows()["chi squared"][None]
     grids = [moments.grid(moments.v_range(*moments.extrema(v * 0.999**t))) for t in range(99)]
     bases, paces = ({int(g[i]) for g in grids} for i in (0, 1))
@@ -75,14 +75,14 @@ def test_the_grid_stands_still_while_the_group_moves():
     assert not paces and len(bases) > 1 and all(base % pace == 0 for base in bases)
 
 
-def test_what_a_step_adds_arrives_over_many_steps():
-    """v decays by a thousandth a step: to nearest it would stand still; 500 steps of it must give 0.999^500."""
+def test_small_updates_accumulate_over_steps():
+    """v decays by a thousandth per step. Rounded to nearest it would never change; 500 steps must give 0.999^500."""
     v = rows()["chi squared"].expand(8, 128).contiguous()
     start, nearest, random = v.clone(), v.clone(), v.clone()
     generator = torch.Generator().manual_seed(1)
     half = torch.full(v.shape, 32768, dtype=torch.int32)
     for step in range(1, 501):
-        v = there_and_back(torch.zeros_like(v), v * 0.999, step=step)[1]
+        v = round_trip(torch.zeros_like(v), v * 0.999, step=step)[1]
         nearest = moments.decode("fp8", moments.encode("fp8", nearest, nearest * 0.999, half))[1]
         u = torch.randint(0, 65536, v.shape, generator=generator, dtype=torch.int32)
         random = moments.decode("fp8", moments.encode("fp8", random, random * 0.999, u))[1]
@@ -98,27 +98,26 @@ def test_bf16_second_moments_decay_too():
     v = rows()["chi squared"].expand(8, 128).contiguous()
     start = v.clone()
     for step in range(1, 501):
-        v = there_and_back(v, v * 0.999, "bf16", step)[1]
+        v = round_trip(v, v * 0.999, "bf16", step)[1]
     assert abs(float((v / start).double().log().mean()) - 500 * torch.tensor(0.999).log().item()) < 0.01
 
 
-def test_coat_does_not_shrink_what_is_written_again_and_again():
-    """The smallest magnitude of a group lies among E4M3's coarsest steps: with an exact power it is rounded down, the
-    group's range grows, the power with it, and so on at every writing until the value is gone."""
+def test_coat_does_not_shrink_reencoded_values():
+    """With an exact power, the smallest magnitude of a group would be rounded down at every encoding."""
     v = rows()["chi squared"].expand(1, 128).contiguous()
     m = v.sqrt() * torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
     before = m, v
     for _ in range(200):
-        m, v = there_and_back(m, v, "coat")
+        m, v = round_trip(m, v, "coat")
     for old, new in zip(before, (m, v), strict=True):
         assert ((new / old).log2().abs() < 0.5).all()
 
 
-def test_first_moments_are_kept_to_a_part_of_the_largest_and_finer_when_small():
+def test_first_moment_error_is_bounded_by_largest():
     generator = torch.Generator().manual_seed(2)
     v = torch.rand(64, 128, generator=generator) * 1e-6 + 1e-9
     m = torch.randn(64, 128, generator=generator) * v.sqrt()
-    back_m, back_v = there_and_back(m, v)
+    back_m, back_v = round_trip(m, v)
     r, back = m / back_v.sqrt(), back_m / back_v.sqrt()
     step = r.abs().amax(1, keepdim=True) / 5985
     code = moments.encode_r(r, moments.r_amax(r)).abs()
@@ -127,7 +126,7 @@ def test_first_moments_are_kept_to_a_part_of_the_largest_and_finer_when_small():
     assert torch.equal(torch.sign(back)[code > 0], torch.sign(r)[code > 0])
 
 
-def test_codes_fill_their_bits_and_come_back():
+def test_codes_use_all_bits_and_round_trip():
     m_code = torch.arange(-63, 64, dtype=torch.int32)[:, None].expand(127, 512)
     v_code = torch.arange(512, dtype=torch.int32)[None].expand(127, 512)
     m_byte, v_byte = moments.pack(m_code, v_code)
@@ -137,34 +136,36 @@ def test_codes_fill_their_bits_and_come_back():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**127])
-def test_a_group_with_a_value_that_is_none_decodes_to_nan_and_the_next_one_does_not(bad):
+def test_group_with_nan_decodes_to_nan_alone(bad):
     v = torch.rand(2, 128) + 0.1
     v[0, 5], v[0, 9] = bad, 0.0
-    m, v = there_and_back(torch.ones(2, 128), v)
+    m, v = round_trip(torch.ones(2, 128), v)
     assert m[0].isnan().all() and v[0, 9] == 0 and v[0, :9].isnan().all()
     assert m[1].isfinite().all() and v[1].isfinite().all()
 
 
-def test_a_first_moment_that_faded_is_let_go():
+def test_vanished_first_moment_becomes_zero():
     v = torch.full((1, 128), 1e-8)
     m = torch.full((1, 128), 1e-37)
-    state = moments.encode("fp8", m, v, chance(v.shape))
+    state = moments.encode("fp8", m, v, make_dither(v.shape))
     assert state["exp_avg_scale"].item() == 0 and moments.decode("fp8", state)[0].eq(0).all()
 
 
-def test_extrema_of_parts_agree_with_those_of_the_whole():
+def test_extrema_of_parts_equal_extrema_of_group():
     generator = torch.Generator().manual_seed(3)
     m, v = torch.randn(4, 128, generator=generator), torch.rand(4, 128, generator=generator)
     here = torch.arange(128) < 50
     for states in ("fp8", "coat"):
-        whole = moments.encode(states, m, v, chance(v.shape))
-        seen = []
-        for mine in (here, ~here):  # what each rank would say, gathered
+        full = moments.encode(states, m, v, make_dither(v.shape))
+        recorded = []
+        for actual in (here, ~here):  # what each rank would say, gathered
             agreed = []
-            moments.encode(states, m * mine, v * mine, chance(v.shape), lambda x, agreed=agreed: agreed.append(x) or x)
-            seen.append(agreed)
-        first = torch.maximum(seen[0][0], seen[1][0])
-        for mine in (here, ~here):
+            moments.encode(
+                states, m * actual, v * actual, make_dither(v.shape), lambda x, agreed=agreed: agreed.append(x) or x
+            )
+            recorded.append(agreed)
+        first = torch.maximum(recorded[0][0], recorded[1][0])
+        for actual in (here, ~here):
             answers = iter([first])
             second = []
 
@@ -173,15 +174,15 @@ def test_extrema_of_parts_agree_with_those_of_the_whole():
                 second.append(x)
                 return x if known is None else known
 
-            part = moments.encode(states, m * mine, v * mine, chance(v.shape), agree)
+            part = moments.encode(states, m * actual, v * actual, make_dither(v.shape), agree)
             name = "exp_avg_sq_range" if states == "fp8" else "exp_avg_sq_figures"
-            assert torch.equal(part[name], whole[name])
+            assert torch.equal(part[name], full[name])
             if states == "coat":
-                codes = part["exp_avg_sq_codes"].float()[:, mine]
-                assert torch.equal(codes, whole["exp_avg_sq_codes"].float()[:, mine])
+                codes = part["exp_avg_sq_codes"].float()[:, actual]
+                assert torch.equal(codes, full["exp_avg_sq_codes"].float()[:, actual])
 
 
-def test_coat_cuts_its_power_to_sixteenths_and_does_not_count_zeros():
+def test_coat_truncates_power_to_sixteenths_and_ignores_zeros():
     v = torch.rand(64, 128, generator=torch.Generator().manual_seed(4)) * 1e-8
     v[:, 0] = 0.0
     v[1] = 7e-9
@@ -191,13 +192,15 @@ def test_coat_cuts_its_power_to_sixteenths_and_does_not_count_zeros():
     exact = moments._TARGET / (v.amax(1).double() / low.double()).log2().clamp(min=1e-9)
     assert torch.equal(k * 16, (exact * 16 + 1e-5).floor().clamp(max=256).float()) and k[1] == k[2] == 16
     back = moments.coat_decode(moments.coat_encode(v, figures), figures)
-    kept = v > 0
-    off = (back[kept] / v[kept]).log2().abs()
-    assert (off < 0.5 / k[:, None].expand_as(v)[kept]).all() and (back[~kept] == 0).all()  # code 2.2 may become 2 or 3
+    saved = v > 0
+    off = (back[saved] / v[saved]).log2().abs()
+    assert (off < 0.5 / k[:, None].expand_as(v)[saved]).all() and (
+        back[~saved] == 0
+    ).all()  # code 2.2 may become 2 or 3
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
-def test_coat_gives_no_number_to_a_moment_that_is_none(bits):
+def test_coat_keeps_nan(bits):
     v = torch.rand(1, 128) + 0.1
     v.view(torch.int32)[0, 5] = bits
     figures = torch.ones(1, 3)  # as of a group that is finite: the code alone must tell

@@ -1,4 +1,4 @@
-"""Random bits are those of the paper's generator, and belong to elements."""
+"""Philox: the published words, and random bits that depend only on the element."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ def unsigned(x):
     return [value & 0xFFFFFFFF for value in x.tolist()]
 
 
-def test_zero_key_and_counter_give_the_published_words():
+def test_zero_key_and_counter_match_published_words():
     words = unsigned(philox.words(0, 0, 4, step=0, parameter=0))
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_words_follow_a_plain_transcription_of_the_paper():
+def test_words_match_plain_implementation():
     def plainly(counter, key):
         c, k, mask = list(counter), list(key), 0xFFFFFFFF
         for _ in range(10):
@@ -36,8 +36,8 @@ def test_words_follow_a_plain_transcription_of_the_paper():
 
 @pytest.mark.parametrize(("start", "count"), [(0, 7), (1, 1), (3, 6), (127, 130), (5, 0)])
 def test_an_element_has_the_same_word_in_every_range(start, count):
-    whole = philox.words(9, 0, 300, step=4, parameter=2)
-    assert torch.equal(philox.words(9, start, count, step=4, parameter=2), whole[start : start + count])
+    full = philox.words(9, 0, 300, step=4, parameter=2)
+    assert torch.equal(philox.words(9, start, count, step=4, parameter=2), full[start : start + count])
 
 
 def test_step_parameter_and_seed_change_the_words():
@@ -46,6 +46,6 @@ def test_step_parameter_and_seed_change_the_words():
         assert not torch.equal(philox.words(other[0], 0, 64, step=other[1], parameter=other[2]), base)
 
 
-def test_elements_beyond_the_counter_are_refused():
+def test_elements_beyond_counter_are_rejected():
     with pytest.raises(ValueError, match="split it in two"):
         philox.words(0, philox.LIMIT - 1, 2, step=0, parameter=0)

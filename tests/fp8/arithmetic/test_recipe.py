@@ -1,4 +1,4 @@
-"""Recipes: the table of NUMERICS, and every message."""
+"""Recipes: the table of docs/numerics.md, and all error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_table(name: str) -> None:
+def test_recipe_table(name: str) -> None:
     r = recipe(name)
     *blocks, scale, default = TABLE[name]
     assert r.name == name and r.format == default
@@ -30,7 +30,7 @@ def test_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "delayed"])
-def test_hybrid_is_e5m2_for_dy_alone(name: str) -> None:
+def test_hybrid_uses_e5m2_only_for_dy(name: str) -> None:
     r = recipe(name, format="hybrid")
     assert r.fwd and r.dgrad and r.wgrad
     assert [s.format for g in (r.fwd, r.dgrad, r.wgrad) for s in (g.a, g.b)] == ["e4m3"] * 2 + ["e5m2", "e4m3"] * 2
@@ -45,7 +45,7 @@ def test_dy_is_never_scaled_in_two_dimensional_blocks(name: str) -> None:
         assert gemm is not None and (gemm.a.block == (-1, -1) or 1 in gemm.a.block)
 
 
-def test_codes_of_w_serve_twice_where_the_recipe_says_so() -> None:
+def test_fwd_and_dgrad_share_weight_cast() -> None:
     for name in RECIPES:
         r = recipe(name)
         assert r.fwd and r.dgrad
@@ -96,18 +96,18 @@ def test_recipes_are_values() -> None:
         ),
     ],
 )
-def test_messages(arguments: dict[str, str], message: str) -> None:
+def test_error_messages(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe(**arguments)
 
 
 @pytest.mark.parametrize("length", [0, -1, 1.5, True])
-def test_a_history_has_a_length(length: object) -> None:
+def test_history_length_is_checked(length: object) -> None:
     with pytest.raises(RecipeError, match="must be an integer of at least 1"):
         Delayed(length)  # type: ignore[arg-type]
 
 
-def test_a_gemm_may_have_the_casts_of_another_recipe_in_its_own_format() -> None:
+def test_gemm_uses_casts_of_another_recipe() -> None:
     r = recipe("tensorwise", fwd="blockwise", wgrad="bf16")
     assert (r.fwd, r.dgrad, r.wgrad) == (recipe("blockwise").fwd, recipe("tensorwise").dgrad, None)
     assert r.gemm_precisions() == {"fwd": "blockwise", "dgrad": "fp8", "wgrad": "bf16"}
@@ -117,5 +117,5 @@ def test_a_gemm_may_have_the_casts_of_another_recipe_in_its_own_format() -> None
     for name in ("delayed", "off", "rowwize"):
         with pytest.raises(RecipeError, match="is not a precision"):
             recipe("tensorwise", fwd=name)
-    with pytest.raises(RecipeError, match="histories of a layer serve all"):
+    with pytest.raises(RecipeError, match="all GEMMs of a layer share its histories"):
         recipe("delayed", wgrad="rowwise")

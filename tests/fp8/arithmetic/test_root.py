@@ -1,4 +1,4 @@
-"""The root is the nearest fp32 number, with NumPy and without, wherever a value lies in its array."""
+"""The square root is correctly rounded with and without NumPy, at any position in the array."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def values():
     return torch.cat([torch.rand(100_000, generator=generator) + 0.1, spread, ends])
 
 
-def test_it_is_the_nearest_number(way):
+def test_sqrt_is_correctly_rounded(way):
     x = values()
     exact = x.double().sqrt().float()
     assert torch.equal(root.sqrt(x).nan_to_num(-1), exact.nan_to_num(-1))
@@ -36,8 +36,8 @@ def test_it_is_the_nearest_number(way):
     assert root.sqrt(torch.tensor(2.0)).shape == () and root.sqrt(x[:0]).shape == (0,)
 
 
-def test_a_step_takes_no_other(monkeypatch):
-    """Not a single one of torch's, which is off by one in the last place now and then."""
+def test_adamw_step_uses_this_sqrt(monkeypatch):
+    """torch's square root, which is sometimes off by one unit in the last place, is never called."""
 
     def refused(*args, **kwargs):
         raise AssertionError("a root that is not rounded exactly")

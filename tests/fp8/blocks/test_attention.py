@@ -1,4 +1,4 @@
-"""Grouped attention against torch's own on repeated heads: the same output, close gradients, fewer bytes."""
+"""Grouped attention against torch's attention on repeated heads: equal output, close gradients, less memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ B, T, H, KV, D = 2, 37, 6, 2, 24
 MASKS = ("none", "causal", "shared boolean", "own boolean", "added")
 
 
-def given(kind: str, dtype: torch.dtype = torch.bfloat16, kv: int = KV) -> tuple[list[Tensor], Tensor | None, bool]:
+def make_inputs(
+    kind: str, dtype: torch.dtype = torch.bfloat16, kv: int = KV
+) -> tuple[list[Tensor], Tensor | None, bool]:
     torch.manual_seed(0)
     # As a layer makes them: rows first, then seen as heads.
     qkv = [torch.randn(B, T, heads, D).to(dtype).transpose(1, 2) for heads in (H, kv, kv)]
@@ -50,16 +52,16 @@ def error(a: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv", [1, KV, H])
-def test_output_is_bit_for_bit_that_of_repeated_heads_and_gradients_are_no_worse(kind, dtype, kv):
-    qkv, mask, causal = given(kind, dtype, kv)
-    ours = gradients(grouped_attention, qkv, mask, is_causal=causal)
-    theirs = gradients(stock, qkv, mask, is_causal=causal)
-    assert torch.equal(ours[0], theirs[0]) and ours[0].stride() == theirs[0].stride()
-    assert torch.equal(ours[1], theirs[1])
+def test_matches_attention_on_repeated_heads(kind, dtype, kv):
+    qkv, mask, causal = make_inputs(kind, dtype, kv)
+    actual = gradients(grouped_attention, qkv, mask, is_causal=causal)
+    expected = gradients(stock, qkv, mask, is_causal=causal)
+    assert torch.equal(actual[0], expected[0]) and actual[0].stride() == expected[0].stride()
+    assert torch.equal(actual[1], expected[1])
     wide = mask.double() if kind == "added" else mask
     exact = gradients(stock, [x.double() for x in qkv], wide, is_causal=causal)
     # The gradient of the output is drawn in another dtype there, so exactness is asked of fp32 alone.
-    for a, b, c in zip(ours[2:], theirs[2:], exact[2:], strict=True):
+    for a, b, c in zip(actual[2:], expected[2:], exact[2:], strict=True):
         assert a.dtype == dtype and a.shape == b.shape
         if dtype == torch.float32:
             assert error(a, c) <= 2 * error(b, c) + 1e-7
@@ -67,17 +69,17 @@ def test_output_is_bit_for_bit_that_of_repeated_heads_and_gradients_are_no_worse
             assert error(a, b.double()) < 2 * torch.finfo(dtype).eps
 
 
-def test_one_group_sums_its_heads_in_fp32():
-    qkv, mask, _ = given("shared boolean", kv=1)
-    ours = gradients(grouped_attention, qkv, mask)
+def test_head_gradients_are_summed_in_fp32():
+    qkv, mask, _ = make_inputs("shared boolean", kv=1)
+    actual = gradients(grouped_attention, qkv, mask)
     wide = gradients(stock, [x.float() for x in qkv], mask)
-    theirs = gradients(stock, qkv, mask)
-    for a, b, c in zip(ours[2:], theirs[2:], wide[2:], strict=True):
+    expected = gradients(stock, qkv, mask)
+    for a, b, c in zip(actual[2:], expected[2:], wide[2:], strict=True):
         assert error(a, c.double()) <= 1.1 * error(b, c.double())
 
 
 def keeps(function, kind: str) -> dict[torch.dtype, int]:
-    qkv, mask, causal = given(kind)
+    qkv, mask, causal = make_inputs(kind)
     leaves = [x.requires_grad_() for x in qkv]
     with count_saved(nn.Identity()) as k:
         out = function(*(x * 1 for x in leaves), mask, is_causal=causal)
@@ -87,7 +89,7 @@ def keeps(function, kind: str) -> dict[torch.dtype, int]:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_k_and_v_are_saved_as_they_came_and_a_mask_is_saved_once(kind):
+def test_k_v_and_mask_are_saved_without_copies(kind):
     bf16 = 2 * B * T * D * (H + 2 * KV + H)  # q, k, v, output
     assert keeps(grouped_attention, kind) == {torch.bfloat16: bf16, torch.float32: 4 * B * H * T}
     copies = 2 * B * T * D * 2 * (H - KV)
@@ -95,38 +97,38 @@ def test_k_and_v_are_saved_as_they_came_and_a_mask_is_saved_once(kind):
     assert keeps(stock, kind)[torch.bfloat16] == bf16 + copies + boolean
 
 
-def test_autocast_lowers_as_it_does_for_torch():
-    qkv, mask, _ = given("added", torch.float32)
+def test_autocast_matches_torch():
+    qkv, mask, _ = make_inputs("added", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = gradients(grouped_attention, qkv, mask), gradients(stock, qkv, mask)
-    assert ours[0].dtype == torch.bfloat16 and torch.equal(ours[0], theirs[0])
-    assert all(a.dtype == torch.float32 for a in ours[1:])
-    assert torch.equal(ours[1], theirs[1])
+        actual, expected = gradients(grouped_attention, qkv, mask), gradients(stock, qkv, mask)
+    assert actual[0].dtype == torch.bfloat16 and torch.equal(actual[0], expected[0])
+    assert all(a.dtype == torch.float32 for a in actual[1:])
+    assert torch.equal(actual[1], expected[1])
 
 
-def test_a_scale_of_its_own_and_unequal_lengths():
-    qkv, _, _ = given("none")
+def test_custom_scale_and_unequal_lengths():
+    qkv, _, _ = make_inputs("none")
     qkv = [qkv[0][:, :, :5], *qkv[1:]]
-    ours, theirs = (gradients(f, qkv, None, scale=0.3) for f in (grouped_attention, stock))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    actual, expected = (gradients(f, qkv, None, scale=0.3) for f in (grouped_attention, stock))
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
-def test_dropout_is_run_again_in_backward_with_the_same_choices():
-    qkv, mask, _ = given("shared boolean", torch.float32)
+def test_dropout_is_recomputed_with_same_mask():
+    qkv, mask, _ = make_inputs("shared boolean", torch.float32)
     torch.manual_seed(7)
-    ours = gradients(grouped_attention, qkv, mask, dropout=0.5)
+    actual = gradients(grouped_attention, qkv, mask, dropout=0.5)
     torch.manual_seed(7)
-    theirs = gradients(stock, qkv, mask, dropout=0.5)
-    assert all(torch.equal(a, b) for a, b in zip(ours[:2], theirs[:2], strict=True))
-    assert torch.allclose(ours[2], theirs[2], atol=1e-5) and torch.allclose(ours[3], theirs[3], atol=1e-5)
-    assert not torch.equal(ours[0], gradients(stock, qkv, mask)[0])
+    expected = gradients(stock, qkv, mask, dropout=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(actual[:2], expected[:2], strict=True))
+    assert torch.allclose(actual[2], expected[2], atol=1e-5) and torch.allclose(actual[3], expected[3], atol=1e-5)
+    assert not torch.equal(actual[0], gradients(stock, qkv, mask)[0])
 
 
-def test_other_head_sizes_run_again_and_keep_no_scores():
-    qkv, mask, _ = given("shared boolean", torch.float32)
+def test_unsupported_head_sizes_are_recomputed():
+    qkv, mask, _ = make_inputs("shared boolean", torch.float32)
     wider = torch.randn(B, KV, T, D + 8)
-    ours, theirs = (gradients(f, [*qkv[:2], wider], mask) for f in (grouped_attention, stock))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    actual, expected = (gradients(f, [*qkv[:2], wider], mask) for f in (grouped_attention, stock))
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
     def forward(q, k, v, mask, is_causal):
         return grouped_attention(q, k, torch.cat((v, v), -1), mask)
@@ -135,8 +137,8 @@ def test_other_head_sizes_run_again_and_keep_no_scores():
     assert sum(saved_bytes.values()) < 2 * B * H * T * T * 2 + 2 * B * T * D * (2 * H + 4 * KV) + 1
 
 
-def test_a_mask_that_learns_gets_its_gradient():
-    qkv, mask, _ = given("added", torch.float32)
+def test_trained_mask_gets_gradient():
+    qkv, mask, _ = make_inputs("added", torch.float32)
     grads = []
     for function in (grouped_attention, stock):
         bias = mask.clone().requires_grad_()
@@ -146,8 +148,8 @@ def test_a_mask_that_learns_gets_its_gradient():
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_twice_backward_and_under_checkpointing(inside):
-    qkv, mask, _ = given("own boolean")
+def test_two_backwards_and_checkpointing(inside):
+    qkv, mask, _ = make_inputs("own boolean")
     leaves = [x.clone().requires_grad_() for x in qkv]
     if inside:
         out = checkpoint(grouped_attention, *leaves, mask, use_reentrant=False)
@@ -159,15 +161,15 @@ def test_twice_backward_and_under_checkpointing(inside):
     assert all(torch.equal(x.grad, 2 * y) for x, y in zip(leaves, once, strict=True))
 
 
-def test_fake_tensors_take_the_same_path():
+def test_fake_tensors_select_same_path():
     with FakeTensorMode():
         assert keeps(grouped_attention, "shared boolean") == {
             torch.bfloat16: 2 * B * T * D * (2 * H + 2 * KV), torch.float32: 4 * B * H * T,
         }  # fmt: skip
 
 
-def test_without_gradient_nothing_is_done_twice(monkeypatch):
-    qkv, mask, _ = given("own boolean")
+def test_no_recomputation_without_gradients(monkeypatch):
+    qkv, mask, _ = make_inputs("own boolean")
     monkeypatch.setattr(attention, "_CpuFlash", None)
     with torch.no_grad():
         assert torch.equal(grouped_attention(*qkv, mask), stock(*qkv, mask))
@@ -183,7 +185,7 @@ def test_without_gradient_nothing_is_done_twice(monkeypatch):
         ((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), (3, 3), True, "cannot be combined with is_causal"),
     ],
 )
-def test_what_does_not_fit_is_refused(q, k, v, mask, causal, word):
+def test_invalid_arguments_are_rejected(q, k, v, mask, causal, word):
     mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
     with pytest.raises(ValueError, match=word):
         grouped_attention(torch.ones(q), torch.ones(k), torch.ones(v), mask, is_causal=causal)

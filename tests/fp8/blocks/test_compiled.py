@@ -1,4 +1,4 @@
-"""Fused norms and gated MLPs under torch.compile: the kernels of the eager block, as often, and its bits."""
+"""Fused norms and gated MLPs under torch.compile: the kernels of eager mode, as often, with the same bits."""
 
 from collections import Counter
 
@@ -77,12 +77,12 @@ def fused(recipe: str = "blockwise", **options: object) -> nn.Module:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What the reference was asked for."""
-    found: Counter[str] = Counter()
+    """The calls of the reference backend."""
+    result_: Counter[str] = Counter()
 
     def counting(name: str, real: object) -> object:
         def call(*args: object, **kwargs: object) -> object:
-            found[name] += 1
+            result_[name] += 1
             return real(*args, **kwargs)  # type: ignore[operator]
 
         return call
@@ -90,11 +90,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     backend = get("reference")
     for name in COUNTED:
         monkeypatch.setattr(backend, name, counting(name, getattr(backend, name)), raising=False)
-    return found
+    return result_
 
 
-def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object) -> Counter[str]:
-    """Eager and compiled give the same bits by the same calls, which come back."""
+def assert_compiled_equals_eager(
+    model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, **options: object
+) -> Counter[str]:
+    """Check that eager and compiled blocks give the same bits by the same calls, and return these calls."""
     wrap = wrap or (lambda run: run)
     results(model, model, x)  # weights are cast
     calls.clear()
@@ -108,26 +110,28 @@ def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, 
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])  # blockwise: below; rowwise casts by blocks of another shape
-def test_the_same_kernels_as_often_and_the_same_bits(name, calls):
-    counts = both(fused(name), calls, torch.randn(3, 7, 32))
+def test_compiled_block_runs_eager_kernels_with_same_bits(name, calls):
+    counts = assert_compiled_equals_eager(fused(name), calls, torch.randn(3, 7, 32))
     assert (counts["rmsnorm_quantize"], counts["swiglu_quantize"], counts["swiglu_backward_quantize"]) == (2, 1, 1)
     assert counts["quantize"] + counts["quantize_both"] == 4  # dy of q, k, v and down: no input of a layer
 
 
 @pytest.mark.parametrize("how", ["inside", "around"])
-def test_under_activation_checkpointing(how, calls):
+def test_activation_checkpointing(how, calls):
     model = fused()
     if how == "around":
-        both(model, calls, torch.randn(9, 32), lambda run: lambda x: checkpoint(run, x, use_reentrant=False))
+        assert_compiled_equals_eager(
+            model, calls, torch.randn(9, 32), lambda run: lambda x: checkpoint(run, x, use_reentrant=False)
+        )
     else:
         block, model = model, nn.Sequential(model)
         model.forward = lambda x: checkpoint(block, x, use_reentrant=False)
-        both(model, calls, torch.randn(9, 32))
+        assert_compiled_equals_eager(model, calls, torch.randn(9, 32))
     assert calls["rmsnorm_quantize"] == 4 and calls["swiglu_quantize"] == 2
 
 
 @pytest.mark.parametrize("case", ["frozen", "frozen gate, biases, bfloat16", "no dx", "one row under autocast"])
-def test_every_gradient_that_is_asked_for_and_no_other(case, calls):
+def test_only_required_gradients_are_computed(case, calls):
     model, lower = fused(bias="bfloat16" in case), case == "one row under autocast"
     x = torch.randn(32) if lower else torch.randn(5, 32)
     if case == "frozen":
@@ -148,11 +152,11 @@ def test_every_gradient_that_is_asked_for_and_no_other(case, calls):
 
         return call
 
-    both(model, calls, x, lowered)
+    assert_compiled_equals_eager(model, calls, x, lowered)
 
 
 def test_blocks_and_numbers_of_tokens_share_one_graph():
-    """With the values and gradients of eager blocks."""
+    """Values and gradients equal those of eager blocks."""
     recorder = Recorder()
     model, eager = (nn.Sequential(fused(), fused()) for _ in range(2))
     for block in model:
@@ -167,8 +171,8 @@ def test_blocks_and_numbers_of_tokens_share_one_graph():
     assert back == {"cast": 4, "dgrad": 6, "wgrad": 6, "swiglu_backward": 1}
 
 
-def test_what_the_graph_saves_is_what_eager_saves():
-    """The codes of what is multiplied; x of each norm; gate and up. No output of a norm, no h."""
+def test_graph_saves_same_tensors_as_eager():
+    """The codes of GEMM operands, x of each norm, gate and up; no output of a norm, and not h."""
     recorder, x = Recorder(), torch.randn(256, 128, requires_grad=True)
     torch.manual_seed(0)
     model = Block(128)
@@ -181,7 +185,7 @@ def test_what_the_graph_saves_is_what_eager_saves():
     assert wide.count((256, 48)) == 2 and wide.count((256, 128)) <= 5  # x twice; q, k, v for the attention of this test
 
 
-def test_a_write_between_a_norm_and_its_layers_is_refused():
+def test_write_between_norm_and_layers_is_rejected():
     model = fused(writes=True)
     model(torch.randn(5, 32))  # eagerly versions tell, and the written input is cast
     with pytest.raises(Exception, match=r"(?s)modified in place before the FP8 layers .*Use fuse: off"):
@@ -189,30 +193,30 @@ def test_a_write_between_a_norm_and_its_layers_is_refused():
 
 
 @torch._dynamo.disable
-def doubled(x: Tensor) -> None:
+def double_in_place(x: Tensor) -> None:
     x.mul_(2)
 
 
-def test_behind_a_break_of_the_graph_the_output_of_a_norm_is_cast_anew():
-    """As a write in the break shows."""
+def test_norm_output_is_cast_again_after_graph_break():
+    """A write during the graph break changes the result."""
 
     class Broken(Attention):
         def forward(self, x: Tensor) -> Tensor:
-            doubled(x)
+            double_in_place(x)
             return super().forward(x)
 
-    found = []
+    result_ = []
     for compiling in (False, True):
         model = fused()
         model.self_attn.__class__ = Broken
         x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = (torch.compile(model, backend="aot_eager") if compiling else model)(x)
         y.square().sum().backward()
-        found.append((y, x.grad, *(p.grad for p in model.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        result_.append((y, x.grad, *(p.grad for p in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*result_, strict=True))
 
 
-def test_high_precision_takes_the_stock_blocks_for_a_moment():
+def test_high_precision_runs_stock_blocks():
     recorder, model = Recorder(), fused()
     run = torch.compile(model, backend=recorder.backend, fullgraph=True)
     with fp8.high_precision(model):

@@ -1,5 +1,4 @@
-"""Norms and gated MLPs of real architectures: a plan that says which are fused and why others stay, a few steps beside
-the same steps unfused, and the proof."""
+"""Fused norms and gated MLPs in real architectures: the plan, a few steps against unfused blocks, and the proof."""
 
 import copy
 import json
@@ -18,8 +17,8 @@ from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
 
 
-def made(family):
-    """(model, family, inputs): text, and an image where the family takes one."""
+def make_model(family):
+    """Return (model, family, inputs): text, and an image if the family supports images."""
     config = tiny_config(family)
     vision = is_vision_config(config)
     torch.manual_seed(0)
@@ -40,7 +39,7 @@ def made(family):
 
 
 def train(model, inputs, plan, forwards, steps=3, lowered=False):
-    """The losses of a few steps; the first one proven."""
+    """Return the losses of a few steps, the first one with a proof."""
     fp8.apply(model, plan)
     optimizer, proof, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), Proof(plan), []
     for _ in range(steps):
@@ -59,8 +58,8 @@ CASES = {"qwen3": (2, 4), "qwen2_5_vl": (4, 8)}  # gated MLPs, norms
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("family", CASES)
-def test_a_few_steps_beside_unfused_ones(family, lowered):
-    model, described, inputs = made(family)
+def test_fused_steps_match_unfused_steps(family, lowered):
+    model, described, inputs = make_model(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
     if "pixel_values" in inputs:
         forwards |= {"image_encoder": 1, "image_projector": 1}
@@ -78,8 +77,8 @@ def test_a_few_steps_beside_unfused_ones(family, lowered):
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in twin.modules())
 
 
-def test_the_plan_says_what_is_fused_and_a_file_keeps_it(tmp_path):
-    model, described, _ = made("qwen2_5_vl")
+def test_plan_lists_fused_modules_and_file_keeps_them(tmp_path):
+    model, described, _ = make_model("qwen2_5_vl")
     rules = [fp8.Rule("model.language_model.layers.0.mlp.up_proj", recipe="off")]
     plan = fp8.plan(model, fp8.Policy(fuse="on", rules=rules), described.components)
     stays = [b for b in plan.blocks if not b.fused]
@@ -102,37 +101,37 @@ def test_the_plan_says_what_is_fused_and_a_file_keeps_it(tmp_path):
         fp8.load_plan(path, model, described.components)
 
 
-def test_gemma_and_layer_norms_stay():
+def test_gemma_and_layer_norms_are_not_fused():
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, head_dim=32, num_key_value_heads=1, **size))
     plan = fp8.plan(gemma, fp8.Policy(fuse="on"))
-    found = {b.name.rpartition(".")[2]: b.reason for b in plan.blocks}
-    assert "1 + weight" in found["input_layernorm"] and "not down(silu" in found["mlp"] and len(found) == 2
+    results = {b.name.rpartition(".")[2]: b.reason for b in plan.blocks}
+    assert "1 + weight" in results["input_layernorm"] and "not down(silu" in results["mlp"] and len(results) == 2
     fp8.apply(gemma, plan)
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in gemma.modules())
-    model, described, _ = made("qwen3_vl")
+    model, described, _ = make_model("qwen3_vl")
     plan = fp8.plan(model, fp8.Policy(fuse="on"), described.components)
     visual = [b for b in plan.blocks if "visual" in b.name]
     assert visual and all("LayerNorm has weight, bias" in b.reason for b in visual)
 
 
-def test_fuse_without_a_plan_that_asks():
-    model, _, inputs = made("qwen3")
+def test_fuse_works_without_plan():
+    model, _, inputs = make_model("qwen3")
     fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="off")))
-    found = fp8.fuse(model)
-    assert [f.reason for f in found] == [None] * 6 and {f.reason for f in fp8.fuse(model)} == {"it is already fused"}
+    results = fp8.fuse(model)
+    assert [f.reason for f in results] == [None] * 6 and {f.reason for f in fp8.fuse(model)} == {"it is already fused"}
     model(**inputs).loss.backward()
 
 
-def test_a_default_device_does_not_matter():
-    model, _, _ = made("qwen3")
+def test_default_device_is_ignored():
+    model, _, _ = make_model("qwen3")
     with torch.device("meta"):
         plan = fp8.plan(model, fp8.Policy(fuse="on"))
     assert len(plan.blocks) == 6 and all(b.fused for b in plan.blocks)
 
 
-def test_a_model_that_changed_since_the_plan():
-    model, _, _ = made("qwen3")
+def test_model_changed_since_plan_is_rejected():
+    model, _, _ = make_model("qwen3")
     plan = fp8.plan(model, fp8.Policy(fuse="on"))
     model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
     with pytest.raises(fp8.PlanError, match="mlp' was planned to be fused .* cannot: its forward was replaced"):

@@ -1,5 +1,4 @@
-"""Gated MLPs as one function: the codes and GEMMs of three layers, values within rounding, nothing else saved, and the
-stock forward whenever somebody looks inside."""
+"""Fused gated MLPs: casts and GEMMs of three layers, values within rounding, saved tensors, and the stock forward."""
 
 import copy
 import pickle
@@ -28,7 +27,7 @@ CHILDREN = gated_mlp.CHILDREN
 
 
 class Mlp(nn.Module):
-    """As Hugging Face writes it."""
+    """The module of Hugging Face."""
 
     def __init__(self, k=72, n=136, bias=False, act=None, **kwargs):
         super().__init__()
@@ -42,7 +41,7 @@ class Mlp(nn.Module):
 
 
 def pair(recipe="blockwise", seed=0, module=None, policy=None, **kwargs):
-    """A stock MLP with FP8 layers, and its fused twin."""
+    """Return a stock MLP with FP8 layers, and its fused copy."""
     torch.manual_seed(seed)
     module = module or Mlp(**kwargs)
     policy = {"recipe": recipe, **(policy or {})}
@@ -53,7 +52,7 @@ def pair(recipe="blockwise", seed=0, module=None, policy=None, **kwargs):
 
 
 def run(module, x, inner=lambda m, x: m(x), needs_x=True):
-    """(output, gradient of x, gradients of the parameters, counts)."""
+    """Return (output, gradient of x, gradients of the parameters, counts)."""
     x = x.detach().clone().requires_grad_(needs_x)
     module.zero_grad(set_to_none=True)
     with fp8.count_gemms() as counts:
@@ -67,8 +66,8 @@ def report(counts):
     return {n: dict(getattr(counts, n)) for n in ("calls", "flops", "expected", "ran", "no_grad")}
 
 
-def near(found, exact, dtype):
-    """Element by element: h rounded otherwise, and so a few codes, beside the largest value (codes have 3 bits)."""
+def assert_near_max(found, exact, dtype):
+    """Compare each element with a tolerance for different rounding of h, and so of a few codes."""
     tolerance = {torch.float32: 2**-12, torch.bfloat16: 2**-3}[dtype]
     gap = (found.float() - exact.float()).abs().max()
     assert gap <= tolerance * exact.float().abs().max(), (float(gap), float(exact.float().abs().max()))
@@ -80,37 +79,37 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), needs_x=True, dtype=Non
     y2, dx2, grads2, counts2 = run(twin, x, inner, needs_x)
     assert report(counts) == report(counts2)
     pairs = [(y2, y), (dx2, dx), *((grads2[n], g) for n, g in grads.items())]
-    for found, exact in pairs:
-        assert (found is None) == (exact is None)
+    for results, exact in pairs:
+        assert (results is None) == (exact is None)
         if exact is not None:
-            assert found.dtype == exact.dtype and found.shape == exact.shape
-            near(found, exact, dtype or x.dtype)
+            assert results.dtype == exact.dtype and results.shape == exact.shape
+            assert_near_max(results, exact, dtype or x.dtype)
 
 
 def calls(monkeypatch):
-    """How often the fused function ran."""
-    ran, own = Counter(), gated_mlp._Mlp.apply
-    monkeypatch.setattr(gated_mlp._Mlp, "apply", lambda *a: ran.update(["fused"]) or own(*a))
+    """The calls of the fused function."""
+    ran, original = Counter(), gated_mlp._Mlp.apply
+    monkeypatch.setattr(gated_mlp._Mlp, "apply", lambda *a: ran.update(["fused"]) or original(*a))
     return ran
 
 
 def casts(monkeypatch):
-    """(rows, columns) of what is cast by itself, weights left out, and fused operations."""
-    backend, seen = registry.get("reference"), Counter()
+    """(rows, columns) of separate casts, except of weights, and fused operations."""
+    backend, recorded = registry.get("reference"), Counter()
     for name in ("quantize", "quantize_both", "swiglu_quantize", "swiglu_backward_quantize"):
         own = getattr(backend, name)
 
         def spy(x, *args, own=own, name=name, **kwargs):
-            seen[name, tuple(x.shape)] += 1
+            recorded[name, tuple(x.shape)] += 1
             return own(x, *args, **kwargs)
 
         monkeypatch.setattr(backend, name, spy)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_gradients_and_counts_are_those_of_three_layers(recipe, dtype, monkeypatch):
+def test_matches_three_separate_layers(recipe, dtype, monkeypatch):
     plain, twin = pair(recipe, dtype=dtype, policy={"format": "e4m3"})
     ran = calls(monkeypatch)
     for shape in ((150, 72), (2, 3, 72), (72,)):
@@ -119,8 +118,8 @@ def test_values_gradients_and_counts_are_those_of_three_layers(recipe, dtype, mo
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
-def test_each_cast_and_each_gemm_by_hand(recipe):
-    """Against the equations of the module's docstring, bit for bit."""
+def test_casts_and_gemms_match_manual_computation(recipe):
+    """The equations of the module docstring, bit for bit."""
     plain, twin = pair(recipe, dtype=torch.bfloat16)
     x, r, ref = torch.randn(140, 72).bfloat16(), plain.gate_proj.recipe, registry.get("reference")
     y, dx, grads, _ = run(twin, x)
@@ -144,36 +143,36 @@ def test_each_cast_and_each_gemm_by_hand(recipe):
         assert torch.equal(grads[f"{name}_proj.weight"], dw), name
 
 
-def test_x_is_cast_once_and_h_and_the_gradients_never_by_themselves(monkeypatch):
+def test_x_is_cast_once_and_h_is_never_written(monkeypatch):
     _, twin = pair()
     run(twin, torch.randn(9, 72))  # weights
-    seen = casts(monkeypatch)
+    recorded = casts(monkeypatch)
     run(twin, torch.randn(9, 72))
-    both = {k: n for k, n in seen.items() if k[0] != "quantize"}
+    both = {k: n for k, n in recorded.items() if k[0] != "quantize"}
     assert both == {
         ("quantize_both", (9, 72)): 2,  # x and dy
         ("swiglu_quantize", (9, 136)): 1,
         ("swiglu_backward_quantize", (9, 136)): 1,
     }
-    assert ("quantize", (9, 136)) not in seen
+    assert ("quantize", (9, 136)) not in recorded
 
 
 def saved(module, x):
-    """Bytes of what a forward keeps, by (shape, dtype), parameters left out."""
+    """Return the bytes that a forward saves, by (shape, dtype), without parameters."""
     weights = {p.data_ptr() for p in module.parameters()}
-    found = {}
+    results = {}
 
     def pack(t):
         if t.data_ptr() not in weights:
-            found[t.untyped_storage().data_ptr()] = (tuple(t.shape), t.dtype)
+            results[t.untyped_storage().data_ptr()] = (tuple(t.shape), t.dtype)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         module(x)
-    return Counter(found.values())
+    return Counter(results.values())
 
 
-def test_what_a_forward_keeps():
+def test_saved_tensors():
     plain, twin = pair(dtype=torch.bfloat16)
     x = torch.randn(256, 72).bfloat16().requires_grad_()
     codes = torch.float8_e4m3fn
@@ -203,12 +202,12 @@ def test_frozen_weights_inputs_without_gradient_and_no_grad(monkeypatch):
     with torch.no_grad():
         assert_near(plain, twin, torch.randn(20, 72))
     with torch.inference_mode():
-        near(twin(torch.ones(3, 72)), plain(torch.ones(3, 72)), torch.float32)
+        assert_near_max(twin(torch.ones(3, 72)), plain(torch.ones(3, 72)), torch.float32)
     assert ran["fused"] == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_biases_get_exact_sums(dtype):
+def test_bias_gradients_are_exact_sums(dtype):
     plain, twin = pair(bias=True, dtype=dtype)
     assert_near(plain, twin, torch.randn(150, 72).to(dtype))
     for m in (plain, twin):
@@ -249,7 +248,7 @@ def test_selective_checkpointing():
         assert_near(plain, twin, torch.randn(9, 72), inner)
 
 
-def test_codes_of_weights_are_cast_once_a_step_and_never_stale():
+def test_weight_codes_are_cast_once_per_step():
     plain, twin = pair()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
     for _ in range(2):
@@ -288,7 +287,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_whoever_looks_inside_sees_three_layers(look, monkeypatch):
+def test_hooks_on_children_run_separate_layers(look, monkeypatch):
     plain, twin = pair()
     for m in (plain, twin):
         LOOKS[look](m)
@@ -299,13 +298,13 @@ def test_whoever_looks_inside_sees_three_layers(look, monkeypatch):
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
-def test_hooks_on_all_modules_and_health_and_high_precision(monkeypatch):
+def test_global_hooks_health_and_high_precision(monkeypatch):
     plain, twin = pair()
-    ran, x, seen = calls(monkeypatch), torch.randn(40, 72), Counter()
-    handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: seen.update([type(m).__name__]))
+    ran, x, recorded = calls(monkeypatch), torch.randn(40, 72), Counter()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: recorded.update([type(m).__name__]))
     twin(x)
     handle.remove()
-    assert seen["Linear"] == 3
+    assert recorded["Linear"] == 3
     tables = []
     for m in (plain, twin):
         with fp8.health() as h:
@@ -323,7 +322,7 @@ def test_hooks_on_all_modules_and_health_and_high_precision(monkeypatch):
     assert hooks == [x.shape] and ran["fused"] == 1
 
 
-def test_what_it_cannot_do_goes_to_the_layers():
+def test_unsupported_calls_run_separate_layers():
     _, twin = pair()
     with pytest.raises(RuntimeError, match="expects inputs with 72 features"):
         twin(torch.randn(3, 71))
@@ -332,20 +331,20 @@ def test_what_it_cannot_do_goes_to_the_layers():
         twin(torch.randn(2, 72, dtype=torch.float64))
 
 
-def test_copies_pickles_and_back(monkeypatch):
+def test_copy_pickle_and_unfuse(monkeypatch):
     plain, twin = pair()
     ran = calls(monkeypatch)
     assert isinstance(twin, Mlp) and list(twin.state_dict()) == list(plain.state_dict())
-    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert_near(plain, made, torch.randn(5, 72))
-        assert type(made) is type(twin) and made.gate_proj is not twin.gate_proj
+    for created in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert_near(plain, created, torch.randn(5, 72))
+        assert type(created) is type(twin) and created.gate_proj is not twin.gate_proj
     assert ran["fused"] == 2
     unswap(twin)
     assert type(twin) is Mlp and torch.equal(twin(torch.ones(1, 72)), plain(torch.ones(1, 72)))
     assert ran["fused"] == 2
 
 
-def test_compiled_code_takes_the_layers(monkeypatch):
+def test_compiled_code_runs_separate_layers(monkeypatch):
     plain, twin = pair()
     x = torch.randn(4, 72)
     ran = calls(monkeypatch)
@@ -373,17 +372,17 @@ def test_fsdp(mesh_of_one, reshard, monkeypatch):
         assert fp8.weight_cache_bytes(twin) == 0
 
 
-def test_a_graph_capture_keeps_its_own_codes_of_weights(monkeypatch):
+def test_graph_capture_saves_weight_codes(monkeypatch):
     plain, twin = pair(dtype=torch.bfloat16)
     x = torch.randn(4, 72).bfloat16()
     run(twin, x)
-    made = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
+    created = [getattr(twin, c)._site.codes.casts for c in CHILDREN]
     monkeypatch.setattr(weights, "_is_capturing", lambda _: True)
     with torch.no_grad():  # unseen, as a replay's weights would be
         for m in (plain, twin):
             m.down_proj.weight.data.mul_(2)
     assert_near(plain, twin, x)
-    assert [getattr(twin, c)._site.codes.casts for c in CHILDREN] == [n + 1 for n in made]
+    assert [getattr(twin, c)._site.codes.casts for c in CHILDREN] == [n + 1 for n in created]
 
 
 class Gelu(Mlp):
@@ -421,7 +420,7 @@ class Scaled(Mlp):
         (lambda: Mlp(act=nn.GELU()), {}, r"not down\(silu"),
     ],
 )
-def test_what_stays_and_why(make, policy, reason):
+def test_unsupported_modules_give_reason(make, policy, reason):
     module = make()
     fp8.apply(module, fp8.plan(module, fp8.Policy(**{"recipe": "blockwise", **policy})))
     before = torch.random.get_rng_state()
@@ -430,7 +429,7 @@ def test_what_stays_and_why(make, policy, reason):
     assert not isinstance(module, gated_mlp.GatedMlp) and torch.equal(before, torch.random.get_rng_state())
 
 
-def test_other_modules_are_no_candidates():
+def test_other_modules_are_not_candidates():
     model = nn.ModuleDict({"a": Mlp(), "b": nn.ModuleDict({"gate_proj": nn.Linear(72, 72), "act_fn": nn.SiLU()})})
     assert gated_mlp.convert(model) == ()  # nothing in FP8
     fp8.apply(model, fp8.plan(model, "blockwise"))
@@ -444,15 +443,15 @@ def test_triton_in_the_interpreter(monkeypatch):
     from octavo.fp8.kernels.triton_kernels.launch import launches
 
     x = torch.randn(20, 32).bfloat16()
-    with launches() as seen:
+    with launches() as recorded:
         y, dx, grads, _ = run(twin, x)
-    assert seen["swiglu"] == 1 and seen["swiglu_backward"] == 1
+    assert recorded["swiglu"] == 1 and recorded["swiglu_backward"] == 1
     y2, dx2, grads2, _ = run(reference, x)
-    for found, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
-        near(found, exact, torch.bfloat16)
+    for results, exact in ((y, y2), (dx, dx2), *((grads[n], g) for n, g in grads2.items())):
+        assert_near_max(results, exact, torch.bfloat16)
 
 
-def test_backends_never_run_under_autocast(monkeypatch):
+def test_backends_run_without_autocast(monkeypatch):
     _, twin = pair(bias=True)
     backend, lowered = registry.get("reference"), []
     for name in ("quantize_both", "gemm_fwd", "gemm_dgrad", "gemm_wgrad", "swiglu_codes"):
@@ -468,30 +467,30 @@ def test_backends_never_run_under_autocast(monkeypatch):
     assert len(lowered) >= 12 and not any(lowered)
 
 
-def test_biases_sum_in_fp32_what_autocast_lowered(monkeypatch):
-    """dgate and dup are bf16 there, biases fp32: their gradient is the fp32 sum, and no sum in 16 bits."""
+def test_bias_gradients_are_summed_in_fp32_under_autocast(monkeypatch):
+    """dgate and dup are bf16, biases are fp32: their gradient is an fp32 sum."""
     _, twin = pair(bias=True)
-    seen, own = [], gated_mlp.swiglu_backward
-    monkeypatch.setattr(gated_mlp, "swiglu_backward", lambda *a: seen.append(own(*a)) or seen[-1])
+    recorded, original = [], gated_mlp.swiglu_backward
+    monkeypatch.setattr(gated_mlp, "swiglu_backward", lambda *a: recorded.append(original(*a)) or recorded[-1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = twin(torch.randn(150, 72))
     dy = torch.randn(y.shape).to(y.dtype)
     y.backward(dy)
-    ((dgate, dup),) = seen
+    ((dgate, dup),) = recorded
     assert dgate.dtype == torch.bfloat16
     for layer, d in ((twin.gate_proj, dgate), (twin.up_proj, dup), (twin.down_proj, dy)):
         gap = (layer.bias.grad.double() - d.double().sum(0)).abs()
         assert layer.bias.grad.dtype == torch.float32 and bool((gap <= 1e-6 * d.double().abs().sum(0)).all())
 
 
-def test_transforms_of_torch_func_go_to_the_layers():
+def test_functorch_transforms_run_separate_layers():
     _, twin = pair()
     with pytest.raises(RuntimeError, match="gate_proj' was called under a transform of torch.func"):
         torch.func.grad(lambda x: twin(x).sum())(torch.randn(5, 72))
 
 
-def test_a_backward_ends_the_shared_codes_of_its_input():
-    """So that what refills the input unseen between two steps is cast."""
+def test_backward_drops_cached_input_codes():
+    """An input that is refilled undetected between two steps is cast again."""
     _, twin = pair()
     x = torch.randn(40, 72)
     y = twin(x)

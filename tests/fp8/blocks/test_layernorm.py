@@ -1,4 +1,4 @@
-"""Norms that keep FP8 codes of their input: the stock forward, a gradient close to its own, and nothing else saved."""
+"""Norms that save FP8 codes of their input: the stock forward, close gradients, and saved tensors."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def pair(kind, k=96, dtype=torch.float32):
     return norm, twin
 
 
-def given(shape, dtype, outliers=False):
+def make_input(shape, dtype, outliers=False):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.3
     if outliers:
         x[..., 3] *= 60
@@ -64,11 +64,11 @@ def cosine(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast", "autocast of bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_gradients(kind, dtype, outliers):
-    """The output is the stock module's; gradients are those of an input with three bits of mantissa."""
+    """The output equals the stock module's; gradients are those of an input with three mantissa bits."""
     lowered = isinstance(dtype, str)
-    held = torch.float32 if lowered else dtype
-    norm, twin = pair(kind, dtype=held)
-    x = given((3, 40, 96), torch.bfloat16 if dtype == "autocast of bf16" else held, outliers)
+    saved = torch.float32 if lowered else dtype
+    norm, twin = pair(kind, dtype=saved)
+    x = make_input((3, 40, 96), torch.bfloat16 if dtype == "autocast of bf16" else saved, outliers)
     (y, dx, dps), (y2, dx2, dps2) = (run(m, x, lowered) for m in (norm, twin))
     assert y2.dtype == y.dtype and dx2.dtype == dx.dtype and [p.dtype for p in dps2] == [p.dtype for p in dps]
     eps = max(2 * torch.finfo(x.dtype).eps, 2e-6)  # the stock RMSNorm rounds twice
@@ -79,9 +79,9 @@ def test_output_and_gradients(kind, dtype, outliers):
 
 @pytest.mark.parametrize("k", [32, 72, 80, 128, 200])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms_of_heads_keep_codes_and_statistics_alone(kind, k):
+def test_head_norms_save_only_codes_and_statistics(kind, k):
     norm, twin = pair(kind, k, torch.bfloat16)
-    x = given((2, 16, 6, k), torch.bfloat16)
+    x = make_input((2, 16, 6, k), torch.bfloat16)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)  # as a view of other layers' outputs may lie
     model, leaf = nn.Sequential(twin), x.detach().requires_grad_()
     with count_saved(model) as accountant:
@@ -93,8 +93,8 @@ def test_norms_of_heads_keep_codes_and_statistics_alone(kind, k):
     assert cosine(run(norm, x)[1], run(twin, x)[1]) > 0.995
 
 
-def test_exact_gradients_of_codes():
-    """With an input that FP8 holds exactly, everything is the stock module's."""
+def test_gradients_are_exact_for_decoded_input():
+    """With an input that is exact in FP8, all gradients equal the stock module's."""
     x = torch.randint(-7, 8, (2, 9, 256)).float()
     x[..., ::128] = 7.0  # the scale is a power of two in any case
     for kind in ("rms", "layer", "no bias", "no affine"):
@@ -104,9 +104,9 @@ def test_exact_gradients_of_codes():
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_who_asks_for_gradients(kind):
+def test_only_required_gradients_are_computed(kind):
     norm, twin = pair(kind)
-    x = given((4, 96), torch.float32)
+    x = make_input((4, 96), torch.float32)
     for m in (norm, twin):
         m.requires_grad_(False)
     assert cosine(run(norm, x)[1], run(twin, x)[1]) > 0.995
@@ -124,7 +124,7 @@ def test_who_asks_for_gradients(kind):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_two_backwards_checkpoints_and_bad_values(kind):
     _, twin = pair(kind)
-    x = given((8, 96), torch.float32).requires_grad_()
+    x = make_input((8, 96), torch.float32).requires_grad_()
     loss = twin(x).square().sum()
     one, two = torch.autograd.grad(loss, x, retain_graph=True)[0], torch.autograd.grad(loss, x)[0]
     assert torch.equal(one, two)
@@ -133,7 +133,7 @@ def test_two_backwards_checkpoints_and_bad_values(kind):
         plain = run(twin, x)
         assert all(torch.equal(a, b) for a, b in zip(flat(again), flat(plain), strict=True))
     for bad in (float("nan"), float("inf")):
-        x = given((2, 300), torch.float32)
+        x = make_input((2, 300), torch.float32)
         x[0, 7] = bad
         _, wide = pair(kind, 300)
         y, dx, dps = run(wide, x)
@@ -142,14 +142,14 @@ def test_two_backwards_checkpoints_and_bad_values(kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_what_is_not_for_fp8_takes_the_stock_forward(kind):
+def test_unsupported_inputs_run_stock_forward(kind):
     norm, twin = pair(kind)
-    for x in (given((4, 96), torch.float64), torch.zeros(0, 96), torch.zeros(3, 96, device="meta")):
-        held = [copy.deepcopy(m).to(x.dtype).to(x.device) for m in (norm, twin)]
-        ys = [m(x.clone().requires_grad_()) for m in held]
+    for x in (make_input((4, 96), torch.float64), torch.zeros(0, 96), torch.zeros(3, 96, device="meta")):
+        saved = [copy.deepcopy(m).to(x.dtype).to(x.device) for m in (norm, twin)]
+        ys = [m(x.clone().requires_grad_()) for m in saved]
         assert ys[0].shape == ys[1].shape and ys[0].dtype == ys[1].dtype
         assert x.is_meta or torch.equal(*ys)
-    x = given((4, 96), torch.float32)
+    x = make_input((4, 96), torch.float32)
     compiled = torch.compile(twin, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), norm(x))
     with fp8.high_precision(twin):
@@ -158,9 +158,9 @@ def test_what_is_not_for_fp8_takes_the_stock_forward(kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_copies_pickles_and_back(kind):
+def test_copy_pickle_and_unswap(kind):
     norm, twin = pair(kind)
-    x = given((4, 96), torch.float32)
+    x = make_input((4, 96), torch.float32)
     assert isinstance(twin, type(norm)) and twin.state_dict().keys() == norm.state_dict().keys()
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
         assert type(other) is type(twin) and torch.equal(run(other, x)[1], run(twin, x)[1])
@@ -168,7 +168,7 @@ def test_copies_pickles_and_back(kind):
     assert type(twin) is type(norm) and torch.equal(run(twin, x)[1], run(norm, x)[1])
 
 
-def test_norms_that_stay():
+def test_unsupported_norms_give_reason():
     class Own(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) + 1

@@ -1,5 +1,4 @@
-"""MLPs that keep FP8 codes of what their activation is computed from: a forward from those codes, made again in the
-backward bit for bit, whatever runs the layers."""
+"""MLPs that save FP8 codes of the input of their activation and recompute its output bit for bit."""
 
 import copy
 import pickle
@@ -44,7 +43,7 @@ class Plain(nn.Module):
 
 
 def pair(kind=Gated, recipe="blockwise", dtype=torch.float32, policy=None, together=False, **kwargs):
-    """FP8 layers in a stock MLP, and its twin that keeps codes; ``together``: both run as one function."""
+    """Return a stock MLP with FP8 layers, and a copy that saves codes; ``together`` fuses both."""
     torch.manual_seed(0)
     mlp = kind(**kwargs).to(dtype)
     if recipe != "off":
@@ -57,7 +56,7 @@ def pair(kind=Gated, recipe="blockwise", dtype=torch.float32, policy=None, toget
     return mlp, twin
 
 
-def given(k=96, rows=(3, 40), dtype=torch.float32, outliers=False):
+def make_input(k=96, rows=(3, 40), dtype=torch.float32, outliers=False):
     x = torch.randn(*rows, k, generator=torch.Generator().manual_seed(1))
     if outliers:
         x[..., 5] *= 60
@@ -79,12 +78,12 @@ def cosine(a, b):
     return torch.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
-def same(a, b):
+def all_equal(a, b):
     return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class Rounded(torch.autograd.Function):
-    """x as FP8 holds it; gradients pass."""
+    """Round x to FP8; gradients pass through."""
 
     @staticmethod
     def forward(ctx, x):
@@ -96,14 +95,14 @@ class Rounded(torch.autograd.Function):
 
 
 def rounding(mlp):
-    """The same MLP, written out: autograd keeps everything."""
+    """The same MLP in plain PyTorch, where autograd saves everything."""
     names = saved_mlp.find_parts(mlp)
-    held = mlp._modules
+    saved = mlp._modules
 
     def forward(m, x):
-        made = [Rounded.apply(held[name](x)) for name in names.first]
-        h = held[names.act](made[0])
-        return held[names.last](h * made[1] if len(made) == 2 else h)
+        created = [Rounded.apply(saved[name](x)) for name in names.first]
+        h = saved[names.act](created[0])
+        return saved[names.last](h * created[1] if len(created) == 2 else h)
 
     return forward
 
@@ -123,11 +122,11 @@ def _dtypes():
 
 
 @pytest.mark.parametrize(("kind", "recipe", "policy", "dtype"), _dtypes())
-def test_bit_for_bit_the_mlp_on_rounded_values(kind, recipe, policy, dtype):
-    """Output, every gradient and every count, beside an MLP that rounds and keeps everything."""
-    lowered, held = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
-    mlp, twin = pair(kind, recipe, held, policy)
-    x = given(dtype=held)
+def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
+    """Output, gradients and counts equal those of an MLP that rounds and saves everything."""
+    lowered, saved = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
+    mlp, twin = pair(kind, recipe, saved, policy)
+    x = make_input(dtype=saved)
     for _ in range(2):  # a second step casts with the histories of the first
         (want, counts), (got, counts2) = run(mlp, x, lowered, rounding(mlp)), run(twin, x, lowered)
         if recipe == "off" and lowered:  # the stock layer rounds the gradient of its bias to BF16 on the way
@@ -135,7 +134,7 @@ def test_bit_for_bit_the_mlp_on_rounded_values(kind, recipe, policy, dtype):
                 torch.equal(a, b) or torch.equal(a, b.bfloat16().float()) for a, b in zip(want, got, strict=True)
             )
         else:
-            assert same(want, got)
+            assert all_equal(want, got)
         assert counts == counts2
     assert (counts != ({}, {})) == (recipe != "off")
 
@@ -144,77 +143,77 @@ def test_bit_for_bit_the_mlp_on_rounded_values(kind, recipe, policy, dtype):
 @pytest.mark.parametrize("act", ACTS)
 def test_activations(act, kind):
     mlp, twin = pair(kind, act=act, dtype=torch.bfloat16)
-    x = given(dtype=torch.bfloat16)
-    assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
+    x = make_input(dtype=torch.bfloat16)
+    assert all_equal(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
 
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_close_to_the_mlp_that_keeps_16_bits(kind, together, outliers):
+def test_close_to_mlp_that_saves_16_bits(kind, together, outliers):
     if together and kind is Plain:
         pytest.skip("only gated MLPs run as one function")
     mlp, twin = pair(kind, dtype=torch.bfloat16, together=together, k=256, i=512)
-    x = given(256, dtype=torch.bfloat16, outliers=outliers)
+    x = make_input(256, dtype=torch.bfloat16, outliers=outliers)
     (want, _), (got, _) = run(mlp, x), run(twin, x)
     assert all(cosine(a, b) >= 0.99 for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_fused_function_keeps_the_same(recipe, bias):
+def test_fused_function_saves_same_codes(recipe, bias):
     """One function: as separate layers but for where h is rounded; counts, bits of a recomputation, bytes."""
     mlp, twin = pair(Gated, recipe, torch.bfloat16, together=True, bias=bias)
     _, separate = pair(Gated, recipe, torch.bfloat16, bias=bias)
-    x = given(dtype=torch.bfloat16)
+    x = make_input(dtype=torch.bfloat16)
     (want, counts), (got, counts2), (unfused, counts3) = (run(m, x) for m in (mlp, twin, separate))
     assert counts == counts2 == counts3
     assert all(cosine(a, b) >= 0.995 for a, b in zip(want, got, strict=True))
     assert all(cosine(a, b) >= 0.9995 for a, b in zip(unfused, got, strict=True))
     again = run(twin, x, inner=lambda m, x: checkpoint(m, x, use_reentrant=False))[0]
-    assert same(got, again)
+    assert all_equal(got, again)
     with fp8.health():  # layer by layer then, on the same values
         watched, _ = run(twin, x)
-    assert same(watched, unfused)
+    assert all_equal(watched, unfused)
     assert storages(twin, x) == storages(separate, x) and torch.bfloat16 not in storages(twin, x)
 
 
 def storages(m, x):
     """Bytes by dtype of what is saved beside weights. The accountant's hooks would make a fused MLP run by layers."""
-    weights, held = {p.data_ptr() for p in m.parameters()}, {}
+    weights, saved = {p.data_ptr() for p in m.parameters()}, {}
 
     def pack(t):
         if t.data_ptr() not in weights:
-            held[t.untyped_storage().data_ptr()] = (t.dtype, t.untyped_storage().nbytes())
+            saved[t.untyped_storage().data_ptr()] = (t.dtype, t.untyped_storage().nbytes())
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = m(x.detach().clone().requires_grad_())
     assert y.requires_grad
-    found = list(held.values())
-    return {dtype: sum(n for d, n in found if d == dtype) for dtype in {d for d, _ in found}}
+    results = list(saved.values())
+    return {dtype: sum(n for d, n in results if d == dtype) for dtype in {d for d, _ in results}}
 
 
 def rows(m, x, lowered=False):
     model, x = nn.Sequential(m), x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=lowered), count_saved(model) as accountant:
         y = model(x)
-    found = [r for r in accountant.report().rows if r.kind == "activation"]
+    results = [r for r in accountant.report().rows if r.kind == "activation"]
     del y
-    return found
+    return results
 
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_what_is_saved(kind, lowered):
-    """The codes of x once, those of the activation's inputs, and nothing of 16 or 32 bits but scales."""
+def test_saved_tensors(kind, lowered):
+    """The codes of x once, and those of the activation's inputs; only scales have 16 or 32 bits."""
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
-    x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)
+    x = make_input(256, (128,), torch.float32 if lowered else torch.bfloat16)
     run(twin, x, lowered)
-    found, inner = rows(twin, x, lowered), 2 if kind is Gated else 1
+    results, inner = rows(twin, x, lowered), 2 if kind is Gated else 1
     scaled = 1 + 4 / 128
-    assert sum(r.bytes for r in found) == 128 * (256 + inner * 512) * scaled
-    assert {r.dtype for r in found} == {torch.float8_e4m3fn, torch.float32}
+    assert sum(r.bytes for r in results) == 128 * (256 + inner * 512) * scaled
+    assert {r.dtype for r in results} == {torch.float8_e4m3fn, torch.float32}
     for p in twin.parameters():
         p.requires_grad_(False)  # dx alone
     assert sum(r.bytes for r in rows(twin, x, lowered)) == 128 * inner * 512 * scaled
@@ -223,23 +222,23 @@ def test_what_is_saved(kind, lowered):
             assert not rows(twin, x, lowered)
 
 
-def test_what_a_layer_in_high_precision_keeps():
-    """down_proj in BF16: h is made again for it as well; gate and up keep their x, once."""
+def test_high_precision_layer_saves_no_input():
+    """down_proj in BF16 also recomputes h; gate and up save their x once."""
     mlp, twin = pair(recipe="off", dtype=torch.bfloat16, k=256, i=512)
-    x = given(256, (128,), torch.bfloat16)
+    x = make_input(256, (128,), torch.bfloat16)
     assert sum(r.bytes for r in rows(twin, x)) == 128 * 2 * 512 * (1 + 4 / 128)  # x is the caller's
     assert type(twin.down_proj) is not nn.Linear and isinstance(twin.down_proj, nn.Linear)
     unswap(twin.down_proj)
     assert type(twin.down_proj) is nn.Linear
 
 
-def test_a_last_layer_alone_keeps_the_codes_of_its_own_input():
-    """Where gate and up ask for no gradient, one tensor of codes is less than two."""
+def test_last_layer_saves_codes_without_source():
+    """If gate and up need no gradient, one tensor of codes is smaller than two."""
     _, twin = pair(dtype=torch.bfloat16)
     for m in (twin.gate_proj, twin.up_proj):
         m.requires_grad_(False)
     with count_saved(nn.Sequential(twin)) as accountant:
-        y = twin(given(rows=(128,), dtype=torch.bfloat16))
+        y = twin(make_input(rows=(128,), dtype=torch.bfloat16))
     assert y.requires_grad
     assert sum(r.bytes for r in accountant.report().rows if r.dtype == torch.float8_e4m3fn) == 128 * 160
 
@@ -247,11 +246,11 @@ def test_a_last_layer_alone_keeps_the_codes_of_its_own_input():
 @pytest.mark.parametrize("together", [False, True])
 def test_recomputation_two_backwards_and_inference(together):
     _, twin = pair(together=together)
-    x = given()
+    x = make_input()
     want, counts = run(twin, x)
     for reentrant in (False, True):
         got, counts2 = run(twin, x, inner=lambda m, x, r=reentrant: checkpoint(m, x, use_reentrant=r))
-        assert same(want, got) and counts2 != counts
+        assert all_equal(want, got) and counts2 != counts
     with torch.no_grad():
         assert torch.equal(twin(x), want[0])
     with torch.inference_mode():
@@ -264,9 +263,9 @@ def test_recomputation_two_backwards_and_inference(together):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("together", [False, True])
-def test_bad_values_arrive(together, bad):
+def test_nan_and_inf_propagate(together, bad):
     _, twin = pair(together=together)
-    x = given()
+    x = make_input()
     x[0, 3, 7] = bad
     y, dx, *dws = run(twin, x)[0]
     assert y[0, 3].isnan().any() and y[1].isfinite().all() and dx[0, 3].isnan().any()
@@ -274,26 +273,26 @@ def test_bad_values_arrive(together, bad):
 
 
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_who_takes_the_stock_forward(kind):
+def test_unsupported_calls_run_stock_forward(kind):
     mlp, twin = pair(kind)
-    x = given()
+    x = make_input()
     assert torch.equal(torch.compile(twin, backend="eager")(x), mlp(x))
     with fp8.high_precision(twin):
         stock = run(twin, x)[0]
     with fp8.high_precision(mlp):
-        assert same(stock, run(mlp, x)[0])
-    assert not same(run(twin, x)[0], run(mlp, x)[0])  # and back
+        assert all_equal(stock, run(mlp, x)[0])
+    assert not all_equal(run(twin, x)[0], run(mlp, x)[0])  # and back
     assert twin(torch.zeros(0, 96)).shape == (0, 96)
     act = twin._modules[saved_mlp.find_parts(twin).act]
-    seen = []
-    handle = act.register_forward_hook(lambda *a: seen.append(a[2]))
-    assert same(run(twin, x)[0], run(mlp, x)[0]) and len(seen) == 1
+    recorded = []
+    handle = act.register_forward_hook(lambda *a: recorded.append(a[2]))
+    assert all_equal(run(twin, x)[0], run(mlp, x)[0]) and len(recorded) == 1
     handle.remove()
-    assert not same(run(twin, x)[0], run(mlp, x)[0])
+    assert not all_equal(run(twin, x)[0], run(mlp, x)[0])
 
 
 def test_hooks_on_layers_and_adapters():
-    """gate, up and down are called as modules: hooks fire, and an adapter's base layer still keeps nothing of h."""
+    """gate, up and down are called as modules: hooks run, and the base layer of an adapter saves nothing of h."""
 
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -304,27 +303,27 @@ def test_hooks_on_layers_and_adapters():
             return self.base_layer(x) + self.b(self.a(x))
 
     mlp, twin = pair(dtype=torch.bfloat16)
-    seen = []
+    recorded = []
     for m in (twin.gate_proj, twin.up_proj, twin.down_proj):
-        m.register_forward_hook(lambda m, *_: seen.append(m.name))
-    x = given(dtype=torch.bfloat16)
+        m.register_forward_hook(lambda m, *_: recorded.append(m.name))
+    x = make_input(dtype=torch.bfloat16)
     run(twin, x)
-    assert seen == ["gate_proj", "up_proj", "down_proj"]
+    assert recorded == ["gate_proj", "up_proj", "down_proj"]
     twin.down_proj = Adapter(twin.down_proj).bfloat16()
     mlp.down_proj = copy.deepcopy(twin.down_proj)
-    assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
+    assert all_equal(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
     # What the adapter's own first matrix is trained with is h itself; the FP8 layer adds nothing to it.
     assert [r.shape[-1] for r in rows(twin, x) if r.module.endswith("base_layer")] == []
 
 
 def test_copies_and_pickles():
     mlp, twin = pair()
-    x = given()
+    x = make_input()
     want = run(twin, x)[0]
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert type(other) is type(twin) and same(run(other, x)[0], want)
+        assert type(other) is type(twin) and all_equal(run(other, x)[0], want)
     unswap(twin)
-    assert type(twin) is Gated and same(run(twin, x)[0], run(mlp, x)[0])
+    assert type(twin) is Gated and all_equal(run(twin, x)[0], run(mlp, x)[0])
 
 
 class Config:
@@ -334,8 +333,8 @@ class Config:
 @pytest.mark.parametrize("kind", [Qwen3VLVisionMLP, SiglipMLP, InternVLVisionMLP])
 def test_vision_families(kind):
     mlp, twin = pair(kind, config=Config)
-    x = given(64)
-    assert same(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
+    x = make_input(64)
+    assert all_equal(run(mlp, x, inner=rounding(mlp))[0], run(twin, x)[0])
 
 
 class Dropping(Plain):
@@ -368,7 +367,7 @@ class Functional(Plain):
         return self.fc2(nn.functional.dropout(self.activation_fn(self.fc1(x)), 0.5, self.training))
 
 
-def test_mlps_that_stay():
+def test_unsupported_mlps_give_reason():
     prelu, inplace, hooked = Plain(), Plain(), Plain()
     prelu.activation_fn, inplace.activation_fn = nn.PReLU(), nn.ReLU(inplace=True)
     hooked.activation_fn.register_forward_hook(lambda *a: None)
@@ -388,10 +387,10 @@ def test_mlps_that_stay():
     )
 
 
-def test_dropout_that_was_set_later_is_obeyed():
+def test_later_dropout_change_is_respected():
     torch.manual_seed(0)
     mlp = Dropping(0.0)
     assert saved_mlp.save_as_codes(mlp) is None
-    x = given()
+    x = make_input()
     mlp.drop.p = 0.5
     assert (mlp(x) == 0).float().mean() > 0.3

@@ -1,4 +1,4 @@
-"""A trial of one module speaks for those that are alike, and for no others."""
+"""A trial of a module is shared by modules that are alike, and only by these."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _counted() -> tuple[list[nn.Module], Callable[[nn.Module], str | None]]:
     return tried, ask
 
 
-def test_one_stands_for_its_kind() -> None:
+def test_equal_modules_share_one_trial() -> None:
     tried, ask = _counted()
     threads = torch.get_num_threads()
     first, alike = nn.Sequential(Norm(), nn.SiLU()), nn.Sequential(Norm(), nn.SiLU())
@@ -55,25 +55,25 @@ def test_one_stands_for_its_kind() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_what_differs_is_tried_itself() -> None:
+def test_different_modules_run_separate_trials() -> None:
     tried, ask = _counted()
     configured, hooked, trained = Norm(), Norm(), Norm().eval()
     configured.config = object()
     hooked.register_forward_hook(lambda *_: None)
-    small, own = Norm(16), Norm()
-    own.register_buffer("table", torch.zeros(2))
+    small, original = Norm(16), Norm()
+    original.register_buffer("table", torch.zeros(2))
     different = [Norm(), small, Norm(eps=1e-5), Norm(offset=1.0), Norm(dtype=torch.bfloat16), Other()]
-    different += [configured, hooked, trained, own, nn.Sequential(Norm()), nn.Sequential(Norm(eps=1e-5))]
+    different += [configured, hooked, trained, original, nn.Sequential(Norm()), nn.Sequential(Norm(eps=1e-5))]
     with share_trials():
         assert len({ask(module) for module in different}) == len(different) == len(tried)
 
 
-def test_a_plan_tries_each_kind_once(monkeypatch) -> None:
+def test_plan_tries_each_kind_once(monkeypatch) -> None:
     calls = []
     monkeypatch.setattr(
         rmsnorm, "_run_stock", lambda *given, real=rmsnorm._run_stock: calls.append(given) or real(*given)
     )
     norms = nn.ModuleDict({f"norm{i}": Norm(offset=float(i == 2)) for i in range(6)})
-    found = planning.plan_blocks(norms, (), on=False, saving=("foundation",))
-    assert [block.saves for block in found] == [True, True, False, True, True, True]
-    assert "Gemma" in found[2].why and len(calls) == 2
+    results = planning.plan_blocks(norms, (), on=False, saving=("foundation",))
+    assert [block.saves for block in results] == [True, True, False, True, True, True]
+    assert "Gemma" in results[2].why and len(calls) == 2

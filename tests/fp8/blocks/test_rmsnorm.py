@@ -1,5 +1,4 @@
-"""Norms that hand their codes on: the codes that their layers would have cast, found by each of them, and a backward
-that is RMSNorm's; whatever is not known to be an RMSNorm stays."""
+"""RMSNorms that compute codes for the next layers: equal codes, reuse, gradients, and modules that are not replaced."""
 
 import copy
 import pickle
@@ -55,7 +54,7 @@ class Block(nn.Module):
 
 
 def pair(recipe="blockwise", seed=0, policy=None, **kwargs):
-    """A block with FP8 layers, and its twin whose norm hands codes on."""
+    """Return a block with FP8 layers, and a copy whose norm computes codes."""
     torch.manual_seed(seed)
     block = Block(**kwargs)
     plain = fp8.apply(block, fp8.plan(block, fp8.Policy(recipe=recipe, **(policy or {}))))
@@ -65,18 +64,18 @@ def pair(recipe="blockwise", seed=0, policy=None, **kwargs):
 
 
 def casts(monkeypatch, rows):
-    """What of that many rows is cast by itself."""
-    backend, seen = registry.get("reference"), []
+    """The separate casts of inputs with this number of rows."""
+    backend, recorded = registry.get("reference"), []
     for name in ("quantize", "quantize_both"):
         own = getattr(backend, name)
 
         def spy(x, *args, own=own, name=name):
             if x.shape[0] == rows:
-                seen.append(name)
+                recorded.append(name)
             return own(x, *args)
 
         monkeypatch.setattr(backend, name, spy)
-    return seen
+    return recorded
 
 
 def run(module, x, inner=lambda m, x: m(x)):
@@ -101,40 +100,40 @@ def lowered(m, x):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast", "autocast of bf16"])
-def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypatch):
-    """Bit for bit those that they would have cast of the same y."""
+def test_layers_reuse_codes_of_norm(recipe, dtype, monkeypatch):
+    """The codes equal a cast of the same y bit for bit."""
     inner = lowered if isinstance(dtype, str) else lambda m, x: m(x)
     _, twin = pair(recipe, dtype=torch.float32 if isinstance(dtype, str) else dtype)
-    given = {"autocast of bf16": torch.bfloat16, "autocast": torch.float32}.get(dtype, dtype)
-    x = torch.randn(2, 7, 96).to(given)
+    arguments = {"autocast of bf16": torch.bfloat16, "autocast": torch.float32}.get(dtype, dtype)
+    x = torch.randn(2, 7, 96).to(arguments)
     inner(twin, x)  # weights
-    seen, found = casts(monkeypatch, 14), []
-    own = inputs.Input.codes
+    recorded, results = casts(monkeypatch, 14), []
+    original = inputs.Input.codes
 
     def spy(self, row, col):
-        codes = own(self, row, col)
-        found.append((self.tensor, self.matrix(), row, col, codes))
+        codes = original(self, row, col)
+        results.append((self.tensor, self.matrix(), row, col, codes))
         return codes
 
     monkeypatch.setattr(inputs.Input, "codes", spy)
     y = inner(twin, x.requires_grad_())
-    assert seen == [] and len(found) == 3
-    for given_, matrix, row, col, codes in found:
-        assert given_ is found[0][0]
+    assert recorded == [] and len(results) == 3
+    for given_, matrix, row, col, codes in results:
+        assert given_ is results[0][0]
         for want, q in zip((row, col), codes, strict=True):
             assert (want is None) == (q is None)
             if want is not None:
                 exact = quantize(matrix, want.spec)
                 assert torch.equal(exact.data.view(torch.uint8), q.data.view(torch.uint8))
                 assert torch.equal(exact.scale.float(), q.scale.float())
-    assert found[0][2] is not None and (found[0][3] is not None or recipe == "tensorwise")
+    assert results[0][2] is not None and (results[0][3] is not None or recipe == "tensorwise")
     assert y.dtype == (torch.bfloat16 if isinstance(dtype, str) else dtype)
     norm_y = twin.input_layernorm(x)
     assert norm_y.dtype == (torch.float32 if isinstance(dtype, str) else dtype)  # as Hugging Face's: fp32 weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_alone_against_float64(dtype):
+def test_norm_matches_float64(dtype):
     _, twin = pair(dtype=dtype)
     norm, x = twin.input_layernorm, (torch.randn(3, 5, 96) * 10.0 ** torch.arange(-3.0, 2.0).unsqueeze(1)).to(dtype)
     dy, exact_x = torch.randn(3, 5, 96).to(dtype), x.double().requires_grad_()
@@ -158,19 +157,19 @@ def test_the_norm_alone_against_float64(dtype):
 
 
 def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
-    """Of fp32 blocks: y of the norm differs in its last bits alone."""
+    """Compare fp32 blocks, whose norms differ only in the last bits of y."""
     a, b = run(plain, x, inner), run(twin, x, inner)
     assert a[3:] == b[3:]
-    for exact, found in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
-        assert (exact is None) == (found is None)
+    for exact, results in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
+        assert (exact is None) == (results is None)
         if exact is not None:
-            assert found.dtype == exact.dtype
-            error = (found.float() - exact.float()).abs().max()
+            assert results.dtype == exact.dtype
+            error = (results.float() - exact.float()).abs().max()
             assert error <= (tolerance or 2**-8) * exact.float().abs().max()
-            assert calc_diff(found, exact) < (tolerance or 1e-6)
+            assert calc_diff(results, exact) < (tolerance or 1e-6)
 
 
-def test_values_gradients_and_counts_are_those_of_the_stock_norm():
+def test_matches_stock_norm():
     for recipe in ("blockwise", "rowwise"):
         plain, twin = pair(recipe)
         assert_near(plain, twin, torch.randn(2, 70, 96))
@@ -189,13 +188,13 @@ def test_activation_checkpointing(reentrant, monkeypatch):
     assert_near(plain, twin, torch.randn(5, 96), lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
     part = lambda m, x: checkpoint(m.self_attn, m.input_layernorm(x), use_reentrant=reentrant)  # noqa: E731
     assert_near(plain, twin, torch.randn(5, 96), part)
-    seen = casts(monkeypatch, 5)
+    recorded = casts(monkeypatch, 5)
     run(twin, torch.randn(5, 96), lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
-    assert Counter(seen)["quantize_both"] == 3  # dy of each layer
+    assert Counter(recorded)["quantize_both"] == 3  # dy of each layer
 
 
 def test_selective_checkpointing():
-    """Regions that keep the outputs of some operations replay the others by counting them."""
+    """Regions that save the outputs of some operations replay the others by counting them."""
     plain, twin = pair()
     save = [torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor]
     contexts = partial(create_selective_checkpoint_contexts, save)
@@ -204,11 +203,11 @@ def test_selective_checkpointing():
         assert_near(plain, twin, torch.randn(5, 96), inner)
 
 
-def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
+def test_only_required_casts_run(monkeypatch):
     _, twin = pair()
-    wanted, backend = [], registry.get("reference")
-    own = backend.rmsnorm_quantize
-    monkeypatch.setattr(backend, "rmsnorm_quantize", lambda *a: wanted.append(a[3:5]) or own(*a))
+    expected, backend = [], registry.get("reference")
+    original = backend.rmsnorm_quantize
+    monkeypatch.setattr(backend, "rmsnorm_quantize", lambda *a: expected.append(a[3:5]) or original(*a))
     x, r = torch.randn(5, 96), fp8.recipe("blockwise")
     twin(x)
     with torch.no_grad():
@@ -217,7 +216,7 @@ def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
         twin(x)
     twin.self_attn.requires_grad_(False)
     twin(x)
-    assert wanted == [(r.fwd.a, r.wgrad.b), (r.fwd.a, None), (None, None), (r.fwd.a, None)]
+    assert expected == [(r.fwd.a, r.wgrad.b), (r.fwd.a, None), (None, None), (r.fwd.a, None)]
     x = x.requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -228,7 +227,7 @@ def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
     assert held_bytes() == 0
 
 
-def test_another_input_is_cast_as_ever(monkeypatch):
+def test_other_inputs_are_cast_by_layers(monkeypatch):
     plain, twin = pair()
 
     def edited(m, x):
@@ -248,11 +247,11 @@ def test_another_input_is_cast_as_ever(monkeypatch):
         assert (a - b).abs().max() <= 2**-8 * a.abs().max()
 
 
-def test_codes_that_nobody_takes_are_made_no_more(monkeypatch):
+def test_unused_codes_are_no_longer_computed(monkeypatch):
     _, twin = pair()
-    wanted, backend = [], registry.get("reference")
-    own = backend.rmsnorm_quantize
-    monkeypatch.setattr(backend, "rmsnorm_quantize", lambda *a: wanted.append(a[3]) or own(*a))
+    expected, backend = [], registry.get("reference")
+    original = backend.rmsnorm_quantize
+    monkeypatch.setattr(backend, "rmsnorm_quantize", lambda *a: expected.append(a[3]) or original(*a))
     x = torch.randn(5, 96)
     for _ in range(2):
         twin(x)
@@ -261,16 +260,16 @@ def test_codes_that_nobody_takes_are_made_no_more(monkeypatch):
     for _ in range(3):
         twin.input_layernorm(x)
     twin(x)
-    assert [w is not None for w in wanted] == [True] * 7 + [False] * 2
+    assert [w is not None for w in expected] == [True] * 7 + [False] * 2
 
 
-def test_copies_pickles_back_high_precision_and_compiled():
+def test_copy_pickle_unswap_high_precision_and_compile():
     plain, twin = pair()
     x = torch.randn(5, 96)
     assert isinstance(twin.input_layernorm, Qwen3RMSNorm) and list(twin.state_dict()) == list(plain.state_dict())
-    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert_near(plain, made, x)
-        assert made.input_layernorm._feeds[0] is made.self_attn.q_proj is not twin.self_attn.q_proj
+    for created in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert_near(plain, created, x)
+        assert created.input_layernorm._feeds[0] is created.self_attn.q_proj is not twin.self_attn.q_proj
     with fp8.high_precision(plain), fp8.high_precision(twin):
         assert torch.equal(plain(x), twin(x))
     assert torch.equal(
@@ -306,7 +305,7 @@ class Biased(Qwen3RMSNorm):
 
 
 class Outside(Qwen3RMSNorm):
-    """eps outside of the root."""
+    """Adds eps outside of the square root."""
 
     def forward(self, x):
         return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
@@ -327,7 +326,7 @@ class Outside(Qwen3RMSNorm):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_stays_and_why(norm, policy, reason, dtype):
+def test_unsupported_norms_give_reason(norm, policy, reason, dtype):
     block = Block(norm=norm, dtype=dtype)
     fp8.apply(block, fp8.plan(block, fp8.Policy(**{"recipe": "blockwise", **policy})))
     kind = type(block.input_layernorm)
@@ -348,7 +347,7 @@ def test_other_norms():
     assert rmsnorm.convert(fp8.apply(post, fp8.plan(post, "blockwise"))) == ()
 
 
-def test_a_model_without_weights():
+def test_model_on_meta():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     fp8.apply(model, fp8.plan(model, "blockwise"))
@@ -362,22 +361,22 @@ def test_triton_in_the_interpreter():
     x = torch.randn(6, 32)
     _, twin = pair(k=32, policy={"backend": "triton"})
     _, reference = pair(k=32)
-    with launches() as seen:
+    with launches() as recorded:
         a = run(twin, x, lowered)
-    assert seen["rmsnorm_tile"] == 1
+    assert recorded["rmsnorm_tile"] == 1
     b = run(reference, x, lowered)
-    for found, exact in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
-        assert (found - exact).abs().max() <= 2**-5 * exact.abs().max()
+    for results, exact in ((a[0], b[0]), (a[1], b[1]), *((a[2][n], b[2][n]) for n in a[2])):
+        assert (results - exact).abs().max() <= 2**-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_codes_of_a_lowered_output_in_triton(wide):
-    """Whole rows and tiles: y in one dtype, codes of what autocast makes of it."""
+def test_autocast_output_codes_in_triton(wide):
+    """Whole rows and tiles: y in one dtype, codes of y in autocast's dtype."""
     pytest.importorskip("triton")
     x, w, r = (torch.randn(5, 40) * 3).bfloat16(), torch.randn(40), fp8.recipe("blockwise")
     row, col = r.fwd.a, r.wgrad.b if wide else None
-    given = (x.float(), w, 1e-6, row, col, torch.float32, torch.bfloat16), (x, w, 1e-6, row, col, torch.float32)
-    for args in given:
+    arguments = (x.float(), w, 1e-6, row, col, torch.float32, torch.bfloat16), (x, w, 1e-6, row, col, torch.float32)
+    for args in arguments:
         y, _, *codes = registry.get("triton").rmsnorm_quantize(*args)
         exact = registry.get("reference").rmsnorm_quantize(*args)[0]
         assert y.dtype == torch.float32 and (y - exact).abs().max() <= 1e-6 * exact.abs().max()

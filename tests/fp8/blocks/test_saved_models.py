@@ -1,5 +1,4 @@
-"""Real architectures that keep FP8: what the plan says, what is left in 16 bits, a few steps beside the same steps in
-16 bits, and the proof."""
+"""Real architectures that save FP8: the plan, the remaining 16-bit tensors, and a few steps against 16 bits."""
 
 import copy
 import json
@@ -20,8 +19,8 @@ from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
 
 
-def made(family, dtype=torch.float32):
-    """(model, family, inputs): text, and an image where the family takes one."""
+def make_model(family, dtype=torch.float32):
+    """Return (model, family, inputs): text, and an image if the family supports images."""
     config = tiny_config(family)
     vision = is_vision_config(config)
     torch.manual_seed(0)
@@ -43,7 +42,7 @@ def made(family, dtype=torch.float32):
 
 
 def train(model, inputs, plan, forwards, lowered, steps=3):
-    """(losses, gradients of the first step, what was proven)."""
+    """Return (losses, gradients of the first step, proof)."""
     fp8.apply(model, plan)
     optimizer, proof, losses, first = torch.optim.AdamW(model.parameters(), lr=1e-3), Proof(plan), [], {}
     for step in range(steps):
@@ -76,9 +75,9 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "fuse"), FAMILIES)
-def test_a_few_steps_beside_16_bits(family, fuse):
+def test_steps_are_close_to_16_bit_steps(family, fuse):
     lowered = fuse == "off"
-    model, described, inputs = made(family)
+    model, described, inputs = make_model(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
     if "pixel_values" in inputs:
         forwards |= {"image_encoder": 1, "image_projector": 1}
@@ -107,8 +106,8 @@ LEFT = {"self_attn", "attn", "attention", "qkv", "q_proj", "k_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(("family", "fuse"), FAMILIES)
-def test_what_is_left_in_16_bits_is_what_attention_keeps(family, fuse):
-    model, described, inputs = made(family, torch.bfloat16)
+def test_only_attention_saves_16_bits(family, fuse):
+    model, described, inputs = make_model(family, torch.bfloat16)
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations="fp8", fuse=fuse), described.components))
     model(**inputs).loss.backward()
     model.zero_grad()
@@ -127,7 +126,7 @@ def test_what_is_left_in_16_bits_is_what_attention_keeps(family, fuse):
 
 
 def test_bytes_of_a_decoder_layer():
-    """(256, 768, 4 heads on 2 of 32, QK-norm), a token: by arithmetic."""
+    """Bytes per token for (256, 768, 4 heads on 2 of 32, QK-norm), computed by hand."""
     from transformers import Qwen3Config
 
     hidden, inner, q, kv, head = 256, 768, 4 * 32, 2 * 32, 32
@@ -144,17 +143,17 @@ def test_bytes_of_a_decoder_layer():
     with count_saved(model, [("layer", model.model.layers[0])]) as accountant:
         logits = model(input_ids=ids).logits
     assert logits.requires_grad
-    found = accountant.report().by_block["layer"] / 128
+    results = accountant.report().by_block["layer"] / 128
     codes = 1 + 4 / 128
     norms = 2 * (hidden * codes + 4) + (q + kv) * (1 + 4 / head + 4 / head)
     linear = 2 * hidden * codes  # the input of q, k, v and that of gate, up
     attention = 2 * (q + q + kv + kv) + 4 * 4  # q, output, k, v and a sum for each head
     expanded = 2 * 2 * (q - kv)  # the stock attention repeats k and v for its mask
-    assert found == pytest.approx(norms + linear + attention + 2 * inner * codes, abs=expanded + 1)
+    assert results == pytest.approx(norms + linear + attention + 2 * inner * codes, abs=expanded + 1)
 
 
-def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
-    model, described, _ = made("qwen3_vl")
+def test_plan_lists_unsupported_modules_and_file_keeps_them(tmp_path):
+    model, described, _ = make_model("qwen3_vl")
     parts = {"image_encoder": {"activations": "bf16"}}
     plan = fp8.plan(model, fp8.Policy("blockwise", activations="fp8", components=parts), described.components)
     assert not any("visual.blocks" in b.name for b in plan.blocks)
@@ -174,22 +173,22 @@ def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
         fp8.load_plan(path, model, described.components)
 
 
-def test_both_answers_of_one_module():
-    model, _, _ = made("qwen3")
+def test_module_can_save_and_fuse():
+    model, _, _ = make_model("qwen3")
     rules = [fp8.Rule("**.layers.0.mlp.up_proj", recipe="off"), fp8.Rule("**.layers.1.self_attn.o_proj", wgrad="bf16")]
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="on", rules=rules))
-    found = {b.name: b for b in plan.blocks}
-    mlp, norm, last = found["model.layers.0.mlp"], found["model.layers.0.input_layernorm"], found["model.norm"]
+    results = {b.name: b for b in plan.blocks}
+    mlp, norm, last = results["model.layers.0.mlp"], results["model.layers.0.input_layernorm"], results["model.norm"]
     assert not mlp.fused and mlp.saves and "whole FP8 layers" in mlp.reason and mlp.why == "activations: fp8"
     assert norm.fused and norm.saves and not last.fused and last.saves and last.reason == ""
-    other = found["model.layers.1.self_attn"]
+    other = results["model.layers.1.self_attn"]
     assert not other.saves and "high precision" in other.why
     fp8.apply(model, plan)
     assert "_source" not in model.model.layers[1].self_attn.o_proj.__dict__
 
 
-def test_without_fp8_layers_and_with_frozen_ones():
-    model, described, inputs = made("qwen3_vl", torch.bfloat16)
+def test_saves_codes_with_frozen_or_no_fp8_layers():
+    model, described, inputs = make_model("qwen3_vl", torch.bfloat16)
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
     parts = {"image_encoder": "off"}
@@ -200,7 +199,7 @@ def test_without_fp8_layers_and_with_frozen_ones():
     assert all(p.grad is None for p in model.model.visual.parameters())
 
 
-def test_gemma_stays_and_says_so():
+def test_gemma_gives_reason():
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, head_dim=32, num_key_value_heads=1, **size))
     plan = fp8.plan(gemma, fp8.Policy(activations="fp8", fuse="on"))
@@ -213,7 +212,7 @@ def test_gemma_stays_and_says_so():
     gemma(input_ids=ids, labels=ids).loss.backward()
 
 
-def test_siglip_as_in_llava_onevision():
+def test_siglip_tower_of_llava_onevision():
     size = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = SiglipVisionConfig(image_size=16, patch_size=4, vision_use_head=False, **size)
     torch.manual_seed(0)
@@ -232,8 +231,8 @@ def test_siglip_as_in_llava_onevision():
     assert min(torch.cosine_similarity(grads[0][n], g, 0) for n, g in grads[1].items() if "k_proj.bias" not in n) > 0.97
 
 
-def test_a_model_that_changed_since_the_plan():
-    model, _, _ = made("qwen3")
+def test_model_changed_since_plan_is_rejected():
+    model, _, _ = make_model("qwen3")
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="off"))
     model.model.layers[0].mlp.act_fn = nn.PReLU()
     with pytest.raises(

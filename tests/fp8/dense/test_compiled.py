@@ -1,4 +1,4 @@
-"""FP8 layers under torch.compile: one graph, the same numbers."""
+"""FP8 layers under torch.compile: one graph with the numbers of eager mode."""
 
 import copy
 
@@ -27,7 +27,7 @@ def fresh():
 
 
 class Recorder:
-    """A backend that runs graphs as they are and keeps them: the joint graph's forwards and backwards."""
+    """A backend that runs graphs unchanged and records the forwards and backwards of joint graphs."""
 
     def __init__(self) -> None:
         from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -81,7 +81,7 @@ def block(recipe: str | fp8.Recipe = "blockwise", **options: object) -> nn.Modul
 
 
 class TwoLayers(nn.Module):
-    """For what a single graph of two layers shows as well as one of six."""
+    """A graph of two layers, for tests that need no complete block."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def two_layers(recipe: str = "blockwise", number: int = 0) -> nn.Module:
 
 
 def results(model: nn.Module, run: object, x: Tensor, dy: Tensor | None = None) -> list[Tensor]:
-    """y, dx and every gradient of one forward and backward."""
+    """Return y, dx and all gradients of a forward and backward."""
     x = x.detach().clone().requires_grad_()
     model.zero_grad(set_to_none=True)
     y = run(x)  # type: ignore[operator]
@@ -109,7 +109,7 @@ def results(model: nn.Module, run: object, x: Tensor, dy: Tensor | None = None) 
 def assert_same(
     model: nn.Module, x: Tensor, run: object = None, close: bool = False, **options: object
 ) -> list[Tensor]:
-    """Compiled and eager agree: bit for bit, or but for the order in which Inductor adds."""
+    """Compiled and eager results are equal bit for bit, or up to the order of Inductor's sums."""
     run = run or model
     settings = {"backend": "aot_eager", "fullgraph": True, **options}
     want = results(model, run, x)
@@ -127,9 +127,9 @@ def assert_same(
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])  # each recipe's layers: test_no_number_of_tokens_is_special
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])  # each recipe's layers: test_no_token_count_is_specialized
 def test_a_block_is_one_graph_equals_eager_bit_for_bit_and_shares_casts(name):
-    """Projections of one input share its cast and keep its codes once."""
+    """Projections with a common input share its cast and save its codes once."""
     recorder = Recorder()
     assert_same(block(name), torch.randn(3, 7, 32), backend=recorder.backend)
     (forward,), (backward,) = recorder.forwards, recorder.backwards
@@ -185,7 +185,7 @@ def test_autocast():
         assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x := torch.randn(9, 32)), model(x))
 
 
-def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
+def test_frozen_weight_runs_no_wgrad_and_saves_no_x():
     model = block()
     for name in ("q", "gate"):
         getattr(model, name).requires_grad_(False)
@@ -205,29 +205,29 @@ def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
 
 
 def assert_no_casts_for_wgrad(graph, count):
-    """Codes that a backward will not ask for are not made either."""
+    """Codes that the backward does not need are not computed."""
     casts = [n for n in graph.graph.nodes if str(n.target).startswith("octavo.cast")]
     assert len(casts) == count and all(n.args[1] and not n.args[2] for n in casts)
 
 
-def test_an_input_without_gradient_has_no_dgrad():
+def test_input_without_gradient_runs_no_dgrad():
     model, recorder = convert(nn.Sequential(nn.Linear(32, 24)), "rowwise"), Recorder()
     torch.compile(model, backend=recorder.backend, fullgraph=True)(torch.randn(9, 32)).sum().backward()
     assert Recorder.ops(recorder.backwards[0]) == ["cast", "wgrad"]
 
 
-def test_without_gradients_nothing_is_saved():
+def test_nothing_is_saved_without_gradients():
     model = block()
     x = torch.randn(9, 32)
     with torch.no_grad():
-        seen = []
+        recorded = []
 
         def keep(graph, inputs):
-            seen.append(graph)
+            recorded.append(graph)
             return graph
 
         assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(x), model(x))
-    assert_no_casts_for_wgrad(seen[0], 6)  # one a layer, as long as nobody joins them
+    assert_no_casts_for_wgrad(recorded[0], 6)  # one a layer, as long as nobody joins them
 
 
 def test_activation_checkpointing_inside_the_graph():
@@ -243,7 +243,7 @@ def test_activation_checkpointing_around_the_graph():
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_an_output_may_be_written_into():
+def test_output_may_be_modified_in_place():
     model = convert(nn.Sequential(nn.Linear(32, 24)), "blockwise")
 
     def run(x: Tensor) -> Tensor:
@@ -254,19 +254,19 @@ def test_an_output_may_be_written_into():
     assert_same(model, torch.randn(9, 32), run)
 
 
-def test_the_function_is_traced_too():
+def test_functional_linear_is_traced():
     model = nn.Linear(32, 24)
     for recipe in ("blockwise", fp8.recipe("rowwise", wgrad="bf16")):
         torch._dynamo.reset()
         assert_same(model, torch.randn(4, 32), lambda x, r=recipe: fp8.linear(x, model.weight, model.bias, recipe=r))
 
 
-def test_a_recipe_that_differs_is_another_graph():
+def test_different_recipe_compiles_another_graph():
     """Layers of equal shapes and different recipes must not share compiled code."""
-    x, made = torch.randn(9, 32), [two_layers(name) for name in ("blockwise", "tensorwise")]
-    for model in made:
+    x, created = torch.randn(9, 32), [two_layers(name) for name in ("blockwise", "tensorwise")]
+    for model in created:
         assert torch.equal(torch.compile(model.forward, backend="aot_eager", fullgraph=True)(x), model(x))
-    assert not torch.equal(made[0](x), made[1](x))
+    assert not torch.equal(created[0](x), created[1](x))
 
 
 # --- casts and graphs are shared --------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_blocks_and_numbers_of_tokens_share_one_graph():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_number_of_tokens_is_special(name):
+def test_no_token_count_is_specialized(name):
     model, recorder = convert(nn.Sequential(nn.Linear(40, 24)), name), Recorder()
     compiled = torch.compile(model, backend=recorder.backend, fullgraph=True, dynamic=True)
     for tokens in (2, 3, 32, 128, 129, 300):
@@ -305,7 +305,7 @@ def test_no_number_of_tokens_is_special(name):
 
 
 @pytest.mark.parametrize("name", ["blockwise", "rowwise"])
-def test_weights_are_cast_once_a_step_and_never_stale(name):
+def test_weights_are_cast_once_per_step(name):
     model = two_layers(name)
     eager = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (model, eager)]
@@ -327,7 +327,7 @@ def test_weights_are_cast_once_a_step_and_never_stale(name):
         assert torch.equal(p, q)
 
 
-def test_a_write_that_nobody_sees_needs_invalidate_here_too():
+def test_undetected_write_needs_invalidate():
     model, x = convert(nn.Sequential(nn.Linear(32, 24)), "blockwise"), torch.randn(4, 32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     before = compiled(x)
@@ -351,16 +351,16 @@ def sharded(world: object, recipe: str, recompute: bool) -> list[list[float]]:
             if compiled:
                 part.forward = torch.compile(part.forward, backend="aot_eager", fullgraph=True)  # hooks stay outside
             run.append(lambda x, part=part: checkpoint(part, x, use_reentrant=False) if recompute else part(x))
-        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
+        optimizer, recorded = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
         for _ in range(6):
             x = torch.randn(4, 32)[world.rank :: 2]  # type: ignore[attr-defined]
             loss = run[1](run[0](x)).square().mean()
             loss.backward()
-            seen.append(loss.item())
-            if len(seen) % 2 == 0:
+            recorded.append(loss.item())
+            if len(recorded) % 2 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        losses.append(seen)
+        losses.append(recorded)
     return losses
 
 
@@ -374,7 +374,7 @@ def test_sharded_blocks_compile(recompute):
 # --- what stays outside -----------------------------------------------------------------------------------------------
 
 
-def test_delayed_scaling_leaves_the_graph_and_says_why():
+def test_delayed_scaling_breaks_graph_with_reason():
     model = convert(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 24), nn.ReLU()), "delayed")
     x = torch.randn(4, 32)
     with pytest.raises(Exception, match="delayed scaling writes amax histories"):
@@ -397,7 +397,7 @@ def test_counting_sees_eager_steps():
     assert counts.total("fwd") == 2
 
 
-def test_a_moment_of_high_precision_is_compiled_too():
+def test_high_precision_is_compiled():
     model, x = two_layers(), torch.randn(4, 32)
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     low = compiled(x)
@@ -412,7 +412,7 @@ def test_a_moment_of_high_precision_is_compiled_too():
 
 @pytest.mark.long
 def test_inductor_computes_the_same_and_generates_nothing_in_fp8():
-    """A block of each recipe, one after the other: what Inductor generates between them, it generates once."""
+    """One block per recipe; Inductor generates the code between them once."""
     from torch._inductor.utils import run_and_get_code
 
     model = nn.Sequential(*(block(name) for name in RECIPES))
@@ -460,10 +460,10 @@ def vision_block() -> tuple[nn.Module, object]:
     config = Qwen3VLVisionConfig(hidden_size=32, intermediate_size=48, num_heads=4, depth=1)
     config._attn_implementation = "flash_attention_by_mask"
     torch.manual_seed(0)
-    made = Qwen3VLVisionBlock(config)
+    created = Qwen3VLVisionBlock(config)
     rotary = (torch.randn(24, 8), torch.randn(24, 8))
     bounds = torch.tensor([0, 16, 24], dtype=torch.int32)
-    return made, lambda run, x: run(x, cu_seqlens=bounds, position_embeddings=rotary, max_seqlen=16)
+    return created, lambda run, x: run(x, cu_seqlens=bounds, position_embeddings=rotary, max_seqlen=16)
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_blocks_of_transformers(make, name):
         assert torch.equal(a, b)
 
 
-def test_a_thawed_layer_is_one_graph_again():
+def test_thawed_layer_compiles_to_one_graph():
     model = nn.Sequential(nn.Linear(128, 128))
     model[0].weight = fp8.freeze_weight(model[0].weight.detach(), "block")
     fp8.apply(model, fp8.plan(model, "blockwise"))

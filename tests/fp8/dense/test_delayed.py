@@ -1,4 +1,4 @@
-"""Delayed scaling: scales from the amax history, and what may enter it."""
+"""Delayed scaling: scales from the amax history, and the values that it records."""
 
 import copy
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ def dy_history(m):
     return fp8.scaling_state(m)["0.fp8_amax_dy"][0]
 
 
-def filled(amax):
+def constant_input(amax):
     return torch.full((4, 32), float(amax))
 
 
@@ -46,10 +46,10 @@ def test_an_empty_history_gives_current_scaling():
     assert torch.equal(y, z) and torch.equal(a.grad, b.grad) and torch.equal(m[0].weight.grad, w.grad)
 
 
-def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
+def test_history_rolls_per_forward_and_maximum_sets_scale():
     m = layer()
     for amax in (4, 1, 2):
-        m(filled(amax)).sum().backward()
+        m(constant_input(amax)).sum().backward()
     assert x_history(m)[:4].tolist() == [2, 1, 4, 0] and dy_history(m)[:4].tolist() == [1, 1, 1, 0]
     x = torch.randn(4, 32).clamp(-1, 1) * 3
     got = m(x)
@@ -57,55 +57,55 @@ def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
     w = fp8.dequantize(fp8.quantize(m[0].weight, m[0].recipe.fwd.b))
     assert calc_diff(got, fp8.dequantize(q) @ w.t()) < 1e-10
     for _ in range(m[0].recipe.delayed.length):
-        m(filled(0.5))
+        m(constant_input(0.5))
     assert x_history(m).max() == 0.5
 
 
-def test_values_beyond_the_history_saturate_and_health_sees_it():
+def test_values_beyond_history_saturate():
     m = layer()
-    m(filled(1))
+    m(constant_input(1))
     with fp8.health() as h:
-        m(filled(8).requires_grad_()).sum().backward()
+        m(constant_input(8).requires_grad_()).sum().backward()
     assert h.table()["0"]["x"]["saturation"] == 1.0
     assert x_history(m)[0] == 8, "the next forward knows"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_never_enter(bad):
+def test_bad_values_are_not_recorded(bad):
     m = layer()
-    m(filled(2)).sum().backward()
-    x = filled(3)
+    m(constant_input(2)).sum().backward()
+    x = constant_input(3)
     x[1, 1] = bad
     y = m(x)
     assert y.isnan().all()
     y.sum().backward()
-    m(filled(1)).backward(torch.full((4, 16), bad))
+    m(constant_input(1)).backward(torch.full((4, 16), bad))
     assert x_history(m)[:3].tolist() == [1, 2, 0] and dy_history(m)[:3].tolist() == [1, 1, 0]
     with torch.no_grad():
         m[0].weight.grad = None
-    assert m(filled(1)).isfinite().all()
+    assert m(constant_input(1)).isfinite().all()
 
 
-def test_evaluation_reads_and_does_not_write():
+def test_evaluation_does_not_record():
     m = layer()
-    m(filled(2))
+    m(constant_input(2))
     m.eval()
-    y = m(filled(1))
+    y = m(constant_input(1))
     with torch.no_grad():
-        m(filled(5))
+        m(constant_input(5))
     assert x_history(m)[:2].tolist() == [2, 0]
-    assert torch.equal(m(filled(1)), y)
+    assert torch.equal(m(constant_input(1)), y)
 
 
-def test_no_tokens_leave_no_trace():
+def test_empty_input_does_not_record():
     m = layer()
     m(torch.zeros(0, 32)).sum().backward()
     assert not x_history(m).any() and not dy_history(m).any()
 
 
-def same_when_recomputed(losses, reentrant):
-    """``losses(module, call)`` gives the weight's gradient; so it does where the calls are checkpointed, and the same
-    histories."""
+def assert_same_when_recomputed(losses, reentrant):
+    """Checkpointed calls give the same weight gradient and the same histories. ``losses(module, call)`` runs the
+    calls."""
     plain, saved = layer(), layer()
     want = losses(plain, lambda m, x: m(x))
     got = losses(saved, lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
@@ -114,7 +114,7 @@ def same_when_recomputed(losses, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
+def test_recomputation_finds_original_scale(reentrant):
     xs = [torch.randn(4, 32) * s for s in (1, 6, 0.5)]
 
     def losses(m, call):
@@ -123,22 +123,22 @@ def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
             out.square().sum().backward()
         return m[0].weight.grad
 
-    same_when_recomputed(losses, reentrant)
+    assert_same_when_recomputed(losses, reentrant)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(
     ("mode", "reentrant"), [("train", False), ("train", True), ("eval", False), ("uncounted", True)]
 )
-def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
-    """Equal amaxes and equal inputs, between which the history outgrows its largest entry: other scales every time."""
+def test_recomputation_distinguishes_inputs_with_equal_amax(reentrant, mode, order):
+    """Inputs with equal amax, between which the history changes, so that each has another scale."""
     noise = [torch.randn(4, 32).clamp(-1, 1) / 2 for _ in range(3)]
     for x in noise:
         x[0, 0] = 0.5
     xs = [noise[0], noise[1], noise[1], noise[2]]
 
     def losses(m, call):
-        m(filled(40))
+        m(constant_input(40))
         outs = []
         for i, x in enumerate(xs):
             m.train(mode != "eval")
@@ -147,13 +147,13 @@ def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
             m.train()
             # 59 forwards after the first x: a recomputation finds the scales of the last 64
             for _ in range(16 if i < len(xs) - 1 else 8):
-                m(filled(10.0 / (i + 1)))
+                m(constant_input(10.0 / (i + 1)))
         m.train(mode != "eval")
         for out in outs[::order]:
             out.square().sum().backward()
         return m[0].weight.grad
 
-    same_when_recomputed(losses, reentrant)
+    assert_same_when_recomputed(losses, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -202,7 +202,7 @@ def test_selective_checkpointing_replays_the_same_operations(packet):
         )
 
     for m, call in ((plain, lambda m, x: torch.cat([m(x), m(x * 3)])), (saved, selective)):
-        m(filled(1))  # the weight is cast once, outside
+        m(constant_input(1))  # the weight is cast once, outside
         for scale in (5, 1):
             x = (torch.arange(128.0).view(4, 32) / 128 * scale).requires_grad_()
             call(m, x).square().sum().backward()
@@ -214,40 +214,40 @@ def in_ddp(world):
     m = layer()
     wrapped = nn.parallel.DistributedDataParallel(m)
     for amax in (1, 2):
-        wrapped(filled(amax * (10 if world.rank else 1))).sum().backward()
-    own = x_history(m)[:3].tolist()
+        wrapped(constant_input(amax * (10 if world.rank else 1))).sum().backward()
+    original = x_history(m)[:3].tolist()
     reduce_scaling_state(wrapped)
-    return {"own": own, "reduced": x_history(m)[:3].tolist(), "names": list(wrapped.state_dict())}
+    return {"own": original, "reduced": x_history(m)[:3].tolist(), "names": list(wrapped.state_dict())}
 
 
 @pytest.mark.long
-def test_ddp_leaves_each_rank_its_own_history():
+def test_ddp_keeps_history_of_each_rank():
     first, second = ranks.run(in_ddp, 2)
     assert (first["own"], second["own"]) == ([2, 1, 0], [20, 10, 0]), "DDP broadcasts buffers from rank 0"
     assert first["reduced"] == second["reduced"] == [20, 10, 0]
     assert first["names"] == ["module.0.weight"]
 
 
-def test_histories_come_to_a_model_planned_on_meta():
+def test_model_planned_on_meta_gets_histories():
     with torch.device("meta"):
         m = nn.Sequential(nn.Linear(32, 16, bias=False))
     fp8.apply(m, fp8.plan(m, "delayed"))
-    m(filled(3).to("meta"))
+    m(constant_input(3).to("meta"))
     m.to_empty(device="cpu")
     nn.init.ones_(m[0].weight)
-    m(filled(2))
+    m(constant_input(2))
     assert x_history(m)[:2].tolist() == [2, 0]
 
 
-def test_histories_survive_moves_and_copies_and_stay_out_of_state_dict():
+def test_histories_follow_moves_and_copies():
     m = layer()
-    m(filled(0.3)).sum().backward()
+    m(constant_input(0.3)).sum().backward()
     before = x_history(m)
     m.to(torch.bfloat16)
     assert m[0].weight.dtype == torch.bfloat16
     assert torch.equal(x_history(m), before) and x_history(m).dtype == torch.float32
     twin = copy.deepcopy(m)
-    twin(filled(9).bfloat16())
+    twin(constant_input(9).bfloat16())
     assert torch.equal(x_history(m), before) and x_history(twin)[0] == 9
     assert list(m.state_dict()) == ["0.weight"]
 
@@ -264,7 +264,7 @@ def test_a_resumed_layer_continues_bit_for_bit():
     assert fp8.scaling_state(layer("blockwise")) == {}
 
 
-def test_a_foreign_state_is_refused():
+def test_state_of_another_model_is_rejected():
     m, other = layer(), nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
     fp8.apply(other, fp8.plan(other, "delayed"))
     with pytest.raises(ValueError, match="2 are unknown.*Resume with the recipe"):
@@ -277,16 +277,16 @@ def test_a_foreign_state_is_refused():
         fp8.load_scaling_state(m, state)
 
 
-def test_fingerprints_weigh_each_row_and_reuse_their_weights():
+def test_fingerprint_depends_on_row_order():
     from octavo.fp8.dense import delayed
 
     delayed._odd_multiplier_cache.clear()
-    found = {}
+    results = {}
     for rows in (4, 9, 3):
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
         bits = x.view(torch.int64)
         want = (bits.sum(1) * torch.arange(1, 2 * rows, 2)).sum() | 1
         assert int(delayed._fingerprint(x)) == int(want)
         assert int(delayed._fingerprint(x.flip(0))) != int(want)
-        (found[rows],) = delayed._odd_multiplier_cache.values()
-    assert found[3] is found[9] and found[9].shape == (9,)
+        (results[rows],) = delayed._odd_multiplier_cache.values()
+    assert results[3] is results[9] and results[9].shape == (9,)

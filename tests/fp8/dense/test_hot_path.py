@@ -1,4 +1,4 @@
-"""How much of the code one call of a linear layer passes through (docs/architecture.md)."""
+"""The amount of code that a call of a linear layer executes (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def measured(recipe: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", BOUNDS)
-def test_a_forward_is_read_in_one_sitting(recipe: str) -> None:
-    found = measured(recipe)
+def test_forward_passes_few_files_and_lines(recipe: str) -> None:
+    results = measured(recipe)
     files, changes = BOUNDS[recipe]
-    assert len(found["forward"]["files"]) <= files and found["forward"]["changes"] <= changes
-    assert found["forward"]["files"][0] == "fp8/dense/linear.py" and found["forward_lines"] <= 20
+    assert len(results["forward"]["files"]) <= files and results["forward"]["changes"] <= changes
+    assert results["forward"]["files"][0] == "fp8/dense/linear.py" and results["forward_lines"] <= 20
 
 
-def test_a_layer_costs_few_calls() -> None:
-    found = measured("blockwise")
-    assert found["forward"]["calls"] + found["backward"]["calls"] <= CALLS
+def test_layer_makes_few_python_calls() -> None:
+    results = measured("blockwise")
+    assert results["forward"]["calls"] + results["backward"]["calls"] <= CALLS

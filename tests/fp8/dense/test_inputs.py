@@ -1,4 +1,4 @@
-"""One cast of an input for all layers that multiply it: how often it is cast, when it must be again, what is saved."""
+"""One cast of an input for all layers that multiply by it: number of casts, invalidation, saved tensors."""
 
 import gc
 import threading
@@ -38,25 +38,25 @@ def three(recipe="blockwise", **kwargs):
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
+def clear_cache():
     inputs.drop_entries()
 
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The casts that the reference makes of activations: (method, rows, features) each."""
-    backend, made, state = get("reference"), [], threading.local()
+    """The casts of activations by the reference: (method, rows, features)."""
+    backend, created, state = get("reference"), [], threading.local()
 
     def watch(name):
-        own = getattr(backend, name)
+        original = getattr(backend, name)
 
         def wrapped(x, *args, **kwargs):
             depth = getattr(state, "depth", 0)
             if not depth:  # quantize_both may quantize twice
-                made.append((name, *x.shape))
+                created.append((name, *x.shape))
             state.depth = depth + 1
             try:
-                return own(x, *args, **kwargs)
+                return original(x, *args, **kwargs)
             finally:
                 state.depth = depth
 
@@ -64,10 +64,10 @@ def casts(monkeypatch):
 
     for name in ("quantize", "quantize_both"):
         watch(name)
-    return made
+    return created
 
 
-def of_x(casts, features=64):
+def input_casts(casts, features=64):
     return [name for name, _, columns in casts if columns == features]
 
 
@@ -77,8 +77,8 @@ def warm(m, x):
     inputs.drop_entries()
 
 
-def each_by_itself(m, x):
-    """What every layer gives by itself: output, gradients."""
+def run_separately(m, x):
+    """Return the output and gradients of each layer alone."""
     x = x.detach().clone().requires_grad_()
     ys = []
     for layer in (m.q, m.k, m.v):
@@ -93,15 +93,15 @@ def test_three_layers_cast_their_input_once(casts, recipe):
     warm(m, x)
     casts.clear()
     m(x)
-    assert of_x(casts) == ["quantize_both"]
+    assert input_casts(casts) == ["quantize_both"]
     casts.clear()
     with torch.no_grad():
         m(x.clone())
-    assert of_x(casts) == ["quantize"]
+    assert input_casts(casts) == ["quantize"]
 
 
 @pytest.mark.parametrize("recipe", (*RECIPES, "delayed"))
-def test_values_are_those_of_layers_that_share_nothing(recipe):
+def test_sharing_does_not_change_values(recipe):
     m = three(recipe)
     for seed in range(2):
         x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(seed))
@@ -113,26 +113,26 @@ def test_values_are_those_of_layers_that_share_nothing(recipe):
         grads = [p.grad.clone() for p in m.parameters()]
         m.zero_grad()
         fp8.load_scaling_state(m, state)
-        b, z = each_by_itself(m, x)
+        b, z = run_separately(m, x)
         z.square().sum().backward()
         assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
         assert all(torch.equal(g, p.grad) for g, p in zip(grads, m.parameters(), strict=True))
 
 
 def saved_codes(m, x):
-    found = []
+    results = []
 
     def pack(t):
-        found.append(t)
+        results.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = m(x)
-    return y, [t for t in found if t.dtype in FP8_TYPES and t.shape[-1] == x.shape[-1]]
+    return y, [t for t in results if t.dtype in FP8_TYPES and t.shape[-1] == x.shape[-1]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_codes_that_they_keep_are_saved_once(recipe):
+def test_shared_codes_are_saved_once(recipe):
     m, x = three(recipe), torch.randn(40, 64)
     y, codes = saved_codes(m, x)
     assert len(codes) == 3 and len({t.untyped_storage().data_ptr() for t in codes}) == 1
@@ -147,32 +147,32 @@ def test_the_codes_that_they_keep_are_saved_once(recipe):
     assert held_bytes() == 0 and y.grad_fn is not None
 
 
-def test_high_precision_gemms_share_autocasts_copy():
+def test_high_precision_gemms_share_autocast_copy():
     m, x = three(wgrad="bf16"), torch.randn(40, 64)
-    found = []
+    results = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: results.append(t) or t, lambda t: t):
             m(x)
-    copies = {t.untyped_storage().data_ptr() for t in found if t.dtype == torch.bfloat16 and t.shape == (40, 64)}
+    copies = {t.untyped_storage().data_ptr() for t in results if t.dtype == torch.bfloat16 and t.shape == (40, 64)}
     assert len(copies) == 1
 
 
-def test_autocast_lowers_once_and_adds_gradients_in_full(casts):
+def test_autocast_converts_once(casts):
     m, x = three(), torch.randn(5, 64, requires_grad=True)
     warm(m, x.detach())
     casts.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = m(x)
-    assert of_x(casts) == ["quantize_both"] and y.dtype == torch.bfloat16
+    assert input_casts(casts) == ["quantize_both"] and y.dtype == torch.bfloat16
     y.float().square().sum().backward()
     parts = []
     for layer in (m.q, m.k, m.v):
-        own = x.detach().bfloat16().requires_grad_()
+        original = x.detach().bfloat16().requires_grad_()
         at = sum(p.shape[-1] for p in parts)
-        z = fp8.linear(own, layer.weight.detach(), layer.bias.detach())
+        z = fp8.linear(original, layer.weight.detach(), layer.bias.detach())
         z.backward(2 * y.detach()[:, at : at + z.shape[1]])
         parts.append(z)
-        parts[-1].dx = own.grad.float()
+        parts[-1].dx = original.grad.float()
     assert torch.allclose(x.grad, sum(p.dx for p in parts), rtol=1e-6) and x.grad.dtype == torch.float32
     for first, second in ((True, False), (False, True)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
@@ -180,10 +180,10 @@ def test_autocast_lowers_once_and_adds_gradients_in_full(casts):
         casts.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=second):
             m.k(x)
-        assert of_x(casts) == ["quantize_both"]  # in another dtype: another cast
+        assert input_casts(casts) == ["quantize_both"]  # in another dtype: another cast
 
 
-def test_an_edit_between_two_layers_is_seen():
+def test_edit_between_layers_is_detected():
     m, x = three(), torch.randn(5, 64)
     with torch.no_grad():
         q = m.q(x)
@@ -192,15 +192,15 @@ def test_an_edit_between_two_layers_is_seen():
         assert torch.equal(k, fp8.linear(x, m.k.weight, m.k.bias)) and not torch.equal(q, m.q(x))
 
 
-def test_a_write_that_nobody_sees_is_met_by_asking_again():
-    """A replayed CUDA graph or a collective may write without a new version: a layer that asks again gets a cast."""
+def test_layer_casts_again_after_undetected_write():
+    """A CUDA graph or a collective may write without a new version; a layer's second call casts again."""
     m, x = three(), torch.randn(5, 64)
     for _ in range(3):
         x.data.mul_(2)
         assert torch.equal(m(x), torch.cat([fp8.linear(x, p.weight, p.bias) for p in (m.q, m.k, m.v)], -1))
 
 
-def test_views_slices_and_addresses_used_again():
+def test_views_slices_and_reused_addresses():
     m = three()
     base = torch.randn(6, 64)
     for x in (base, base[:3], base[3:], base.view(2, 3, 64), base.t().contiguous().t(), base[:, :]):
@@ -219,20 +219,20 @@ def test_views_slices_and_addresses_used_again():
         assert held_bytes() == 0
 
 
-def test_at_most_one_input_is_held_and_bytes_are_counted():
-    m, kept = three(), []
+def test_at_most_one_input_is_cached():
+    m, saved = three(), []
     for rows in (3, 5, 7):
-        kept.append(torch.randn(rows, 64))
+        saved.append(torch.randn(rows, 64))
         with torch.no_grad():
-            m(kept[-1])
+            m(saved[-1])
         codes, scales = rows * 64, rows * 4
         assert codes + scales <= held_bytes() <= codes + 4 * scales
-    kept.clear()
+    saved.clear()
     assert held_bytes() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_casts_once_more_and_gives_the_same(casts, reentrant):
+def test_recomputation_casts_again_with_same_result(casts, reentrant):
     m = three()
     x = torch.randn(5, 64)
     warm(m, x)
@@ -242,9 +242,9 @@ def test_a_recomputation_casts_once_more_and_gives_the_same(casts, reentrant):
     m.zero_grad()
     casts.clear()
     y = checkpoint(m, b, use_reentrant=reentrant)
-    assert len(of_x(casts)) == 1
+    assert len(input_casts(casts)) == 1
     y.square().sum().backward()
-    assert len(of_x(casts)) == 2
+    assert len(input_casts(casts)) == 2
     assert torch.equal(a.grad, b.grad)
     assert all(torch.equal(g, p.grad) for g, p in zip(want, m.parameters(), strict=True))
 
@@ -266,10 +266,10 @@ def test_selective_checkpointing_may_save_every_operation_of_a_cast():
         x.grad = None
         y = other.q(x).sum() + checkpoint(m, x, use_reentrant=False, context_fn=contexts).square().sum()
         y.backward()
-        ours = x.grad.clone()
+        actual = x.grad.clone()
         x.grad = None
         (other.q(x).sum() + m(x).square().sum()).backward()
-        assert torch.equal(ours, x.grad)
+        assert torch.equal(actual, x.grad)
 
 
 def test_micro_batches_and_optimizer_steps(casts):
@@ -288,7 +288,7 @@ def test_micro_batches_and_optimizer_steps(casts):
         optimizer.zero_grad()
 
 
-def test_inference_and_training_do_not_mix():
+def test_inference_and_training_do_not_share():
     m, x = three(), torch.randn(5, 64)
     with torch.inference_mode():
         y = m(x)
@@ -305,7 +305,7 @@ def test_inference_and_training_do_not_mix():
     z.sum().backward()
 
 
-def test_each_thread_remembers_its_own(casts):
+def test_threads_have_separate_caches(casts):
     m, x = three(), torch.randn(5, 64)
     warm(m, x)
     casts.clear()
@@ -321,10 +321,10 @@ def test_each_thread_remembers_its_own(casts):
         t.start()
     for t in threads:
         t.join()
-    assert len(of_x(casts)) == 3 and torch.equal(results[0], results[1])
+    assert len(input_casts(casts)) == 3 and torch.equal(results[0], results[1])
 
 
-def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
+def test_capture_does_not_share_codes(casts, monkeypatch):
     m, x = three(), torch.randn(5, 64, requires_grad=True)
     warm(m, x.detach())
     m.q(x)
@@ -333,14 +333,14 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
     monkeypatch.setattr(inputs, "_is_capturing", lambda _: True)
     monkeypatch.setattr(cache, "_is_capturing", lambda _: True)
     k = m.k(x)
-    assert of_x(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's
+    assert input_casts(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's
     v = m.v(x)
     with torch.no_grad():
         m.k.weight.data.mul_(2)  # what a replay finds, unseen
     assert torch.equal(m.k(x), fp8.linear(x, m.k.weight, m.k.bias))
     casts.clear()
     (k.sum() + v.sum()).backward()  # by the codes of their forward, which the graph holds
-    assert of_x(casts) == []
+    assert input_casts(casts) == []
     assert m.q._site.codes.casts == before
     monkeypatch.undo()
     assert held_bytes() > 0
@@ -350,7 +350,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
         assert m.q._site.codes.casts == casts2
 
 
-def test_under_fsdp(mesh_of_one, casts):
+def test_fsdp(mesh_of_one, casts):
     m = three()
     plain = three()
     fully_shard(m, mesh=mesh_of_one)
@@ -358,18 +358,18 @@ def test_under_fsdp(mesh_of_one, casts):
     for _ in range(2):
         casts.clear()
         y = m(x)
-        assert of_x(casts).count("quantize_both") == 1
+        assert input_casts(casts).count("quantize_both") == 1
         assert torch.equal(y, plain(x))
         y.sum().backward()
 
 
-def test_the_function_shares_nothing(casts):
+def test_functional_linear_does_not_share(casts):
     x, w = torch.randn(5, 64), torch.randn(16, 64)
     for _ in range(2):
         x.data.mul_(2)
         casts.clear()
         fp8.linear(x, w)
-        assert len(of_x(casts)) == 2  # x and w
+        assert len(input_casts(casts)) == 2  # x and w
     assert held_bytes() == 0
 
 
@@ -377,8 +377,8 @@ def unchecked(m, x):
     return [torch.equal(p(x), fp8.linear(x, p.weight, p.bias)) for p in (m.k, m.v)]
 
 
-def test_memory_that_numpy_may_write_is_never_remembered():
-    """It moves no version: one array refilled in every step, and layers that take turns."""
+def test_numpy_memory_is_never_cached():
+    """Writes of NumPy do not change the version: one array is refilled in every step, and layers alternate."""
     m, array = three(), np.ones((5, 64), dtype=np.float32)
     owned, shown = torch.from_numpy(array), torch.randn(5, 64)
     view = shown.numpy()
@@ -397,7 +397,7 @@ def test_memory_that_numpy_may_write_is_never_remembered():
 
 
 @pytest.mark.parametrize("end", ["backward", "optimizer", "invalidate"])
-def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
+def test_codes_are_dropped_by_backward_step_and_invalidate(end):
     m, x = three(), torch.randn(5, 64)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     y = m.q(x)
@@ -413,7 +413,7 @@ def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
     assert all(unchecked(m, x))
 
 
-def test_a_backward_leaves_the_codes_of_another_input_alone(casts):
+def test_backward_keeps_codes_of_other_inputs(casts):
     m, x, other = three(), torch.randn(5, 64), torch.randn(5, 64)
     warm(m, x)
     y = m.q(other)
@@ -422,10 +422,10 @@ def test_a_backward_leaves_the_codes_of_another_input_alone(casts):
     y.sum().backward()
     casts.clear()
     m.k(x)
-    assert of_x(casts) == []
+    assert input_casts(casts) == []
 
 
-def test_shape_and_strides_tell_inputs_of_one_memory_apart():
+def test_shape_and_strides_distinguish_inputs():
     m, x = three(), torch.randn(64, 64)
     with torch.no_grad():
         for other in (x.t(), x.view(32, 2, 64), x.as_strided((64, 64), (64, 1)), x[:32], x.view(1, 64, 64).mT):
@@ -435,27 +435,27 @@ def test_shape_and_strides_tell_inputs_of_one_memory_apart():
             assert torch.equal(y, fp8.linear(other, m.k.weight, m.k.bias))
 
 
-def test_one_pass_where_a_backend_has_the_casts_of_another():
-    """A GemmOnlyBackend hands both casts to one caster, though the other GEMM's backend is another."""
+def test_backends_share_one_pass():
+    """A GemmOnlyBackend passes both casts to one backend, even if the other GEMM has a different backend."""
     from octavo.fp8.kernels.registry import GemmOnlyBackend
 
-    made = []
+    created = []
 
     class Lent(GemmOnlyBackend):
         name = "lent"
 
         def quantize_both(self, x, row, col):
-            made.append("both")
+            created.append("both")
             return super().quantize_both(x, row, col)
 
         def quantize(self, x, spec, contract=1):
-            made.append("one")
+            created.append("one")
             return super().quantize(x, spec, contract)
 
     r, x = fp8.recipe("blockwise"), torch.randn(40, 64)
     row, col = CastRequest(Lent(), r.fwd.a), CastRequest(get("reference"), r.wgrad.b)
     got = cast_matrix(x, row, col)
-    assert made == ["both"]
+    assert created == ["both"]
     for q, spec in zip(got, (r.fwd.a, r.wgrad.b), strict=True):
         want = fp8.quantize(x, spec)
         assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)

@@ -1,7 +1,7 @@
-"""What a linear layer starts on a GPU: its launches, and no copy of codes beside them.
+"""The kernels that a linear layer launches on a GPU, and the absence of copies of codes.
 
-Backends are chosen as on a GPU with cuBLAS: casts in Triton, GEMMs through scaled_mm. Kernels are stand-ins that note
-their names and compute nothing; what torch runs around them is logged.
+Backends are selected as on a GPU with cuBLAS: casts in Triton, GEMMs by scaled_mm. Kernels are replaced by stand-ins
+that record their names and compute nothing; operations of torch around them are logged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORK = ("copy", "clone", "zero", "fill", "full", "ones", "cat", "pad", "contigu
 
 
 class _Log(TorchDispatchMode):
-    """Operations of torch that would be launches of their own; the sum of gradients apart, which is autograd's."""
+    """Log operations of torch that would be launches, except autograd's sum of gradients."""
 
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
@@ -36,18 +36,18 @@ class _Log(TorchDispatchMode):
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pytest.importorskip("triton")
-    found: list[str] = []
+    results: list[str] = []
 
     def multiply(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> torch.Tensor:
-        found.append("GEMM")
+        results.append("GEMM")
         return torch.empty(product.a.shape[0], product.b.shape[1], dtype=dtype)
 
-    monkeypatch.setattr(cast, "launch", lambda kernel, *given, **options: found.append(kernel.__name__))
+    monkeypatch.setattr(cast, "launch", lambda kernel, *given, **options: results.append(kernel.__name__))
     monkeypatch.setattr(triton_backend, "_why_not", lambda *device: None)
     monkeypatch.setattr(triton_backend.TritonBackend, "why_not_auto", lambda self, device: None)
     monkeypatch.setattr(torch_backend, "_why_not", lambda *kind: None)
     monkeypatch.setattr(torch_backend, "multiply", multiply)
-    return found
+    return results
 
 
 AMAX, CAST, RELAY = "amax_kernel", "cast_kernel", "relay_kernel"
@@ -60,7 +60,7 @@ EXPECTED = {  # forward; backward with one layout of w, and with both; of delaye
 
 @pytest.mark.parametrize("codes", ["keep", "both"])
 @pytest.mark.parametrize("recipe", EXPECTED)
-def test_a_linear_layer_launches_no_more_than_its_casts_and_gemms(seen: list[str], recipe: str, codes: str) -> None:
+def test_linear_launches_only_casts_and_gemms(seen: list[str], recipe: str, codes: str) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe, backend="torch", weight_codes=codes)))
     forward, *backward = EXPECTED[recipe]
@@ -79,12 +79,12 @@ def test_a_linear_layer_launches_no_more_than_its_casts_and_gemms(seen: list[str
         return halves[0], halves[1]
 
     step()  # casts the weight, and lays its scales out
-    found = [[name for name in half if recipe != "delayed" or "aten" not in name] for half in step()]
-    assert found == [forward, backward[codes == "both"]]
+    results = [[name for name in half if recipe != "delayed" or "aten" not in name] for half in step()]
+    assert results == [forward, backward[codes == "both"]]
 
 
 @pytest.mark.parametrize("codes", ["keep", "both"])
-def test_a_frozen_weight_is_turned_at_each_use_or_once(seen: list[str], codes: str) -> None:
+def test_frozen_weight_is_transposed_per_use_or_once(seen: list[str], codes: str) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     model[0].weight = fp8.freeze_weight(model[0].weight.detach(), "block")
     fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", backend="torch", weight_codes=codes)))
@@ -102,7 +102,7 @@ def test_a_frozen_weight_is_turned_at_each_use_or_once(seen: list[str], codes: s
     assert RELAY in backward(), "codes were written over those that were turned"
 
 
-def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
+def test_separate_casts_launch_no_copies(seen: list[str]) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend="torch")))
     for _ in range(2):
@@ -115,9 +115,9 @@ def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
 
 @pytest.mark.parametrize(("recipe", "frozen"), [("blockwise", False), ("tensorwise", True)])
 def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
-    """In Triton's interpreter: dgrad finds the weight laid out for it, and every bit is as with one layout."""
+    """In Triton's interpreter: dgrad reads weights in its layout, and all bits are as with one layout."""
     pytest.importorskip("triton")
-    found = []
+    results = []
     for codes in ("keep", "both"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(150, 140, bias=False))
@@ -129,9 +129,9 @@ def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
         x = torch.randn(20, 150, requires_grad=True)
         y = model(x)
         y.sum().backward()
-        held = model[0]._site.codes
-        (turned,) = held._for_dgrad.values()
-        assert held.casts == (0 if frozen else 1) and layout.is_k_major(turned, 0) == (codes == "both")
-        found.append((y, x.grad, model[0].weight.grad, fp8.weight_cache_bytes(model)))
-    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True) if a is not None)
-    assert found[1][3] - found[0][3] >= 150 * 140
+        saved = model[0]._site.codes
+        (turned,) = saved._for_dgrad.values()
+        assert saved.casts == (0 if frozen else 1) and layout.is_k_major(turned, 0) == (codes == "both")
+        results.append((y, x.grad, model[0].weight.grad, fp8.weight_cache_bytes(model)))
+    assert all(torch.equal(a, b) for a, b in zip(results[0][:3], results[1][:3], strict=True) if a is not None)
+    assert results[1][3] - results[0][3] >= 150 * 140

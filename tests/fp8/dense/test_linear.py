@@ -1,4 +1,4 @@
-"""The FP8 linear: three GEMMs, what it keeps for backward, and everything that wraps a layer."""
+"""The FP8 linear layer: its three GEMMs, the tensors that it saves, and the wrappers that it supports."""
 
 import copy
 import gc
@@ -31,8 +31,8 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
-def by_hand(x, w, dy, recipe):
-    """The three GEMMs from codes, in float64."""
+def gemms_float64(x, w, dy, recipe):
+    """Compute the three GEMMs from codes in float64."""
     r = fp8.recipe(recipe)
 
     def cast(t, spec):
@@ -45,14 +45,13 @@ def by_hand(x, w, dy, recipe):
 
 
 def spread(rows, columns):
-    """Normal values times powers of two that differ by row and by column."""
+    """Return normal values times powers of two that differ by row and by column."""
     up, across = torch.randint(-6, 7, (rows, 1)), torch.randint(-6, 7, (1, columns))
     return torch.randn(rows, columns) * 2.0 ** (up + across)
 
 
 def assert_elementwise(ours, exact, a, b):
-    """|ours - exact| of a @ b, each element against the sum of the magnitudes that entered it: a norm over all elements
-    would see the largest ones alone."""
+    """Compare a @ b element by element, relative to the sum of magnitudes of its terms."""
     assert ours.shape == exact.shape
     size = (a.double().abs() @ b.double().abs()).clamp_min(torch.finfo(torch.float64).tiny)
     if ours.numel():
@@ -64,7 +63,7 @@ def assert_gemms_of_the_codes(recipe, m, n, k):
     y = fp8.linear(x, w, recipe=recipe)
     y.backward(dy)
     x0, w0 = x.detach(), w.detach()
-    exact_y, exact_dx, exact_dw = by_hand(x0, w0, dy, recipe)
+    exact_y, exact_dx, exact_dw = gemms_float64(x0, w0, dy, recipe)
     assert_elementwise(y, exact_y, x0, w0.t())
     assert_elementwise(x.grad, exact_dx, dy, w0)
     assert_elementwise(w.grad, exact_dw, dy.t(), x0)
@@ -72,7 +71,7 @@ def assert_gemms_of_the_codes(recipe, m, n, k):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("m,n,k", [(7, 33, 130), (1, 16, 256), (130, 72, 40), (257, 140, 300)])
-def test_three_gemms_are_those_of_the_codes(recipe, m, n, k):
+def test_gemms_match_codes(recipe, m, n, k):
     torch.manual_seed(1)
     assert_gemms_of_the_codes(recipe, m, n, k)
 
@@ -88,7 +87,7 @@ def test_sizes_of_vision_towers_and_few_tokens(recipe, tokens, features):
 
 @pytest.mark.parametrize("shape", [(160,), (1, 160), (0, 160), (2, 0, 160), (2, 3, 5, 160)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_any_leading_dimensions(shape, bias):
+def test_leading_dimensions(shape, bias):
     m, stock = layer(bias=bias), nn.Linear(160, 48, bias=bias)
     x = torch.randn(shape, requires_grad=True)
     y = m(x)
@@ -123,8 +122,8 @@ def test_a_gemm_in_bf16_is_exactly_high_precision(gemm):
     y2 = stock(x2)
     y2.backward(dy)
     pairs = {"fwd": (y, y2), "dgrad": (x.grad, x2.grad), "wgrad": (m[0].weight.grad, stock.weight.grad)}
-    for name, (ours, theirs) in pairs.items():
-        assert (relative(ours, theirs) < 1e-6) == (name == gemm)
+    for name, (actual, expected) in pairs.items():
+        assert (relative(actual, expected) < 1e-6) == (name == gemm)
         assert counts["0", name, fp8.HIGH if name == gemm else "reference"] == 1
 
 
@@ -154,14 +153,14 @@ def test_autocast_gives_its_dtype_and_does_not_reach_into_the_gemms(backward_ins
 
 
 def saved(module, x):
-    """Bytes of every tensor that lives because of a forward: saved through hooks, and found in memory."""
-    seen = {}
+    """Return the bytes of all tensors that a forward keeps alive, found by hooks and in memory."""
+    recorded = {}
 
     def pack(t):
-        seen[t.untyped_storage().data_ptr()] = t
+        recorded[t.untyped_storage().data_ptr()] = t
         return t
 
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()} | {x.untyped_storage().data_ptr()}
+    original = {p.untyped_storage().data_ptr() for p in module.parameters()} | {x.untyped_storage().data_ptr()}
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -170,26 +169,28 @@ def saved(module, x):
     # What hangs on the node as a plain attribute, at any depth, is found by walking from it.
     for obj in _reachable(y.grad_fn):
         if isinstance(obj, torch.Tensor) and id(obj) not in before and obj is not y:
-            seen[obj.untyped_storage().data_ptr()] = obj
-    return y, [t for pointer, t in seen.items() if pointer not in own and pointer != y.untyped_storage().data_ptr()]
+            recorded[obj.untyped_storage().data_ptr()] = obj
+    return y, [
+        t for pointer, t in recorded.items() if pointer not in original and pointer != y.untyped_storage().data_ptr()
+    ]
 
 
 def _reachable(root, depth=6):
-    todo, found = [(root, depth)], {}
+    todo, results = [(root, depth)], {}
     while todo:
         obj, left = todo.pop()
-        if id(obj) in found or left == 0 or isinstance(obj, type):
+        if id(obj) in results or left == 0 or isinstance(obj, type):
             continue
-        found[id(obj)] = obj
+        results[id(obj)] = obj
         inner = list(gc.get_referents(obj))
         if hasattr(obj, "__dict__"):
             inner += list(vars(obj).values())
         todo += [(o, left - 1) for o in inner if not callable(o) or isinstance(o, torch.Tensor)]
-    return list(found.values())
+    return list(results.values())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_only_fp8_lives_for_the_backward(recipe):
+def test_only_fp8_is_saved_for_backward(recipe):
     module, x = layer(256, 512, dtype=torch.bfloat16, recipe=recipe), torch.randn(1024, 512).bfloat16()
     inner = (x * 1.0).requires_grad_()
     module[0](torch.randn(2, 512).bfloat16())  # the weight's codes are cached, not saved per forward
@@ -208,7 +209,7 @@ def test_only_fp8_lives_for_the_backward(recipe):
     assert max(bf16) == 2 * codes[0].nbytes
 
 
-def test_a_frozen_weight_keeps_no_x_and_runs_no_wgrad():
+def test_frozen_weight_saves_no_x_and_runs_no_wgrad():
     m = layer()
     m[0].weight.requires_grad_(False)
     x = torch.randn(64, 160, requires_grad=True)
@@ -220,7 +221,7 @@ def test_a_frozen_weight_keeps_no_x_and_runs_no_wgrad():
     assert counts.total("wgrad") == 0 and counts.total("dgrad") == 1
 
 
-def test_no_dgrad_where_x_needs_none_and_nothing_is_saved_without_gradients():
+def test_unneeded_dgrad_is_skipped():
     m, x = layer(), torch.randn(64, 160)
     with fp8.count_gemms() as counts:
         m(x).sum().backward()
@@ -271,7 +272,7 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant, recipe):
         assert torch.equal(state, fp8.scaling_state(b)[name]), name
 
 
-def test_uncounted_work_is_uncounted_in_forward_backward_and_recomputation():
+def test_uncounted_work_is_never_counted():
     for reentrant in (True, False):
         m = layer(64, 64, recipe="delayed")
         x = torch.randn(4, 64, requires_grad=True)
@@ -347,18 +348,18 @@ def test_transposed_and_strided_inputs():
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
-def test_a_model_may_write_into_the_output(shape):
+def test_output_may_be_modified_in_place(shape):
     m = layer(64, 64)
     x = torch.randn(shape, requires_grad=True)
     y = m(x)
     y += 1
     nn.functional.relu(y, inplace=True).sum().backward()
-    ours, x.grad = x.grad, None
+    actual, x.grad = x.grad, None
     torch.relu(m(x) + 1).sum().backward()
-    assert torch.equal(ours, x.grad)
+    assert torch.equal(actual, x.grad)
 
 
-def test_a_nan_in_one_block_is_not_hidden():
+def test_nan_in_block_propagates():
     m, x = layer(), torch.randn(4, 160)
     x[2, 5] = float("inf")
     with fp8.health() as h:
@@ -368,7 +369,7 @@ def test_a_nan_in_one_block_is_not_hidden():
     assert h.table()["0"]["nan_codes"] > 0
 
 
-def test_wrong_shapes_and_names_say_so():
+def test_error_messages():
     with pytest.raises(RuntimeError, match="inputs with 160 features.*got an input of shape"):
         layer()(torch.randn(3, 159))
     with pytest.raises(fp8.RecipeError, match="does not exist"):
@@ -377,7 +378,7 @@ def test_wrong_shapes_and_names_say_so():
         fp8.linear(torch.randn(2, 8), torch.randn(4, 8), backend="magic")
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed():
+def test_weight_change_before_backward_is_detected():
     m, x = layer(), torch.randn(3, 160, requires_grad=True)
     y = m(x)
     with torch.no_grad():
@@ -403,20 +404,20 @@ def test_health_figures():
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_health_under_recomputation_is_the_same_and_taken_once(reentrant):
+def test_health_is_measured_once_under_recomputation(reentrant):
     m = layer(64, 64)
     g = torch.Generator().manual_seed(2)
     x = torch.randn(40, 64, generator=g, requires_grad=True)
     with fp8.health() as h:
         y = m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
         y.square().sum().backward()
-    assert len(h._figures["0"]["x"]) == len(h._figures["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
+    assert len(h._metrics["0"]["x"]) == len(h._metrics["0"]["x_wgrad"]) == len(h._cosines["0"]) == 1
     with fp8.health() as plain:
         m(x).square().sum().backward()
     assert h.table() == plain.table()
 
 
-def test_functional_call_sees_an_ordinary_module():
+def test_functional_call_works():
     m, x = layer(), torch.randn(3, 160)
     double = {k: v * 2 for k, v in m.named_parameters()}
     y = m(x)
@@ -430,7 +431,7 @@ def test_close_to_high_precision():
         assert relative(fp8.linear(x, w, recipe=recipe), F.linear(x, w)) < 0.06
 
 
-def test_transforms_of_torch_func_are_refused_in_our_words():
+def test_functorch_transforms_are_rejected():
     m, x = layer(), torch.randn(9, 160)
     for run in (
         lambda: torch.func.grad(lambda x: m(x).sum())(x),
@@ -446,20 +447,20 @@ def test_transforms_of_torch_func_are_refused_in_our_words():
 
 
 @pytest.mark.parametrize("keep", [{}, {"wgrad": "bf16"}, {"dgrad": "bf16"}])
-def test_autocast_around_the_backward_alone_changes_nothing(keep, monkeypatch):
-    """Neither the GEMMs of a backend nor those in high precision may be lowered there."""
+def test_autocast_around_backward_is_ignored(keep, monkeypatch):
+    """Autocast changes neither FP8 GEMMs nor those in high precision."""
     backend, lowered = fp8.kernels.registry.get("reference"), []
     for name in ("gemm_dgrad", "gemm_wgrad"):
         own = getattr(backend, name)
         monkeypatch.setattr(
             backend, name, lambda *a, own=own, **k: lowered.append(torch.is_autocast_enabled("cpu")) or own(*a, **k)
         )
-    found = []
+    results = []
     for inside in (False, True):
         m, x = layer(**keep), torch.randn(9, 160, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = m(x).square().sum()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
             y.backward()
-        found.append([x.grad, m[0].weight.grad, m[0].bias.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([x.grad, m[0].weight.grad, m[0].bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert lowered == [False] * (4 - 2 * len(keep))

@@ -1,5 +1,7 @@
-"""Nothing in a step waits for a device: no value is read into Python between the first forward and the end of the
-backward. On the CPU that is told by the operations that would wait; casts are held to the rules of a device."""
+"""A step never synchronizes with a device: no value is read into Python during forward and backward.
+
+On the CPU, operations that would synchronize are detected, and casts follow the rules of other devices.
+"""
 
 import copy
 
@@ -25,7 +27,7 @@ WAITS = (
 
 
 class NeverWaits(TorchDispatchMode):
-    """Fails at the first operation whose result a device would have to hand to the host."""
+    """Fail at the first operation whose result a device would have to copy to the host."""
 
     def __init__(self, at_home=lambda tensor: False):
         """``at_home``: says of a tensor that it is in host memory even where there is a device."""
@@ -54,7 +56,7 @@ def step(m, x, wrap=lambda m, x: m(x)):
     y.square().mean().backward()
 
 
-def test_the_watch_notices():
+def test_sync_detector_works():
     x, home = torch.randn(4), torch.randn(4)
     with NeverWaits(lambda tensor: tensor is home):
         home.nonzero()
@@ -72,7 +74,7 @@ def test_the_watch_notices():
         for j, how in enumerate((None, False, True))
     ],
 )
-def test_no_step_of_any_recipe_waits(recipe, reentrant, lowered):
+def test_step_does_not_synchronize(recipe, reentrant, lowered):
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48), nn.GELU(), nn.Linear(48, 32, bias=False))
     fp8.apply(m, fp8.plan(m, recipe))
@@ -91,7 +93,7 @@ def test_no_step_of_any_recipe_waits(recipe, reentrant, lowered):
     assert counts.total("wgrad") == 6 and watch.seen > 100
 
 
-def test_no_step_of_siblings_waits():
+def test_shared_input_step_does_not_synchronize():
     torch.manual_seed(0)
     for recipe in ("blockwise", "mxfp8"):
         m = fp8.apply(Attention(), fp8.plan(Attention(), recipe))
@@ -105,8 +107,8 @@ def test_no_step_of_siblings_waits():
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("master", MASTERS)
-def test_no_update_waits(states, master, monkeypatch):
-    """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
+def test_optimizer_step_does_not_synchronize(states, master, monkeypatch):
+    """The reference runs the step here, as on a GPU without Triton."""
     monkeypatch.setattr(engine, "step_on_cpu", reference_step)
     torch.manual_seed(0)
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
@@ -131,8 +133,8 @@ def test_no_update_waits(states, master, monkeypatch):
     [("blockwise", "on", how) for how in ("none", "selective", "full")]
     + [("blockwise", "off", "full"), ("tensorwise", "off", "selective")],
 )
-def test_nothing_waits_that_keeps_fp8(recipe, fuse, how):
-    """Norms, attention, gated MLP; what a block runs again."""
+def test_saved_codes_do_not_synchronize(recipe, fuse, how):
+    """Norms, attention, gated MLP and recomputation."""
     torch.manual_seed(0)
     m = nn.Sequential(Block(64, 160, 32), Block(64, 160, 32)).bfloat16()
     policy = fp8.Policy(recipe=recipe, fuse=fuse, activations="fp8")
@@ -148,8 +150,8 @@ def test_nothing_waits_that_keeps_fp8(recipe, fuse, how):
 
 
 @pytest.mark.parametrize("home", [False, True])
-def test_no_loss_without_logits_waits(home, monkeypatch):
-    """Which tokens have a target the host sees where it holds the targets; elsewhere nobody looks."""
+def test_chunked_loss_does_not_synchronize(home, monkeypatch):
+    """Targets are inspected only if they are in host memory."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
     target = torch.randint(300, (40,))
@@ -167,7 +169,7 @@ def test_no_loss_without_logits_waits(home, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
-def test_no_step_of_fp8_weights_waits(recipe):
+def test_fp8_weights_do_not_synchronize(recipe):
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48), nn.GELU(), nn.Linear(48, 32)).bfloat16()
     fp8.apply(m, fp8.plan(m, fp8.Policy(recipe=recipe, param=True)))
@@ -182,8 +184,8 @@ def test_no_step_of_fp8_weights_waits(recipe):
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
-def test_a_device_gives_what_the_cpu_gives(recipe, monkeypatch):
-    """The rules for bad and tiny blocks run everywhere on a device, and change nothing where there are none."""
+def test_device_matches_cpu(recipe, monkeypatch):
+    """The rules for bad and tiny blocks always run on a device, and do not change normal blocks."""
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48))
     fp8.apply(m, fp8.plan(m, recipe))

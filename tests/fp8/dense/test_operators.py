@@ -1,4 +1,4 @@
-"""The registered operators: what they promise a compiler is what they do."""
+"""The registered operators, compared with their fake implementations."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tupl
     return x, w, b
 
 
-def same(a: Quantized, b: Quantized) -> bool:
+def equal_bits(a: Quantized, b: Quantized) -> bool:
     return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(scale_fp32(a), scale_fp32(b))
 
 
@@ -50,14 +50,14 @@ def same(a: Quantized, b: Quantized) -> bool:
 
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_packing_takes_apart_and_puts_together_for_every_cast_and_layout(spec, contract):
+def test_pack_and_unpack_round_trip(spec, contract):
     for rows, cols in ((1, 1), (5, 40), (130, 257), (16, 128), (0, 24), (24, 0)):
         q = quantize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)), spec)
         codes, scale = compiled.pack(q, contract)
         assert codes.dtype is torch.uint8 and codes.is_contiguous() and scale.is_contiguous() and scale.dim() == 1
         assert tuple(codes.shape) == layout.padded_sizes(rows, cols, spec, contract)
         again = compiled.unpack(codes, scale, rows, cols, spec, contract)
-        assert same(q, again)
+        assert equal_bits(q, again)
         if min(rows, cols) > 1:  # what a GEMM then reads is a view: nothing is copied a second time
             operand = layout.k_major(again, contract)
             assert operand.codes.data_ptr() == codes.data_ptr()
@@ -67,19 +67,19 @@ def test_packing_takes_apart_and_puts_together_for_every_cast_and_layout(spec, c
 
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.scale != "e8m0"], ids=str)
-def test_codes_that_lie_right_already_are_packed_without_a_copy(spec, contract):
+def test_codes_in_layout_are_packed_without_copy(spec, contract):
     rows, cols = 33, 140
     plain = quantize(torch.randn(rows, cols), spec)
     right = laid_out(plain, contract)
     codes, packed = compiled.pack(right, contract)
     assert codes.data_ptr() == right.data.data_ptr() and packed.data_ptr() == right.scale.data_ptr()
-    assert same(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
+    assert equal_bits(plain, compiled.unpack(codes, packed, rows, cols, spec, contract))
 
 
 # --- the text that layers share ---------------------------------------------------------------------------------------
 
 
-def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
+def test_key_has_only_backends_and_casts():
     a, b = (Site(name, named("blockwise"), select_backends(named("blockwise"), CPU)) for name in ("a", "b"))
     ran = f"reference@{layout.REVISION}"
     square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
@@ -91,7 +91,7 @@ def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_survives_as_text(name):
+def test_recipe_text_round_trip(name):
     for recipe in (named(name), named(name, wgrad="bf16"), named(name, fwd="bf16", dgrad="bf16")):
         assert compiled.parse_casts(compiled.format_casts(recipe)) == recipe
 
@@ -103,7 +103,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_operator_does_what_it_told_the_compiler(name, backend):
+def test_fake_implementations_match_operators(name, backend):
     recipe = named(name)
     key, (m, n, k) = key_of(recipe, backend), (5, 24, 40)
     x, w, b = operands(m, n, k)
@@ -121,7 +121,7 @@ def test_every_operator_does_what_it_told_the_compiler(name, backend):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_gradient_is_right_under_aot_dispatch_with_sizes_unknown(name):
+def test_gradient_under_aot_dispatch_with_dynamic_sizes(name):
     key = key_of(named(name))
     x, w, b = (t.requires_grad_() for t in operands(37, 24, 40))
     parts = compiled.parse_key(key)
@@ -149,17 +149,17 @@ def test_outputs_never_share_memory():
     assert len({t.untyped_storage()._cdata for t in out}) == 4
     spec = CastSpec("e4m3", (-1, -1), "fp32")
     row, col = compiled.unpack(*out[:2], 16, 16, spec, 1), compiled.unpack(*out[2:], 16, 16, spec, 0)
-    assert same(row, col)
+    assert equal_bits(row, col)
 
 
-def test_a_tensor_that_cannot_be_cast_is_refused_while_tracing():
+def test_uncastable_tensor_is_rejected_while_tracing():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), pytest.raises(fp8.CastError, match="float64"):
         torch.ops.octavo.cast(torch.randn(4, 4, dtype=torch.float64), "reference:e4m3,1,-1,pow2", "")
 
 
-def test_differentiating_twice_is_refused():
+def test_second_derivative_is_rejected():
     key = key_of(named("rowwise"))
     x, w, _ = (t.requires_grad_() for t in operands(8, 16, 16))
     parts = compiled.parse_key(key)
@@ -174,9 +174,9 @@ def test_differentiating_twice_is_refused():
 
 
 def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
-    made = torch.nn.Linear(k, n, bias=False)
+    created = torch.nn.Linear(k, n, bias=False)
     recipe = named(name)
-    return fp8.Linear.convert(made, Site("layer", recipe, select_backends(recipe, CPU)))
+    return fp8.Linear.convert(created, Site("layer", recipe, select_backends(recipe, CPU)))
 
 
 def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
     return torch.ops.octavo.linear(x, weight, None, *codes, key)
 
 
-def test_codes_are_found_by_the_storage_of_the_weight_and_reused():
+def test_codes_are_found_by_weight_storage():
     module, x = layer(), torch.randn(4, 40)
     cache = module._site.codes
     for weight in (module.weight, module.weight.detach(), torch.nn.Parameter(module.weight, requires_grad=False)):
@@ -198,7 +198,7 @@ def test_codes_are_found_by_the_storage_of_the_weight_and_reused():
     assert cache.casts == 2
 
 
-def test_a_part_of_a_weight_is_not_the_weight():
+def test_part_of_weight_does_not_match_weight():
     torch.manual_seed(0)
     module, x = layer(), torch.randn(4, 40)
     full = forward(module, module.weight, x)
@@ -209,7 +209,7 @@ def test_a_part_of_a_weight_is_not_the_weight():
     torch.testing.assert_close(part, full[:, :8])  # other sums of a GEMM of 24 columns, at most
 
 
-def test_copies_pickles_and_moved_layers_are_found_and_dead_ones_forgotten():
+def test_copied_and_moved_layers_are_found():
     module = layer()
     twin = copy.deepcopy(module)
     assert weights.codes_of(twin.weight) is twin._site.codes is not module._site.codes
@@ -235,13 +235,13 @@ def test_an_unknown_weight_is_cast_inside_the_call():
 
 
 @pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
-def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monkeypatch):
-    """Codes for dgrad that lay as those of the forward would be laid out anew at every call."""
-    asked = []
+def test_separate_weight_casts_have_layout_of_their_gemm(name, monkeypatch):
+    """Otherwise dgrad would convert its codes in every call."""
+    requested = []
     real = type(registry.get("reference")).quantize
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        asked.append((spec, contract))
+        requested.append((spec, contract))
         return real(self, x, spec, contract)
 
     monkeypatch.setattr(type(registry.get("reference")), "quantize", quantize)
@@ -249,35 +249,37 @@ def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monk
     key = key_of(recipe)
     codes = torch.ops.octavo.cast(x, compiled.parse_key(key).operand("fwd", 0), "")
     torch.ops.octavo.linear(x, w, None, *codes, key).sum().backward()
-    assert (recipe.fwd.b, 1) in asked and (recipe.dgrad.b, 0) in asked and (recipe.dgrad.b, 1) not in asked
+    assert (recipe.fwd.b, 1) in requested and (recipe.dgrad.b, 0) in requested and (recipe.dgrad.b, 1) not in requested
 
 
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.scale != "e8m0"], ids=str)
-def test_the_sizes_that_a_compiler_is_given_are_those_of_the_buffer_of_scales(spec, contract):
+def test_fake_scale_sizes_match_buffers(spec, contract):
     for rows, cols in ((1, 1), (130, 257), (0, 24)):
         scale = laid_out(quantize(torch.zeros(rows, cols), spec), contract).scale
         sizes = layout.scale_sizes(rows, cols, spec, contract)
         assert scale.untyped_storage().nbytes() == 4 * sizes[0] * sizes[1]
 
 
-def test_a_cuda_graph_capture_casts_inside_and_keeps_nothing(monkeypatch):
+def test_graph_capture_casts_weight_and_caches_nothing(monkeypatch):
     module, x = layer(), torch.randn(4, 40)
     forward(module, module.weight, x)
     cache = module._site.codes
-    held = [q.data.data_ptr() for q in cache._codes.values()]
+    saved = [q.data.data_ptr() for q in cache._codes.values()]
     monkeypatch.setattr(weights, "_is_capturing", lambda tensor: True)
-    seen = []
+    recorded = []
     backend = module._site.backend.backend
     cast = backend.quantize
-    monkeypatch.setattr(backend, "quantize", lambda t, *a, **k: seen.append(t.shape) or cast(t, *a, **k), raising=False)
+    monkeypatch.setattr(
+        backend, "quantize", lambda t, *a, **k: recorded.append(t.shape) or cast(t, *a, **k), raising=False
+    )
     assert torch.equal(forward(module, module.weight, x), module(x))
-    assert seen.count(module.weight.shape) == 2  # one in the operator, one in the eager layer
+    assert recorded.count(module.weight.shape) == 2  # one in the operator, one in the eager layer
     monkeypatch.undo()
-    assert [q.data.data_ptr() for q in cache._codes.values()] == held
+    assert [q.data.data_ptr() for q in cache._codes.values()] == saved
 
 
-def test_a_graph_on_disk_that_was_made_for_another_layout_is_not_found_again(monkeypatch):
+def test_cached_graph_of_other_layout_is_not_reused(monkeypatch):
     """A compiler's cache keys a graph by its operators and constants; what the operators return is not part of it."""
     recipe = fp8.recipe("blockwise")
     selections = select_backends(recipe, torch.device("cpu"))

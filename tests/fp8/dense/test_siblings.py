@@ -1,4 +1,4 @@
-"""Layers of one input however a model calls them: the cast that they share changes no bit of what each gives alone."""
+"""Layers with a common input, in random use: sharing a cast does not change their results."""
 
 import copy
 
@@ -14,7 +14,7 @@ SIZES = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
 
 
 class Attention(nn.Module):
-    """q, k and v of one input, mixed so that each gradient is its own."""
+    """q, k and v with a common input, combined so that each has a different gradient."""
 
     def __init__(self, k=96):
         super().__init__()
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 def pair():
-    """Layers that share the cast of their input, and a twin whose layers share nothing."""
+    """Return layers that share the cast of their input, and a copy whose layers share nothing."""
     torch.manual_seed(0)
     shared = fp8.apply(Attention(), fp8.plan(Attention(), "blockwise"))
     separate = copy.deepcopy(shared)
@@ -41,7 +41,7 @@ def seeded(seed):
 
 
 def run(m, x, inner):
-    """(output, gradient of x, gradients of the parameters), and what was counted."""
+    """Return (output, gradient of x, gradients of the parameters) and the counts."""
     x = x.detach().clone().requires_grad_()
     m.zero_grad(set_to_none=True)
     with fp8.count_gemms() as counts:
@@ -51,8 +51,8 @@ def run(m, x, inner):
 
 
 def assert_same(pair, x, inner):
-    (ours, counts), (theirs, counts2) = (run(m, x, inner) for m in pair)
-    for a, b in zip(ours, theirs, strict=True):
+    (actual, counts), (expected, counts2) = (run(m, x, inner) for m in pair)
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
     assert counts.calls == counts2.calls and counts.flops == counts2.flops
 
@@ -76,7 +76,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_any_use(use):
+def test_random_uses_match_unshared_layers(use):
     both = pair()
     for seed in range(2):
         assert_same(both, seeded(seed), USES[use])
@@ -84,7 +84,7 @@ def test_any_use(use):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("use", USES)
-def test_any_use_in_two_regions_that_are_recomputed(use, reentrant):
+def test_random_uses_in_two_recomputed_regions(use, reentrant):
     def regions(m, x):
         y = checkpoint(USES[use], m, x, use_reentrant=reentrant)
         return torch.cat([y, checkpoint(USES[use], m, x * 2, use_reentrant=reentrant)], -1)
@@ -92,7 +92,7 @@ def test_any_use_in_two_regions_that_are_recomputed(use, reentrant):
     assert_same(pair(), seeded(0), regions)
 
 
-def test_a_weight_edited_between_two_of_them():
+def test_weight_edit_between_layers():
     both = pair()
     outputs = []
     with torch.no_grad():
@@ -111,22 +111,22 @@ def each(m, x):
 
 @pytest.mark.parametrize("region", [each, lambda m, x: checkpoint(each, m, x, use_reentrant=False)])
 @pytest.mark.parametrize("order", [("q_proj", "k_proj", "v_proj"), ("v_proj", "q_proj"), ("k_proj",)])
-def test_a_backward_for_each_output(order, region):
-    found = []
+def test_separate_backward_for_each_output(order, region):
+    results = []
     for m in pair():
         x = seeded(0).requires_grad_()
         with fp8.count_gemms() as counts:
             ys = dict(zip(SIZES, region(m, x), strict=True))
             for name in order:
                 ys[name].square().sum().backward()
-        found.append(([x.grad, *(p.grad for p in m.parameters())], counts))
-    (ours, counts), (theirs, counts2) = found
-    for a, b in zip(ours, theirs, strict=True):
+        results.append(([x.grad, *(p.grad for p in m.parameters())], counts))
+    (actual, counts), (expected, counts2) = results
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
     assert counts.calls == counts2.calls and counts.ran == counts2.ran
 
 
-def test_an_edited_weight_is_refused_by_its_own_backward_alone():
+def test_only_backward_of_edited_weight_raises():
     for m in pair():
         x = seeded(0).requires_grad_()
         q, k, v = each(m, x)

@@ -1,4 +1,4 @@
-"""What FP8 layers and blocks keep in common: codes of any activation, and an input that a backward makes again."""
+"""Saved activations: codes of any activation, and inputs that the backward recomputes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from octavo.fp8.planning import unfuse
 
 @pytest.mark.parametrize("k", [1, 16, 72, 80, 127, 128, 129, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_are_e4m3_in_blocks_of_128_under_powers_of_two(k, dtype):
+def test_codes_are_e4m3_1x128_pow2(k, dtype):
     x = (torch.randn(2, 3, k) * 2.0 ** torch.randint(-9, 6, (2, 3, 1))).to(dtype)
     q, want = sources.encode_activation(x), cast.quantize(x.reshape(6, k), SPEC)
     assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)
@@ -43,13 +43,13 @@ def layer(recipe="blockwise", **policy):
 
 
 def run(module, x, again=None, lowered=False, grad=True):
-    """(output, gradients, what was saved) of a layer, with a source of its input or without."""
+    """Return (output, gradients, saved tensors) of a layer, with or without a source of its input."""
     drop_entries()
     x = x.detach().clone().requires_grad_(grad)
     module.zero_grad(set_to_none=True)
-    held = []
+    saved = []
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         torch.autocast("cpu", torch.bfloat16, enabled=lowered),
     ):
         if again is None:
@@ -58,8 +58,8 @@ def run(module, x, again=None, lowered=False, grad=True):
             with inputs.with_source(x, again):
                 y = module(x)
     (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
-    held = [t for t in held if t is not module.weight]
-    return [y.detach(), x.grad, module.weight.grad, module.bias.grad], held
+    saved = [t for t in saved if t is not module.weight]
+    return [y.detach(), x.grad, module.weight.grad, module.bias.grad], saved
 
 
 CASES = [
@@ -71,7 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize(("recipe", "policy"), CASES)
-def test_an_input_made_again_gives_the_very_same_gradients(recipe, policy, lowered):
+def test_recomputed_input_gives_same_gradients(recipe, policy, lowered):
     x = torch.randn(3, 7, 96)
     half = Source((x.half(),), lambda t: t.float())  # a source that keeps something else than x
     x, layers = x.half().float(), [layer(recipe, **policy) for _ in range(2)]
@@ -86,7 +86,7 @@ def test_an_input_made_again_gives_the_very_same_gradients(recipe, policy, lower
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
-def test_a_frozen_weight_asks_for_no_source(recipe):
+def test_frozen_weight_uses_no_source(recipe):
     module = layer(recipe)
     module.weight.requires_grad_(False)
     x = torch.randn(5, 96)
@@ -94,7 +94,7 @@ def test_a_frozen_weight_asks_for_no_source(recipe):
     assert not any(t.shape == x.shape for t in saved) and not again
 
 
-def test_only_the_tensor_itself_has_a_source():
+def test_source_belongs_to_tensor_itself():
     x, y = torch.randn(4, 96), torch.randn(4, 96)
     source = Source((x,), lambda t: t)
     with inputs.with_source(x, source):
@@ -110,7 +110,7 @@ def test_only_the_tensor_itself_has_a_source():
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
-def test_health_and_counts_see_what_they_saw(recipe):
+def test_health_and_counts_are_unchanged(recipe):
     x, figures = torch.randn(9, 96), []
     for again in (None, Source((x,), lambda t: t)):
         module = layer(recipe)
@@ -124,7 +124,7 @@ def test_health_and_counts_see_what_they_saw(recipe):
 
 
 class Attention(nn.Module):
-    """Heads of 32; sdpa, or written out."""
+    """Heads of 32, by sdpa or by matrix products."""
 
     def __init__(self, k=128, flash=True):
         super().__init__()
@@ -165,7 +165,7 @@ def bytes_saved(model, x, lowered=False):
 
 
 @pytest.mark.parametrize("lowered", [False, True])
-def test_the_output_layer_of_attention_keeps_what_attention_keeps(lowered):
+def test_attention_output_layer_saves_reference(lowered):
     dtype = torch.float32 if lowered else torch.bfloat16
     x = torch.randn(2, 64, 128).to(dtype)
     plain, twin = (attention(dtype=dtype, activations=a, fuse="off") for a in ("bf16", "fp8"))
@@ -175,7 +175,7 @@ def test_the_output_layer_of_attention_keeps_what_attention_keeps(lowered):
     assert sizes[0] - sizes[1] == codes
 
 
-def test_a_copy_of_attentions_output_is_nobodys():
+def test_copied_attention_output_is_saved_as_codes():
     x = torch.randn(2, 64, 128).bfloat16()
     plain, twin = (attention(flash=False, activations=a, fuse="off") for a in ("bf16", "fp8"))
     rows = [bytes_saved(m, x) for m in (plain, twin)]
@@ -190,15 +190,15 @@ def test_a_copy_of_attentions_output_is_nobodys():
     assert not shared(out.transpose(1, 2))
 
 
-def test_unfuse_takes_the_mark_off():
+def test_unfuse_removes_source():
     model = attention(activations="fp8")
     assert "_source" in model[0].o_proj.__dict__
     unfuse(model)
     assert "_source" not in model[0].o_proj.__dict__
 
 
-def test_v_does_not_hold_the_q_and_k_of_its_gemm():
-    """As in vision towers with one layer for q, k and v, whose q and k are turned before attention."""
+def test_v_does_not_keep_q_and_k_alive():
+    """As in vision towers with a fused projection, whose q and k are rotated before attention."""
     sizes = []
     for turn in (lambda t: 2 * t, lambda t: t):
         x = torch.randn(1, 64, 3 * 128, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Five lines inside a stock Hugging Face Trainer: FP8 runs, and its fused optimizer's writes are seen."""
+"""FP8 in a stock Hugging Face Trainer, whose fused optimizer's writes are detected."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ STEPS, ACCUMULATE, LAYERS = 4, 2, 2
 
 
 class Forget(TrainerCallback):
-    """Drops every cached code, so that only fresh ones are ever used."""
+    """Drop all cached codes at each step, so that weights are always cast again."""
 
     def __init__(self, model):
         self.model = model
@@ -62,7 +62,7 @@ def test_a_stock_trainer_trains_in_fp8(tmp_path, checkpointing):
     assert losses[-1] != losses[0]
 
 
-def test_the_saved_model_is_a_stock_one(tmp_path):
+def test_saved_model_is_stock(tmp_path):
     model, _, _, _ = train(tmp_path, forget=False, checkpointing=False, optim="adamw_torch")
     model.save_pretrained(tmp_path / "out")
     stock = LlamaForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Layers in the hands of others: copies, pickles in other processes, keyword calls, replaced forwards, wrappers."""
+"""Copies, pickles in other processes, keyword calls, replaced forwards and wrappers of FP8 layers."""
 
 import copy
 import functools
@@ -22,8 +22,8 @@ def layer(n=32, k=64, recipe="blockwise", **kwargs):
     return fp8.apply(m, fp8.plan(m, recipe))
 
 
-def test_a_model_that_arrives_by_pickle_notices_optimizer_steps(monkeypatch):
-    """Where no model was made, and nobody watches optimizers yet, as in another process."""
+def test_unpickled_model_detects_optimizer_steps(monkeypatch):
+    """In another process, where no model was created and optimizers are not observed yet."""
     sent = pickle.dumps(layer(bias=False))
     monkeypatch.setattr(versions, "_installed", False)
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
@@ -45,7 +45,7 @@ def hooked(module):
     module.forward = lambda *args, **kwargs: stock(*args, **kwargs)
 
 
-def test_a_forward_replaced_on_the_instance_stays_in_high_precision_and_says_so():
+def test_replaced_forward_stays_in_high_precision():
     m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     hooked(m[1])
     plan = fp8.plan(m, "blockwise")
@@ -59,7 +59,7 @@ def test_a_forward_replaced_on_the_instance_stays_in_high_precision_and_says_so(
         fp8.plan(nn.Sequential(m[1]), "blockwise")
 
 
-def test_a_forward_replaced_after_the_plan_is_an_error_before_anything_is_changed():
+def test_forward_replaced_after_plan_is_rejected():
     m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     plan = fp8.plan(m, "blockwise")
     hooked(m[1])
@@ -71,7 +71,7 @@ def test_a_forward_replaced_after_the_plan_is_an_error_before_anything_is_change
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_copy_counts_what_stays_in_high_precision(copied):
+def test_copy_counts_high_precision_layers(copied):
     m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     twin = copied(fp8.apply(m, fp8.plan(m, fp8.Policy(rules=(fp8.Rule("1", recipe="off"),)))))
     with fp8.count_gemms() as counts:
@@ -119,7 +119,7 @@ def test_layers_without_outputs_or_inputs(recipe, n, k):
     assert x.grad.shape == x.shape and m[0].weight.grad.shape == (n, k)
 
 
-def test_linear_tells_what_it_cannot_take():
+def test_linear_rejects_invalid_arguments():
     x, w = torch.randn(2, 64), torch.randn(32, 64)
     with pytest.raises(fp8.RecipeError, match="recipe None does not exist"):
         fp8.linear(x, w, recipe=None)

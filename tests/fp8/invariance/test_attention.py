@@ -49,7 +49,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_those_of_sdpa(call: str, dtype: torch.dtype) -> None:
+def test_values_and_gradients_match_sdpa(call: str, dtype: torch.dtype) -> None:
     """Against float64; twice the error of torch's own attention in the dtype, and 1e-5 where that is exact."""
     options = CALLS[call]
     given = [x.requires_grad_() for x in inputs(200, dtype=dtype)]
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_sdpa(call: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-def test_autocast_lowers_what_comes_in_and_no_product_inside(inside: bool) -> None:
+def test_autocast_applies_to_inputs_only(inside: bool) -> None:
     given = [x.requires_grad_() for x in inputs(40)]
     dy = random(3, 6, 40, 32, seed=3, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -94,7 +94,7 @@ def test_autocast_lowers_what_comes_in_and_no_product_inside(inside: bool) -> No
     assert all(torch.equal(one.grad.bfloat16(), other.grad) for one, other in zip(given, lowered, strict=True))
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient() -> None:
+def test_query_without_visible_keys_gives_zero() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(5))
     y = attention(q, k, v, positions=torch.tensor([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2], [-1] * 5]))
     assert not y[1, :, :2].any() and not y[2].any() and y[0].any()
@@ -110,7 +110,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient() -> None:
         pytest.param(4, 4, 72, 2, marks=pytest.mark.long),
     ],
 )
-def test_a_query_has_its_bits_in_any_company(heads: int, kv: int, size: int, threads: int) -> None:
+def test_query_result_is_batch_invariant(heads: int, kv: int, size: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -133,7 +133,7 @@ def test_a_query_has_its_bits_in_any_company(heads: int, kv: int, size: int, thr
         torch.set_num_threads(before)
 
 
-def test_a_window_and_its_mask_see_the_same() -> None:
+def test_window_equals_its_mask() -> None:
     q, k, v = inputs(150)
     by_mask = attention(q, k, v, mask=visible(150, [150] * 3, left=False, window=9))
     positions = torch.arange(150).expand(3, 150)
@@ -141,7 +141,7 @@ def test_a_window_and_its_mask_see_the_same() -> None:
     assert not torch.equal(by_mask, attention(q, k, v, positions=positions, window=10))
 
 
-def test_sequences_may_begin_anywhere() -> None:
+def test_sequences_start_at_any_column() -> None:
     q, k, v = inputs(1, 200)
     starts, held = torch.tensor([0, 3, 150]), torch.tensor([[9], [140], [49]])
     found = attention(q, k, v, positions=held, starts=starts)
@@ -161,18 +161,18 @@ def test_sequences_may_begin_anywhere() -> None:
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, "four"),
     ],
 )
-def test_what_does_not_fit_is_said(options: dict, said: str) -> None:
+def test_invalid_shapes_are_rejected(options: dict, said: str) -> None:
     q, k, v = inputs(4, heads=options.pop("heads", 6))
     with pytest.raises(ValueError, match=said):
         attention(q, k, v, **options)
 
 
-def test_a_learned_mask_is_refused() -> None:
+def test_learned_mask_is_rejected() -> None:
     with pytest.raises(fp8.InvarianceError, match="position bias"):
         attention(*inputs(4), mask=torch.zeros(1, 6, 4, 4, requires_grad=True))
 
 
-def test_a_tile_of_nothing_changes_no_bit() -> None:
+def test_hidden_tile_changes_no_bit() -> None:
     """What the docstring promises, without a whole model: keys that nobody sees, before and behind."""
     q, k, v = inputs(2, 100)
     positions = torch.tensor([[98, 99]] * 3)

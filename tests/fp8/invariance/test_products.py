@@ -34,7 +34,7 @@ def alone_and_together(function, x: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("k", "n"), [(64, 128), (72, 3), (100, 1), (320, 97), (8, 64), (1024, 16)])
-def test_a_row_of_a_product_has_its_bits_in_any_number(threads: int, dtype: torch.dtype, k: int, n: int) -> None:
+def test_product_row_is_batch_invariant(threads: int, dtype: torch.dtype, k: int, n: int) -> None:
     x, w, b = random(207, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
     with BatchInvariantMode():
         for call in (
@@ -49,7 +49,7 @@ def test_a_row_of_a_product_has_its_bits_in_any_number(threads: int, dtype: torc
     assert torch.allclose(row_linear(x, w, b).float(), F.linear(x, w, b).float(), rtol=2e-2, atol=2e-2)
 
 
-def test_without_the_mode_rows_look_at_each_other() -> None:
+def test_rows_depend_on_each_other_outside_mode() -> None:
     """What all this is for; should a library take the difference away, this says so."""
     w = random(128, 72, seed=1)
     assert alone_and_together(lambda x: F.linear(x, w), random(207, 72)) > 0
@@ -75,7 +75,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_element_has_its_bits_anywhere(threads: int, name: str, dtype: torch.dtype) -> None:
+def test_elementwise_result_is_independent_of_position(threads: int, name: str, dtype: torch.dtype) -> None:
     function, x = FUNCTIONS[name], 2 * random(207, 172, dtype=dtype)
     stock = function(x.double())
     with BatchInvariantMode():
@@ -85,7 +85,7 @@ def test_an_element_has_its_bits_anywhere(threads: int, name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("name", ["silu", "sigmoid", "gelu", "gelu_tanh", "softplus", "exp2"])
-def test_gradients_are_those_of_torch(name: str) -> None:
+def test_gradients_match_torch(name: str) -> None:
     x = torch.tensor([-200.0, -3.0, 0.0, 0.1, 5.0, 90.0], requires_grad=True)
     (stock,) = torch.autograd.grad(FUNCTIONS[name](x)[:5].sum(), x)
     with BatchInvariantMode():
@@ -122,7 +122,7 @@ def test_rows_of_experts(threads: int) -> None:
         assert not y[49:].any()
 
 
-def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_works_inside_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is tried is what is computed: rows of BF16 products, by the kernel of BF16."""
     monkeypatch.setattr(products, "_test_results", {})
     x, w, b, ends = random(50, 24), random(3, 24, 40, seed=1), random(40, seed=2), torch.tensor([1, 1, 50]).int()
@@ -151,18 +151,18 @@ def test_autocast_lowers_what_it_lowers_outside_of_the_mode(monkeypatch: pytest.
         (lambda: F.dropout(random(3), 0.2), "drops 0.2"),
     ],
 )
-def test_what_depends_on_other_rows_is_refused_by_name(call, said: str) -> None:
+def test_row_dependent_functions_are_rejected_by_name(call, said: str) -> None:
     with BatchInvariantMode(), pytest.raises(fp8.InvarianceError, match=said):
         call()
 
 
-def test_a_product_of_one_term_is_no_sum() -> None:
+def test_product_of_one_term_is_supported() -> None:
     a, b = random(2, 3, 1), random(2, 1, 5)
     with BatchInvariantMode():
         assert torch.equal(a @ b, a * b)
 
 
-def test_a_forward_that_runs_again_runs_as_before() -> None:
+def test_recomputed_forward_has_same_bits() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -181,7 +181,7 @@ def test_a_forward_that_runs_again_runs_as_before() -> None:
     assert first and second and torch.equal(before, after) and not is_active()
 
 
-def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_dependent_library_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one for which that is not enough is refused."""
     stock, calls = torch.mm, []
 
@@ -202,7 +202,7 @@ def test_a_library_that_counts_rows_gets_pieces(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("size", [4100, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_are_the_same_with_logits_and_without(threads: int, dtype: torch.dtype, size: int) -> None:
+def test_log_probs_are_equal_with_and_without_logits(threads: int, dtype: torch.dtype, size: int) -> None:
     """4100 leaves a block of 4 columns over."""
     h, w = random(300, 48, dtype=dtype), random(size, 48, seed=1, dtype=dtype)
     target = torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(2))

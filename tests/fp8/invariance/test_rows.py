@@ -47,7 +47,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_dtypes_and_gradients_are_those_of_torch(name: str) -> None:
+def test_values_dtypes_and_gradients_match_torch(name: str) -> None:
     count, function = FUNCTIONS[name]
     for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         x = random(3, 5, 12, dtype=dtype).requires_grad_()
@@ -73,7 +73,7 @@ def test_weights_of_norms_get_gradients() -> None:
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, stock, strict=True))
 
 
-def test_sums_of_everything_of_integers_and_of_nothing_are_torchs() -> None:
+def test_full_integer_and_empty_sums_use_torch() -> None:
     with BatchInvariantMode(), launches() as seen:
         assert random(3, 4).sum() == random(3, 4).sum() and int((random(3, 4) > 0).sum(1).sum()) >= 0
         assert random(3, 0).sum(1).tolist() == [0, 0, 0] and random(0, 3).softmax(-1).shape == (0, 3)
@@ -81,7 +81,7 @@ def test_sums_of_everything_of_integers_and_of_nothing_are_torchs() -> None:
     assert not seen
 
 
-def test_equal_values_are_chosen_by_their_place() -> None:
+def test_topk_selects_equal_values_by_position() -> None:
     with BatchInvariantMode():
         assert torch.topk(torch.ones(3, 500), 2).indices.tolist() == [[0, 1]] * 3
 
@@ -128,6 +128,6 @@ def test_rows_of_experts_have_gradients() -> None:
         (lambda x: F.softmax(x), "softmax over dimensions None"),
     ],
 )
-def test_what_nothing_stands_in_for_is_refused_by_name(call, said: str) -> None:
+def test_functions_without_replacement_are_rejected_by_name(call, said: str) -> None:
     with BatchInvariantMode(), pytest.raises(fp8.InvarianceError, match=said):
         call(random(3, 4))

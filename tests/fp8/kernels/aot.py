@@ -1,4 +1,4 @@
-"""Compile every Triton kernel ahead of time, for GPUs that need not be there, and report what came out.
+"""Compile every Triton kernel ahead of time, without a GPU, and report the results.
 
     python -m tests.fp8.kernels.aot [--arch 90 ...] [--only TEXT] [--first] [--jobs N] [--json FILE] [--help]
 
@@ -87,23 +87,23 @@ def report(archs: Sequence[int] = ARCHS, first: bool = False, only: str = "", jo
 
 
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One sentence for each row that is no good; none if all is well."""
-    found = []
+    """Return a sentence for each row with a fault."""
+    results = []
     for row in rows:
         where = f"{row['module']}: {row['name']} for sm_{row['arch']}"
         if row["error"] is not None:
-            found.append(f"{where} does not compile: {row['error']}")
+            results.append(f"{where} does not compile: {row['error']}")
         elif row["spill"] > row["allowed"]:
-            found.append(f"{where} spills {row['spill']} bytes a thread, more than {row['allowed']}")
+            results.append(f"{where} spills {row['spill']} bytes a thread, more than {row['allowed']}")
         elif row["shared"] > SHARED[row["arch"]]:
-            found.append(f"{where} needs {row['shared']} bytes of shared memory, there are {SHARED[row['arch']]}")
+            results.append(f"{where} needs {row['shared']} bytes of shared memory, there are {SHARED[row['arch']]}")
         elif row["serialised"]:
-            found.append(f"{where} is serialised: each of its products waits for the one before it")
-    return found
+            results.append(f"{where} is serialised: each of its products waits for the one before it")
+    return results
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The report as text, a line a form and architecture."""
+    """Return the report as text, one line per form and architecture."""
     head = ("kernel", "sm", "regs", "spill", "shared", "tensor core", "executed", "steps", "loads", "stores")
     lines = [head, *(_line(row) for row in rows)]
     width = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -120,25 +120,25 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _modules() -> list[str]:
-    return [f"{forms.__name__}.{found.name}" for found in pkgutil.iter_modules(forms.__path__)]
+    return [f"{forms.__name__}.{results.name}" for results in pkgutil.iter_modules(forms.__path__)]
 
 
 @cache
 def _variants(module: str) -> list[Variant]:
-    found: list[Variant] = importlib.import_module(module).variants()
-    return found
+    results: list[Variant] = importlib.import_module(module).variants()
+    return results
 
 
 def _chosen(archs: Sequence[int], first: bool, only: str) -> list[tuple[str, int, int]]:
     """(module, index of the variant, architecture) of what is asked for; ``first``: once a kernel and architecture."""
-    chosen, seen = [], set()
+    chosen, recorded = [], set()
     for module in _modules():
         for i, variant in enumerate(_variants(module)):
             if only not in variant.name:
                 continue
             for arch in (a for a in archs if a in variant.architectures):
-                if not first or (variant.kernel.__name__, arch) not in seen:
-                    seen.add((variant.kernel.__name__, arch))
+                if not first or (variant.kernel.__name__, arch) not in recorded:
+                    recorded.add((variant.kernel.__name__, arch))
                     chosen.append((module, i, arch))
     return chosen
 
@@ -183,9 +183,9 @@ def _examined(compiled: Any) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     registers, stack, _, local = _usage(compiled.asm["cubin"])
     listing = sass.disassembled(compiled.asm["cubin"])
-    found: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
+    results: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
     for kind, vector, bits in _ACCESS.findall(ptx):
-        found[kind][int(vector or 1) * int(bits) // 8] += 1
+        results[kind][int(vector or 1) * int(bits) // 8] += 1
     return {
         "registers": registers,
         "spill": stack + local,
@@ -194,8 +194,8 @@ def _examined(compiled: Any) -> dict[str, Any]:
         "executed": listing.executed(),
         "steps": [len(step) for step in listing.steps()],
         "serialised": listing.serialised(),
-        "loads": dict(sorted(found["ld"].items(), reverse=True)),
-        "stores": dict(sorted(found["st"].items(), reverse=True)),
+        "loads": dict(sorted(results["ld"].items(), reverse=True)),
+        "stores": dict(sorted(results["st"].items(), reverse=True)),
     }
 
 
@@ -215,7 +215,7 @@ def _usage(cubin: bytes) -> tuple[int, ...]:
 
 
 def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[dict[str, Any]]:
-    """The report of a process of its own, without the interpreter."""
+    """Return the report of a separate process without the interpreter."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")
@@ -258,17 +258,17 @@ def _asked(words: Sequence[str]) -> tuple[list[int], bool, str, int, Path | None
         ValueError: a word that is not known, that lacks its value, or whose value means nothing.
     """
     archs: list[int] = []
-    given = {"--only": "", "--jobs": "1", "--json": ""}
+    inputs = {"--only": "", "--jobs": "1", "--json": ""}
     first = False
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word == "--first":
             first = True
-        elif word in (*given, "--arch") and rest:
+        elif word in (*inputs, "--arch") and rest:
             value = rest.pop(0)
             if word != "--arch":
-                given[word] = value
+                inputs[word] = value
             elif value.removeprefix("sm_").isdecimal():
                 archs.append(int(value.removeprefix("sm_")))
             else:
@@ -276,12 +276,12 @@ def _asked(words: Sequence[str]) -> tuple[list[int], bool, str, int, Path | None
                 raise ValueError(f"--arch takes a number such as 90 or sm_90, not {value!r}; there are {known}.")
         else:
             raise ValueError(f"aot does not know {word!r}, or it lacks its value; --help says what there is.")
-    if not given["--jobs"].isdecimal():
-        raise ValueError(f"--jobs takes a number of processes from 1 on, not {given['--jobs']!r}.")
-    file = Path(given["--json"]) if given["--json"] else None
+    if not inputs["--jobs"].isdecimal():
+        raise ValueError(f"--jobs takes a number of processes from 1 on, not {inputs['--jobs']!r}.")
+    file = Path(inputs["--json"]) if inputs["--json"] else None
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ValueError(f"--json takes a file in a folder that exists, not {given['--json']!r}.")
-    return archs, first, given["--only"], int(given["--jobs"]), file
+        raise ValueError(f"--json takes a file in a folder that exists, not {inputs['--json']!r}.")
+    return archs, first, inputs["--only"], int(inputs["--jobs"]), file
 
 
 def main(words: Sequence[str]) -> int:

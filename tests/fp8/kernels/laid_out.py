@@ -1,4 +1,4 @@
-"""A cast whose codes and scales lie in memory as a GEMM wants them."""
+"""A cast whose codes and scales have the memory layout of a GEMM."""
 
 from __future__ import annotations
 

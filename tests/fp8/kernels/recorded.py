@@ -1,4 +1,4 @@
-"""Forms as they run: what a launch hands to its kernel, taken down on the way there, without a GPU and without memory.
+"""Record the arguments that a launch passes to its kernel, without a GPU and without memory.
 
 The host code of a kernel runs on tensors of the meta device, which have shapes and strides alone; what reaches
 ``launch`` says types, strides that are 1 or a multiple of 16 (for which Triton compiles forms of their own), constants
@@ -37,22 +37,22 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 @contextmanager
 def launches(module: Any) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """(kernel, arguments, options) of each launch that ``module`` makes, none of which runs."""
-    seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     with mock.patch.object(
-        module, "launch", lambda kernel, grid, *args, **options: seen.append((kernel, args, options))
+        module, "launch", lambda kernel, grid, *args, **options: recorded.append((kernel, args, options))
     ):
-        yield seen
+        yield recorded
 
 
 def variant(name: str, arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Variant:
     """The form that Triton compiles for this launch. Raises KeyError for a dtype that is not in the table."""
     parameters = inspect.signature(kernel.fn).parameters
     fixed = {key: value for key, value in options.items() if key not in _OPTIONS}
-    given = {**dict(zip(kernel.arg_names, args, strict=False)), **fixed}
+    inputs = {**dict(zip(kernel.arg_names, args, strict=False)), **fixed}
     loose = (kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)).get("do_not_specialize") or ()
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in inputs.items():
         if "constexpr" in str(parameters[key].annotation) or value is None:
             constants[key] = value
         elif isinstance(value, Tensor):

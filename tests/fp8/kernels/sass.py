@@ -1,4 +1,4 @@
-"""What a GPU executes of a compiled kernel: its machine code (SASS), read with the disassembler that comes with Triton.
+"""Count the instructions of a compiled kernel in its machine code (SASS), by the disassembler of Triton.
 
 PTX does not tell: ``ptxas`` moves, merges and spills, and may set a wait after each matrix product (C7515). Here::
 
@@ -127,29 +127,29 @@ def parsed(text: str) -> Listing:
     Raises:
         ValueError: no instruction, or a branch whose target is not in the text.
     """
-    found: list[tuple[str | None, str, str]] = []
+    results: list[tuple[str | None, str, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         label, instruction = _LABEL.match(line), _LINE.match(line)
         if label is not None:
-            labels[label.group(1)] = len(found)
+            labels[label.group(1)] = len(results)
         elif instruction is not None:
             predicate, opcode, operands = instruction.groups()
-            found.append((predicate, opcode, operands.strip()))
-    if not found:
+            results.append((predicate, opcode, operands.strip()))
+    if not results:
         raise ValueError(f"There is no instruction in this text: {text.strip()[:200]!r}")
-    whole = []
-    for predicate, opcode, operands in found:
+    full = []
+    for predicate, opcode, operands in results:
         several = tuple(labels[label] for label in _SEVERAL.findall(operands)) if opcode.startswith("BRX") else ()
         if opcode.startswith("BRX") and not several:
             raise ValueError(f"{opcode} {operands} goes where a register says; ways through it are not known.")
         named = _TARGET.search(operands) if opcode.startswith(("BRA", "CALL")) else None
         if named is not None and named.group(1) not in labels:
             raise ValueError(f"{opcode} goes to {named.group(1)}, which is not in the text.")
-        whole.append(
+        full.append(
             Instruction(predicate, opcode, operands, None if named is None else labels[named.group(1)], several)
         )
-    return Listing(whole)
+    return Listing(full)
 
 
 def disassembled(cubin: bytes) -> Listing:

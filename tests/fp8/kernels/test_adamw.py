@@ -1,5 +1,4 @@
-"""AdamW's kernel against the reference, bit for bit, in Triton's interpreter: every state and master, pieces that begin
-and end anywhere, what is not finite, groups that ranks share; and what the compiled forms look like."""
+"""The AdamW kernel against the reference, bit for bit, in Triton's interpreter; and the compiled forms."""
 
 from __future__ import annotations
 
@@ -42,7 +41,9 @@ def piece(count: int, start: int, index: int, states: str, master: str, grad: to
     return Piece(weight, torch.zeros(count, dtype=grad), state, start, index, 1)
 
 
-def both(states: str, master: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> tuple[list[Piece], list[Piece]]:
+def make_pieces(
+    states: str, master: str, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> tuple[list[Piece], list[Piece]]:
     def made() -> list[Piece]:
         kinds = (torch.float32, torch.bfloat16)
         return [piece(*shape, i, states, master, kinds[i % 2]) for i, shape in enumerate(shapes)]
@@ -88,89 +89,89 @@ WITH = {"fp8": MASTERS[::3], "coat": MASTERS[1:3], "bf16": MASTERS[::2], "fp32":
 
 
 @pytest.mark.parametrize(("states", "master"), [(states, master) for states in STATES for master in WITH[states]])
-def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
-    one, other = both(states, master)
+def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
+    one, other = make_pieces(states, master)
     hyper = settings(states, master)
     for step, factor in ((1, None), (2, torch.tensor(0.7))):
-        given, also = with_gradients(one, other, step)
-        reference_step(given, hyper, factor, None)
-        with launches() as seen:
+        inputs, also = with_gradients(one, other, step)
+        reference_step(inputs, hyper, factor, None)
+        with launches() as recorded:
             adamw.step(also, hyper, factor)
-        assert seen == {"adamw_step": 4}, "one launch for each type of gradient, aligned or not"
+        assert recorded == {"adamw_step": 4}, "one launch for each type of gradient, aligned or not"
     assert_same(one, other)
-    assert any(not torch.equal(p.weight, q.weight) for p, q in zip(one, both(states, master)[0], strict=True))
+    assert any(not torch.equal(p.weight, q.weight) for p, q in zip(one, make_pieces(states, master)[0], strict=True))
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
-def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
-    one, other = both(states, "bf16+16", [(128 * 12, 0), (1000, 256)])
+def test_nonfinite_tiny_and_huge_values(states: str) -> None:
+    one, other = make_pieces(states, "bf16+16", [(128 * 12, 0), (1000, 256)])
     for step in (1, 2):
-        given, also = with_gradients(one, other, step)
-        for p in (*given, *also):
+        inputs, also = with_gradients(one, other, step)
+        for p in (*inputs, *also):
             groups = p.grad[:896].view(-1, 128)
             groups[0, 3], groups[1, 5] = float("nan"), float("inf")
             groups[2], groups[3] = 0.0, 1e-30  # whose squares vanish
             groups[4, ::2], groups[5, 7] = 1e19, 1e20  # whose squares are 2^126 and more; infinite
-        reference_step(given, settings(states, "bf16+16"), None, None)
+        reference_step(inputs, settings(states, "bf16+16"), None, None)
         adamw.step(also, settings(states, "bf16+16"))
     assert_same(one, other)
     assert one[0].weight[3].isnan() and one[0].weight[896:].isfinite().all()
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "fp32"])
-def test_groups_that_ranks_share_are_given_their_extrema(states: str) -> None:
-    one, other = both(states, "bf16+16")
-    asked: list[list[int]] = [[], []]
+def test_groups_shared_by_ranks_use_common_extrema(states: str) -> None:
+    one, other = make_pieces(states, "bf16+16")
+    requested: list[list[int]] = [[], []]
 
     def agree(which: int):
         def shared(marks: torch.Tensor) -> torch.Tensor:
-            asked[which].append(marks.shape[1])
+            requested[which].append(marks.shape[1])
             return torch.where((marks > 0) & (marks < 0x7E000000), marks + (1 << 20), marks)
 
         return shared
 
     for step in (1, 2):
-        given, also = with_gradients(one, other, step)
-        reference_step(given, settings(states, "bf16+16"), None, agree(0))
+        inputs, also = with_gradients(one, other, step)
+        reference_step(inputs, settings(states, "bf16+16"), None, agree(0))
         adamw.step(also, settings(states, "bf16+16"), None, agree(1))
     assert_same(one, other)
-    assert asked[0] == asked[1] and (states == "fp32" or asked[0])
+    assert requested[0] == requested[1] and (states == "fp32" or requested[0])
 
 
-def test_many_pieces_find_their_programs() -> None:
+def test_many_pieces_in_one_launch() -> None:
     shapes = [((i * 37) % 300 + 1, 128 * i) for i in range(37)] + [(4096 * 2 + 1, 0), (16, 16)]
-    one, other = both("fp32", "fp32", shapes)
-    given, also = with_gradients(one, other, 1)
+    one, other = make_pieces("fp32", "fp32", shapes)
+    inputs, also = with_gradients(one, other, 1)
     also = [p._replace(step=1 + p.index) for p in also]  # each with scalars of its own
-    reference_step([p._replace(step=1 + p.index) for p in given], settings("fp32", "fp32"), None, None)
+    reference_step([p._replace(step=1 + p.index) for p in inputs], settings("fp32", "fp32"), None, None)
     adamw.step(also, settings("fp32", "fp32"))
     assert_same(one, other)
 
 
-def test_a_gradient_of_a_type_that_the_kernel_does_not_read() -> None:
+def test_unsupported_gradient_dtype_is_converted() -> None:
     p = piece(128, 0, 0, "fp8", "fp32", torch.float64)
     with pytest.raises(TypeError, match=r"no gradient of torch\.float64; cast it"):
         adamw.step([p], settings("fp8", "fp32"))
 
 
-def test_the_registry_gives_a_gpu_the_kernel_and_a_cpu_the_reference() -> None:
+def test_registry_selects_kernel_on_gpu_and_reference_on_cpu() -> None:
     assert registry.select("adamw", recipe_or_spec=CastSpec(), device="cpu").backend.name == "reference"
     if not torch.cuda.is_available():  # a plan for another machine
         assert registry.select("adamw", recipe_or_spec=CastSpec(), device="cuda").backend.name == "triton"
-    one, other = both("fp8", "bf16+sr", SHAPES[:3])
-    given, also = with_gradients(one, other, 1)
-    registry.get("reference").adamw(given, settings("fp8", "bf16+sr"), None)
-    with launches() as seen:
+    one, other = make_pieces("fp8", "bf16+sr", SHAPES[:3])
+    inputs, also = with_gradients(one, other, 1)
+    registry.get("reference").adamw(inputs, settings("fp8", "bf16+sr"), None)
+    with launches() as recorded:
         registry.get("triton").adamw(also, settings("fp8", "bf16+sr"), None)
-    assert seen["adamw_step"]
+    assert recorded["adamw_step"]
     assert_same(one, other)
 
 
 @pytest.mark.long
-def test_compiled_it_reads_wide_and_rounds_products_apart() -> None:
+def test_compiled_kernel_uses_wide_loads_and_no_fma() -> None:
     rows = aot.report([90], only="adamw fp8 bf16+sr")  # another process, without the interpreter
     assert not aot.faults(rows), "a fused product would be a fault"
-    wide, odd = rows
-    assert wide["spill"] == odd["spill"] == 0
+    wide, unusual = rows
+    assert wide["spill"] == unusual["spill"] == 0
     assert wide["loads"][16] >= 2 and wide["stores"][16] >= 1, "BF16 weights and gradients"
     assert wide["loads"][8] >= 2 and wide["stores"][8] == 2 and 1 not in wide["stores"], "codes"

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every architecture, here, without a GPU; and what does not is found and named."""
+"""Ahead-of-time compilation of every Triton kernel for every architecture, and the report of failures."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def check(rows: list[dict[str, Any]]) -> None:
             assert row["tensor_core"] == "wgmma" and row["steps"], f"{row['name']} leaves the tensor cores alone"
 
 
-def test_the_first_form_of_each_kernel_is_one_of_it_an_architecture() -> None:
-    found = [(aot._variants(module)[i].kernel.__name__, arch) for module, i, arch in aot._chosen(aot.ARCHS, True, "")]
-    assert len(found) == len(set(found)), "a kernel twice"
-    assert {kernel for kernel, _ in found} >= KERNELS and {arch for _, arch in found} == set(aot.ARCHS)
+def test_first_option_compiles_one_form_per_kernel() -> None:
+    results = [(aot._variants(module)[i].kernel.__name__, arch) for module, i, arch in aot._chosen(aot.ARCHS, True, "")]
+    assert len(results) == len(set(results)), "a kernel twice"
+    assert {kernel for kernel, _ in results} >= KERNELS and {arch for _, arch in results} == set(aot.ARCHS)
     only = {aot._variants(module)[i].name for module, i, _ in aot._chosen((90,), True, "swiglu")}
     assert only and all("swiglu" in name for name in only)
 
@@ -57,13 +57,13 @@ def test_every_form_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """For Hopper, with the Triton that is installed; the reports below are made by hand and hold the rest. Where one of
     them is of this Triton and of these very sources, it tells of all forms what one of each kernel gives here again.
     Where the interpreter is on, as without a GPU, the command is handed to another process, which runs it without."""
-    kept = [json.loads(file.read_text(encoding="utf-8")) for file in KEPT.glob("aot_triton_*.json")]
-    told = (metadata.version("triton"), aot.source())
-    same = next((report["rows"] for report in kept if (report["triton"], report.get("source")) == told), None)
+    saved = [json.loads(file.read_text(encoding="utf-8")) for file in KEPT.glob("aot_triton_*.json")]
+    messages = (metadata.version("triton"), aot.source())
+    same = next((report["rows"] for report in saved if (report["triton"], report.get("source")) == messages), None)
     file, many = tmp_path / "report.json", ["--jobs", "2"] if same is None else ["--first"]
-    code, (said, _) = aot.main(["--arch", "sm_90", "--json", str(file), *many]), capsys.readouterr()
+    code, (lines, _) = aot.main(["--arch", "sm_90", "--json", str(file), *many]), capsys.readouterr()
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert code == 0 and ", 0 at fault" in said and all(row["name"] in said for row in rows), said
+    assert code == 0 and ", 0 at fault" in lines and all(row["name"] in lines for row in rows), lines
     if same is not None:
         assert rows and all(row in same for row in rows)
         rows = [row for row in same if row["arch"] == 90]
@@ -76,7 +76,7 @@ def test_every_form_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.7"])
-def test_the_reports_that_are_kept(version: str) -> None:
+def test_stored_reports_are_valid(version: str) -> None:
     """Every form for every architecture; none serialised, and no GEMM that Qwen3 runs spills but on sm_120."""
     name = f"aot_triton_{version.replace('.', '_')}.json"
     report = json.loads((KEPT / name).read_text(encoding="utf-8"))
@@ -85,14 +85,14 @@ def test_the_reports_that_are_kept(version: str) -> None:
     products = [row for row in rows if row["module"] in ("gemm", "decode", "grouped")]
     spilling = [(row["name"], row["arch"]) for row in products if row["spill"]]
     assert not [form for form in spilling if form[1] != 120], "on sm_120 each keeps 8 to 16 bytes"
-    told = {(row["module"], row["name"], row["arch"]) for row in rows}
-    wanted = {
+    messages = {(row["module"], row["name"], row["arch"]) for row in rows}
+    expected = {
         (module.rpartition(".")[2], v.name, arch)
         for module in aot._modules()
         for v in aot._variants(module)
         for arch in v.architectures
     }
-    assert told == wanted, f"python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/{name}"
+    assert messages == expected, f"python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/{name}"
 
 
 BROKEN = """
@@ -136,7 +136,7 @@ def variants():
 
 
 @pytest.mark.long
-def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
+def test_failures_are_listed_and_set_exit_code(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN, encoding="utf-8")
     code = (
         "import sys; from tests.fp8.kernels import aot; aot._modules = lambda: ['broken']; "
@@ -161,7 +161,7 @@ def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
     assert "nothing" in rows["no such", 90]["error"]
 
 
-def test_too_much_shared_memory_and_waiting_products_are_faults() -> None:
+def test_shared_memory_and_serialized_products_are_faults() -> None:
     row = {"name": "big", "kernel": "k", "module": "m", "arch": 90, "error": None, "registers": 64, "spill": 0}
     row |= {"allowed": 0, "shared": 200 * 1024, "tensor_core": None, "loads": {16: 2}, "stores": {}}
     row |= {"executed": 99, "steps": [40], "serialised": False}
@@ -174,7 +174,7 @@ def test_too_much_shared_memory_and_waiting_products_are_faults() -> None:
     assert "2x16B" in aot.table([row]) and "FAILED" in aot.table([{**row, "error": "no"}])
 
 
-def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no architecture 75 to compile for; use 89, 90, 100, 120"):
         aot.report([75])
     assert aot.main(["--frist"]) == 2 and aot.main(["--json"]) == 2 and aot.main(["--arch", "70"]) == 2
@@ -199,19 +199,19 @@ def test_words_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_each_is_reported_in_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_in_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert aot.main(words) == 2
     assert capsys.readouterr().err == message + "\n"
 
 
-def test_help_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["--arch", "90", "-h"]):
         assert aot.main(words) == 0
         out = capsys.readouterr().out
         assert "python -m tests.fp8.kernels.aot [--arch 90 ...]" in out and "--only" in out and "exit code" in out
 
 
-def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     assert aot.main(["--first"]) == 2
     assert capsys.readouterr().err == (

@@ -1,4 +1,4 @@
-"""What the casts of the recipes execute, read from their machine code: it bounds them, and may not creep up."""
+"""Bounds of the instructions that casts execute, counted in their machine code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ print(json.dumps(rows))
 
 
 @pytest.mark.long
-def test_casts_execute_no_more_than_they_did_and_move_words() -> None:
+def test_casts_stay_within_instruction_bounds() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", READ, *BOUNDS], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

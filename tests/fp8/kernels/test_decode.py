@@ -1,4 +1,4 @@
-"""Products of few rows, in Triton's interpreter: right, in one order of sums, and each row by itself."""
+"""Products with few rows in Triton's interpreter: correct, with a fixed order of sums, and independent rows."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ N, K = 70, 1100  # two tiles of columns and nine steps, the last of both with an
 
 
 def parts_of(gpu: Gpu, n: int = N, k: int = K) -> int:
-    form = tiles.form(*[tiles.grain(CastSpec(), 1)] * 2, fast=True, gpu=gpu)
-    return math.ceil(k / tiles.stretch(n, k, tiles.decode(form, gpu), gpu))
+    form = tiles.form(*[tiles.scale_block(CastSpec(), 1)] * 2, fast=True, gpu=gpu)
+    return math.ceil(k / tiles.contraction_per_program(n, k, tiles.decode(form, gpu), gpu))
 
 
 @pytest.mark.parametrize(("rows", "gpu"), [(1, CUT), (FEW, WHOLE)], ids=["one row, cut", "all rows, whole"])
 @pytest.mark.parametrize("title", TITLES)
 def test_every_recipe(title: str, rows: int, gpu: Gpu) -> None:
     x, w = operands(title, "fwd", rows, N, K)
-    with launches() as seen:
+    with launches() as recorded:
         got = decode(x, w, torch.float32, gpu=gpu)
-    assert parts_of(CUT) == 2 and (seen["decode_kernel"], seen["join_kernel"]) == (1, int(gpu is CUT))
+    assert parts_of(CUT) == 2 and (recorded["decode_kernel"], recorded["join_kernel"]) == (1, int(gpu is CUT))
     check(got, x, 1, w, 1)
 
 
 @pytest.mark.parametrize("title", BY_ROWS)
-def test_a_row_depends_on_no_other(title: str, exact_products: None) -> None:
+def test_rows_are_independent(title: str, exact_products: None) -> None:
     """Alone, among 5 and among 64, at other places, through the backend's own casts: the same bits."""
     casts = recipe(title).fwd
     assert casts is not None
@@ -69,14 +69,14 @@ def test_a_row_depends_on_no_other(title: str, exact_products: None) -> None:
 
 
 @pytest.mark.parametrize("title", TITLES)
-def test_in_one_part_it_sums_as_the_gemm_does(title: str, exact_products: None) -> None:
+def test_single_part_sums_like_gemm(title: str, exact_products: None) -> None:
     """Where the contraction is not cut, a rollout's product has the bits of training's, whatever the tiles of both."""
     x, w = operands(title, "fwd", 5, 40, 600)
     assert torch.equal(decode(x, w, torch.float32, gpu=WHOLE), gemm(x, 1, w, 1, torch.float32, gpu=WHOLE))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
-def test_parts_are_added_in_their_order(order: tuple[int, ...]) -> None:
+def test_parts_are_added_in_order(order: tuple[int, ...]) -> None:
     """2^24 + 1 + 1 is 2^24 in fp32, one after the other; 1 + 1 + 2^24 is more. Sums of a part are exact here."""
     spec = CastSpec("e4m3", (1, -1), "pow2")
     stretches = torch.zeros(3, 512)
@@ -84,11 +84,11 @@ def test_parts_are_added_in_their_order(order: tuple[int, ...]) -> None:
     codes = stretches[list(order)].view(1, -1)
     assert parts_of(Gpu(0, 3), 8, 1536) == 3
     x, w = (Quantized(codes.expand(n, -1).to(spec.fmt.dtype), torch.ones(n, 1), spec) for n in (2, 8))
-    wanted = torch.zeros(())
+    expected = torch.zeros(())
     for part in stretches[list(order)]:
-        wanted = wanted + part.square().sum()
-    assert wanted == 2**24 + 2 * (order[-1] == 0)
-    assert torch.equal(decode(x, w, torch.float32, gpu=Gpu(0, 3)), wanted.expand(2, 8))
+        expected = expected + part.square().sum()
+    assert expected == 2**24 + 2 * (order[-1] == 0)
+    assert torch.equal(decode(x, w, torch.float32, gpu=Gpu(0, 3)), expected.expand(2, 8))
 
 
 @pytest.mark.parametrize("gpu", [WHOLE, CUT], ids=["whole", "cut"])
@@ -106,14 +106,14 @@ def test_scales_then_bias_then_one_rounding(gpu: Gpu) -> None:
         assert torch.equal(decode(x, w, torch.bfloat16, bias, gpu=gpu), (plain + bias.float()).bfloat16())
 
 
-def test_far_scales_and_bad_values() -> None:
+def test_extreme_scales_and_bad_values() -> None:
     """A sum that leaves fp32 under one scale alone stays; NaN reaches its row and no other, in parts as well."""
     for title in BY_ROWS[:2]:
         casts = recipe(title).fwd
         assert casts is not None
-        given = spread(3, 1024, 1, reach=1).abs() * 1e36
-        given[1, 600] = math.nan
-        x, w = cast.quantize(given, casts.a), cast.quantize(spread(20, 1024, 2, reach=1).abs() * 1e-30, casts.b)
+        inputs = spread(3, 1024, 1, reach=1).abs() * 1e36
+        inputs[1, 600] = math.nan
+        x, w = cast.quantize(inputs, casts.a), cast.quantize(spread(20, 1024, 2, reach=1).abs() * 1e-30, casts.b)
         got = decode(x, w, torch.float32, gpu=CUT)
         assert torch.equal(got.isnan().all(1), torch.tensor([False, True, False])) and got[[0, 2]].isfinite().all()
 
@@ -132,9 +132,9 @@ def test_more_rows_are_tiled_and_operands_must_fit() -> None:
     casts = recipe("rowwise").fwd
     assert casts is not None
     x, w = cast.quantize(torch.randn(FEW + 1, 40), casts.a), cast.quantize(torch.randn(24, 40), casts.b)
-    with launches() as seen:
+    with launches() as recorded:
         check(get("triton").gemm_decode(x, w, torch.float32), x, 1, w, 1)
-    assert (seen["decode_kernel"], seen["gemm_kernel"]) == (0, 1)
+    assert (recorded["decode_kernel"], recorded["gemm_kernel"]) == (0, 1)
     with pytest.raises(CastError, match=r"gemm_decode: the operands are \[65, 40\] and \[24, 32\]"):
         decode(x, cast.quantize(torch.randn(24, 32), casts.b), torch.float32)
 
@@ -162,29 +162,29 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("fuse", ["off", "on"])
-def test_layers_take_it_where_no_gradient_follows(fuse: str) -> None:
+def test_layers_use_it_without_gradients(fuse: str) -> None:
     """All four products of a block, counted as the FP8 GEMMs that they are; training multiplies as ever."""
     torch.manual_seed(0)
     model = Block()
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="rowwise", backend="triton", fuse=fuse)))
     x = torch.randn(2, 3, 32)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for grad in (False, True):
-        with torch.set_grad_enabled(grad), fp8.count_gemms() as counts, launches() as seen:
-            found[f"y {grad}"] = model(x).detach()
-        assert (seen["decode_kernel"], seen["gemm_kernel"]) == ((0, 4) if grad else (4, 0)), dict(seen)
-        found[f"counts {grad}"] = {key: n for key, n in counts.calls.items() if key[1] == "fwd"}
-    assert found["counts False"] == found["counts True"] and len(found["counts True"]) == 4
-    assert {backend for _, _, backend in found["counts True"]} == {"triton"}
-    torch.testing.assert_close(found["y False"], found["y True"], rtol=1e-4, atol=1e-5)
+        with torch.set_grad_enabled(grad), fp8.count_gemms() as counts, launches() as recorded:
+            results[f"y {grad}"] = model(x).detach()
+        assert (recorded["decode_kernel"], recorded["gemm_kernel"]) == ((0, 4) if grad else (4, 0)), dict(recorded)
+        results[f"counts {grad}"] = {key: n for key, n in counts.calls.items() if key[1] == "fwd"}
+    assert results["counts False"] == results["counts True"] and len(results["counts True"]) == 4
+    assert {backend for _, _, backend in results["counts True"]} == {"triton"}
+    torch.testing.assert_close(results["y False"], results["y True"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.sm}")
-def test_what_it_launches(gpu: Gpu) -> None:
+def test_launches(gpu: Gpu) -> None:
     """As on that GPU, on tensors without memory: every multiprocessor reads weights or the rest is too short to cut, no
     weight is read twice, codes are described where they lie; all the same for 1 row and for 64, their number apart."""
     for n, k, _ in SHAPES:
-        found = []
+        results = []
         for rows in (1, FEW):
             x, w = meta_operands("blockwise", "fwd", rows, n, k)
             with mock.patch.object(module, "launch") as launch:
@@ -199,15 +199,15 @@ def test_what_it_launches(gpu: Gpu) -> None:
             if gpu.sm >= 90:
                 assert (x_source.shape, w_source.shape) == ([rows, k], [n, k]) and w_source.strides == [k, 1]
                 assert x_source.base.untyped_storage().nbytes() == 16 * math.ceil(rows / 16) * k
-            found.append((grid, stretch, constants, len(launch.call_args_list)))
-        assert found[0] == found[1]
+            results.append((grid, stretch, constants, len(launch.call_args_list)))
+        assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
 def test_two_programs_fit_a_multiprocessor(sm: int) -> None:
     """So that one loads weights while the other starts, ends or adds: operands in flight take half of its memory."""
-    found = [v for v in variants() if v.architectures == (sm,) and "ALL" in v.constants]
-    assert len(found) >= 8
-    for variant in found:
+    results = [v for v in variants() if v.architectures == (sm,) and "ALL" in v.constants]
+    assert len(results) >= 8
+    for variant in results:
         tile = variant.constants["TILE"]
         assert (tile.m + tile.n) * tile.k * variant.num_stages <= SHARED[sm] // 2 - 1024, variant.name

@@ -1,7 +1,7 @@
-"""The DeepGEMM backend against a stand-in of the library that checks what it is handed and computes in fp32.
+"""The DeepGEMM backend with a stand-in for the library that checks its arguments and computes in fp32.
 
-The stand-in asserts what csrc/apis/gemm.hpp and layout.hpp of DeepGEMM assert for compute capability 9.0, and then
-multiplies on the CPU. What it cannot show is the library itself; tests/gpu does that where it is installed.
+The stand-in asserts the conditions of csrc/apis/gemm.hpp and layout.hpp of DeepGEMM for compute capability 9.0, and
+multiplies on the CPU. The library itself is tested in tests/gpu if it is installed.
 """
 
 from __future__ import annotations
@@ -133,19 +133,19 @@ def test_gemms_equal_the_reference(library: list[object], op: str, m: int, n: in
     assert library == ([((1, 1, 128), "mn")] if op == "wgrad" else forward)
 
 
-def test_a_wgrad_in_16_bits_is_left_to_who_writes_them(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wgrad_in_16_bits_uses_other_backend(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     dy_q, x_q = operands("wgrad", 33, 48, 64)
-    asked: list[str] = []
+    requested: list[str] = []
     for name in ("torch", "triton"):
         monkeypatch.setattr(
-            registry.get(name), "gemm_wgrad", lambda *_, name=name: asked.append(name) or torch.zeros(48, 64)
+            registry.get(name), "gemm_wgrad", lambda *_, name=name: requested.append(name) or torch.zeros(48, 64)
         )
     for why_not in ("not on this GPU", None):
         monkeypatch.setattr(registry.get("torch"), "supports", lambda *_, why_not=why_not: why_not)
         BACKEND.gemm_wgrad(dy_q, x_q, torch.bfloat16)
-    assert asked == ["triton", "torch"] and not library
+    assert requested == ["triton", "torch"] and not library
     BACKEND.gemm_wgrad(dy_q, x_q, torch.float32)
-    assert len(asked) == 2 and library == [((1, 1, 128), "mn")]
+    assert len(requested) == 2 and library == [((1, 1, 128), "mn")]
 
 
 def test_a_bias_is_added_in_fp32(library: list[object]) -> None:
@@ -158,7 +158,7 @@ def test_a_bias_is_added_in_fp32(library: list[object]) -> None:
         )
 
 
-def test_empty_matrices_start_nothing(library: list[object]) -> None:
+def test_empty_matrices_launch_nothing(library: list[object]) -> None:
     for m, n, k in ((0, 8, 16), (8, 0, 16), (8, 16, 0)):
         for op, shape in (("fwd", (m, n)), ("dgrad", (m, k)), ("wgrad", (n, k))):
             y = getattr(BACKEND, f"gemm_{op}")(*operands(op, m, n, k), torch.bfloat16)
@@ -196,7 +196,7 @@ def test_groups_equal_the_loop_over_experts(library: list[object], op: str) -> N
     assert calc_diff(y, expected) < 1e-6 and not y[expected.abs().sum(1) == 0].any()
 
 
-def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> None:
+def test_grouped_gemms_that_round_twice_use_triton(library: list[object]) -> None:
     """A run with fp32 experts, or with biases, must not end in the middle of its first step."""
     pytest.importorskip("triton")
     routing, generator = group_rows(torch.tensor([0, 1, 1]), 2), torch.Generator().manual_seed(1)
@@ -206,16 +206,18 @@ def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> 
     w_q = REFERENCE.quantize_experts(torch.randn(2, 128, 128, generator=generator), casts.b)
     bias = torch.randn(2, 128, generator=generator)
     real = routing.pair_of < 3
-    for asked in ((torch.float32, None), (torch.bfloat16, bias), (torch.float32, bias)):
-        found, want = (b.grouped_fwd(x_q, w_q, groups, *asked)[real] for b in (BACKEND, REFERENCE))
-        assert found.dtype is asked[0] and calc_diff(found, want) < (1e-10 if asked[0] is torch.float32 else 1e-5)
-    found, want = (b.grouped_dgrad(x_q, w_q, groups, torch.float32)[real] for b in (BACKEND, REFERENCE))
-    assert calc_diff(found, want) < 1e-10 and not library
+    for requested in ((torch.float32, None), (torch.bfloat16, bias), (torch.float32, bias)):
+        results, want = (b.grouped_fwd(x_q, w_q, groups, *requested)[real] for b in (BACKEND, REFERENCE))
+        assert results.dtype is requested[0] and calc_diff(results, want) < (
+            1e-10 if requested[0] is torch.float32 else 1e-5
+        )
+    results, want = (b.grouped_dgrad(x_q, w_q, groups, torch.float32)[real] for b in (BACKEND, REFERENCE))
+    assert calc_diff(results, want) < 1e-10 and not library
     with pytest.raises(CastError, match="grouped_fwd: operands of"):
         BACKEND.grouped_fwd(x_q._replace(data=x_q.data[:64]), w_q, groups, torch.bfloat16)
 
 
-def test_other_casts_are_refused(library: list[object]) -> None:
+def test_unsupported_casts_are_rejected(library: list[object]) -> None:
     x_q, w_q = operands("fwd", 8, 16, 32)
     other = cast.quantize(torch.randn(8, 32), CastSpec("e5m2", (1, 128)))
     with pytest.raises(CastError, match="supports E4M3 with pow2 scales.*e5m2 1x128 pow2"):
@@ -231,11 +233,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
-def test_what_it_can_do(library: list[object], hopper: None) -> None:
-    made = recipe("blockwise")
+def test_supported_gemms(library: list[object], hopper: None) -> None:
+    created = recipe("blockwise")
     for op in ("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad"):
-        assert BACKEND.supports(op, made, CUDA, (None, 3420, 1280)) is None
-    why_not = {op: BACKEND.supports(op, made, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
+        assert BACKEND.supports(op, created, CUDA, (None, 3420, 1280)) is None
+    why_not = {op: BACKEND.supports(op, created, CUDA, None) for op in ("grouped_wgrad", "rmsnorm", "quantize")}
     assert "every step would wait" in why_not["grouped_wgrad"] and why_not["rmsnorm"] == "it has no rmsnorm"
     assert "it has no casts" in why_not["quantize"]
     for other in ("rowwise", "tensorwise", "mxfp8"):
@@ -244,10 +246,10 @@ def test_what_it_can_do(library: list[object], hopper: None) -> None:
     assert "high precision" in BACKEND.supports("wgrad", recipe("blockwise", wgrad="bf16"), CUDA, None)
 
 
-def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
-    made = recipe("blockwise")
+def test_unsupported_devices_give_reason(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    created = recipe("blockwise")
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in())
-    assert BACKEND.supports("fwd", made, CUDA, None) == (
+    assert BACKEND.supports("fwd", created, CUDA, None) == (
         "the installed deep_gemm has no fp8_gemm_nt: it is not github.com/deepseek-ai/DeepGEMM 2.0 or later "
         "(PyPI's deep-gemm is not)"
     )
@@ -255,7 +257,7 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     monkeypatch.setitem(
         sys.modules, "deep_gemm", stand_in(**(WHOLE | {"get_mk_alignment_for_contiguous_layout": lambda: 240}))
     )
-    assert "multiples of 240 rows, not 128" in BACKEND.supports("fwd", made, CUDA, None)
+    assert "multiples of 240 rows, not 128" in BACKEND.supports("fwd", created, CUDA, None)
 
     deepgemm_backend._why_not.cache_clear()
 
@@ -263,21 +265,21 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
         raise OSError("libnvrtc.so: cannot open\nmore")
 
     monkeypatch.setattr(deepgemm_backend, "_import_deep_gemm", broken)
-    assert BACKEND.supports("fwd", made, CUDA, None) == (
+    assert BACKEND.supports("fwd", created, CUDA, None) == (
         "importing deep_gemm failed: OSError: libnvrtc.so: cannot open"
     )
-    assert "not on cpu" in BACKEND.supports("fwd", made, torch.device("cpu"), None)
+    assert "not on cpu" in BACKEND.supports("fwd", created, torch.device("cpu"), None)
     assert deepgemm_backend.why_not_on_gpu((10, 3)) is None
     assert "but this GPU has 12.0" in deepgemm_backend.why_not_on_gpu((12, 0))
 
 
-def test_it_says_that_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepgemm_backend.importlib.util, "find_spec", lambda name: None)
     for device in ("cpu", "cuda"):
         assert BACKEND.supports("fwd", recipe("blockwise"), torch.device(device), None) == "deep_gemm is not installed"
 
 
-def test_it_is_preferred_where_it_can(library: list[object], hopper: None) -> None:
+def test_preferred_if_supported(library: list[object], hopper: None) -> None:
     chosen = registry.select("fwd", recipe_or_spec=recipe("blockwise"), device="cuda")
     assert chosen.backend is BACKEND
     assert registry.names()[0] == "deepgemm"

@@ -1,8 +1,8 @@
-"""torch's own checks of layout, on CUDA tensors that do not exist.
+"""torch's checks of operand layouts, on fake CUDA tensors.
 
-``FakeTensorMode`` makes tensors with a shape, strides and a device and no memory; torch then runs the checks that it
-makes before a real GEMM: rows and columns the right way round, sizes in multiples of 16, scales of the right shape and
-strides. The operands are laid out for real on the CPU and their shapes and strides taken over.
+Tensors of ``FakeTensorMode`` have a shape, strides and a device but no memory. torch runs the same checks as before a
+real GEMM: orientation of rows and columns, sizes in multiples of 16, shapes and strides of scales. The operands are
+first converted on the CPU, and the fake tensors have their shapes and strides.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_any_number_of_tokens(m: int) -> None:
 
 @pytest.mark.parametrize("op", GEMMS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_casts_of_the_reference_are_brought_into_line(name: str, op: str) -> None:
+def test_reference_casts_are_converted(name: str, op: str) -> None:
     for m, n, k in ((17, 384, 128), (33, 256, 171 if op != "dgrad" else 128)):
         ask(tb.make_product(op, *operands(name, op, m, n, k, plain=True)))
 
@@ -109,7 +109,7 @@ def refused(product: tb.Product) -> str:
     return str(caught.value)
 
 
-def test_wrong_layouts_are_refused_here() -> None:
+def test_wrong_layouts_are_rejected() -> None:
     """What these tests are worth: each fault that they should see, made on purpose."""
     row = tb.make_product("fwd", *operands("rowwise", "fwd", 33, 80, 144))
     assert "row_major" in refused(row._replace(a=row.a.t().contiguous().t()))
@@ -129,7 +129,7 @@ def test_wrong_layouts_are_refused_here() -> None:
     assert "MX" in refused(mx._replace(scale_a=mx.scale_a[:-1]))
 
 
-def test_the_plain_casts_would_be_refused() -> None:
+def test_unconverted_casts_would_be_rejected() -> None:
     """Handing over what the reference wrote, as it lies, is no GEMM on a GPU."""
     x_q, w_q = operands("rowwise", "fwd", 33, 75, 140, plain=True)
     assert "divisible by 16" in refused(tb.Product("row", x_q.data, w_q.data.t(), x_q.scale, w_q.scale.t()))

@@ -1,8 +1,8 @@
-"""RMSNorm and SwiGLU that emit FP8: the reference against float64, the Triton kernels against the reference.
+"""RMSNorm and SwiGLU with FP8 outputs: the reference against float64, the Triton kernels against the reference.
 
-Codes and scales are judged against the cast of the very values the kernel computed, bit for bit; the values against the
-reference's, element by element, in units in the last place. Memory is poisoned first, so that an element that no
-program wrote, padding included, shows.
+Codes and scales must equal a cast of the values that the kernel computed, bit for bit; values are compared with the
+reference's in units in the last place. Memory is filled with invalid values first, so that elements that no program
+writes, padding included, are detected.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ PAIRS = {
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """New memory is full of 0xA5 (no NaN, no zero in any format); the dtypes that were asked for."""
-    empty, asked = torch.empty, []
+    empty, requested = torch.empty, []
 
     def make(*size, **options):
         out = empty(*size, **options)
-        asked.append(out.dtype)
+        requested.append(out.dtype)
         out.view(torch.uint8).fill_(0xA5) if out.numel() else None
         return out
 
     monkeypatch.setattr(torch, "empty", make)
-    return asked
+    return requested
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -73,12 +73,14 @@ def assert_cast(q: Quantized | None, y: torch.Tensor, spec: CastSpec | None, con
     assert torch.equal(q.data.contiguous().view(torch.uint8), expected.data.view(torch.uint8))
     assert q.scale.dtype == expected.scale.dtype and q.scale.shape == expected.scale.shape
     assert torch.equal(q.scale.float().nan_to_num(7e37), expected.scale.float().nan_to_num(7e37))
-    found, wanted = layout.k_major(q, contract), layout.k_major(expected, contract)
-    assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8)), "padding"
-    assert found.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr(), "codes were copied"
-    assert found.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr(), "scales were copied"
-    held = [o.scale.untyped_storage().tolist() for o in (found, wanted)] if contract in spec_sides(spec) else [0, 0]
-    assert held[0] == held[1], "scales in padding"
+    results, requested = layout.k_major(q, contract), layout.k_major(expected, contract)
+    assert torch.equal(results.codes.view(torch.uint8), requested.codes.view(torch.uint8)), "padding"
+    assert results.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr(), "codes were copied"
+    assert results.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr(), "scales were copied"
+    saved = (
+        [o.scale.untyped_storage().tolist() for o in (results, requested)] if contract in spec_sides(spec) else [0, 0]
+    )
+    assert saved[0] == saved[1], "scales in padding"
 
 
 def spec_sides(spec: CastSpec) -> list[int]:
@@ -110,7 +112,7 @@ def record_plain(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_reference_is_the_plain_layer_rounded_once(dtype: torch.dtype) -> None:
+def test_reference_is_layer_rounded_once(dtype: torch.dtype) -> None:
     x, w = numbers(20, 300, dtype), numbers(1, 300, dtype)[0]
     y, rstd, row, col = reference.rmsnorm_quantize(x, w, 1e-6, ROW, COL)
     exact = F.rms_norm(x.double(), (300,), w.double(), 1e-6)
@@ -124,8 +126,8 @@ def test_the_reference_is_the_plain_layer_rounded_once(dtype: torch.dtype) -> No
     h, row, col = reference.swiglu_quantize(gate.to(dtype), up.to(dtype), ROW, None)
     assert ulps(h, (F.silu(gate) * up).detach().to(dtype)) <= 1 and col is None
     assert_same(row, cast.quantize(h, ROW))
-    found = reference.swiglu_backward_quantize(dh.to(dtype), gate.to(dtype), up.to(dtype), ROW, COL)
-    for pair, grad in ((found[:2], gate.grad), (found[2:], up.grad)):
+    results = reference.swiglu_backward_quantize(dh.to(dtype), gate.to(dtype), up.to(dtype), ROW, COL)
+    for pair, grad in ((results[:2], gate.grad), (results[2:], up.grad)):
         for q, spec in zip(pair, (ROW, COL), strict=True):
             expected = cast.quantize(grad.to(dtype), spec)
             wrong = q.data.view(torch.uint8) != expected.data.view(torch.uint8)
@@ -137,7 +139,7 @@ def assert_same(a: Quantized, b: Quantized) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_inputs_that_do_not_fit_are_refused_with_the_fix(name: str) -> None:
+def test_invalid_inputs_are_rejected(name: str) -> None:
     backend = registry.get(name)
     with pytest.raises(CastError, match=r"x has shape \[2, 3, 4\] and weight \[4\]; it takes x \[M, K\].*Flatten"):
         backend.rmsnorm_quantize(torch.ones(2, 3, 4), torch.ones(4), 1e-6, ROW, None)
@@ -150,7 +152,7 @@ def test_inputs_that_do_not_fit_are_refused_with_the_fix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_backends_say_that_they_can(name: str) -> None:
+def test_backends_report_support(name: str) -> None:
     for op in ("rmsnorm", "swiglu", "swiglu_backward"):
         assert registry.get(name).supports(op, recipe("blockwise"), torch.device("cpu"), None) is None
 
@@ -184,10 +186,10 @@ def test_swiglu_backward_casts(pair: str, poisoned: list[torch.dtype], monkeypat
     row, col = PAIRS[pair]
     dh, gate, up = (numbers(130, 300, torch.bfloat16, s) for s in range(3))
     plain = record_plain(monkeypatch)
-    found = fused.swiglu_backward_quantize(dh, gate, up, row, col)
+    results = fused.swiglu_backward_quantize(dh, gate, up, row, col)
     g, u = gate.double().requires_grad_(), up.double().requires_grad_()
     (F.silu(g) * u).backward(dh.double())
-    for values, exact, pair_q in zip(plain, (g.grad, u.grad), (found[:2], found[2:]), strict=True):
+    for values, exact, pair_q in zip(plain, (g.grad, u.grad), (results[:2], results[2:]), strict=True):
         assert ulps(values, exact.bfloat16()) <= 1
         assert_cast(pair_q[0], values, row, 1)
         assert_cast(pair_q[1], values, col, 0)
@@ -236,8 +238,8 @@ def test_more_sizes(rows: int, cols: int, poisoned: list[torch.dtype], monkeypat
     assert_cast(row, h, ROW, 1)
     assert_cast(col, h, COL, 0)
     plain = record_plain(monkeypatch)
-    found = fused.swiglu_backward_quantize(dh, gate, up, ROW, COL)
-    for values, pair in zip(plain, (found[:2], found[2:]), strict=True):
+    results = fused.swiglu_backward_quantize(dh, gate, up, ROW, COL)
+    for values, pair in zip(plain, (results[:2], results[2:]), strict=True):
         assert_cast(pair[0], values, ROW, 1)
         assert_cast(pair[1], values, COL, 0)
 
@@ -277,12 +279,12 @@ def test_bad_tiny_and_zero_rows_of_swiglu(poisoned: list[torch.dtype], monkeypat
         assert_cast(row_q, h, row, 1)
         assert_cast(col_q, h, col, 0)
     plain = record_plain(monkeypatch)
-    found = fused.swiglu_backward_quantize(dh, gate, up, ROW, COL)
+    results = fused.swiglu_backward_quantize(dh, gate, up, ROW, COL)
     monkeypatch.undo()
-    for values, pair in zip(plain, (found[:2], found[2:]), strict=True):
+    for values, pair in zip(plain, (results[:2], results[2:]), strict=True):
         assert_cast(pair[0], values, ROW, 1)
         assert_cast(pair[1], values, COL, 0)
-    for q, exact in zip(found, reference.swiglu_backward_quantize(dh, gate, up, ROW, COL), strict=True):
+    for q, exact in zip(results, reference.swiglu_backward_quantize(dh, gate, up, ROW, COL), strict=True):
         assert (q.data.contiguous().view(torch.uint8) != exact.data.view(torch.uint8)).float().mean() < 0.002
         assert torch.equal(q.scale.isnan(), exact.scale.isnan())
 
@@ -293,13 +295,13 @@ def test_inputs_may_be_halves_or_transposed(poisoned: list[torch.dtype]) -> None
     h, row, _ = fused.swiglu_quantize(gate, up, ROW, None)
     assert torch.equal(h, reference.swiglu_quantize(gate.contiguous(), up.contiguous(), None, None)[0])
     assert_cast(row, h, ROW, 1)
-    odd = numbers(160, 41, torch.bfloat16).t()
-    y, *_ = fused.rmsnorm_quantize(odd, both[0, :160], 1e-6, None, None)
-    assert ulps(y, reference.rmsnorm_quantize(odd, both[0, :160], 1e-6, None, None)[0]) <= 1
+    unusual = numbers(160, 41, torch.bfloat16).t()
+    y, *_ = fused.rmsnorm_quantize(unusual, both[0, :160], 1e-6, None, None)
+    assert ulps(y, reference.rmsnorm_quantize(unusual, both[0, :160], 1e-6, None, None)[0]) <= 1
 
 
 @pytest.mark.parametrize("rows", [0, 5])
-def test_no_rows_and_only_codes(rows: int, poisoned: list[torch.dtype]) -> None:
+def test_empty_input_and_codes_only(rows: int, poisoned: list[torch.dtype]) -> None:
     gate, up = numbers(rows, 144, torch.bfloat16), numbers(rows, 144, torch.bfloat16, 1)
     del poisoned[:]
     pair = fused.swiglu_codes(gate, up, ROW, COL)
@@ -307,45 +309,45 @@ def test_no_rows_and_only_codes(rows: int, poisoned: list[torch.dtype]) -> None:
     assert not {torch.bfloat16, torch.float16} & set(poisoned), "something was written in 16 bits"
     h = fused.swiglu_quantize(gate, up, None, None)[0]
     y, _, *codes = fused.rmsnorm_quantize(gate, up.new_ones(144), 1e-6, ROW, COL)
-    for values, found in ((y, codes), (h, pair)):
-        assert_cast(found[0], values, ROW, 1)
-        assert_cast(found[1], values, COL, 0)
+    for values, results in ((y, codes), (h, pair)):
+        assert_cast(results[0], values, ROW, 1)
+        assert_cast(results[1], values, COL, 0)
 
 
-def test_one_launch_does_it() -> None:
+def test_single_launch() -> None:
     x = numbers(5, 144, torch.bfloat16)
-    with launches() as seen:
+    with launches() as recorded:
         fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, None)
         fused.swiglu_quantize(x, x, ROW, COL)
         fused.swiglu_backward_quantize(x, x, x, ROW, COL)
-    assert seen == {"rmsnorm_rows": 1, "swiglu": 1, "swiglu_backward": 1}
-    with launches() as seen:
+    assert recorded == {"rmsnorm_rows": 1, "swiglu": 1, "swiglu_backward": 1}
+    with launches() as recorded:
         fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, COL)
-    assert seen == {"rstd_of_rows": 1, "rmsnorm_tile": 1}
+    assert recorded == {"rstd_of_rows": 1, "rmsnorm_tile": 1}
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_amax_of_a_whole_tensor_is_taken_where_it_is_made(bad: bool) -> None:
+def test_tensor_amax_is_computed_in_kernel(bad: bool) -> None:
     """One cast follows, no pass for its amax; the largest value lies in another program than the first."""
     spec, half = CastSpec("e5m2", (-1, -1), "fp32"), CastSpec("e4m3", (-1, -1), "pow2")
     x, dh = numbers(70, 300, torch.bfloat16), numbers(70, 300, torch.bfloat16, 1)
     x[66, 290] = float("nan") if bad else 700.0
-    with launches() as seen:
+    with launches() as recorded:
         y, _, *of_y = fused.rmsnorm_quantize(x.float(), x[0].abs() + 1, 1e-6, spec, spec, low=torch.bfloat16)
         h, *of_h = fused.swiglu_quantize(dh, x, half, spec)
         gate_row, gate_col, up_row, up_col = fused.swiglu_backward_quantize(dh, x, dh, spec, None)
-    assert seen == {"rmsnorm_rows": 1, "swiglu": 1, "swiglu_backward": 1, "cast_kernel": 4}
+    assert recorded == {"rmsnorm_rows": 1, "swiglu": 1, "swiglu_backward": 1, "cast_kernel": 4}
     assert gate_col is None and up_col is None
-    for found, values in zip((gate_row, up_row), reference.swiglu_backward(dh, x, dh), strict=True):
+    for results, values in zip((gate_row, up_row), reference.swiglu_backward(dh, x, dh), strict=True):
         want = cast.quantize(values, spec).scale  # of values that may differ in their last bit
-        assert torch.allclose(found.scale, want, rtol=2**-7, equal_nan=True) and bool(want.isnan()) == bad
-    for contract, found in ((1, of_y[0]), (0, of_y[1])):
-        assert_cast(found, y.bfloat16(), spec, contract)
+        assert torch.allclose(results.scale, want, rtol=2**-7, equal_nan=True) and bool(want.isnan()) == bad
+    for contract, results in ((1, of_y[0]), (0, of_y[1])):
+        assert_cast(results, y.bfloat16(), spec, contract)
     assert_cast(of_h[0], h, half, 1)
     assert_cast(of_h[1], h, spec, 0)
 
 
-def test_rows_that_no_program_can_hold(monkeypatch: pytest.MonkeyPatch, poisoned: list[torch.dtype]) -> None:
+def test_rows_too_long_for_one_program(monkeypatch: pytest.MonkeyPatch, poisoned: list[torch.dtype]) -> None:
     monkeypatch.setattr(fused, "WIDEST", 256)
     x = numbers(6, 1100, torch.bfloat16)
     y, rstd, row, _ = fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, None)

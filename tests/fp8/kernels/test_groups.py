@@ -1,4 +1,4 @@
-"""Rows of experts: every pair has its row, every expert its tiles, and nothing else is there."""
+"""Groups of experts: rows of pairs, tiles of experts, and padding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(chosen: torch.Tensor, experts: int) -> Routing:
 
 @pytest.mark.parametrize("pairs", (0, 1, 127, 128, 129, 300))
 @pytest.mark.parametrize("experts", (1, 2, 7))
-def test_rows_by_definition(pairs: int, experts: int) -> None:
+def test_rows_match_definition(pairs: int, experts: int) -> None:
     generator = torch.Generator().manual_seed(pairs + experts)
     check(torch.randint(experts, (pairs,), generator=generator), experts)
 
@@ -55,7 +55,7 @@ def test_experts_without_rows_and_pairs_without_experts() -> None:
     check(torch.full((128,), 2), 4)
 
 
-def test_the_worst_case_fits() -> None:
+def test_worst_case_fits() -> None:
     """One row too many for each expert's tile: the most that padding can cost."""
     experts = 6
     for full in (0, 1, 2):
@@ -63,7 +63,7 @@ def test_the_worst_case_fits() -> None:
     check(torch.cat([torch.zeros(500, dtype=torch.long), torch.arange(experts)]), experts)
 
 
-def test_the_size_depends_on_counts_alone() -> None:
+def test_size_depends_only_on_counts() -> None:
     rows = {
         group_rows(chosen, 4).groups.rows for chosen in (torch.zeros(200), torch.arange(200) % 4, torch.full((200,), 9))
     }
@@ -72,7 +72,7 @@ def test_the_size_depends_on_counts_alone() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(-1, 5), max_size=300), st.integers(1, 5))
-def test_any_choice(chosen: list[int], experts: int) -> None:
+def test_random_choices(chosen: list[int], experts: int) -> None:
     check(torch.tensor(chosen, dtype=torch.int64), experts)
 
 

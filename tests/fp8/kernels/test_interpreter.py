@@ -1,7 +1,7 @@
-"""That the interpreter is a witness: it ran the kernel it vouches for, and a fault in that kernel shows.
+"""Tests of the comparisons in Triton's interpreter: the compared kernel ran, and a fault in it is detected.
 
-Three ways in which a comparison with the reference could pass for nothing: no kernel was started, the output held the
-right values before, or the comparison looks away. Each is tried here.
+A comparison with the reference could pass without testing anything if no kernel was launched, if the output already had
+the correct values, or if the comparison ignores differences. Each case is tested here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def differs(q: Quantized, y: torch.Tensor, contract: int) -> bool:
     """Whether q is not the cast of y, bit for bit and padding included."""
     expected = cast.quantize(y, q.spec)
-    found, wanted = layout.k_major(q, contract), layout.k_major(expected, contract)
-    same_codes = torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    results, requested = layout.k_major(q, contract), layout.k_major(expected, contract)
+    same_codes = torch.equal(results.codes.view(torch.uint8), requested.codes.view(torch.uint8))
     return not (same_codes and torch.equal(q.scale.view(torch.int32), expected.scale.view(torch.int32)))
 
 
@@ -102,19 +102,19 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
     x, w = inputs()
     one = x[:16, :128].contiguous().nan_to_num()
     across, down = CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))
-    q, whole = cast.quantize(one, across), CastSpec(block=(-1, -1), scale="fp32")
+    q, full = cast.quantize(one, across), CastSpec(block=(-1, -1), scale="fp32")
     groups = group_rows(torch.tensor([0, 1, 1, 0, 2]), 2).groups
-    held, weights = torch.ones(groups.rows, 32), torch.ones(2, 16, 32)
+    saved, weights = torch.ones(groups.rows, 32), torch.ones(2, 16, 32)
     first = registry.get("reference")
-    rows, experts = first.quantize_rows(held, ROW, groups), first.quantize_experts(weights, CastSpec(block=(128, 128)))
-    given, columns = first.quantize_rows(held[:, :16], ROW, groups), first.quantize_rows(held, COL, groups)
+    rows, experts = first.quantize_rows(saved, ROW, groups), first.quantize_experts(weights, CastSpec(block=(128, 128)))
+    arguments, columns = first.quantize_rows(saved[:, :16], ROW, groups), first.quantize_rows(saved, COL, groups)
     state = {k.name: torch.zeros((130,) if k.row is None else (2, *k.row), dtype=k.dtype) for k in LAYOUT["fp8"]}
     step = Piece(torch.ones(130), torch.ones(130), state, start=0, index=0, step=1)
     return {
         "quantize": lambda: backend.quantize(one, ROW),
         "quantize_both": lambda: backend.quantize_both(one, ROW, COL),
-        "quantize_with_scale": lambda: backend.quantize_with_scale(one, torch.tensor(0.5), whole),
-        "quantize_both_with_scale": lambda: backend.quantize_both_with_scale(one, torch.tensor(0.5), whole),
+        "quantize_with_scale": lambda: backend.quantize_with_scale(one, torch.tensor(0.5), full),
+        "quantize_both_with_scale": lambda: backend.quantize_both_with_scale(one, torch.tensor(0.5), full),
         "dequantize": lambda: backend.dequantize(q),
         "copy_for_gemm": lambda: backend.copy_for_gemm(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "copy_to_layout": lambda: backend.copy_to_layout(cast.quantize(one, CastSpec(block=(128, 128))), 0),
@@ -122,11 +122,11 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "gemm_decode": lambda: backend.gemm_decode(q, q, torch.float32),
         "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),
         "gemm_wgrad": lambda: backend.gemm_wgrad(cast.quantize(one, down), cast.quantize(one, down), LOW),
-        "quantize_rows": lambda: backend.quantize_rows(held, ROW, groups),
-        "quantize_rows_both": lambda: backend.quantize_rows_both(held, ROW, COL, groups),
+        "quantize_rows": lambda: backend.quantize_rows(saved, ROW, groups),
+        "quantize_rows_both": lambda: backend.quantize_rows_both(saved, ROW, COL, groups),
         "quantize_experts": lambda: backend.quantize_experts(weights, CastSpec(block=(128, 128))),
         "grouped_fwd": lambda: backend.grouped_fwd(rows, experts, groups, LOW),
-        "grouped_dgrad": lambda: backend.grouped_dgrad(given, experts, groups, LOW),
+        "grouped_dgrad": lambda: backend.grouped_dgrad(arguments, experts, groups, LOW),
         "grouped_wgrad": lambda: backend.grouped_wgrad(columns, columns, groups, LOW),
         "rmsnorm_quantize": lambda: backend.rmsnorm_quantize(x, w, 1e-6, ROW, None),
         "swiglu_quantize": lambda: backend.swiglu_quantize(x, x, ROW, COL),
@@ -144,21 +144,21 @@ CORE = {
 }
 
 
-def test_no_operation_is_forgotten() -> None:
+def test_all_operations_are_covered() -> None:
     assert sorted(operations(registry.get("triton"))) == OPERATIONS
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_starts_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operation_launches_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves nothing of it to the reference, which as much as being called ends the test."""
     call, reference = operations(registry.get("triton"))[name], registry.get("reference")
     for each in OPERATIONS:
         monkeypatch.setattr(type(reference), each, delegated)
-    with launch.launches() as seen:
+    with launch.launches() as recorded:
         call()
-    assert sum(seen.values()) >= 1, f"{name} ran no kernel"
+    assert sum(recorded.values()) >= 1, f"{name} ran no kernel"
     product = next((kernel for prefix, kernel in CORE.items() if name.startswith(prefix)), None)
-    assert product is None or seen[product] == 1, f"{name} multiplied elsewhere: {dict(seen)}"
+    assert product is None or recorded[product] == 1, f"{name} multiplied elsewhere: {dict(recorded)}"
     with launch.launches() as none:
         pass
     assert not none, "launches outside are not counted"
@@ -169,28 +169,28 @@ def delegated(*args: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_of_the_reference_would_show(name: str) -> None:
+def test_reference_operation_is_detected(name: str) -> None:
     """What plain torch computes starts no kernel, so that the count above tells the two apart."""
-    with launch.launches() as seen:
+    with launch.launches() as recorded:
         operations(registry.get("reference"))[name]()
-    assert not seen
+    assert not recorded
 
 
-def test_the_kernels_are_the_interpreters() -> None:
-    made = {n: type(f).__name__ for n, f in vars(fused_kernels).items() if "Function" in type(f).__name__}
-    made = {n: kind for n, kind in made.items() if kind in ("InterpretedFunction", "JITFunction")}
-    assert len(made) >= 5 and set(made.values()) == {"InterpretedFunction"}, made
+def test_kernels_are_interpreted() -> None:
+    created = {n: type(f).__name__ for n, f in vars(fused_kernels).items() if "Function" in type(f).__name__}
+    created = {n: kind for n, kind in created.items() if kind in ("InterpretedFunction", "JITFunction")}
+    assert len(created) >= 5 and set(created.values()) == {"InterpretedFunction"}, created
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_right_kernels_pass(layer: str, poisoned: None) -> None:
-    with launch.launches() as seen:
+def test_correct_kernels_pass(layer: str, poisoned: None) -> None:
+    with launch.launches() as recorded:
         assert not LAYERS[layer]()
-    assert seen[layer] == 1
+    assert recorded[layer] == 1
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_kernel_that_did_not_run_does_not_pass(layer: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_that_did_not_run_fails(layer: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **options: None)
     assert LAYERS[layer]()
 
@@ -224,21 +224,21 @@ def with_fault(tmp_path: Path, good: str, bad: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault: str, tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_fault_is_detected(fault: str, tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, *FAULTS[fault]))
-    with launch.launches() as seen:
+    with launch.launches() as recorded:
         assert swiglu_differs(), f"nobody noticed: {fault}"
-    assert seen["swiglu"] == 1
+    assert recorded["swiglu"] == 1
     sys.modules.pop("faulty_kernels")
 
 
-def test_a_copy_without_a_fault_passes(tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_copy_passes(tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, "import triton", "import triton"))
     assert not swiglu_differs()
     sys.modules.pop("faulty_kernels")
 
 
-def test_a_faulty_helper_shows(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faulty_helper_is_detected(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     right = widen
 
     def halves(x):

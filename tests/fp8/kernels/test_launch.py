@@ -1,7 +1,7 @@
-"""A launch that was made before goes straight to the driver, and only where Triton would run the same compiled kernel.
+"""A repeated launch calls the driver directly, but only if Triton would run the same compiled kernel.
 
-Nothing is compiled and no GPU is asked: Triton tells its kernels apart itself, and what it would compile is a stand-in
-that notes how it is run.
+Nothing is compiled and no GPU is used: Triton computes its own specialization keys, and the compiled kernel is a
+stand-in that records its launches.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(driver, "_active", fake)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "_compiled", {})
-    made = JITFunction(example)
-    made.runs, made.asked = [], []
+    created = JITFunction(example)
+    created.runs, created.asked = [], []
 
     def compile_(key: Any, signature: Any, device: Any, *more: Any) -> Compiled:
-        return made.device_caches[device][0].setdefault(key, Compiled(made.runs))
+        return created.device_caches[device][0].setdefault(key, Compiled(created.runs))
 
-    run = made.run
-    made.run = lambda *args, **options: (made.asked.append(args), run(*args, **options))[1]
-    made._do_compile = compile_
-    return made
+    run = created.run
+    created.run = lambda *args, **options: (created.asked.append(args), run(*args, **options))[1]
+    created._do_compile = compile_
+    return created
 
 
-def test_the_second_launch_is_the_first_ones_without_triton(kernel: Any) -> None:
+def test_second_launch_skips_triton(kernel: Any) -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     for count in (48, 64):
         launch.launch(kernel, (3,), x, y, count, 2.5, BLOCK=16, EVEN=True, num_warps=8)
@@ -75,21 +75,21 @@ def test_the_second_launch_is_the_first_ones_without_triton(kernel: Any) -> None
     assert rest[9:] == [x, y, 48, 2.5, 16, True] and again[6:] == [None, None, None, x, y, 64, 2.5, 16, True]
 
 
-def test_what_triton_compiles_apart_is_kept_apart(kernel: Any) -> None:
+def test_specializations_are_cached_separately(kernel: Any) -> None:
     """Many kinds of arguments: what Triton runs for each is run from memory too."""
-    held = torch.zeros(256, dtype=torch.uint8)
-    pointers = [held[:64].view(torch.float32), held[4:68].view(torch.float32), held[:64].view(torch.bfloat16), None]
-    pointers += [TensorDescriptor(held.view(16, 16), [16, 16], [16, 1], [n, 16]) for n in (8, 16)]
+    saved = torch.zeros(256, dtype=torch.uint8)
+    pointers = [saved[:64].view(torch.float32), saved[4:68].view(torch.float32), saved[:64].view(torch.bfloat16), None]
+    pointers += [TensorDescriptor(saved.view(16, 16), [16, 16], [16, 1], [n, 16]) for n in (8, 16)]
     counts = [0, 1, 2, 16, -1, -16, 1 << 31, (1 << 31) - 1, -(1 << 31) - 1, 1 << 35, 1 << 63]
     calls = [((pointers[0], x, n, s), {"EVEN": 1}) for x, n, s in itertools.product(pointers, counts, (1.0, 2))]
     calls += [((x, x, 5, 1.0), o) for x in pointers for o in ({"EVEN": 1}, {"EVEN": 2}, {"EVEN": 1, "num_warps": 8})]
-    for args, more in calls:
-        kernel[(1,)](*args, BLOCK=16, **more)
+    for args, extra in calls:
+        kernel[(1,)](*args, BLOCK=16, **extra)
     alone = [run[0] for run in kernel.runs]
     for again in (False, True):
         kernel.runs.clear(), kernel.asked.clear()
-        for args, more in calls:
-            launch.launch(kernel, (1,), *args, BLOCK=16, **more)
+        for args, extra in calls:
+            launch.launch(kernel, (1,), *args, BLOCK=16, **extra)
         assert [run[0] for run in kernel.runs] == alone and (not kernel.asked) == again
     assert len({id(compiled) for compiled in alone}) > len(calls) // 3
 

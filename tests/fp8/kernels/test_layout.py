@@ -1,4 +1,4 @@
-"""How codes and scales lie in memory: right for every kind of cast, and free where a cast did as layout.py says."""
+"""The memory layout of codes and scales: correct for every cast, and free of copies if the cast produced it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (
 SIZES = ((1, 1), (16, 16), (17, 15), (33, 144), (130, 260), (128, 256))
 
 
-def made(rows: int, cols: int, spec: CastSpec, seed: int = 0) -> Quantized:
+def make_quantized(rows: int, cols: int, spec: CastSpec, seed: int = 0) -> Quantized:
     """A cast of values whose codes and scales all differ from those of padding."""
     return cast.quantize(torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed)) + 0.5, spec)
 
@@ -23,9 +23,9 @@ def made(rows: int, cols: int, spec: CastSpec, seed: int = 0) -> Quantized:
 @pytest.mark.parametrize("contract", (0, 1))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows, cols", SIZES)
-def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block: tuple[int, int], contract: int):
+def test_operand_has_codes_padding_and_scales(rows: int, cols: int, block: tuple[int, int], contract: int):
     spec = CastSpec("e4m3", block, "e8m0" if 32 in block else "pow2")
-    plain = made(rows, cols, spec)
+    plain = make_quantized(rows, cols, spec)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)
     for q in (plain, laid_out(plain, contract), laid_out(plain, 1 - contract)):
         got = layout.k_major(q, contract)
@@ -47,31 +47,31 @@ def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block
 @pytest.mark.parametrize("contract", (0, 1))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows, cols", SIZES)
-def test_what_lies_right_is_not_copied(rows: int, cols: int, block: tuple[int, int], contract: int):
-    q = laid_out(made(rows, cols, CastSpec("e4m3", block, "pow2")), contract)
+def test_tensors_in_layout_are_not_copied(rows: int, cols: int, block: tuple[int, int], contract: int):
+    q = laid_out(make_quantized(rows, cols, CastSpec("e4m3", block, "pow2")), contract)
     got = layout.k_major(q, contract)
     assert got.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr()
     assert got.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
 
 
-def test_scales_of_lines_reach_over_the_padding_of_the_codes():
-    q = made(33, 260, CastSpec("e4m3", (1, 128), "pow2"))
+def test_row_block_scales_cover_padding():
+    q = make_quantized(33, 260, CastSpec("e4m3", (1, 128), "pow2"))
     got = layout.k_major(laid_out(q, 1), 1)
     assert got.codes.shape == (48, 384) and got.scale.stride() == (1, 48)
-    whole = got.scale.as_strided((48, 3), (1, 48))
-    assert torch.equal(whole[:33], q.scale) and bool((whole[33:] == 1).all())
+    full = got.scale.as_strided((48, 3), (1, 48))
+    assert torch.equal(full[:33], q.scale) and bool((full[33:] == 1).all())
 
 
-def test_scales_of_squares_are_padded_to_four_along_the_contraction():
+def test_square_block_scales_are_padded_to_four():
     for contract, shape in ((1, (300, 700)), (0, (700, 300))):
-        got = layout.k_major(laid_out(made(*shape, CastSpec("e4m3", (128, 128), "pow2")), contract), contract)
+        got = layout.k_major(laid_out(make_quantized(*shape, CastSpec("e4m3", (128, 128), "pow2")), contract), contract)
         assert got.scale.shape == (3, 6) and got.scale.stride() == (8, 1)
         assert bool((got.scale.as_strided((3, 8), (8, 1))[:, 6:] == 1).all())
 
 
-def test_scales_whose_storage_ends_early_are_copied():
+def test_scales_with_short_storage_are_copied():
     """Strides alone do not show that there is padding behind the last scale."""
-    q = made(33, 256, CastSpec("e4m3", (1, 128), "pow2"))
+    q = make_quantized(33, 256, CastSpec("e4m3", (1, 128), "pow2"))
     short = torch.empty(48 + 33).as_strided((33, 2), (1, 48)).copy_(q.scale)
     got = layout.k_major(Quantized(q.data, short, q.spec), 1)
     assert got.scale.untyped_storage().nbytes() >= 4 * 96 and torch.equal(got.scale, q.scale)
@@ -79,7 +79,7 @@ def test_scales_whose_storage_ends_early_are_copied():
 
 def test_row_scales_have_strides_of_one():
     """One column scale [1, n] transposed is contiguous in torch's eyes with any stride; scaled_mm wants 1."""
-    q = made(5, 80, CastSpec("e4m3", (-1, 1), "pow2"))
+    q = make_quantized(5, 80, CastSpec("e4m3", (-1, 1), "pow2"))
     assert layout.k_major(q, 0).scale.stride() == (1, 1)
 
 
@@ -101,7 +101,7 @@ def test_grids_and_rounding():
 
 @pytest.mark.parametrize("op, dims", (("fwd", (1, 1)), ("dgrad", (1, 0)), ("wgrad", (0, 0))))
 @pytest.mark.parametrize("name", RECIPES)
-def test_triton_casts_lie_as_they_should(name: str, op: str, dims: tuple[int, int]) -> None:
+def test_triton_casts_have_layout(name: str, op: str, dims: tuple[int, int]) -> None:
     """No GEMM copies what the kernels of this package wrote for it."""
     triton = registry.get("triton")
     if triton.supports("quantize", CastSpec(), torch.device("cpu"), None) is not None:
@@ -120,7 +120,7 @@ def test_triton_casts_lie_as_they_should(name: str, op: str, dims: tuple[int, in
 def test_weights_of_experts(contract: int) -> None:
     """Each expert as k_major lays it out, and no copy of what lies so already."""
     spec = CastSpec("e4m3", (128, 128), "pow2")
-    each = [made(150, 200, spec, seed) for seed in range(3)]
+    each = [make_quantized(150, 200, spec, seed) for seed in range(3)]
     data = torch.stack([q.data.view(torch.uint8) for q in each]).view(torch.float8_e4m3fn)
     q = Quantized(data, torch.stack([q.scale for q in each]), spec)
     got = layout.experts_k_major(q, contract)
@@ -134,8 +134,8 @@ def test_weights_of_experts(contract: int) -> None:
     assert again.codes.data_ptr() == got.codes.data_ptr() and again.codes.shape == got.codes.shape
 
 
-def test_whether_codes_lie_already() -> None:
-    q = made(33, 144, CastSpec("e4m3", (1, -1), "pow2"))
+def test_is_k_major_matches_layout() -> None:
+    q = make_quantized(33, 144, CastSpec("e4m3", (1, -1), "pow2"))
     assert not layout.is_k_major(q, 1) and not layout.is_k_major(q, 0)
     for contract in (0, 1):
         right = laid_out(q, contract)

@@ -1,4 +1,4 @@
-"""The kernels of the key-value cache in Triton's interpreter: attention beside fp64, writes beside the cast."""
+"""The kernels of the paged key-value cache in Triton's interpreter: attention against fp64, writes against the cast."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pages:
         return paged.attend(q, self.codes, self.scales, self.table, self.lengths, scale, self.page)
 
     def held(self, row: int) -> Tensor:
-        """What of a sequence was kept, in fp64: [tokens, 2, heads, dim]."""
+        """Return the cached keys and values of a sequence in fp64: [tokens, 2, heads, dim]."""
         x = self.x[row].to(self.dtype)
         if self.scales is None:
             return x.double()
@@ -60,7 +60,7 @@ def exact(q: Tensor, x: Tensor, scale: float) -> Tensor:
     return (((q.double()[:, None] @ k.mT) * scale).softmax(-1) @ v)[:, 0]
 
 
-def ask(lengths, queries: int, dim: int, dtype) -> Tensor:
+def make_queries(lengths, queries: int, dim: int, dtype) -> Tensor:
     return torch.randn(len(lengths), queries, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
@@ -70,10 +70,10 @@ def ask(lengths, queries: int, dim: int, dtype) -> Tensor:
     ("queries", "heads", "dim", "page", "lengths"),
     [(4, 1, 64, 8, (1, 0, 67)), (2, 2, 80, 3, (9, 4)), (6, 2, 96, 5, (33,)), (17, 1, 128, 16, (16, 2))],
 )
-def test_attention_is_that_of_fp64(queries, heads, dim, page, lengths, dtype, coded) -> None:
+def test_attention_matches_fp64(queries, heads, dim, page, lengths, dtype, coded) -> None:
     """Within the rounding of the result, and 2^-14 of the largest value for that of p (fp32: 2^-19 for sums)."""
     cache = Pages(lengths, heads, dim, page, dtype, coded)
-    q, scale = ask(lengths, queries, dim, dtype), dim**-0.4
+    q, scale = make_queries(lengths, queries, dim, dtype), dim**-0.4
     with launches() as ran:
         got = cache.attend(q, scale)
     assert ran == {"attend_kernel": 1} and got.dtype == dtype and got.shape == q.shape
@@ -87,56 +87,56 @@ def test_attention_is_that_of_fp64(queries, heads, dim, page, lengths, dtype, co
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "e4m3"])
-def test_a_sequence_gets_its_bits_in_any_company_place_and_width(coded, monkeypatch) -> None:
+def test_sequence_result_is_batch_invariant(coded, monkeypatch) -> None:
     """Chunks of 32 tokens: sequences of one, of several, of whole ones; a table that is wider than all of them."""
     lengths, dtype = (70, 32, 5, 64, 0), torch.bfloat16
-    q = ask(lengths, 4, 64, dtype)
-    whole = Pages(lengths, 2, 64, 4, dtype, coded)
-    one_chunk = whole.attend(q, 0.2)
+    q = make_queries(lengths, 4, 64, dtype)
+    full = Pages(lengths, 2, 64, 4, dtype, coded)
+    one_chunk = full.attend(q, 0.2)
     monkeypatch.setattr(paged, "CHUNK", 32)
     with launches() as ran:
-        got = whole.attend(q, 0.2)
+        got = full.attend(q, 0.2)
     assert ran == {"attend_kernel": 1, "join_kernel": 1}
     assert torch.equal(got[1:3], one_chunk[1:3]), "a sequence of one chunk does not see that others have more"
     for row, count in enumerate(lengths):
         if count:
-            want = exact(q[row], whole.held(row), 0.2)
+            want = exact(q[row], full.held(row), 0.2)
             assert ((got[row].double() - want).abs() <= 2.0**-8 * want.abs() + 2.0**-11).all()
     order = torch.tensor([3, 0, 2])
-    wide = torch.nn.functional.pad(whole.table, (0, 9))[order]
-    turned = paged.attend(q[order], whole.codes, whole.scales, wide, whole.lengths[order], 0.2, 4)
+    wide = torch.nn.functional.pad(full.table, (0, 9))[order]
+    turned = paged.attend(q[order], full.codes, full.scales, wide, full.lengths[order], 0.2, 4)
     assert torch.equal(turned, got[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_is_written_is_the_cast_bit_for_bit(dtype) -> None:
+def test_written_values_equal_cast_bitwise(dtype) -> None:
     """From fp32 keys in any order of memory; zeros, tiny and huge ones, infinities and NaN; nobody's left out."""
     gen = torch.Generator().manual_seed(2)
     x = torch.randn(2, 3, 11, 80, generator=gen) * torch.exp2(torch.randint(-30, 12, (2, 3, 11, 1), generator=gen))
     x[0, 0, 3], x[1, 1, 4, 7], x[0, 2, 5, 1], x[1, 0, 6] = 0, torch.nan, torch.inf, x[1, 0, 6] * 1e-33
     k, v = (part.transpose(0, 1) for part in x)  # [tokens, heads, dim], not contiguous
     where = torch.tensor([4, -1, 0, 1, 2, 3, 19, 18, 17, -1, 8])
-    kept = torch.cat([k, v], 1).to(dtype).transpose(0, 1)  # [2 * heads, tokens, dim]
+    saved = torch.cat([k, v], 1).to(dtype).transpose(0, 1)  # [2 * heads, tokens, dim]
     for coded in (False, True):
         codes = torch.zeros(6, 20, 80, dtype=torch.float8_e4m3fn if coded else dtype)
         scales = torch.zeros(6, 20) if coded else None
         paged.write(k, v.transpose(1, 2).contiguous().transpose(1, 2), where, codes, scales, dtype)
         want, some = torch.zeros_like(codes), where >= 0
         if scales is None:
-            want[:, where[some]] = kept[:, some]
+            want[:, where[some]] = saved[:, some]
             assert torch.equal(codes.nan_to_num(7.0), want.nan_to_num(7.0))
             continue
-        cast = quantize(kept.reshape(-1, 80), TOKEN_AND_HEAD)
-        own = torch.zeros_like(scales)
-        own[:, where[some]] = cast.scale.view(6, -1)[:, some]
+        cast = quantize(saved.reshape(-1, 80), TOKEN_AND_HEAD)
+        original = torch.zeros_like(scales)
+        original[:, where[some]] = cast.scale.view(6, -1)[:, some]
         want.view(torch.uint8)[:, where[some]] = cast.data.view(torch.uint8).view(6, -1, 80)[:, some]
         assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
-        assert torch.equal(scales.nan_to_num(-1.0), own.nan_to_num(-1.0))
+        assert torch.equal(scales.nan_to_num(-1.0), original.nan_to_num(-1.0))
 
 
-def test_nan_of_a_key_reaches_its_own_sequence_alone() -> None:
+def test_nan_key_affects_only_its_sequence() -> None:
     cache = Pages((5, 6), 1, 64, 4, torch.bfloat16, False)
     bad = torch.full((1, 1, 64), torch.nan)
     paged.write(bad, bad, cache.places(0, 3)[2:], cache.codes, None, torch.bfloat16)
-    got = cache.attend(ask((5, 6), 2, 64, torch.bfloat16), 0.1)
+    got = cache.attend(make_queries((5, 6), 2, 64, torch.bfloat16), 0.1)
     assert got[0].isnan().all() and got[1].isfinite().all()

@@ -1,4 +1,4 @@
-"""The three GEMMs of the reference: against float64 on the same codes, and with magnitudes that expose every block."""
+"""The GEMMs of the reference against float64 on the same codes, with magnitudes that expose misplaced blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(gemm: str, a_q: Quantized, b_q: Quantized, dtype: torch.dtype = torch.fl
 
 
 def exact(gemm: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The product in float64, by the textbook equation."""
+    """Compute the product in float64."""
     return {"fwd": lambda: a @ b.T, "dgrad": lambda: a @ b, "wgrad": lambda: a.T @ b}[gemm]()
 
 
@@ -77,7 +77,7 @@ def spread(spec: CastSpec, dim: int, size: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(260, 300, 390), (33, 129, 1176)], ids=str)
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_magnitudes_that_differ_by_row_and_column(name: str, gemm: str, shape: tuple[int, int, int]) -> None:
+def test_magnitudes_by_row_and_column(name: str, gemm: str, shape: tuple[int, int, int]) -> None:
     """Every block of both operands gets its own power of two. Divided out again, not one bit may have changed.
 
     Along the contraction the second operand takes the inverse of the first's, so that each product stays what it was. A
@@ -104,8 +104,8 @@ def test_magnitudes_that_differ_by_row_and_column(name: str, gemm: str, shape: t
 
 
 @pytest.mark.parametrize("name", ["blockwise", "rowwise", "mxfp8"])
-def test_a_coarser_block_would_be_noticed(name: str) -> None:
-    """The spread inputs above are a test: under per-tensor scales the same inputs lose most of their values."""
+def test_coarser_block_is_detected(name: str) -> None:
+    """With one scale per tensor, the same inputs lose most of their values."""
     casts = recipe(name).fwd
     assert casts is not None
     a, b = operands("fwd", (64, 64, 512), seed=5)
@@ -130,7 +130,7 @@ def test_16_bit_outputs_are_rounded_once(name: str, gemm: str) -> None:
         assert torch.equal(run(gemm, a_q, b_q, dtype), run(gemm, a_q, b_q).to(dtype))
 
 
-def test_scales_of_your_own() -> None:
+def test_custom_scales() -> None:
     """fp32 scales that change along the contraction, and wide blocks across it."""
     a, b = operands("fwd", (70, 90, 300))
     for a_block, b_block in (((1, 64), (48, -1)), ((16, -1), (-1, 7)), ((-1, -1), (13, 64))):
@@ -140,7 +140,7 @@ def test_scales_of_your_own() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_bad_value_reaches_the_result(name: str) -> None:
+def test_bad_value_propagates(name: str) -> None:
     casts = recipe(name).fwd
     assert casts is not None
     a, b = operands("fwd", (5, 6, 200))
@@ -151,7 +151,7 @@ def test_a_bad_value_reaches_the_result(name: str) -> None:
 
 
 @pytest.mark.parametrize(("block", "kind"), [((1, -1), "pow2"), ((1, -1), "fp32"), ((-1, -1), "fp32")], ids=str)
-def test_extreme_scales_do_not_overflow_on_the_way(block: tuple[int, int], kind: str) -> None:
+def test_extreme_scales_do_not_overflow(block: tuple[int, int], kind: str) -> None:
     """Sums of 64 products of codes times 2^117 are beyond fp32; what the other scale makes of them is not."""
     spec = CastSpec("e4m3", block, kind)
     a, b = (t.abs() for t in operands("fwd", (4, 5, 64)))
@@ -161,7 +161,7 @@ def test_extreme_scales_do_not_overflow_on_the_way(block: tuple[int, int], kind:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_autocast_and_lowered_precision_do_not_reach_in(name: str) -> None:
+def test_autocast_and_matmul_precision_are_ignored(name: str) -> None:
     casts = recipe(name).fwd
     assert casts is not None
     a, b = operands("fwd", (64, 96, 256))
@@ -184,7 +184,7 @@ def test_autocast_and_lowered_precision_do_not_reach_in(name: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_operands_that_do_not_fit() -> None:
+def test_mismatched_operands_are_rejected() -> None:
     spec = CastSpec()
     q = {shape: cast.quantize(torch.zeros(shape), spec) for shape in ((4, 128), (4, 130), (2, 4, 128))}
     with pytest.raises(CastError, match=r"gemm_fwd: the operands are \[4, 128\] and \[4, 130\].*agree in dimension 1"):

@@ -1,4 +1,4 @@
-"""The choice of a backend: reason, rejected, and no silent fall back."""
+"""Selection of backends: reasons, rejected backends, and no silent fallback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.fp8.kernels.registry import BackendError, get, names, register, sele
 
 
 class Picky(ReferenceBackend):
-    """Casts rows of 128 on the CPU, nothing else."""
+    """Casts rows of 128 on the CPU, and nothing else."""
 
     name = "picky"
 
@@ -43,12 +43,12 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     register(Useless())
 
 
-def test_the_order_of_preference() -> None:
+def test_order_of_preference() -> None:
     assert names() == ("deepgemm", "torch", "triton", "reference")
     assert all(get(name).name == name for name in names())
 
 
-def test_on_the_cpu_the_reference_is_chosen_and_says_why_the_others_are_not() -> None:
+def test_cpu_selects_reference_with_reasons() -> None:
     for op in ("fwd", "dgrad", "wgrad"):
         for name in fp8.RECIPES:
             chosen = select(op, recipe_or_spec=recipe(name), device="cpu", shape=(None, 1, 3420))
@@ -62,8 +62,8 @@ def test_on_the_cpu_the_reference_is_chosen_and_says_why_the_others_are_not() ->
     }
 
 
-def test_for_a_gpu_that_is_elsewhere_triton_is_planned() -> None:
-    """It is the one that every GPU has; what the others can do depends on which it is."""
+def test_absent_gpu_is_planned_with_triton() -> None:
+    """Every GPU supports Triton; support of the other backends depends on the GPU."""
     if torch.cuda.is_available():
         pytest.skip("asks about a GPU that is not there")
     for name in fp8.RECIPES:
@@ -72,7 +72,7 @@ def test_for_a_gpu_that_is_elsewhere_triton_is_planned() -> None:
         assert "this process sees no GPU" in dict(chosen.rejected)["torch"]
 
 
-def test_on_a_hopper_each_gemm_takes_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_selects_best_backend_per_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -89,7 +89,7 @@ def test_on_a_hopper_each_gemm_takes_the_best(monkeypatch: pytest.MonkeyPatch) -
         assert select("grouped_fwd", recipe_or_spec=recipe("blockwise"), device="cuda").backend.name == "triton"
 
 
-def test_on_an_ada_blocks_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ada_selects_triton_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -104,7 +104,7 @@ def test_on_an_ada_blocks_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Without what the backends remember of this machine, before and after."""
+    """Clear cached properties of this machine before and after."""
     known = (deepgemm_backend._why_not, torch_backend._why_not, triton_backend._why_not)
     for remembered in known:
         remembered.cache_clear()
@@ -115,7 +115,7 @@ def fresh() -> Iterator[None]:
             remembered.cache_clear()
 
 
-def test_auto_takes_the_first_that_can_and_says_what_it_passed_over(backends: None) -> None:
+def test_auto_selects_first_supported_and_lists_rejected(backends: None) -> None:
     assert names() == ("useless", "picky", "deepgemm", "torch", "triton", "reference")
     chosen = select("quantize", recipe_or_spec=CastSpec(), device="cpu", shape=(4, 256))
     assert chosen.backend.name == "picky" and chosen.rejected == (("useless", "it can do nothing"),)
@@ -126,7 +126,7 @@ def test_auto_takes_the_first_that_can_and_says_what_it_passed_over(backends: No
     assert select("quantize", recipe_or_spec=CastSpec(), device="cpu").backend.name == "picky"
 
 
-def test_a_request_by_name_is_met_or_raises(backends: None) -> None:
+def test_requested_backend_is_used_or_raises(backends: None) -> None:
     chosen = select("quantize", recipe_or_spec=CastSpec(), device="cpu", shape=(4, 256), requested="picky")
     assert chosen.backend.name == "picky" and chosen.reason == "requested by name" and chosen.rejected == ()
     message = (
@@ -139,7 +139,7 @@ def test_a_request_by_name_is_met_or_raises(backends: None) -> None:
     assert "useless: it can do nothing" in str(caught.value)
 
 
-def test_public_quantize_selects_and_obeys(backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_quantize_selects_backend(backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     original = ReferenceBackend.quantize
     monkeypatch.setattr(ReferenceBackend, "quantize", lambda b, *args: used.append(b.name) or original(b, *args))
@@ -155,26 +155,26 @@ def test_public_quantize_selects_and_obeys(backends: None, monkeypatch: pytest.M
         fp8.quantize(torch.randn(2, 128), CastSpec(), backend="cutlass")
 
 
-def test_a_backend_without_casts_cannot_be_asked_for_one() -> None:
+def test_backend_without_casts_rejects_quantize() -> None:
     for name in ("torch", "deepgemm"):
         with pytest.raises(BackendError, match="it has no casts; another backend casts for it"):
             fp8.quantize(torch.randn(2, 128), CastSpec(), backend=name)
 
 
-def test_triton_by_name_is_met_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter it serves the CPU; outside of it, it says where it runs."""
+def test_requested_triton_is_used_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter it supports the CPU; otherwise the error lists its devices."""
     for value, why_not in (("1", None), ("0", "on the CPU only in Triton's interpreter, TRITON_INTERPRET=1")):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         with fresh():
             if why_not is None:
-                asked = select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="triton")
-                assert asked.backend.name == "triton" and asked.reason == "requested by name"
+                requested = select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="triton")
+                assert requested.backend.name == "triton" and requested.reason == "requested by name"
             else:
                 with pytest.raises(BackendError, match=why_not):
                     fp8.quantize(torch.randn(2, 128), CastSpec(), backend="triton")
 
 
-def test_triton_says_which_blocks_it_lacks() -> None:
+def test_triton_reports_unsupported_blocks() -> None:
     triton, cpu = get("triton"), torch.device("cpu")
     for block in ((3, 5), (1, 100), (-1, 128), (256, 256)):
         with pytest.raises(BackendError, match="it has no kernel for blocks of e4m3"):
@@ -182,18 +182,18 @@ def test_triton_says_which_blocks_it_lacks() -> None:
     for block in ((1, -1), (-1, -1), (1, 64), (16, 16), (128, 1)):
         assert triton.supports("quantize", CastSpec("e4m3", block), cpu, None) is None
     line, square = CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 128))
-    for made in map(recipe, fp8.RECIPES):
-        assert all(triton.supports(op, made, cpu, None) is None for op in ("fwd", "grouped_dgrad", "wgrad"))
-    odd = Recipe("own", "e4m3", Gemm(line, square), Gemm(line, line), Gemm(line, CastSpec("e4m3", (16, 1))))
-    assert triton.supports("fwd", odd, cpu, None) is None
-    assert triton.supports("dgrad", odd, cpu, None) == (
+    for created in map(recipe, fp8.RECIPES):
+        assert all(triton.supports(op, created, cpu, None) is None for op in ("fwd", "grouped_dgrad", "wgrad"))
+    unusual = Recipe("own", "e4m3", Gemm(line, square), Gemm(line, line), Gemm(line, CastSpec("e4m3", (16, 1))))
+    assert triton.supports("fwd", unusual, cpu, None) is None
+    assert triton.supports("dgrad", unusual, cpu, None) == (
         "its GEMMs support blocks with 32, 128 or all elements along the contraction and 1, 128 or all elements across "
         "it, not e4m3 1x128 pow2 contracted along dimension 0"
     )
-    assert "e4m3 1x128 pow2 contracted along dimension 0" in triton.supports("grouped_wgrad", odd, cpu, None)
+    assert "e4m3 1x128 pow2 contracted along dimension 0" in triton.supports("grouped_wgrad", unusual, cpu, None)
 
 
-def test_what_triton_says_is_what_its_kernels_take() -> None:
+def test_triton_support_matches_kernels() -> None:
     cast, tiles = (pytest.importorskip(f"octavo.fp8.kernels.triton_kernels.{name}") for name in ("cast", "tiles"))
     assert triton_backend.CAST_SIDES == cast.SIDES
     for across in (-1, 1, 16, 32, 64, 128):
@@ -207,19 +207,21 @@ def test_what_triton_says_is_what_its_kernels_take() -> None:
                 tiles.grain(spec, 1)
 
 
-def test_the_reference_casts_once_where_both_layouts_have_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_casts_once_for_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.fp8.kernels import reference
 
-    real, asked = reference.cast._quantize, []
-    monkeypatch.setattr(reference.cast, "_quantize", lambda x, shape, spec: asked.append(spec) or real(x, shape, spec))
-    backend, whole, line = get("reference"), CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(1, 128))
-    first, second = backend.quantize_both(torch.ones(4, 8), whole, whole)
-    assert first is second and asked == [whole]
-    backend.quantize_both(torch.ones(4, 8), line, whole)
-    assert asked == [whole, line, whole]
+    real, requested = reference.cast._quantize, []
+    monkeypatch.setattr(
+        reference.cast, "_quantize", lambda x, shape, spec: requested.append(spec) or real(x, shape, spec)
+    )
+    backend, full, line = get("reference"), CastSpec(block=(-1, -1), scale="fp32"), CastSpec(block=(1, 128))
+    first, second = backend.quantize_both(torch.ones(4, 8), full, full)
+    assert first is second and requested == [full]
+    backend.quantize_both(torch.ones(4, 8), line, full)
+    assert requested == [full, line, full]
 
 
-def test_nothing_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_supporting_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_backends", {"useless": Useless()})
     with pytest.raises(
         BackendError, match="No backend supports quantize.*useless: it can do nothing.*Choose another recipe"
@@ -229,7 +231,7 @@ def test_nothing_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         select("quantize", recipe_or_spec=CastSpec(), device="cpu", requested="useless")
 
 
-def test_a_gemm_that_the_recipe_keeps_in_high_precision_is_no_fp8_gemm() -> None:
+def test_high_precision_gemm_is_rejected() -> None:
     with pytest.raises(BackendError, match="keeps wgrad in high precision"):
         select("wgrad", recipe_or_spec=recipe("rowwise", wgrad="bf16"), device="cpu")
 
@@ -242,12 +244,12 @@ def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.Monkey
     for module in (deepgemm_backend, torch_backend, triton_backend):
         monkeypatch.setattr(module, "_why_not", lambda *device: "this GPU has 8.0")
     chosen, device = recipe("blockwise"), torch.device("cuda")
-    found = select_layer_backends(chosen, device, (None, 64, 32), "auto", "experts")
-    assert {s.backend.name for s in found.values()} == {"reference"}
-    assert why_not_grouped(chosen, found, device).startswith("reference: it reads the sizes of the experts")
+    results = select_layer_backends(chosen, device, (None, 64, 32), "auto", "experts")
+    assert {s.backend.name for s in results.values()} == {"reference"}
+    assert why_not_grouped(chosen, results, device).startswith("reference: it reads the sizes of the experts")
 
 
-def test_unknown_ops_and_taken_names(backends: None) -> None:
+def test_unknown_ops_and_duplicate_names_are_rejected(backends: None) -> None:
     with pytest.raises(BackendError, match="no op 'gemm'; use one of: quantize, dequantize, fwd"):
         select("gemm", recipe_or_spec=recipe("rowwise"), device="cpu")
     for name in ("picky", "auto"):
@@ -257,7 +259,7 @@ def test_unknown_ops_and_taken_names(backends: None) -> None:
             register(taken)
 
 
-def test_the_cast_backend_is_remembered_until_the_registry_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_backend_is_cached_until_registry_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_kernels, x = get("torch"), torch.randn(3, 256)
     assert torch_kernels._cast_backend(CastSpec(), x).name == "reference"
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))

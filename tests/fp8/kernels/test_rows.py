@@ -1,4 +1,4 @@
-"""Kernels whose rows stand for themselves, in Triton's interpreter: right, and each row the same in any company."""
+"""Batch-invariant kernels in Triton's interpreter: correct, and every row independent of the others."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def near(got: Tensor, want: Tensor, terms: int = 1) -> None:
-    """Within one rounding of the result, and fp32 sums of so many terms."""
+def assert_near(got: Tensor, want: Tensor, terms: int = 1) -> None:
+    """Compare within one rounding of the result and of fp32 sums."""
     eps = torch.finfo(got.dtype).eps
     allowed = eps * want.abs() + 2**-22 * terms * want.abs().max()
     assert got.shape == want.shape and bool(((got.double() - want).abs() <= allowed).all())
@@ -43,20 +43,20 @@ def test_products(dtype: torch.dtype, laid: bool, exact_products: None) -> None:
     x, w, bias = random(128, 100, dtype=dtype), random(130, 100, seed=1, dtype=dtype), random(130, seed=2, dtype=dtype)
     b = w.t() if laid else w.t().contiguous()
     y = row_products.product(x, b, bias, 0.5, 2.0, dtype)
-    near(y, 2 * x.double() @ w.double().t() + 0.5 * bias.double(), 100)
+    assert_near(y, 2 * x.double() @ w.double().t() + 0.5 * bias.double(), 100)
     for some in SOME:
         assert torch.equal(row_products.product(x[some], b, bias, 0.5, 2.0, dtype), y[some])
     wide = row_products.product(x[:, ::2][:5], b[::2], None, 1.0, 1.0, torch.float32)
-    near(wide, x[:5, ::2].double() @ b[::2].double(), 100)
+    assert_near(wide, x[:5, ::2].double() @ b[::2].double(), 100)
 
 
 @DTYPES
-def test_products_of_experts(dtype: torch.dtype, exact_products: None) -> None:
-    """One without rows, one with more than a tile; rows behind the last are nobody's."""
+def test_expert_products(dtype: torch.dtype, exact_products: None) -> None:
+    """One expert has no rows, one has more than a tile; the last rows belong to no expert."""
     x, w, ends = random(128, 40, dtype=dtype), random(4, 70, 40, seed=1, dtype=dtype).mT, torch.tensor([1, 1, 90, 100])
     y = row_products.grouped_product(x, w, ends)
-    for expert, own in ((0, slice(0, 1)), (2, slice(1, 90)), (3, slice(90, 100))):
-        assert torch.equal(y[own], row_products.product(x[own], w[expert], None, 1.0, 1.0, dtype))
+    for expert, original in ((0, slice(0, 1)), (2, slice(1, 90)), (3, slice(90, 100))):
+        assert torch.equal(y[original], row_products.product(x[original], w[expert], None, 1.0, 1.0, dtype))
     assert not y[100:].any()
     none = row_products.grouped_product(x[:5], w, torch.zeros(4, dtype=torch.int32))
     assert not none.any()
@@ -76,11 +76,11 @@ CASES = {
 
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
-def test_attention_is_that_of_the_reference(case: str, dtype: torch.dtype) -> None:
+def test_attention_matches_reference(case: str, dtype: torch.dtype) -> None:
     q, k, v = (random(2, h, 70, n, seed=n, dtype=dtype) for h, n in ((4, 24), (2, 24), (2, 40)))
-    seen = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
-    got, lse = row_attention.attend(q, k, v, *seen, 0.3)
-    want, other = _forward(q, k, v, seen, 0.3)
+    recorded = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
+    got, lse = row_attention.attend(q, k, v, *recorded, 0.3)
+    want, other = _forward(q, k, v, recorded, 0.3)
     other = other.view(2, 4, -1)[:, :, :70]
     assert torch.equal(lse.isinf(), other.isinf())
     assert bool(((lse - other).nan_to_num().abs() <= 1e-5).all())
@@ -89,20 +89,20 @@ def test_attention_is_that_of_the_reference(case: str, dtype: torch.dtype) -> No
 
 
 @DTYPES
-def test_a_query_has_its_bits_in_any_company(dtype: torch.dtype, exact_products: None) -> None:
+def test_query_result_is_batch_invariant(dtype: torch.dtype, exact_products: None) -> None:
     """Whole sequences by positions and by masks, one query over its own keys, in a batch over longer ones."""
     q, k, v = (random(2, h, 128, 24, seed=seed, dtype=dtype) for seed, h in enumerate((3, 1, 1)))
-    whole = row_attention.attend(q, k, v, None, torch.arange(128).expand(2, 128), None, None, 0.2)
-    mask, own = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril(), torch.ones(2, 128, dtype=torch.bool)
-    assert all(map(torch.equal, row_attention.attend(q, k, v, mask, None, own, None, 0.2), whole))
+    full = row_attention.attend(q, k, v, None, torch.arange(128).expand(2, 128), None, None, 0.2)
+    mask, original = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril(), torch.ones(2, 128, dtype=torch.bool)
+    assert all(map(torch.equal, row_attention.attend(q, k, v, mask, None, original, None, 0.2), full))
     added = torch.zeros(2, 1, 128, 128).masked_fill(~mask, -torch.inf)
-    assert all(map(torch.equal, row_attention.attend(q, k, v, added, None, None, None, 0.2), whole))
+    assert all(map(torch.equal, row_attention.attend(q, k, v, added, None, None, None, 0.2), full))
     for t in (31, 127):
         one, keys, values = q[1:, :, t : t + 1], k[1:, :, : t + 1], v[1:, :, : t + 1]
         alone = row_attention.attend(one, keys, values, None, torch.tensor([[t]]), None, None, 0.2)
-        assert all(torch.equal(a[0, :, 0], b[1, :, t]) for a, b in zip(alone, whole, strict=True))
+        assert all(torch.equal(a[0, :, 0], b[1, :, t]) for a, b in zip(alone, full, strict=True))
         among = row_attention.attend(q[:, :, t : t + 1], k, v, None, torch.tensor([[3], [t]]), None, None, 0.2)
-        assert all(torch.equal(a[1, :, 0], b[1, :, t]) for a, b in zip(among, whole, strict=True))
+        assert all(torch.equal(a[1, :, 0], b[1, :, t]) for a, b in zip(among, full, strict=True))
 
 
 @pytest.mark.parametrize("length", [1, 130, 5000])
@@ -120,49 +120,49 @@ def test_sums(length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "title", ["blockwise", *(pytest.param(title, marks=pytest.mark.long) for title in ("rowwise", "mxfp8"))]
 )
-def test_fp8_products_have_one_tile(title: str, row_kernels: None) -> None:
+def test_fp8_products_use_one_tile(title: str, row_kernels: None) -> None:
     """However many rows there are, of linear layers and of experts; and the bits of other tiles."""
     casts, triton = recipe(title).fwd, get("triton")
     assert casts is not None
     x, w = random(128, 140), triton.quantize(random(40, 140, seed=1), casts.b, 1)
-    with launches() as seen:
+    with launches() as recorded:
         y = rows.fp8_product(triton.quantize(x, casts.a, 1), w, torch.float32)
         for some in SOME[1:]:
             assert torch.equal(rows.fp8_product(triton.quantize(x[some], casts.a, 1), w, torch.float32), y[some])
-    assert not seen["decode_kernel"]
+    assert not recorded["decode_kernel"]
     assert torch.equal(gemm.gemm(triton.quantize(x, casts.a, 1), 1, w, 1, torch.float32, gpu=Gpu(0, 200)), y)
     experts = triton.quantize_experts(random(2, 40, 140, seed=2), casts.b)
     groups, _, row_of = group_rows(torch.arange(128) % 2, 2)
-    given = torch.zeros(groups.rows, 140).index_copy_(0, row_of, x)
-    every = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, groups), experts, groups, torch.float32)
+    inputs = torch.zeros(groups.rows, 140).index_copy_(0, row_of, x)
+    every = rows.fp8_grouped_product(triton.quantize_rows(inputs, casts.a, groups), experts, groups, torch.float32)
     fewer, _, place = group_rows(torch.tensor([1]), 2)
-    given = torch.zeros(fewer.rows, 140).index_copy_(0, place, x[17:18])
-    one = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, fewer), experts, fewer, torch.float32)
+    inputs = torch.zeros(fewer.rows, 140).index_copy_(0, place, x[17:18])
+    one = rows.fp8_grouped_product(triton.quantize_rows(inputs, casts.a, fewer), experts, fewer, torch.float32)
     assert torch.equal(one[place], every[row_of[17:18]])
 
 
-def test_tiles_follow_from_casts_and_device_alone() -> None:
+def test_tiles_depend_only_on_casts_and_device() -> None:
     for gpu in (Gpu(89, 142), Gpu(90, 132), Gpu(100, 148), Gpu(120, 170)):
         for title in ("rowwise", "blockwise", "mxfp8"):
             casts = recipe(title).fwd
             assert casts is not None
-            form = tiles.form(tiles.grain(casts.a, 1), tiles.grain(casts.b, 1), fast=True, gpu=gpu)
-            assert tiles.fixed(form, gpu) in [tile for tile, _ in tiles.candidates(form, gpu)]
-            assert tiles.fixed(form, gpu, 128).m <= 128
+            form = tiles.form(tiles.scale_block(casts.a, 1), tiles.scale_block(casts.b, 1), fast=True, gpu=gpu)
+            assert tiles.invariant_tile(form, gpu) in [tile for tile, _ in tiles.candidates(form, gpu)]
+            assert tiles.invariant_tile(form, gpu, 128).m <= 128
 
 
-def test_what_looks_at_other_rows_is_refused_by_name(row_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a size: what was tried is not tried again."""
+def test_casts_across_rows_are_rejected(row_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size is tried once."""
     monkeypatch.setattr(devices, "_proven", set())
     x, w = random(3, 24), random(40, 24, seed=1)
-    with launches() as seen:
+    with launches() as recorded:
         row_mm(x, w.t())
-        tried = seen["product_kernel"]
+        tried = recorded["product_kernel"]
         row_mm(x[:1], w.t())
-    assert (tried, seen["product_kernel"]) == (6, 7)
+    assert (tried, recorded["product_kernel"]) == (6, 7)
     devices._proven.clear()
-    own = row_products.product
-    monkeypatch.setattr(row_products, "product", lambda a, *more: own(a, *more) * (1 + 1e-3 * len(a)))
+    original = row_products.product
+    monkeypatch.setattr(row_products, "product", lambda a, *more: original(a, *more) * (1 + 1e-3 * len(a)))
     with pytest.raises(fp8.InvarianceError, match=r"a product with \[24, 40\] in torch\.float32 was tried.*row 65 of"):
         row_mm(x, w.t())
     sums, attend = row_sums.sums, row_attention.attend
@@ -180,7 +180,7 @@ def test_what_looks_at_other_rows_is_refused_by_name(row_kernels: None, monkeypa
         rows.fp8_product(triton.quantize(x, casts.a, 1), triton.quantize(w, casts.b, 1), torch.float32)
 
 
-def test_float64_and_mixed_dtypes_are_refused(row_kernels: None) -> None:
+def test_float64_and_mixed_dtypes_are_rejected(row_kernels: None) -> None:
     with pytest.raises(fp8.InvarianceError, match="float64, float64 was found on cpu.*TF32"):
         row_mm(random(2, 3).double(), random(3, 4).double())
     with pytest.raises(fp8.InvarianceError, match="float32, bfloat16"):

@@ -1,4 +1,4 @@
-"""Machine code is counted along the way that a thread takes, not by the length of the listing."""
+"""Counting of machine instructions along the path that a thread executes."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ LOOP = """
 """
 
 
-def test_the_way_with_most_work_and_of_those_the_shortest() -> None:
-    found = sass.parsed(LOOP)
-    way = [i.opcode for i in found.path()]
+def test_path_with_most_work_is_counted() -> None:
+    results = sass.parsed(LOOP)
+    way = [i.opcode for i in results.path()]
     assert "SEL" not in way and way[-2:] == ["STG.E.128", "EXIT"], "a store is no slow path, a select for tails is"
-    assert found.executed() == 15 and len(found.instructions) == 22
-    (step,) = found.steps()
+    assert results.executed() == 15 and len(results.instructions) == 22
+    (step,) = results.steps()
     assert step[0].opcode.startswith("SYNCS") and step[-1].opcode == "BRA" and len(step) == 8
 
 
-def test_a_product_that_waits_for_itself_is_serialised() -> None:
+def test_dependent_products_are_serialized() -> None:
     assert not sass.parsed(LOOP).serialised()
     assert sass.parsed(LOOP.replace("                   FENCE ", "        WARPGROUP.ARRIVE ")).serialised()
 
 
-def test_text_that_cannot_be_followed_is_refused() -> None:
+def test_invalid_listing_is_rejected() -> None:
     with pytest.raises(ValueError, match="no instruction in this text: 'nothing'"):
         sass.parsed("nothing")
     with pytest.raises(ValueError, match=r"BRA goes to \.L_x_3, which is not in the text"):

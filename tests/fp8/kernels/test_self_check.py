@@ -1,5 +1,7 @@
-"""Versions that were not tested: kernels are held against the reference once, a planted fault is found and named, and
-nothing trains on it. On the CPU, in Triton's interpreter; a newer version is one that the table does not know."""
+"""Untested versions: kernels are compared with the reference once, and a planted fault stops the start.
+
+The tests run on the CPU in Triton's interpreter; a version counts as newer if it is not in the table.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,14 @@ CPU = torch.device("cpu")
 TRITON, RECIPE = registry.get("triton"), fp8.recipe("rowwise")
 
 
-def test_the_table_is_what_ci_tests_with() -> None:
+def test_tested_versions_match_ci() -> None:
     pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
     assert {name: tuple(map(int, number.split(".")[:2])) for name, number in pinned.items()} == self_check.TESTED
 
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """A machine on which nothing passed yet, with a torch and a Triton beyond the table."""
+    """A machine without passed checks, with a torch and a Triton that are newer than the table."""
     monkeypatch.setattr(self_check, "TESTED", {"torch": (2, 0), "triton": (3, 0)})
     monkeypatch.setattr(self_check, "_passed_here", set())
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
@@ -43,7 +45,7 @@ def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mo
 
 @pytest.fixture
 def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled layer takes seconds; one test has it."""
+    """Skip the compiled layer, which takes seconds and has a separate test."""
     monkeypatch.setattr(compiled_check.torch, "compile", lambda function, **_: function)
 
 
@@ -61,7 +63,7 @@ def network(backend: str = "triton") -> tuple[nn.Module, fp8.Plan]:
     return model, fp8.plan(model, fp8.Policy("rowwise", backend=backend))
 
 
-def test_versions_are_compared_by_their_first_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_compared_by_major_and_minor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TESTED", {"torch": (2, 13), "triton": (3, 7)})
     for torch_version, triton, expected in (
         ("2.13.1+cu130", "3.7.1", ()),
@@ -76,14 +78,14 @@ def test_versions_are_compared_by_their_first_two_numbers(monkeypatch: pytest.Mo
         assert self_check.find_untested() == expected
 
 
-def test_tested_versions_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tested_versions_run_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TESTED", {"torch": (99, 0), "triton": (99, 0)})
     monkeypatch.setattr(self_check, "_run_check", lambda *_: pytest.fail("checked although the version was tested"))
     fp8.apply(*network())
     assert fp8_backends.versions_tested("cpu").status == "ok"
 
 
-def test_a_plan_is_checked_once_for_a_machine(newer: pytest.MonkeyPatch) -> None:
+def test_plan_is_checked_once_per_machine(newer: pytest.MonkeyPatch) -> None:
     model, plan = network()
     names = list(collect_kernel_checks([plan], CPU))
     assert names == [
@@ -110,9 +112,9 @@ def test_a_plan_is_checked_once_for_a_machine(newer: pytest.MonkeyPatch) -> None
                 fp8.apply(*network())
 
 
-def spoiled(method: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
-    own = getattr(TRITON, method)
-    return lambda *given, **more: spoil(own(*given, **more))
+def with_fault(method: str, spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+    original = getattr(TRITON, method)
+    return lambda *given, **more: spoil(original(*given, **more))
 
 
 def add(out: Tensor, at: tuple[int, int] = (2, 3), by: float = 1e4) -> Tensor:
@@ -160,9 +162,9 @@ FAULTS = {
 
 @pytest.mark.usefixtures("no_compile")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_and_nothing_is_applied(newer: pytest.MonkeyPatch, fault: str) -> None:
+def test_planted_fault_is_reported_before_apply(newer: pytest.MonkeyPatch, fault: str) -> None:
     method, spoil, text = FAULTS[fault]
-    newer.setattr(TRITON, method, spoiled(method, spoil))
+    newer.setattr(TRITON, method, with_fault(method, spoil))
     model, plan = network()
     with pytest.raises(SelfCheckError, match=rf"(?s)^torch \S+ \(tested up to 2.0\) and triton .*: {text}") as raised:
         fp8.apply(model, plan)
@@ -210,16 +212,16 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
     (check,) = checks.values()
     with torch.no_grad():
         assert check() is None
-        monkeypatch.setattr(TRITON, method, spoiled(method, spoil))
+        monkeypatch.setattr(TRITON, method, with_fault(method, spoil))
         assert isinstance(check(), Mismatch)
 
 
-def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPatch) -> None:
-    """engine() has its own way on a CPU: here it believes to be on another device, whose kernel errs."""
-    own = TRITON.adamw
+def test_optimizer_kernel_is_checked_when_selected(newer: pytest.MonkeyPatch) -> None:
+    """The engine is made to run on another device, whose kernel has a fault."""
+    original = TRITON.adamw
 
     def errs(pieces: Any, *more: Any) -> None:
-        own(pieces, *more)
+        original(pieces, *more)
         pieces[0].weight[7] += 1e-3
 
     newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))
@@ -235,7 +237,7 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
         engine.select_engine(torch.device("meta"))
 
 
-def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> None:
+def test_wrong_compiled_layer_is_detected(newer: pytest.MonkeyPatch) -> None:
     chosen = {gemm: registry.Selection(TRITON, "", ()) for gemm in ("fwd", "dgrad", "wgrad")}
     newer.setattr(compiled_check.torch, "compile", lambda function, **_: lambda x: function(x * 1.25))
     fault = compiled_check.check_compiled_layer(RECIPE, chosen, CPU)
@@ -244,7 +246,7 @@ def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> No
     assert compiled_check.check_compiled_layer(RECIPE, chosen, CPU) is None
 
 
-def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pytest.MonkeyPatch) -> None:
+def test_remaining_checks_run_at_next_start(newer: pytest.MonkeyPatch) -> None:
     seconds = iter(range(0, 1000, 3))
     checks, calls = counting("a", "b", "c", "d")
     with pytest.warns(UserWarning, match=r"2 of 4 kernels are not checked yet \(5 s are over; first c\) and are used"):
@@ -257,7 +259,7 @@ def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pyte
 @pytest.mark.parametrize(
     "where", ["another rank", "a compile", "a capture", "the meta device", "a device that is absent"]
 )
-def test_where_nothing_is_checked(newer: pytest.MonkeyPatch, where: str) -> None:
+def test_checks_are_skipped(newer: pytest.MonkeyPatch, where: str) -> None:
     checks, calls = counting("a")
     device = CPU
     with newer.context() as here:
@@ -278,7 +280,7 @@ def test_where_nothing_is_checked(newer: pytest.MonkeyPatch, where: str) -> None
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"octavo_self_check": 1, "machines": [3, {}]}', "[" * 100000, "\udcff"]
 )
-def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -> None:
+def test_damaged_record_is_ignored(newer: pytest.MonkeyPatch, text: str) -> None:
     self_check.record_file().parent.mkdir()
     self_check.record_file().write_bytes(text.encode(errors="surrogateescape"))
     checks, _ = counting("a")
@@ -287,7 +289,7 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
     assert ran(checks) == ()
 
 
-def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_record_warns(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     checks, _ = counting("a")
     with pytest.warns(
@@ -297,7 +299,7 @@ def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.usefixtures("no_compile")
-def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_checks(newer: pytest.MonkeyPatch) -> None:
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "ok" and "tested up to 2.0" in check.found
     assert "the reference is chosen for all GEMMs on cpu" in check.found
@@ -307,7 +309,7 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
-    newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))
+    newer.setattr(TRITON, "gemm_wgrad", with_fault("gemm_wgrad", add))
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrong results" in check.found
     assert "fp8.backend: reference" in check.fix

@@ -1,4 +1,4 @@
-"""The torch backend for real on the CPU (one scale a tensor or a row), and what it says it can do elsewhere."""
+"""The torch backend on the CPU (one scale per tensor or row), and its support of other devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = ((33, 80, 144), (1, 12, 20), (3, 171, 117), (16, 16, 16), (300, 49, 31))
 
 
 def exact(q: Quantized) -> torch.Tensor:
-    """code * scale in float64, by the oracle."""
+    """Compute code * scale in float64 by the oracle."""
     codes, scales = q.data.view(torch.uint8).numpy(), q.scale.double().numpy()
     return torch.from_numpy(oracle.dequantize(codes, np.asarray(scales), q.spec.format, q.spec.block))
 
@@ -84,7 +84,7 @@ def test_a_bias_is_added_before_the_one_rounding(name: str, bias_dtype: torch.dt
 
 
 def of_blocks(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: torch.Tensor | None = None) -> Any:
-    """What cuBLAS does on a Hopper with 1x128 by 128x128, here in float64."""
+    """Compute cuBLAS's 1x128 by 128x128 product of a Hopper in float64."""
     a, b = product.a.double(), product.b.double()
     scale_a, scale_b = (s.double().repeat_interleave(128, i) for i, s in ((1, product.scale_a), (0, product.scale_b)))
     out = (a * scale_a[:, : a.shape[1]]) @ (b * scale_b.repeat_interleave(128, 1)[: b.shape[0], : b.shape[1]])
@@ -102,8 +102,8 @@ def refusing(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: 
 
 
 @pytest.mark.parametrize("gpu", (of_blocks, rounding_twice, refusing))
-def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried on the device once; elsewhere, and where the bias has another dtype, the product is Triton's."""
+def test_block_gemm_adds_bias_if_it_rounds_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tested once per device; otherwise, and for a bias of another dtype, Triton computes the product."""
     tries: list[object] = []
     lent: list[object] = []
     monkeypatch.setattr(tb, "multiply", lambda *args, **more: (tries.append(args), gpu(*args, **more))[1])
@@ -128,15 +128,15 @@ def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, m
         assert ("% of the values differ" if gpu is rounding_twice else "torch raises: no bias") in str(why_not)
 
 
-def test_a_slice_of_a_fused_bias_is_brought_into_line() -> None:
+def test_unaligned_bias_is_copied() -> None:
     bias = torch.arange(64, dtype=torch.bfloat16)[3:19]
     assert tb._align_bias(bias).storage_offset() == 0 and torch.equal(tb._align_bias(bias), bias)
     assert tb._align_bias(bias.clone()).data_ptr() != bias.data_ptr()
 
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
-def test_row_scales_by_hand_are_the_same(op: str) -> None:
-    """The way for GPUs whose row kernel answers in BF16 alone: the product of codes, then both scales."""
+def test_separate_row_scales_give_same_result(op: str) -> None:
+    """For GPUs whose row kernel returns only BF16: the product of codes, then both scales."""
     for m, n, k in SIZES:
         a_q, b_q = operands("rowwise", op, m, n, k)
         right = product(op, a_q, b_q)
@@ -146,7 +146,7 @@ def test_row_scales_by_hand_are_the_same(op: str) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Keeps what reaches torch's operator for scaled products, by the names of its arguments."""
+    """Record the named arguments of torch's operator for scaled products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
 @pytest.mark.parametrize("name", ("tensorwise", "delayed", "rowwise"))
-def test_sums_are_coarse_in_the_forward_alone(name: str, op: str, dtype: torch.dtype) -> None:
-    """The CPU sums the same either way, so it is the argument that is looked at where torch's operator gets it."""
+def test_fast_accumulation_only_in_forward(name: str, op: str, dtype: torch.dtype) -> None:
+    """Both modes sum equally on the CPU, so the argument of torch's operator is checked."""
     a_q, b_q = operands(name, op, 16, 32, 48)
     biases = (None, torch.zeros(32, dtype=dtype)) if op == "fwd" else (None,)
     for bias in biases:
@@ -173,21 +173,21 @@ def test_sums_are_coarse_in_the_forward_alone(name: str, op: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
-def test_blocks_sum_finely_in_every_gemm(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CPU has these products, so the call itself is caught."""
-    seen: list[bool] = []
+def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU supports these products, so the call is intercepted."""
+    recorded: list[bool] = []
 
     def caught(a: torch.Tensor, b: torch.Tensor, *rest: Any, use_fast_accum: bool, **options: Any) -> torch.Tensor:
-        seen.append(use_fast_accum)
+        recorded.append(use_fast_accum)
         return torch.zeros(a.shape[0], b.shape[1], dtype=options["output_dtype"])
 
     monkeypatch.setattr(tb.F, "scaled_mm", caught)
     for name in ("blockwise", "mxfp8"):
         getattr(BACKEND, f"gemm_{op}")(*operands(name, op, 128, 128, 128), torch.bfloat16)
-    assert seen == [False, False]
+    assert recorded == [False, False]
 
 
-def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
+def test_separate_row_scales_do_not_overflow() -> None:
     for large, small in ((1e34, 1e-30), (1e-30, 1e34)):
         gemm = recipe("rowwise").fwd
         assert gemm is not None
@@ -198,11 +198,11 @@ def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
         assert bool(y.isfinite().all()) and calc_diff(y, product("fwd", a_q, b_q)) < 1e-10
 
 
-def test_operands_are_handed_over_without_copies_where_they_lie_right() -> None:
+def test_operands_in_layout_are_not_copied() -> None:
     x_q, w_q = operands("rowwise", "fwd", 32, 48, 64)
-    given = tb.make_product("fwd", x_q, w_q)
-    assert given.a.data_ptr() == x_q.data.data_ptr() and given.b.data_ptr() == w_q.data.data_ptr()
-    assert given.scale_a.data_ptr() == x_q.scale.data_ptr()
+    inputs = tb.make_product("fwd", x_q, w_q)
+    assert inputs.a.data_ptr() == x_q.data.data_ptr() and inputs.b.data_ptr() == w_q.data.data_ptr()
+    assert inputs.scale_a.data_ptr() == x_q.scale.data_ptr()
 
 
 @pytest.mark.parametrize("m, n, k", ((0, 4, 8), (4, 0, 8), (4, 8, 0)))
@@ -215,7 +215,7 @@ def test_empty_matrices(m: int, n: int, k: int) -> None:
         assert y.shape == (m, n) and bool((y == 2.0).all())
 
 
-def test_a_bad_block_makes_its_rows_nan() -> None:
+def test_bad_block_makes_rows_nan() -> None:
     x = torch.randn(20, 40)
     x[3, 5] = float("nan")
     gemm = recipe("rowwise").fwd
@@ -223,34 +223,34 @@ def test_a_bad_block_makes_its_rows_nan() -> None:
     assert bool(y[3].isnan().all()) and not y[:3].isnan().any() and not y[4:].isnan().any()
 
 
-def test_a_linear_layer_runs_on_it_forward_and_backward() -> None:
+def test_linear_layer_runs_on_torch_backend() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w, b, dy = (torch.randn(shape, generator=generator) for shape in ((3, 11, 36), (20, 36), (20,), (3, 11, 20)))
     results = {}
     for backend in ("torch", "reference"):
-        given = [t.clone().requires_grad_() for t in (x, w, b)]
+        inputs = [t.clone().requires_grad_() for t in (x, w, b)]
         with fp8.count_gemms() as counts:
-            y = fp8.linear(*given, recipe="rowwise", backend=backend)
+            y = fp8.linear(*inputs, recipe="rowwise", backend=backend)
             y.backward(dy)
         assert {used for _, _, used in dict(counts)} == {backend}
-        results[backend] = (y.detach(), *(t.grad for t in given))
-    for ours, theirs in zip(*results.values(), strict=True):
-        assert calc_diff(ours, theirs) < 1e-10
+        results[backend] = (y.detach(), *(t.grad for t in inputs))
+    for actual, expected in zip(*results.values(), strict=True):
+        assert calc_diff(actual, expected) < 1e-10
 
 
-def test_casts_come_from_another_backend() -> None:
+def test_casts_use_another_backend() -> None:
     x = torch.randn(40, 300)
     for spec in (CastSpec("e4m3", (1, 128)), CastSpec("e5m2", (-1, -1), "fp32")):
-        mine, theirs = BACKEND.quantize(x, spec), fp8.quantize(x, spec, backend="reference")
-        assert torch.equal(mine.data.view(torch.uint8), theirs.data.view(torch.uint8))
-        assert torch.equal(BACKEND.dequantize(mine), fp8.dequantize(theirs))
+        actual, expected = BACKEND.quantize(x, spec), fp8.quantize(x, spec, backend="reference")
+        assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(BACKEND.dequantize(actual), fp8.dequantize(expected))
     row, col = BACKEND.quantize_both(x, CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1)))
     assert row.scale.shape == (40, 3) and col.scale.shape == (1, 300)
-    given = BACKEND.quantize_with_scale(x, torch.tensor(0.5), CastSpec("e4m3", (-1, -1), "fp32"))
-    assert float(given.scale) == 0.5
+    inputs = BACKEND.quantize_with_scale(x, torch.tensor(0.5), CastSpec("e4m3", (-1, -1), "fp32"))
+    assert float(inputs.scale) == 0.5
 
 
-def test_what_does_not_fit_is_reported() -> None:
+def test_mismatched_operands_are_rejected() -> None:
     x_q, w_q = operands("rowwise", "fwd", 4, 8, 16)
     with pytest.raises(CastError, match=r"gemm_dgrad: the operands are \[4, 16\] and \[8, 16\]"):
         BACKEND.gemm_dgrad(x_q, w_q, torch.float32)
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_reported() -> None:
         BACKEND.gemm_fwd(x_q, BACKEND.quantize(torch.randn(8, 16), CastSpec("e4m3", (-1, -1), "fp32")), torch.float32)
 
 
-def test_what_it_says_of_the_cpu() -> None:
+def test_support_on_cpu() -> None:
     for name in ("tensorwise", "delayed", "rowwise"):
         assert all(BACKEND.supports(op, recipe(name), CPU, None) is None for op in ("fwd", "dgrad", "wgrad"))
     assert BACKEND.supports("fwd", recipe("blockwise"), CPU, None) == (
@@ -277,7 +277,7 @@ def test_what_it_says_of_the_cpu() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not there")
-def test_without_a_gpu_it_does_not_guess() -> None:
+def test_no_gpu_is_reported() -> None:
     why_not = BACKEND.supports("fwd", recipe("tensorwise"), torch.device("cuda"), None)
     assert why_not == "it depends on the GPU, but this process sees no GPU"
 
@@ -304,14 +304,12 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
         ("mx", B200, (12, 8), None),
     ],
 )
-def test_what_it_says_of_gpus(
-    kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None
-) -> None:
-    found = tb.why_not_on_gpu(kind, capability, cuda)
-    assert found is None if why_not is None else why_not in (found or "")
+def test_support_on_gpus(kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None) -> None:
+    results = tb.why_not_on_gpu(kind, capability, cuda)
+    assert results is None if why_not is None else why_not in (results or "")
 
 
-def test_the_kind_of_a_gemm() -> None:
+def test_scaling_kind() -> None:
     for name, kinds in {
         "tensorwise": ("tensor",) * 3,
         "rowwise": ("row",) * 3,

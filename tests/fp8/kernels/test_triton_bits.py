@@ -1,4 +1,4 @@
-"""The arithmetic inside Triton kernels against the executable specification, pattern by pattern."""
+"""The arithmetic inside Triton kernels against the executable specification, for each bit pattern."""
 
 # ruff: noqa: E402 (nothing here can be imported without triton)
 from __future__ import annotations
@@ -86,7 +86,7 @@ def expected_codes(x: torch.Tensor, fmt: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("make", [patterns, ties])
-def test_both_encoders_give_torchs_codes_for_every_kind_of_pattern(fmt, make):
+def test_encoders_match_torch(fmt, make):
     x = make() if make is patterns else make(fmt)
     hard = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
     soft = torch.empty_like(hard)
@@ -100,7 +100,7 @@ def test_both_encoders_give_torchs_codes_for_every_kind_of_pattern(fmt, make):
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
-def test_scales_are_the_references_for_every_kind_of_amax(fmt, kind):
+def test_scales_match_reference(fmt, kind):
     amax = patterns()
     scale = torch.empty_like(amax)
     bad = torch.empty(len(amax), dtype=torch.uint8, device=DEVICE)
@@ -121,13 +121,13 @@ def test_all_codes_decode_exactly(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_to_a_shorter_dtype_is_torchs(dtype):
+def test_rounding_matches_torch(dtype):
     x = patterns()
     out = torch.empty(len(x), dtype=dtype, device=DEVICE)
     launch(round_kernel, (len(x) // N,), x, out, N=N)
     want, got = x.cpu().to(dtype), out.cpu()
-    whole = torch.int32 if dtype is torch.float32 else torch.int16
-    assert bool(((got.view(whole) == want.view(whole)) | (got.isnan() & want.isnan())).all())
+    full = torch.int32 if dtype is torch.float32 else torch.int16
+    assert bool(((got.view(full) == want.view(full)) | (got.isnan() & want.isnan())).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""Casts in Triton against the executable specification: every code, every scale, and where they lie."""
+"""Casts in Triton against the executable specification: codes, scales and memory layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_same(got: Quantized, x: torch.Tensor, spec: CastSpec, want: Quantized
 
 
 def assert_laid(q: Quantized, contract: int) -> None:
-    """``k_major`` copies nothing, and all padding is zero."""
+    """Check that ``k_major`` copies nothing, and that all padding is zero."""
     operand = layout.k_major(q, contract)
     assert operand.codes.data_ptr() == q.data.data_ptr(), f"codes of {q.spec} are copied for contraction {contract}"
     if q.scale.numel():
@@ -65,7 +65,7 @@ KEPT = (("pow2", 1), ("e8m0", 1), ("fp32", 0), ("pow2", 0))
     [(block, *KEPT[(i + j) % 4]) for i, block in enumerate(BLOCKS) for j in (0, 2)],
     ids=str,
 )
-def test_every_cast_is_the_references_and_lies_where_its_gemm_wants_it(block, kind, contract):
+def test_casts_match_reference_in_gemm_layout(block, kind, contract):
     spec = CastSpec("e5m2" if kind == "pow2" else "e4m3", block, kind)
     x = spread(37, 150)
     q = cast.quantize(x, spec, contract)
@@ -79,13 +79,13 @@ def test_every_cast_is_the_references_and_lies_where_its_gemm_wants_it(block, ki
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["fp32", "e8m0"])
-def test_both_layouts_at_once_are_the_two_casts(pair, kind):
+def test_both_layouts_equal_separate_casts(pair, kind):
     row, col = CastSpec("e4m3", pair[0], kind), CastSpec("e5m2", pair[1], kind)
     x = spread(70, 200)
-    with launches() as seen:
+    with launches() as recorded:
         first, second = cast.quantize_both(x, row, col)
-    assert seen["cast_kernel"] == 1, seen
-    assert seen["amax_kernel"] == int(any(-1 in b for b in pair)), seen
+    assert recorded["cast_kernel"] == 1, recorded
+    assert recorded["amax_kernel"] == int(any(-1 in b for b in pair)), recorded
     for q, spec, contract in ((first, row, 1), (second, col, 0)):
         assert_same(q, x, spec)
         assert_laid(q, contract)
@@ -102,7 +102,7 @@ def test_both_layouts_at_once_are_the_two_casts(pair, kind):
         ("3-D", torch.float32),
     ],
 )
-def test_inputs_of_any_dtype_and_strides_are_read_in_place(make, dtype):
+def test_inputs_are_read_without_copies(make, dtype):
     wide = spread(40, 260, dtype)
     x = {
         "plain": wide,
@@ -133,7 +133,7 @@ def test_empty_and_tiny_matrices(shape):
 
 
 def awkward() -> torch.Tensor:
-    """fp32 [12, 160], a kind of value a row: zeros, bad ones, subnormals, edges of the pow2 rule."""
+    """Return fp32 [12, 160] with zeros, bad values, subnormals, and edges of the pow2 rule in separate rows."""
     x = spread(12, 160, torch.float32)
     x[0] = 0
     x[1, 7] = float("nan")
@@ -177,7 +177,7 @@ def test_the_padding_of_a_bad_block_is_zero():
     [((-1, -1), "fp32"), ((-1, -1), "e8m0"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 128), "e8m0")],
     ids=str,
 )
-def test_given_scales_saturate_and_bad_blocks_stay_bad(block, kind):
+def test_given_scales_saturate_and_bad_blocks_are_nan(block, kind):
     spec = CastSpec("e4m3", block, kind)
     x = spread(40, 150)
     for bad in (False, True):
@@ -189,18 +189,18 @@ def test_given_scales_saturate_and_bad_blocks_stay_bad(block, kind):
         amax = reference.quantize(x.cpu(), CastSpec("e4m3", block, "fp32")).scale * 448
         for contracts, scale, top in (((1,), grid, None), ((0,), grid[0, 0], amax), ((1, 0), grid[0, 0], amax)):
             want = reference.quantize_with_scale(x.cpu(), scale, spec, top)
-            with launches() as seen:
-                found = cast.quantize_with_scale(
+            with launches() as recorded:
+                results = cast.quantize_with_scale(
                     x, scale.to(DEVICE), spec, top if top is None else top.to(DEVICE), contracts
                 )
-            assert top is None or seen == {"cast_kernel": 1}, seen
-            for got, contract in zip(found, contracts, strict=True):
+            assert top is None or recorded == {"cast_kernel": 1}, recorded
+            for got, contract in zip(results, contracts, strict=True):
                 assert_same(got, x, spec, want)
                 assert_laid(got, contract)
 
 
 @pytest.mark.parametrize("scale", [2.0**-127, 2.0**-126, 2.0**126, 2.0**127])
-def test_given_powers_of_two_reach_both_ends_of_e8m0(scale):
+def test_given_powers_of_two_cover_e8m0(scale):
     spec = CastSpec("e4m3", (-1, -1), "e8m0")
     x = torch.tensor([[1e-38, -3e38, 0.0, 5e-39, 1.0, -2e-36, 3e38, 1e-45]]).to(DEVICE)
     want = reference.quantize_with_scale(x.cpu(), torch.tensor(scale), spec)
@@ -248,7 +248,7 @@ def test_tiles_within_the_matrix_and_at_its_edges(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_one_scale_for_all_is_divided_by_exactly(fmt):
+def test_tensor_scale_divides_exactly(fmt):
     """Three operations where nothing leaves the range, else the division: scales and values at both ends."""
     spec = CastSpec(fmt, (-1, -1), "fp32")
     x = spread(64, 128)
@@ -281,7 +281,7 @@ def test_one_scale_for_all_is_divided_by_exactly(fmt):
     turned=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_matrix(rows, cols, block, kind, fmt, dtype, contract, power, turned, seed):
+def test_random_matrices(rows, cols, block, kind, fmt, dtype, contract, power, turned, seed):
     x = (spread(rows, cols, torch.float32, seed) * 2.0**power).to(dtype)
     x = x.t() if turned else x
     spec = CastSpec(fmt, block, kind)
@@ -303,20 +303,20 @@ def test_the_widths_of_vision_towers(cols):
 
 
 @pytest.mark.parametrize("block", BLOCKS[:6], ids=str)
-def test_codes_of_one_contraction_are_laid_out_for_the_other(block):
+def test_codes_are_converted_to_other_layout(block):
     spec = CastSpec("e4m3", block, "pow2")
     x = spread(150, 43)
     for q in (cast.quantize(x, spec, 1), cast.quantize(x, spec, 0), reference.quantize(x, spec)):
         for contract in (1, 0):
-            with launches() as seen:
+            with launches() as recorded:
                 got, want = cast.convert_to_k_major(q, contract), layout.k_major(q, contract)
-            assert seen == ({} if layout.is_k_major(q, contract) else {"relay_kernel": 1}), seen
+            assert recorded == ({} if layout.is_k_major(q, contract) else {"relay_kernel": 1}), recorded
             assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
             assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_dequantize_is_the_references(block):
+def test_dequantize_matches_reference(block):
     x = spread(40, 150)
     x[3, 3] = float("nan")
     for fmt, kind, contract, dtypes in (
@@ -333,7 +333,7 @@ def test_dequantize_is_the_references(block):
     assert torch.equal(cast.dequantize(q, torch.float64), reference.dequantize(q, torch.float64))
 
 
-def test_what_cannot_be_cast_says_so():
+def test_uncastable_inputs_are_rejected():
     spec = CastSpec("e4m3", (1, 128), "pow2")
     with pytest.raises(CastError, match="x.float"):
         cast.quantize(torch.ones(3, 3, dtype=torch.int32), spec)
@@ -348,12 +348,12 @@ def test_what_cannot_be_cast_says_so():
         cast.dequantize(q._replace(scale=q.scale[:2]))
 
 
-def test_maxima_are_taken_in_pieces_of_a_slab_that_no_mode_sees(monkeypatch):
+def test_partial_maxima_use_hidden_buffer(monkeypatch):
     """The accountant would put the slab down to the layer that happened to need it; pieces are used once."""
     monkeypatch.setattr(cast, "_slabs", {})
-    with Operations() as seen:
+    with Operations() as recorded:
         pieces = [cast.zeros(3, torch.device("cpu")) for _ in range(1500)]  # more than one slab has
-    assert not any("zeros" in name for name in seen.names)
+    assert not any("zeros" in name for name in recorded.names)
     assert len({piece.data_ptr() for piece in pieces}) == 1500
     for piece in pieces:
         assert not piece.any()

@@ -1,7 +1,7 @@
-"""Triton's GEMMs, in its interpreter: each element against float64 on the same codes.
+"""Triton's GEMMs in its interpreter: each element against float64 on the same codes.
 
-Magnitudes are spread by powers of two along rows and columns of both operands, and an element may be off by what fp32
-sums of |a| |b| may be off, no more: so a scale of the wrong row, column or block, anywhere, is an error of its own.
+Magnitudes vary by powers of two along the rows and columns of both operands, and the tolerance of an element is the
+error of fp32 sums of |a| |b|, so that any misplaced scale of a row, column or block is detected.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def check(got: Tensor, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int) -
     a, b = in_float64(a_q), in_float64(b_q)
     a, b = (a if a_dim == 1 else a.T), (b.T if b_dim == 1 else b)
     want, most = a @ b, np.abs(a) @ np.abs(b)
-    found = got.double().numpy()
-    assert found.shape == want.shape
-    off = np.abs(found - want) - (a.shape[1] + 8) * 2.0**-24 * most
+    results = got.double().numpy()
+    assert results.shape == want.shape
+    off = np.abs(results - want) - (a.shape[1] + 8) * 2.0**-24 * most
     worst = np.unravel_index(np.argmax(off), off.shape)
-    assert off[worst] <= 0, f"at {worst}: {found[worst]} instead of {want[worst]}"
+    assert off[worst] <= 0, f"at {worst}: {results[worst]} instead of {want[worst]}"
     if np.any(want):
-        assert 1 - 2 * np.sum(found * want) / (np.sum(found**2) + np.sum(want**2)) < 1e-5
+        assert 1 - 2 * np.sum(results * want) / (np.sum(results**2) + np.sum(want**2)) < 1e-5
 
 
 def fits(tile: Tile, title: str) -> Tile:
@@ -105,9 +105,9 @@ FORMS = [
 def test_every_recipe_and_gemm(title: str, which: str, gpu: Gpu) -> None:
     """Sizes that are no multiple of anything, more than one block of every side, more than one tile each way."""
     a, b = operands(title, which, 131, 135, 137 if gpu is POINTERS and title != "mxfp8" else 92)
-    with launches() as seen:
+    with launches() as recorded:
         got = gemm(a, DIMS[which][0], b, DIMS[which][1], torch.float32, gpu=gpu, tile=fits(SMALL, title))
-    assert seen["gemm_kernel"] == 1
+    assert recorded["gemm_kernel"] == 1
     check(got, a, DIMS[which][0], b, DIMS[which][1])
 
 
@@ -134,7 +134,7 @@ def test_many_sizes(title: str, which: str, m: int, others: tuple[tuple[int, int
 
 
 @pytest.mark.parametrize("title", TITLES)
-def test_equals_the_reference_through_the_backend(title: str) -> None:
+def test_backend_matches_reference(title: str) -> None:
     """By the backend's three methods, whatever its casts write, with a bias, rounded once."""
     triton, reference = get("triton"), get("reference")
     for which in DIMS:
@@ -142,10 +142,10 @@ def test_equals_the_reference_through_the_backend(title: str) -> None:
         assert casts is not None
         xs = [spread(*shape, seed=i) for i, shape in enumerate(sides(which, 40, 24, 72))]
         bias = {"bias": torch.randn(24)} if which == "fwd" else {}
-        mine = [triton.quantize(x, s, dim) for x, s, dim in zip(xs, (casts.a, casts.b), DIMS[which], strict=True)]
-        own = [reference.quantize(x, s) for x, s in zip(xs, (casts.a, casts.b), strict=True)]
-        got = getattr(triton, f"gemm_{which}")(*mine, torch.float32, **bias)
-        want = getattr(reference, f"gemm_{which}")(*own, torch.float32, **bias)
+        actual = [triton.quantize(x, s, dim) for x, s, dim in zip(xs, (casts.a, casts.b), DIMS[which], strict=True)]
+        original = [reference.quantize(x, s) for x, s in zip(xs, (casts.a, casts.b), strict=True)]
+        got = getattr(triton, f"gemm_{which}")(*actual, torch.float32, **bias)
+        want = getattr(reference, f"gemm_{which}")(*original, torch.float32, **bias)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
@@ -169,7 +169,7 @@ def test_any_mix_of_scales_and_formats(a: CastSpec, b: CastSpec) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("title", TITLES)
-def test_bad_values_reach_what_they_touch_and_no_more(title: str, bad: float) -> None:
+def test_bad_values_affect_only_dependent_results(title: str, bad: float) -> None:
     casts = recipe(*title.split()).fwd
     assert casts is not None
     x, w = torch.randn(20, 200), torch.randn(24, 200)
@@ -183,8 +183,8 @@ def test_bad_values_reach_what_they_touch_and_no_more(title: str, bad: float) ->
 
 @pytest.mark.parametrize("kind", ["fp32", "e8m0"])
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (1, 32)], ids=str)
-def test_a_bad_scale_alone_is_enough(block: tuple[int, int], kind: str) -> None:
-    """Codes that look sound under a scale of NaN, as a bad amax from elsewhere would leave them."""
+def test_bad_scale_makes_result_nan(block: tuple[int, int], kind: str) -> None:
+    """Valid codes with a NaN scale."""
     x_q, w_q = (cast.quantize(torch.ones(rows, 140), CastSpec("e4m3", block, kind)) for rows in (130, 9))
     scale = x_q.scale.view(torch.uint8) if kind == "e8m0" else x_q.scale
     scale[1, -1] = 0xFF if kind == "e8m0" else math.nan
@@ -212,8 +212,8 @@ FAR = {"large by small": (1e36, 1e-30), "small by large": (1e-30, 1e36), "both s
     ("title", "gemms"),
     [("tensorwise", "fwd dgrad"), ("rowwise", "fwd wgrad"), ("blockwise", "fwd"), ("blockwise hybrid", "dgrad")],
 )
-def test_a_finite_result_does_not_overflow_on_the_way(title: str, gemms: str, far: str) -> None:
-    """A sum under one scale alone leaves fp32 where the product of both does not; the reference holds to the same."""
+def test_finite_result_does_not_overflow(title: str, gemms: str, far: str) -> None:
+    """A sum with one scale overflows fp32, the product with both does not; the reference behaves equally."""
     for which in gemms.split():
         casts = recipe(*title.split()).gemm(which)
         assert casts is not None
@@ -221,8 +221,8 @@ def test_a_finite_result_does_not_overflow_on_the_way(title: str, gemms: str, fa
         a_q = cast.quantize(spread(*a, seed=1, reach=1).abs() * FAR[far][0], casts.a)
         b_q = cast.quantize(spread(*b, seed=2, reach=1).abs() * FAR[far][1], casts.b)
         check(gemm(a_q, DIMS[which][0], b_q, DIMS[which][1], torch.float32), a_q, DIMS[which][0], b_q, DIMS[which][1])
-        own = getattr(get("reference"), f"gemm_{which}")(a_q, b_q, torch.float32)
-        check(own, a_q, DIMS[which][0], b_q, DIMS[which][1])
+        original = getattr(get("reference"), f"gemm_{which}")(a_q, b_q, torch.float32)
+        check(original, a_q, DIMS[which][0], b_q, DIMS[which][1])
 
 
 @pytest.mark.parametrize(("title", "which"), [("tensorwise", "fwd"), ("rowwise", "dgrad"), ("blockwise", "fwd")])
@@ -239,7 +239,7 @@ def test_zeros_and_infinities_of_large_scales(title: str, which: str) -> None:
         assert bool((got[:, 0] == math.inf).all()) and not got[:, 1:].any(), backend
 
 
-def test_scales_within_bounds_are_applied_one_after_the_other() -> None:
+def test_scales_are_applied_in_order() -> None:
     """fp32 scales round: first a's, then b's, bit for bit. Sums of small whole numbers are exact in any order."""
     g = torch.Generator().manual_seed(0)
     for block in ((-1, -1), (1, -1)):
@@ -274,7 +274,7 @@ def test_empty_sides() -> None:
             assert torch.equal(gemm(none[0], 1, none[1], 1, torch.float32, bias, gpu=gpu), bias.expand(5, 24))
 
 
-def test_codes_in_the_layout_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_in_layout_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backend's own casts write is multiplied without a copy of codes or scales."""
     triton = get("triton")
     taken: list[Tensor] = []
@@ -287,7 +287,7 @@ def test_codes_in_the_layout_are_read_where_they_lie(monkeypatch: pytest.MonkeyP
     assert layout.is_k_major(dy, 1) and layout.is_k_major(w, 0)
 
 
-def test_refusals_say_what_was_asked() -> None:
+def test_errors_describe_request() -> None:
     a, b = (cast.quantize(torch.randn(8, n), CastSpec()) for n in (32, 48))
     with pytest.raises(CastError, match=r"\[8, 32\] and \[8, 48\].*agree in dimension 1 of the first and 1"):
         gemm(a, 1, b, 1, torch.float32)
@@ -296,7 +296,7 @@ def test_refusals_say_what_was_asked() -> None:
 
 
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
-def test_tiles_fit_the_machine(sm: int) -> None:
+def test_tiles_fit_gpu(sm: int) -> None:
     """Operands in flight fit into shared memory, sums into registers, one scale of 128 rows or columns into a tile."""
     for variant in variants():
         if variant.architectures != (sm,):
@@ -311,13 +311,13 @@ def test_tiles_fit_the_machine(sm: int) -> None:
         assert form.scaled == (sm >= 100 and "mxfp8" in variant.name)
 
 
-def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
+def test_small_products_use_small_tiles() -> None:
     e4m3 = CastSpec("e4m3", (-1, -1), "fp32")
-    whole, block = tiles.grain(e4m3, 1), tiles.grain(CastSpec(), 1)
+    full, block = tiles.scale_block(e4m3, 1), tiles.scale_block(CastSpec(), 1)
     hopper = Gpu(90, 132)
-    fast = tiles.form(whole, whole, fast=True, gpu=hopper)
-    slow = tiles.form(whole, whole, fast=False, gpu=hopper)
-    assert (fast.promote, slow.promote, tiles.form(whole, whole, False, Gpu(100, 148)).promote) == (False, True, False)
+    fast = tiles.form(full, full, fast=True, gpu=hopper)
+    slow = tiles.form(full, full, fast=False, gpu=hopper)
+    assert (fast.promote, slow.promote, tiles.form(full, full, False, Gpu(100, 148)).promote) == (False, True, False)
     assert tiles.form(block, block, False, hopper) == tiles.form(block, block, True, hopper)
     assert tiles.choose(8192, 8192, fast, hopper)[:2] == (256, 128)
     assert tiles.choose(8192, 8192, fast, hopper, tallest=128)[:2] == (128, 128), "a tile of rows has one expert"
@@ -341,22 +341,22 @@ print(json.dumps(found))
 
 
 @pytest.mark.long
-def test_gradients_are_promoted_in_the_compiled_code() -> None:
+def test_compiled_gradient_gemms_promote_accumulators() -> None:
     """Where tensor cores sum coarsely, each step's product of dgrad goes through one fp32 addition a value (64 a
     thread); forward GEMMs have none, and neither has SM100, whose sums are fp32."""
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COUNT], env=environ, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout)
-    assert {key: adds for key, (adds, _) in found.items()} == {
+    results = json.loads(done.stdout)
+    assert {key: adds for key, (adds, _) in results.items()} == {
         f"{arch} {which}": 64 if which == "dgrad" and arch != 100 else 0
         for arch in (89, 90, 100, 120)
         for which in ("fwd", "dgrad")
     }
-    assert all(products for _, products in found.values())
+    assert all(products for _, products in results.values())
 
 
-def test_forms_have_names_of_their_own() -> None:
-    found = [(v.name, v.architectures) for v in variants()]
-    assert len(found) == len(set(found))
+def test_form_names_are_unique() -> None:
+    results = [(v.name, v.architectures) for v in variants()]
+    assert len(results) == len(set(results))

@@ -1,4 +1,4 @@
-"""Triton's grouped GEMMs, in its interpreter: each expert as if it were alone, against float64 on the same codes."""
+"""Triton's grouped GEMMs in its interpreter, against float64 on the same codes, for each expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N, K = 48, 136
 
 
 def routed(*sizes: int, strangers: int = 3) -> Groups:
-    """Groups of experts with that many rows each, the pairs shuffled, some belonging to nobody."""
+    """Return groups of experts with these numbers of rows, in shuffled pairs, some without an expert."""
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((strangers,), len(sizes))])
     shuffled = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))]
     return group_rows(shuffled, len(sizes)).groups
@@ -39,15 +39,15 @@ FORMS = {"fwd": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 def operands(title: str, which: str, groups: Groups, n: int = N, k: int = K) -> tuple[Quantized, Quantized]:
     casts = recipe(*title.split()).gemm(which)
     assert casts is not None
-    made = []
+    created = []
     for seed, (name, spec) in enumerate(zip(FORMS[which], (casts.a, casts.b), strict=True)):
         if name == "w":
             w = torch.stack([spread(n, k, 10 + e) for e in range(groups.experts)])
-            made.append(reference_grouped.quantize_experts(w, spec))
+            created.append(reference_grouped.quantize_experts(w, spec))
         else:
             rows = spread(groups.rows, n if name == "dy" else k, seed)
-            made.append(reference_grouped.quantize_rows(rows, spec, groups))
-    return made[0], made[1]
+            created.append(reference_grouped.quantize_rows(rows, spec, groups))
+    return created[0], created[1]
 
 
 def run(
@@ -65,21 +65,21 @@ def expert(w_q: Quantized, index: int) -> Quantized:
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
 def test_every_recipe_and_gemm(title: str, which: str) -> None:
-    """Each expert's result is that of its own rows; an expert without rows gets zeros; padding is finite."""
+    """Each expert's result comes from its own rows; experts without rows get zeros; padding is finite."""
     groups = UNEVEN
     a, b = operands(title, which, groups)
     gpu = POINTERS if title in ("rowwise", "blockwise") else DESCRIPTORS
     name = "grouped_wgrad_kernel" if which == "wgrad" else "grouped_rows_kernel"
-    with launches() as seen:
+    with launches() as recorded:
         got = run(which, a, b, groups, gpu)
-    assert seen[name] == 1
+    assert recorded[name] == 1
     assert got.isfinite().all()
     for e, span in expert_spans(groups):
-        own = select_expert(a, e, span)
+        original = select_expert(a, e, span)
         if which == "wgrad":
-            check(got[e], own, 0, select_expert(b, e, span), 0)
+            check(got[e], original, 0, select_expert(b, e, span), 0)
         else:
-            check(got[span], own, 1, expert(b, e), DIMS[which][1])
+            check(got[span], original, 1, expert(b, e), DIMS[which][1])
     if which == "wgrad":
         assert torch.equal(got[1], torch.zeros_like(got[1]))
     else:
@@ -89,7 +89,7 @@ def test_every_recipe_and_gemm(title: str, which: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
-def test_equals_one_product_an_expert(title: str, which: str) -> None:
+def test_matches_one_product_per_expert(title: str, which: str) -> None:
     """What ``gemm`` makes of the expert's own rows, up to the order of sums; both forms, by turns."""
     turn = TITLES.index(title) + list(DIMS).index(which)
     for i, sizes in enumerate(((1,), (0, 17), (129, 127, 0, 1), (0, 0), (300, 3))):
@@ -98,8 +98,11 @@ def test_equals_one_product_an_expert(title: str, which: str) -> None:
         a, b = operands(title, which, groups, 92, 80)
         got = run(which, a, b, groups, gpu)
         for e, span in expert_spans(groups):
-            own, other = select_expert(a, e, span), (select_expert(b, e, span) if which == "wgrad" else expert(b, e))
-            want = gemm(own, DIMS[which][0], other, DIMS[which][1], torch.float32, gpu=gpu)
+            original, other = (
+                select_expert(a, e, span),
+                (select_expert(b, e, span) if which == "wgrad" else expert(b, e)),
+            )
+            want = gemm(original, DIMS[which][0], other, DIMS[which][1], torch.float32, gpu=gpu)
             torch.testing.assert_close(got[e] if which == "wgrad" else got[span], want, rtol=1e-6, atol=1e-5)
 
 
@@ -113,7 +116,7 @@ def test_bias_of_each_expert() -> None:
 
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", ["rowwise", "blockwise"])
-def test_equals_the_reference_through_the_backend(title: str, which: str) -> None:
+def test_backend_matches_reference(title: str, which: str) -> None:
     """With the backend's own casts of rows and weights, in bf16, rounded once."""
     triton, reference = get("triton"), get("reference")
     casts, (name, other) = recipe(title).gemm(which), FORMS[which]
@@ -137,7 +140,7 @@ def test_equals_the_reference_through_the_backend(title: str, which: str) -> Non
     torch.testing.assert_close(got.float(), want, rtol=2.0**-7, atol=1e-4 * want.abs().max().item())
 
 
-def test_a_bad_value_stays_with_its_expert() -> None:
+def test_bad_value_affects_only_its_expert() -> None:
     groups = FEW
     casts = recipe("tensorwise").fwd
     assert casts is not None
@@ -149,7 +152,7 @@ def test_a_bad_value_stays_with_its_expert() -> None:
         assert bool(got[span].isnan().all()) == (e == 2) and bool(got[span].isnan().any()) == (e == 2)
 
 
-def test_weights_may_lie_anyhow() -> None:
+def test_weights_may_have_any_strides() -> None:
     """Codes with strides of their own, sizes that are no multiple of 16, one scale a row of weights."""
     groups = routed(3, 14)
     for spec in (CastSpec("e4m3", (128, 128), "pow2"), CastSpec("e4m3", (1, 128), "fp32"), CastSpec("e4m3", (1, -1))):
@@ -164,7 +167,7 @@ def test_weights_may_lie_anyhow() -> None:
             check(want[span], select_expert(x, e, span), 1, expert(plain, e), 1)
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs() -> None:
     groups = routed(0, 0, strangers=0)
     for title, gpu in (("blockwise", POINTERS), ("tensorwise", DESCRIPTORS)):
         for which in DIMS:
@@ -176,7 +179,7 @@ def test_nothing_to_do() -> None:
     assert torch.equal(run("fwd", x, w, groups, DESCRIPTORS, bias=bias)[:3], bias.expand(3, 8))
 
 
-def test_refusals_say_what_was_asked() -> None:
+def test_errors_describe_request() -> None:
     x, w = operands("blockwise", "fwd", UNEVEN)
     with pytest.raises(CastError, match=r"grouped_dgrad: rows \[640, 136\] and weights \[3, 48, 136\].*\[R, N\]"):
         grouped.dgrad(x, w, UNEVEN, torch.float32)

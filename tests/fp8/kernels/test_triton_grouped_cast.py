@@ -1,4 +1,4 @@
-"""Casts of experts' rows and weights in Triton against the reference cast of each expert alone."""
+"""Casts of rows and weights of experts in Triton, against the reference cast of each expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (
 
 
 def rows_of(sizes: list[int], cols: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Groups]:
-    """Rows of experts with these many; magnitudes differ by row, column and expert. Padding rows hold NaN."""
+    """Return rows of experts, whose magnitudes differ by row, column and expert; padding rows are NaN."""
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.tensor([], dtype=torch.int64)])
     groups = group_rows(chosen.long().to(DEVICE), len(sizes)).groups
     gen = torch.Generator().manual_seed(cols + sum(sizes))
@@ -76,7 +76,7 @@ def test_whole_tiles_of_experts_in_both_layouts(pair):
 
 @pytest.mark.parametrize("contract", [1, 0])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_each_experts_rows_are_cast_as_if_alone(block, contract):
+def test_rows_of_each_expert_are_cast_separately(block, contract):
     x, groups = rows_of([5, 0, 130], 72)
     kinds = ("pow2", "e8m0") if BLOCKS.index(block) % 2 else ("fp32", "pow2")  # by contraction
     spec = CastSpec("e4m3" if contract else "e5m2", block, kinds[contract])
@@ -93,14 +93,14 @@ def test_each_experts_rows_are_cast_as_if_alone(block, contract):
 @pytest.mark.parametrize(
     "pair", [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((1, -1), (-1, 1)), ((-1, -1), (-1, -1))], ids=str
 )
-def test_both_layouts_at_once_are_the_two_casts(pair):
+def test_both_layouts_equal_separate_casts(pair):
     kind = "e8m0" if 32 in pair[0] else "pow2"
     x, groups = rows_of([5, 0, 130], 72)
     row, col = CastSpec("e4m3", pair[0], kind), CastSpec("e5m2", pair[1], kind)
-    with launches() as seen:
-        found = grouped_cast.quantize_rows_both(x, row, col, groups)
-    assert seen["cast_kernel"] == 1 and seen["amax_kernel"] == int(-1 in pair[0]), seen
-    for q, spec in zip(found, (row, col), strict=True):
+    with launches() as recorded:
+        results = grouped_cast.quantize_rows_both(x, row, col, groups)
+    assert recorded["cast_kernel"] == 1 and recorded["amax_kernel"] == int(-1 in pair[0]), recorded
+    for q, spec in zip(results, (row, col), strict=True):
         assert_rows(q, x, spec, groups)
 
 
@@ -111,14 +111,14 @@ def test_both_layouts_at_once_are_the_two_casts(pair):
     block=st.sampled_from(BLOCKS),
     turned=st.booleans(),
 )
-def test_any_sizes(sizes, cols, block, turned):
+def test_random_sizes(sizes, cols, block, turned):
     x, groups = rows_of(sizes, cols)
     x = x.t().contiguous().t() if turned else x
     spec = CastSpec("e4m3", block, "pow2")
     assert_rows(grouped_cast.quantize_rows(x, spec, groups), x, spec, groups)
 
 
-def test_a_bad_value_spoils_its_own_experts_block_alone():
+def test_bad_value_affects_only_block_of_its_expert():
     x, groups = rows_of([3, 4], 40)
     x[int(groups.starts[1]) + 2, 7] = float("inf")
     for block in BLOCKS:
@@ -137,7 +137,7 @@ def weights(experts: int, outputs: int, inputs: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("block", "contract"), [(b, (i // 2 + i) % 2) for i, b in enumerate(BLOCKS)], ids=str)
-def test_each_experts_weights_are_cast_as_if_alone(block, contract):
+def test_weights_of_each_expert_are_cast_separately(block, contract):
     """Whole ones, transposed ones and some of them, by turns."""
     w, turn = weights(2, 70, 150), BLOCKS.index(block)
     w[1] *= 2.0**-30
@@ -155,7 +155,7 @@ def test_each_experts_weights_are_cast_as_if_alone(block, contract):
     assert not bool(codes.any()), "padding is not zero"
 
 
-def test_weights_are_laid_out_for_the_other_contraction():
+def test_weights_are_converted_to_other_layout():
     q = grouped_cast.quantize_experts(weights(2, 70, 150), CastSpec("e4m3", (128, 128), "pow2"))
     for contract in (1, 0):
         got, want = grouped_cast.convert_to_k_major(q, contract), layout.experts_k_major(q, contract)
@@ -163,7 +163,7 @@ def test_weights_are_laid_out_for_the_other_contraction():
         assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]
 
 
-def test_what_cannot_be_cast_says_so():
+def test_uncastable_inputs_are_rejected():
     x, groups = rows_of([3], 8)
     spec = CastSpec("e4m3", (1, 128), "pow2")
     with pytest.raises(CastError, match="hold 128 rows"):

@@ -60,7 +60,7 @@ def measured(model, policy="auto", seconds=by_size, **more):
     return fp8.measure(model, policy, None, TOKENS, timer=fake(seconds), machine=GPU, **more)
 
 
-def test_time_calls_takes_both_orders_and_medians():
+def test_time_calls_alternates_order_and_returns_medians():
     seen = []
     found = time_calls({n: lambda n=n: seen.append(n) for n in "ab"}, "cpu", warmup=1, rounds=3)
     assert "".join(seen) == "ab" + "abba" * 2  # three rounds become four: both orders weigh the same
@@ -69,7 +69,7 @@ def test_time_calls_takes_both_orders_and_medians():
         time_calls({}, "cpu")
 
 
-def test_a_gpu_waits_while_the_host_queues_the_call(monkeypatch):
+def test_gpu_waits_while_host_queues_call(monkeypatch):
     """The time to the first launch is the host's: the GPU sleeps between the flush and the first event. On a CPU nobody
     sleeps, and nothing of CUDA is asked."""
     order = []
@@ -99,7 +99,7 @@ def test_a_gpu_waits_while_the_host_queues_the_call(monkeypatch):
     assert not order
 
 
-def test_time_calls_sees_which_is_slower():
+def test_time_calls_detects_slower_function():
     x, y = torch.randn(64, 64), torch.randn(512, 512)
     found = time_calls({"small": lambda: x @ x, "large": lambda: y @ y}, "cpu", rounds=6)
     assert found["large"].device > 3 * found["small"].device
@@ -115,7 +115,7 @@ def test_each_distinct_shape_is_one_case():
     assert not make_cases(model, fp8.describe_layers(model), {"foundation": 0})
 
 
-def test_an_input_without_gradient_needs_no_dgrad():
+def test_input_without_gradient_has_no_dgrad():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[1].requires_grad_(True)
     model.append(nn.Linear(8, 8).requires_grad_(False))
@@ -124,7 +124,7 @@ def test_an_input_without_gradient_needs_no_dgrad():
     assert "frozen no dgrad" in str(cases["0"])
 
 
-def test_no_planned_layer_is_slower_than_high_precision():
+def test_planned_layers_are_not_slower_than_high_precision():
     model = Net()
     found = measured(model)
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found)
@@ -145,7 +145,7 @@ def test_no_planned_layer_is_slower_than_high_precision():
     assert type(model.layers[0]["k"]) is nn.Linear and model.layers[0]["q"].recipe.name == "rowwise"
 
 
-def test_a_model_on_which_fp8_always_loses_is_planned_without_it():
+def test_plan_uses_high_precision_if_fp8_is_slower():
     model = Net()
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=measured(model, seconds=lambda c, n: 1.0 + (n != HIGH)))
     assert not any(r.fp8 for r in plan.rows)
@@ -154,20 +154,20 @@ def test_a_model_on_which_fp8_always_loses_is_planned_without_it():
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.9, 0.975, 0.985, 1.0, 1.01, 1.04, 1.5])
-def test_fp8_runs_where_it_wins_by_more_than_the_margin(ratio):
+def test_fp8_needs_gain_above_margin(ratio):
     found = Measured({HIGH: Entry("", {}, 1.0), "a": Entry("rowwise e4m3", {}, ratio)})
     choice = choose.choose_by_measurement(found, [fp8.recipe("rowwise")])
     assert (choice.entry is not None) == (ratio < 0.98) and choice.best[1].seconds == ratio
 
 
-def test_the_cast_of_weights_is_shared_by_micro_steps():
+def test_micro_steps_share_weight_cast():
     model = Net()
     found = measured(model, seconds=lambda c, n: 1.0 if n == HIGH else 0.9)  # and 0.45 for the weights
     assert not any(r.fp8 for r in fp8.plan(model, "auto", tokens=TOKENS, measurements=found).rows)
     assert any(r.fp8 for r in fp8.plan(model, "auto", tokens=TOKENS, measurements=found, micro_steps=8).rows)
 
 
-def test_a_layer_that_its_launches_slow_down_stays():
+def test_launch_bound_layer_stays_in_high_precision():
     model = Net()
     found = measured(model, seconds=lambda c, n: (1.0, 0.1) if n == HIGH else (0.2, 3.0))
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found)
@@ -175,7 +175,7 @@ def test_a_layer_that_its_launches_slow_down_stays():
     assert "no compile: in layers with 100%" in predict(plan).warnings[0]
 
 
-def test_a_recipe_asked_for_is_the_only_candidate_and_auto_can_be_a_rule():
+def test_requested_recipe_is_only_candidate():
     model = Net()
     policy = fp8.Policy(
         "blockwise", rules=[{"match": "layers.0.*", "recipe": "auto"}, {"match": "frozen", "recipe": "off"}]
@@ -202,7 +202,7 @@ def test_candidates_and_format_limit_auto():
     assert entries == {"", "tensorwise hybrid"}  # mxfp8 has no hybrid
 
 
-def test_near_ties_go_to_the_finest_scales():
+def test_ties_select_finest_scales():
     high = Entry("", {}, 1.0)
     fast = {"tensorwise hybrid": 0.50, "blockwise e4m3": 0.51, "rowwise e4m3": 0.60}
     found = Measured({HIGH: high, **{f"{n} on x": Entry(n, {}, s) for n, s in fast.items()}})
@@ -213,7 +213,7 @@ def test_near_ties_go_to_the_finest_scales():
     assert choose.choose_by_measurement(edge, allowed).entry.recipe == "tensorwise hybrid"  # the finer one does not win
 
 
-def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
+def test_candidates_include_registry_choice(monkeypatch):
     """A backend with a fast forward alone is measured together with one that can do the rest."""
 
     class Half(type(registry.get("reference"))):
@@ -248,7 +248,7 @@ def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
         (lambda y: (_ for _ in ()).throw(RuntimeError("no kernel\nfor this")), "RuntimeError: no kernel"),
     ],
 )
-def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spoil, why):
+def test_invalid_candidate_is_rejected_with_reason(monkeypatch, spoil, why):
     real = measure._Bench.make_fp8_module
 
     def converted(self, recipe, chosen):
@@ -268,7 +268,7 @@ def test_a_candidate_that_is_not_healthy_is_out_with_the_reason(monkeypatch, spo
     assert why in next(r.reason for r in only.rows if r.name == "frozen")
 
 
-def test_a_real_measurement_of_experts_and_linears_on_the_cpu():
+def test_experts_and_linears_are_measured_on_cpu():
     """Nothing faked: the modules run, are healthy, and their times are there. A CPU's times decide nothing."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -288,7 +288,7 @@ def test_a_real_measurement_of_experts_and_linears_on_the_cpu():
     assert all(r.times is None for r in plan.rows) and any("emulated on a CPU" in n for n in plan.notes)
 
 
-def test_measurements_are_kept_and_found_again(tmp_path):
+def test_cache_stores_measurements(tmp_path):
     model, calls = Net(), []
 
     def count(case, name):
@@ -310,7 +310,7 @@ def test_measurements_are_kept_and_found_again(tmp_path):
     assert measured(model, "rowwise", seconds=count, cache=cache).cases and not calls  # a part of what is known
 
 
-def test_a_cache_of_version_0_4_0_is_read_without_what_it_measured_together(tmp_path):
+def test_cache_of_0_4_0_is_read_without_siblings(tmp_path):
     path = tmp_path / "m.json"
     path.write_bytes((Path(__file__).parents[1] / "planning/files/measurements-0.4.0.json").read_bytes())
     cases = fp8.MeasurementCache(path).load(Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"}))
@@ -325,7 +325,7 @@ def test_a_cache_of_version_0_4_0_is_read_without_what_it_measured_together(tmp_
     assert "sisters" not in path.read_text() and fp8.MeasurementCache(path).load(Machine("L4", "8.9")) == {case: found}
 
 
-def test_a_killed_measurement_keeps_what_it_has(tmp_path):
+def test_killed_measurement_keeps_results(tmp_path):
     model, cache, done = Net(), fp8.MeasurementCache(tmp_path / "m.json"), []
 
     def dies(case, name):
@@ -356,21 +356,21 @@ def test_a_killed_measurement_keeps_what_it_has(tmp_path):
         '"entries": {"bf16": {"recipe": "bf16", "backends": {}, "seconds": "fast"}}}]}]}',
     ],
 )
-def test_a_damaged_cache_says_so(tmp_path, text):
+def test_damaged_cache_is_reported(tmp_path, text):
     (tmp_path / "m.json").write_text(text)
     with pytest.raises(fp8.MeasureError, match=r"m.json holds no measurements of this version.*Delete it"):
         fp8.MeasurementCache(tmp_path / "m.json").load(GPU)
 
 
-def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch, tmp_path):
+def test_cache_path_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measurements.default_cache() == tmp_path / "octavo" / "measurements.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert measurements.default_cache().parts[-3:] == (".cache", "octavo", "measurements.json")
 
 
-def test_what_a_measurement_needs():
-    with pytest.raises(fp8.MeasureError, match="give the tokens"):
+def test_measurement_requires_tokens():
+    with pytest.raises(fp8.MeasureError, match="set the tokens"):
         fp8.measure(Net())
     with pytest.raises(fp8.PlanError, match="measurements also need tokens"):
         fp8.plan(Net(), "auto", measurements=fp8.Measurements(GPU))
@@ -385,10 +385,10 @@ def test_what_a_measurement_needs():
         ((8, 0), (8192, 8192), None, None, "no FP8 in hardware at compute capability 8.0"),
         ((8, 9), (8192, 8192), None, "rowwise", "rowwise by the table"),
         ((9, 0), (4096, 4096), None, "blockwise", "blockwise"),
-        ((9, 0), (2048, 8192), None, None, "N=2048 <= 2048, where FP8 is known to lose"),
+        ((9, 0), (2048, 8192), None, None, "N=2048 <= 2048, where FP8 is known to be slower"),
         ((9, 0), (8192, 1024), None, None, "K=1024 <= 1024"),
         ((9, 0), (4096, 2048), None, None, "N=4096 <= 4096 and K=2048 <= 2048"),
-        ((9, 0), (8200, 8192), None, None, "no multiple of 16"),
+        ((9, 0), (8200, 8192), None, None, "not a multiple of 16"),
         ((9, 0), (1024, 4096), ("tensorwise",), None, "K=4096 <= 4096 and N=1024 <= 1024"),
         ((9, 0), (1025 + 15, 4096), ("tensorwise",), "tensorwise", "tensorwise"),
         ((10, 0), (8192, 8192), None, "mxfp8", "mxfp8"),
@@ -402,7 +402,7 @@ def test_the_documented_table(sm, shape, allowed, chosen, why):
     assert (recipe and recipe.name) == chosen and why in reason
 
 
-def test_auto_without_measurements_says_so_and_takes_the_table():
+def test_auto_without_measurements_uses_table():
     plan = fp8.plan(Net(), "auto")
     assert {r.recipe.name for r in plan.rows if r.fp8} == {"blockwise"}
     assert any(
@@ -414,7 +414,7 @@ def test_auto_without_measurements_says_so_and_takes_the_table():
     assert {r.name: r.recipe.name for r in mixed.rows if r.fp8}["frozen"] == "blockwise"
 
 
-def test_the_prediction_adds_up_and_warns():
+def test_prediction_sums_times_and_warns():
     model = Net()
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=measured(model), micro_steps=4)
     found = predict(plan)
@@ -431,7 +431,7 @@ def test_the_prediction_adds_up_and_warns():
     assert predict(fp8.plan(model, "auto", tokens=TOKENS)) is None
 
 
-def test_a_plan_says_what_each_backend_lacks():
+def test_plan_lists_rejected_backends():
     lines = fp8.plan(Net(), "blockwise").backends()
     assert {(x.gemm, x.shape) for x in lines} == {
         (g, s) for g in ("fwd", "dgrad", "wgrad") for s in ((32, 32), (16, 32), (48, 32))
@@ -440,6 +440,6 @@ def test_a_plan_says_what_each_backend_lacks():
 
 
 @pytest.mark.parametrize("tokens", [{"foundation": -5}, {"foundation": 0}, {"foundation": 2.5}])
-def test_tokens_that_mean_nothing_are_refused(tokens):
+def test_invalid_tokens_are_rejected(tokens):
     with pytest.raises(fp8.PlanError, match="tokens has .* whole number of tokens per forward"):
         fp8.measure(nn.Sequential(nn.Linear(16, 16)), "auto", tokens=tokens)

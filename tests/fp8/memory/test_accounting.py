@@ -45,12 +45,12 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype).requires_grad_()
 
 
-def test_a_linear_keeps_its_input_and_the_caller_its_output():
+def test_linear_saves_its_input():
     report = count(nn.Linear(8, 16), leaf(4, 8))
     assert report.total == 0 and report.separate == {"input": 4 * 8 * 4, "output": 4 * 16 * 4}
 
 
-def test_each_storage_is_put_down_to_the_deepest_module_that_made_it():
+def test_storage_belongs_to_deepest_module():
     def forward(self, x):
         return self.down(F.gelu(self.up(x))).sum()
 
@@ -61,7 +61,7 @@ def test_each_storage_is_put_down_to_the_deepest_module_that_made_it():
     assert {r.op for r in report.rows if not r.module and r.kind == "activation"} == {"aten.gelu.default"}
 
 
-def test_views_are_one_storage_and_what_is_saved_twice_counts_once():
+def test_views_and_repeated_saves_count_once():
     def forward(self, x):
         y = x * 2
         return (y[:2] * y[2:] * y[:2].t().t()).sum()
@@ -70,11 +70,11 @@ def test_views_are_one_storage_and_what_is_saved_twice_counts_once():
     assert count(Run(forward), leaf(4, 8)).total == 4 * 8 * 4 + 2 * 8 * 4
 
 
-def test_a_view_keeps_the_whole_storage():
+def test_view_counts_whole_storage():
     assert count(Run(lambda self, x: (x * 2)[:1].exp_().sum()), leaf(100, 8)).total == 100 * 8 * 4
 
 
-def test_in_place_makes_nothing_and_what_is_freed_does_not_count():
+def test_in_place_and_freed_storages_do_not_count():
     def forward(self, x):
         y = x * 3
         y.relu_()  # keeps its own result, in the same storage
@@ -96,12 +96,12 @@ class Stashes(torch.autograd.Function):
         return dy * ctx.codes.to(dy.dtype)
 
 
-def test_what_a_function_stashes_on_its_context_counts():
+def test_tensors_on_autograd_context_count():
     report = count(Run(lambda self, x: Stashes.apply(x).sum()), leaf(4, 8))
     assert report.by_dtype == {torch.float8_e4m3fn: 4 * 8, torch.float32: 3 * 4 + 2 * 4}
 
 
-def test_attention_keeps_output_and_log_sum_exp():
+def test_attention_saves_output_and_log_sum_exp():
     def forward(self, q, k, v):
         return F.scaled_dot_product_attention(q * 1, k * 1, v * 1, is_causal=True).sum()
 
@@ -111,7 +111,7 @@ def test_attention_keeps_output_and_log_sum_exp():
     assert report.by_dtype == {torch.bfloat16: 4 * each, torch.float32: 2 * 16 * 4}
 
 
-def test_a_checkpointed_region_keeps_its_arguments():
+def test_checkpointed_region_saves_its_arguments():
     block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
 
     def forward(self, x):
@@ -164,7 +164,7 @@ def test_positions_and_masks_are_separate():
     assert per_layer(report, tokens=(4, 8)) == 1 and two.separate == one.separate
 
 
-def test_a_report_inside_says_what_is_alive_now_and_afterwards_what_was_at_the_end():
+def test_report_shows_current_then_final_state():
     x = leaf(4, 8)
     with count_saved(nn.Identity()) as k:
         y = (x * 2).exp()
@@ -175,7 +175,7 @@ def test_a_report_inside_says_what_is_alive_now_and_afterwards_what_was_at_the_e
     assert k.report().total == 2 * 4 * 8 * 4
 
 
-def test_counting_leaves_no_trace():
+def test_counting_has_no_side_effects():
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     x = leaf(4, 8)
     model(x).sum().backward()
@@ -195,7 +195,7 @@ def test_counting_leaves_no_trace():
     assert before == after
 
 
-def test_what_has_no_backward_is_freed_with_its_result():
+def test_results_without_backward_are_freed():
     """A node that keeps its own result would otherwise keep itself: 5 GB beside a forward of a model of 1 B."""
     x, made = leaf(4, 8), []
 
@@ -210,7 +210,7 @@ def test_what_has_no_backward_is_freed_with_its_result():
     assert made[0].expired()
 
 
-def test_a_layout_that_cannot_be_counted_is_refused():
+def test_unsupported_layout_is_rejected():
     with pytest.raises(TypeError, match="sparse_csr"), count_saved(nn.Identity()):
         torch.ones(4, 4).to_sparse_csr()
 
@@ -221,14 +221,14 @@ def test_sparse_tensors_count_their_indices_and_values():
     assert k.report().total == 16 * 4 + 2 * 16 * 8 and held.layout is torch.sparse_coo
 
 
-def test_what_a_model_elsewhere_keeps_in_host_memory_is_separate():
+def test_host_memory_of_device_model_is_separate():
     model = nn.Linear(8, 16, device="meta")
     with count_saved(model) as k:
         there, here = torch.ones(4, 8) * 2, torch.ones(4, 8, device="meta") * 2
     assert k.report().separate == {"host": 4 * 8 * 4} and k.report().total == 4 * 8 * 4 and there.shape == here.shape
 
 
-def test_buffers_of_a_gathering_are_separate():
+def test_gathered_buffers_are_separate():
     import torch.distributed.fsdp  # its operations
 
     with count_saved(nn.Identity()) as k:
@@ -272,7 +272,7 @@ def stock(hidden: int, intermediate: int, heads: int, kv: int, head: int):
     return keeps
 
 
-def test_the_stock_decoder_layer_keeps_211_kib_per_token():
+def test_stock_decoder_layer_saves_211_kib_per_token():
     with FakeTensorMode():
         keeps = stock(4096, 12288, 32, 8, 128)
         one, two = keeps(1, 128), keeps(2, 128)

@@ -46,7 +46,7 @@ def asked(seed=0):
 
 
 @pytest.mark.parametrize("family", [f for f in CHECKPOINTS if f != "qwen2_audio"])  # it takes no logits_to_keep
-def test_losses_come_out_of_the_described_families_where_logits_do(family: str):
+def test_supported_families_return_losses(family: str):
     model = tiny(family)
     inputs, target = asked()
     names = list(model.state_dict())
@@ -71,7 +71,7 @@ def plain_losses(logits: Tensor, target: Tensor, **options) -> Tensor:
     return flat.view(target.shape)
 
 
-def test_outside_the_with_the_head_gives_logits():
+def test_head_returns_logits_outside_context():
     model, (inputs, target) = tiny("qwen3"), asked()
     want = model(**inputs).logits
     head = chunk_head(model)
@@ -122,7 +122,7 @@ SMALL = {
     ],
     ids=lambda c: c.model_type,
 )
-def test_a_model_that_changes_its_logits_is_refused(config):
+def test_model_that_modifies_logits_is_rejected(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     reason = chunk_head(model)
@@ -142,7 +142,7 @@ def test_further_families_on_the_meta_device(config):
     assert isinstance(chunk_head(model), ChunkedHead)
 
 
-def test_fake_tensors_have_no_values_to_look_at():
+def test_fake_tensors_are_supported():
     with FakeTensorMode():
         model, (inputs, target) = tiny("qwen3"), asked()
         head = chunk_head(model)
@@ -152,7 +152,7 @@ def test_fake_tensors_have_no_values_to_look_at():
     assert loss.shape == (2, 3) and model.lm_head.weight.grad.shape == model.lm_head.weight.shape
 
 
-def test_a_change_that_the_probe_did_not_see_stops_the_step():
+def test_modified_losses_are_detected_at_each_step():
     model, (inputs, target) = tiny("qwen3"), asked()
     head = chunk_head(model)
     for change in (lambda x: 2 * x, lambda x: x.mul_(2), lambda x: x[:, :2], lambda x: x.clone()):
@@ -179,7 +179,7 @@ def test_misuse_is_reported():
         model(**inputs)
 
 
-def test_heads_of_another_kind_are_refused_with_the_reason():
+def test_unsupported_heads_are_rejected_with_reason():
     model = tiny("qwen3")
     model.lm_head.register_forward_hook(lambda *_: None)
     assert "its head has hooks, or a forward of its own" in chunk_head(model)
@@ -190,7 +190,7 @@ def test_heads_of_another_kind_are_refused_with_the_reason():
     assert "names no output embeddings" in chunk_head(tiny("qwen3").model)
 
 
-def test_copies_pickles_and_the_way_back():
+def test_copies_pickles_and_unswap():
     model, (inputs, target) = tiny("qwen3"), asked()
     head = chunk_head(model)
     assert chunk_head(model) is head
@@ -205,7 +205,7 @@ def test_copies_pickles_and_the_way_back():
     assert type(head) is nn.Linear and torch.equal(model(**inputs).logits, want)
 
 
-def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(mesh_of_one):
+def test_fsdp_gathers_weight_in_head_forward(mesh_of_one):
     model, (inputs, target) = tiny("llama"), asked()
     want = plain_losses(model(**inputs).logits, target)
     want.sum().backward()

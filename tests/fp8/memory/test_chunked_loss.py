@@ -63,7 +63,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-3), (1.0, 0.0)])
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_values_and_gradients_are_those_of_the_plain_formulas(bias: bool, smoothing: float, z: float, chunk):
+def test_values_and_gradients_match_plain_formulas(bias: bool, smoothing: float, z: float, chunk):
     hidden, weight, target, b = problem(bias=bias)
     ours = linear_cross_entropy(hidden, weight, target, b, label_smoothing=smoothing, z_loss=z, chunk=chunk)
     full = plain(hidden, weight, target, b, smoothing, z)
@@ -73,7 +73,7 @@ def test_values_and_gradients_are_those_of_the_plain_formulas(bias: bool, smooth
         assert relative_error(got, want) < 2e-6
 
 
-def test_it_is_torch_s_own_cross_entropy():
+def test_loss_matches_torch_cross_entropy():
     hidden, weight, target, _ = problem()
     want = F.cross_entropy(F.linear(hidden, weight), target, reduction="none", label_smoothing=0.2)
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, label_smoothing=0.2), want)
@@ -94,7 +94,7 @@ def test_a_vocabulary_of_152k(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(3))
-def test_in_16_bits_the_error_is_at_most_the_plain_path_s(dtype: torch.dtype, seed: int):
+def test_error_in_16_bits_is_at_most_that_of_plain_path(dtype: torch.dtype, seed: int):
     hidden, weight, target, b = problem(m=64, k=48, v=3001, dtype=dtype, bias=True, seed=seed)
     ours, full = linear_cross_entropy(hidden, weight, target, b, chunk=5), plain(hidden, weight, target, b)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, b)]
@@ -106,7 +106,7 @@ def test_in_16_bits_the_error_is_at_most_the_plain_path_s(dtype: torch.dtype, se
         assert relative_error(got, want) <= 1.02 * relative_error(low, want)
 
 
-def test_no_tensor_comes_near_the_size_of_the_logits():
+def test_no_tensor_has_size_of_logits():
     hidden, weight, target, _ = problem(m=1024, k=8, v=8000, ignored=100)
     for chunk, most in ((None, 2**21), (64, 64 * 8000)):
         with Largest() as seen:
@@ -141,7 +141,7 @@ def test_any_number_of_ignored_tokens(ignored: int):
         assert not ours.any() and not got.any()
 
 
-def test_ignored_tokens_cost_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_ignored_tokens_are_skipped(monkeypatch: pytest.MonkeyPatch):
     rows = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *more: rows.append(len(x)) or linear(x, *more))
@@ -150,7 +150,7 @@ def test_ignored_tokens_cost_nothing(monkeypatch: pytest.MonkeyPatch):
     assert set(rows) == {5}
 
 
-def test_targets_that_cannot_be_looked_at_give_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_targets_on_device_give_equal_losses(monkeypatch: pytest.MonkeyPatch):
     """The way of targets on a GPU: rows without a target run along, and give and get nothing."""
     from octavo.fp8.memory import chunked_loss as logits
 
@@ -195,7 +195,7 @@ def test_strided_hidden_states_and_weights():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["hidden", "weight"])
-def test_what_is_not_finite_shows_in_the_loss(bad: float, where: str):
+def test_nonfinite_values_propagate_to_loss(bad: float, where: str):
     hidden, weight, target, _ = problem(ignored=0)
     with torch.no_grad():
         (hidden if where == "hidden" else weight)[3, 2] = bad
@@ -205,7 +205,7 @@ def test_what_is_not_finite_shows_in_the_loss(bad: float, where: str):
         assert loss[:3].isfinite().all() and loss[4:].isfinite().all()
 
 
-def test_classes_that_a_bias_of_minus_infinity_shuts_out():
+def test_bias_of_minus_infinity_excludes_classes():
     hidden, weight, target, b = problem(bias=True)
     with torch.no_grad():
         b[60:] = -torch.inf  # whole blocks of it
@@ -226,7 +226,7 @@ def test_large_logits_do_not_overflow():
     )
 
 
-def test_backward_runs_twice_where_the_graph_is_kept():
+def test_backward_runs_twice_with_retained_graph():
     hidden, weight, target, _ = problem()
     loss = linear_cross_entropy(hidden, weight, target).sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -234,7 +234,7 @@ def test_backward_runs_twice_where_the_graph_is_kept():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_frozen_head_has_no_gradient_and_no_room_for_one():
+def test_frozen_head_allocates_no_gradient():
     hidden, weight, target, _ = problem(m=4, k=256, v=4000, ignored=0)
     want = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, chunk=1).sum(), hidden)[0]
     weight.requires_grad_(False)
@@ -244,7 +244,7 @@ def test_a_frozen_head_has_no_gradient_and_no_room_for_one():
     assert seen.most < weight.numel() / 2
 
 
-def test_hidden_states_that_need_no_gradient_get_none():
+def test_hidden_states_without_gradient_get_none():
     hidden, weight, target, _ = problem()
     want = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).sum(), weight)[0]
     hidden.requires_grad_(False)
@@ -252,7 +252,7 @@ def test_hidden_states_that_need_no_gradient_get_none():
     assert hidden.grad is None and torch.equal(weight.grad, want)
 
 
-def test_between_forward_and_backward_only_hidden_states_and_lse_remain():
+def test_only_hidden_states_and_lse_are_saved():
     hidden, weight, target, _ = problem(m=64, v=999, ignored=0)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -261,7 +261,7 @@ def test_between_forward_and_backward_only_hidden_states_and_lse_remain():
     assert sum(sizes.values()) <= weight.numel() + hidden.numel() + 3 * len(target)
 
 
-def test_autocast_casts_as_it_does_for_a_linear_layer():
+def test_autocast_casts_like_linear_layer():
     hidden, weight, target, b = problem(v=601, bias=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = linear_cross_entropy(hidden, weight, target, b, chunk=2)
@@ -275,7 +275,7 @@ def test_autocast_casts_as_it_does_for_a_linear_layer():
         assert relative_error(got, want) <= 1.02 * relative_error(low, want)
 
 
-def test_tied_weights_add_to_the_embedding_s_gradient():
+def test_tied_weights_add_to_embedding_gradient():
     torch.manual_seed(0)
     table, ids = nn.Embedding(77, 16), torch.randint(0, 77, (3, 9))
     target = torch.randint(0, 77, (3, 9))
@@ -334,18 +334,18 @@ def test_log_probabilities_are_minus_the_loss():
         ({"weight": torch.zeros(0, 24), "target": torch.full((19,), IGNORE)}, ValueError, "has no classes"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_fix(change, error, words: str):
+def test_invalid_arguments_are_rejected_with_fix(change, error, words: str):
     hidden, weight, target, _ = problem()
     with pytest.raises(error, match=words):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "target": target, **change})
 
 
-def test_a_temperature_of_nought_is_refused():
+def test_zero_temperature_is_rejected():
     with pytest.raises(ValueError, match="use a number above 0"):
         token_log_probs(*problem()[:3], temperature=0.0)
 
 
-def test_transforms_of_functions_are_refused():
+def test_torch_func_transforms_are_rejected():
     hidden, weight, target, _ = problem()
     with pytest.raises(RuntimeError, match="leading dimensions will do in place of vmap"):
         torch.vmap(lambda h: linear_cross_entropy(h, weight, target))(hidden.detach().expand(2, -1, -1))

@@ -41,7 +41,7 @@ def results(model: nn.Module, chunk: int | None, seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
-def test_losses_and_gradients_are_those_of_its_logits(recipe):
+def test_losses_and_gradients_match_logits(recipe):
     """But for scales that a chunk has of its own, and codes that flip where dy differs in its last bit."""
     model, _ = planned(head={"recipe": recipe})
     want, high = results(model, None), results(tiny("qwen3"), None)
@@ -56,7 +56,7 @@ def test_losses_and_gradients_are_those_of_its_logits(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8"])
-def test_logits_are_those_of_the_layer_bit_for_bit(recipe):
+def test_logits_equal_those_of_layer(recipe):
     model, _ = planned(head={"recipe": recipe})
     h, weight = torch.randn(7, model.lm_head.in_features), model.lm_head.weight
     head = begin_head(h, weight, HeadCall(128, torch.float32, model.lm_head._site, False), (False, False))
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_layer_bit_for_bit(recipe):
 
 
 @pytest.mark.parametrize("off", ["fwd", "dgrad", "wgrad"])
-def test_gemms_of_the_head_may_stay_in_high_precision(off):
+def test_head_gemms_can_stay_in_high_precision(off):
     model, _ = planned(head={"recipe": "blockwise", off: "bf16"})
     torch.testing.assert_close(results(model, 1)[0], results(model, None)[0], rtol=2e-6, atol=4e-6)
     with fp8.count_gemms() as counts:
@@ -74,7 +74,7 @@ def test_gemms_of_the_head_may_stay_in_high_precision(off):
     assert ran[off] == "high" and sum(backend == "high" for backend in ran.values()) == (2 if off == "fwd" else 1)
 
 
-def test_the_plan_shows_it_and_the_proof_counts_it():
+def test_plan_and_proof_include_head():
     model, plan = planned()
     (row,) = [r for r in plan.rows if r.kind == "lm_head"]
     assert row.fp8 and row.reason == "component lm_head"
@@ -95,7 +95,7 @@ def test_the_plan_shows_it_and_the_proof_counts_it():
         proof.observe(counts, {"foundation": 1, "lm_head": 1})
 
 
-def test_weights_are_cast_once_a_step_whatever_the_chunks():
+def test_weights_are_cast_once_per_step_for_any_chunks():
     model, _ = planned()
     codes, parts = model.lm_head._site.codes, ROWS // 128
     for chunk in (1, 3, 1):  # more room in the second forward: the partition stays
@@ -111,7 +111,7 @@ def test_weights_are_cast_once_a_step_whatever_the_chunks():
     assert len(codes) == 1
 
 
-def test_a_moment_of_high_precision_is_the_stock_head():
+def test_high_precision_context_runs_stock_head():
     model, _ = planned()
     want = results(model, 1)
     with fp8.high_precision(model):
@@ -121,7 +121,7 @@ def test_a_moment_of_high_precision_is_the_stock_head():
     assert all(torch.equal(a, b) for a, b in zip(results(model, 1), want, strict=True))
 
 
-def test_a_tied_embedding_keeps_its_values_and_gets_both_gradients():
+def test_tied_embedding_gets_both_gradients():
     model, plan = planned(tied=True, param=True)
     table = model.get_input_embeddings().weight
     assert model.lm_head.weight is table and type(table) is nn.Parameter  # param: true speaks of others
@@ -133,7 +133,7 @@ def test_a_tied_embedding_keeps_its_values_and_gets_both_gradients():
     assert (size > 0).all() and size[apart.bool()].mean() > 2 * size[~apart.bool()].mean()
 
 
-def test_without_targets_or_with_a_frozen_weight():
+def test_no_targets_and_frozen_weight():
     model, _ = planned()
     inputs, target = asked()
     with chunk_head(model).losses(torch.full_like(target, -100)) as given:
@@ -154,7 +154,7 @@ def test_health_sees_the_head():
     assert {"x", "w", "dy", "x_wgrad", "dy_wgrad"} <= seen.keys() and seen["dw_cosine"] > 0.99
 
 
-def test_who_must_be_named():
+def test_head_recipe_must_be_named():
     model = tiny("qwen3")
     rows = {r.name: r for r in fp8.plan(model, fp8.Policy(rules=(fp8.Rule("**", "rowwise"),))).rows}
     assert rows["lm_head"].reason == "lm_head stays in high precision"
@@ -167,13 +167,13 @@ def test_who_must_be_named():
     assert "delayed scaling" in str(chunk_head(delayed))
 
 
-def test_a_plan_file_holds_it(tmp_path):
+def test_plan_file_includes_head(tmp_path):
     _, plan = planned()
     again = fp8.load_plan(fp8.save_plan(plan, tmp_path / "plan.json"), tiny("qwen3"))
     assert [r.name for r in again.rows if r.fp8] == ["lm_head"]
 
 
-def test_the_blocks_are_codes_of_rows(monkeypatch):
+def test_blocks_use_codes_of_rows(monkeypatch):
     """In Triton's interpreter: what is laid out for tensor cores is each block's own buffer, and nothing is copied."""
     pytest.importorskip("triton")
     from octavo.fp8.kernels import layout

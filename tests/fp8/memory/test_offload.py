@@ -11,7 +11,7 @@ from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
 from octavo.fp8.memory.recompute import activation_checkpointing
 from tests import ranks
-from tests.fp8.blocks.test_fused_models import made
+from tests.fp8.blocks.test_fused_models import make_model
 from tests.fp8.memory.test_recompute import Block, same, stack, step
 
 
@@ -56,7 +56,7 @@ def offloaded(model: nn.Module, least: int = 1) -> Slow:
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_are_those_of_what_stayed(how, dropout):
+def test_gradients_match_without_offload(how, dropout):
     model = stack(3, dropout, how)
     copies = offloaded(model)
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_what_stayed(how, dropout):
     assert copies.log.count("out") > 0 and copies.log.count("back") > 0
 
 
-def test_fewer_bytes_move_when_blocks_keep_less():
+def test_fewer_bytes_are_copied_if_blocks_save_less():
     moved = {}
     for how in ("none", "selective", "full"):
         model = stack(3, how=how)
@@ -77,7 +77,7 @@ def test_fewer_bytes_move_when_blocks_keep_less():
     assert moved["full"] < moved["selective"] < 0.75 * moved["none"]
 
 
-def test_a_storage_moves_once_and_only_what_belongs_to_the_block():
+def test_storage_is_copied_once():
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
@@ -96,7 +96,7 @@ def test_a_storage_moves_once_and_only_what_belongs_to_the_block():
     assert torch.allclose(x.grad[0], (x * cos)[2] * 8 * cos[0])
 
 
-def test_one_block_ahead_and_no_more():
+def test_one_block_is_prefetched():
     model, events = stack(4), []
     copies = Slow()
     for name in ("to_host", "to_device"):
@@ -116,7 +116,7 @@ def test_one_block_ahead_and_no_more():
     assert backward.count("to_device") == 3 * each
 
 
-def test_at_most_two_blocks_are_on_the_device_after_the_forward():
+def test_at_most_two_blocks_stay_on_device():
     model = stack(6)
     copies = offloaded(model)
     hosts: set[int] = set()
@@ -137,7 +137,7 @@ def test_at_most_two_blocks_are_on_the_device_after_the_forward():
     assert on_device <= 2 * one.report().total + 2 * y.numel() * 4 and z is not None
 
 
-def test_a_graph_that_is_kept_can_be_gone_through_again():
+def test_retained_graph_runs_backward_again():
     model = stack(3)
     offloaded(model)
     x = torch.randn(2, 8, 32, requires_grad=True)
@@ -160,7 +160,7 @@ def test_two_forwards_before_their_backwards():
 
 
 @pytest.mark.parametrize("how", ["none", "full"])
-def test_fp8_layers_move_codes(how):
+def test_fp8_layers_offload_codes(how):
     moved, steps = [], []
     for offloads in (False, True):
         model = stack(2)
@@ -178,10 +178,10 @@ def test_fp8_layers_move_codes(how):
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
-def test_a_model_that_saves_fp8_goes_through_its_graph_twice(how):
+def test_model_that_saves_fp8_runs_backward_twice(how):
     grads = []
     for offloads in (False, True):
-        model, described, inputs = made("qwen3")
+        model, described, inputs = make_model("qwen3")
         fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="on", activations="fp8"), described.components))
         activation_checkpointing(described.layers(model), how)
         if offloads:
@@ -210,12 +210,12 @@ def sharded(world) -> list:
 
 
 @pytest.mark.long
-def test_gathered_weights_stay():
+def test_gathered_weights_stay_on_device():
     for plain, split, plain_full, split_full in ranks.run(sharded, 2):
         assert plain == split and plain_full == split_full and plain[1] > plain_full[1] > 0
 
 
-def test_small_tensors_weights_and_autocasts_copies_of_them_stay():
+def test_small_tensors_and_weights_stay_on_device():
     model = stack(1)
     copies = offloaded(model, least=10**9)
     assert same(step(model), step(stack(1))) and not copies.log
@@ -228,7 +228,7 @@ def test_small_tensors_weights_and_autocasts_copies_of_them_stay():
     assert copies.moved == 4 * 32 * 2  # x as autocast made it
 
 
-def test_without_gradient_nothing_moves_and_hooks_come_off():
+def test_no_offload_without_gradient():
     model = stack(2)
     copies = Slow()
     hooks = offload(model.named_children(), least=1, copies=copies)
@@ -240,7 +240,7 @@ def test_without_gradient_nothing_moves_and_hooks_come_off():
     assert not copies.log
 
 
-def test_a_saved_tensor_that_is_written_to_is_reported():
+def test_write_to_saved_tensor_is_reported():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -257,7 +257,7 @@ def test_a_saved_tensor_that_is_written_to_is_reported():
         block(torch.randn(4, 8, requires_grad=True))
 
 
-def test_an_exception_in_a_block_leaves_no_hooks_behind():
+def test_exception_in_block_removes_hooks():
     class Fails(Block):
         def forward(self, x):
             raise ZeroDivisionError
@@ -271,7 +271,7 @@ def test_an_exception_in_a_block_leaves_no_hooks_behind():
     assert copies.moved == before
 
 
-def test_a_cpu_has_no_second_memory():
+def test_cpu_is_rejected():
     with pytest.raises(
         ValueError, match="offload_activations: true.*found the blocks on cpu.*offload_activations: false"
     ):
@@ -284,7 +284,7 @@ def test_a_cpu_has_no_second_memory():
         synchronize_per_layer([])
 
 
-def test_the_host_waits_after_each_block():
+def test_host_waits_after_each_block():
     model, events = stack(3), []
     hooks = synchronize_per_layer(model.named_children(), wait=lambda: events.append("wait"))
     for number, block in enumerate(model):

@@ -19,7 +19,7 @@ from octavo.fp8.memory.recompute import activation_checkpointing
 from octavo.fp8.proof import Proof
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from tests import ranks
-from tests.fp8.blocks.test_fused_models import made
+from tests.fp8.blocks.test_fused_models import make_model
 from tests.fp8.memory import test_accounting as test_kept
 from tests.fp8.memory.test_accounting import per_layer, qwen3
 from tests.models.conftest import MANY
@@ -87,11 +87,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_values_gradients_and_dropout_are_those_of_one_run(how, dropout):
+def test_recomputation_preserves_values_and_dropout(how, dropout):
     assert same(step(stack(dropout=dropout)), step(stack(dropout=dropout, how=how)))
 
 
-def test_what_runs_again_has_a_name():
+def test_recomputed_parts_are_named():
     model = stack(1)
     assert activation_checkpointing(model.named_children(), "none") == ()
     assert activation_checkpointing([("layers.0", model[0])], "selective") == (
@@ -109,7 +109,7 @@ def count(how: str) -> SavedBytes:
     return report
 
 
-def test_a_full_block_keeps_its_input_alone_and_a_selective_one_less_than_all():
+def test_saved_tensors_of_full_and_selective():
     each = 2 * 8 * 32 * 4
     # The first block's input is the caller's.
     assert count("full").by_block == {"0": each, "1": each}
@@ -117,7 +117,7 @@ def test_a_full_block_keeps_its_input_alone_and_a_selective_one_less_than_all():
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_graph_that_is_kept_can_be_gone_through_again(how):
+def test_retained_graph_runs_backward_again(how):
     model = stack(how=how)
     x = torch.randn(2, 8, 32, requires_grad=True)
     loss = model(x).square().sum()
@@ -146,7 +146,7 @@ def test_keywords_copies_pickles_and_evaluation(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_blocks_that_are_compiled_recompute_without_leaving_the_graph(how):
+def test_compiled_blocks_recompute_in_graph(how):
     import torch._dynamo
 
     model, expected = stack(how=how), step(stack())
@@ -157,7 +157,7 @@ def test_blocks_that_are_compiled_recompute_without_leaving_the_graph(how):
     torch._dynamo.reset()
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_blocks_are_rejected():
     with pytest.raises(ValueError, match="one of none, selective, full; found 'some'"):
         activation_checkpointing(stack().named_children(), "some")
     with pytest.raises(ValueError, match="no blocks at all"):
@@ -191,7 +191,7 @@ def vision_model():
 
 
 def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict[str, Tensor], fp8.GemmCounts]:
-    model, described, inputs = vision_model() if family == "internvl" else made(family)
+    model, described, inputs = vision_model() if family == "internvl" else make_model(family)
     plan = fp8.plan(model, policy, described.components)
     fp8.apply(model, plan)
     activation_checkpointing(described.layers(model), how)
@@ -214,7 +214,7 @@ DRAWN = [(f, p) for i, f in enumerate(DRAWN_FROM) for j, p in enumerate(POLICIES
 
 
 @pytest.mark.parametrize(("family", "policy"), DRAWN)
-def test_families_in_fp8_take_the_same_step_and_the_proof_holds(family, policy):
+def test_fp8_families_have_equal_steps_and_pass_proof(family, policy):
     # what is recomputed: a projector is no block
     blocks = {"image_projector": "off"} if family in trained_families("images") else {}
     policy = fp8.Policy("blockwise", components=blocks, **POLICIES[policy])
@@ -256,7 +256,7 @@ def sharded(world) -> list[list[float]]:
 
 
 @pytest.mark.long
-def test_sharded_blocks_run_again_alike():
+def test_sharded_blocks_recompute_equally():
     for plain, split, *again in ranks.run(sharded, 2):
         assert split == pytest.approx(plain, rel=1e-5) and plain[0] > plain[-1]
         assert again == [split, split]
@@ -279,7 +279,7 @@ def _apply(model: nn.Module, how: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("how", "share"), [("none", 0.0), ("selective", 0.52), ("full", 0.74)])
-def test_the_share_of_flops_that_runs_again(how, share):
+def test_share_of_recomputed_flops(how, share):
     # The proportions of 4096, 12288, 32 and 8 heads of 128.
     config = Qwen3Config(hidden_size=512, intermediate_size=1536, num_attention_heads=4, num_key_value_heads=1,
                          head_dim=128)  # fmt: skip

@@ -26,7 +26,7 @@ def convert(module, recipe="blockwise", **kwargs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ours_is_the_stock_module(family):
+def test_high_precision_forward_matches_stock(family):
     module = FAMILIES[family]()
     assert moe.is_experts(module) and moe.why_not(module) is None and moe.matches_stock(module) is None
     module.bfloat16()
@@ -35,7 +35,7 @@ def test_ours_is_the_stock_module(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "delayed"])
-def test_fp8_experts_stay_near_the_stock_ones(family, recipe):
+def test_fp8_experts_are_close_to_stock(family, recipe):
     stock = FAMILIES[family]()
     names = list(stock.state_dict())
     ours = convert(copy.deepcopy(stock), recipe)
@@ -52,7 +52,7 @@ def test_fp8_experts_stay_near_the_stock_ones(family, recipe):
 
 
 @pytest.mark.parametrize(("recipe", "calls", "idle"), [("blockwise", E, 0), ("delayed", 3, 3)])
-def test_experts_without_tokens_get_zeros_and_are_counted(recipe, calls, idle):
+def test_idle_experts_get_zero_gradients(recipe, calls, idle):
     """A grouped GEMM counts every expert; one by one, those without tokens are idle. FLOPs are of the real rows."""
     ours, stock = convert(FAMILIES["qwen3_moe"](), recipe), FAMILIES["qwen3_moe"]()
     with fp8.count_gemms() as counts:
@@ -67,7 +67,7 @@ def test_experts_without_tokens_get_zeros_and_are_counted(recipe, calls, idle):
     assert counts.idle["experts.gate_up_proj"] == idle
 
 
-def test_no_token_at_all():
+def test_empty_batch():
     ours = convert(FAMILIES["qwen3_moe"]())
     with fp8.count_gemms() as counts:
         y = ours(torch.zeros(0, H), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
@@ -76,7 +76,7 @@ def test_no_token_at_all():
     assert counts["experts.down_proj", "fwd", "reference"] + counts.idle["experts.down_proj"] == E
 
 
-def test_empty_places_of_expert_parallelism_add_nothing():
+def test_empty_slots_of_expert_parallelism_add_zero():
     ours = convert(FAMILIES["qwen3_moe"]())
     x, index, share = routed()
     whole = ours(x, index, share)
@@ -91,7 +91,7 @@ def test_empty_places_of_expert_parallelism_add_nothing():
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_bias_does_not_reach_who_has_no_expert(backend):
+def test_bias_is_not_added_without_expert(backend):
     """A token whose index is out of range reads a row of padding, in which kernels leave their expert's bias: its
     weight must make nothing of it."""
     if backend == "triton":
@@ -127,7 +127,7 @@ def test_codes_are_cached_and_renewed():
     assert len(ours._weight_codes()["gate_up_proj"]) == 0
 
 
-def test_one_projection_may_stay_in_high_precision():
+def test_projection_can_stay_in_high_precision():
     block = nn.ModuleDict({"experts": FAMILIES["qwen3_moe"]()})
     policy = fp8.Policy(rules=(fp8.Rule("**.down_proj", recipe="off"),))
     fp8.apply(block, fp8.plan(block, policy))
@@ -165,7 +165,7 @@ class Doubled(Qwen3MoeExperts):
         return 2 * super().forward(hidden_states, top_k_index, top_k_weights)
 
 
-def test_a_module_that_computes_something_else_is_left_and_the_plan_says_so():
+def test_module_with_different_results_is_skipped():
     block = nn.ModuleDict(
         {"experts": made(Doubled, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)), "a": nn.Linear(8, 8)}
     )
@@ -183,17 +183,17 @@ def test_a_module_that_computes_something_else_is_left_and_the_plan_says_so():
     assert type(fresh["a"]) is nn.Linear, "nothing was half applied"
 
 
-def test_another_call_signature_is_left():
+def test_unsupported_signature_is_skipped():
     config = Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)
     block = nn.ModuleDict({"experts": Llama4TextExperts(config), "a": nn.Linear(8, 8)})
     for p in block["experts"].parameters():
         nn.init.normal_(p)
     assert "experts called with (hidden_states)" in fp8.plan(block).table()
-    with pytest.raises(fp8.PlanError, match="rule.*asks for FP8, but none of its 2 layers can run"):
+    with pytest.raises(fp8.PlanError, match="rule.*requests FP8, but none of its 2 layers can run"):
         fp8.plan(block, fp8.Policy(rules=(fp8.Rule("experts", recipe="rowwise"),)))
 
 
-def test_a_whole_qwen3_moe_trains_with_a_passing_proof():
+def test_qwen3_moe_trains_and_passes_proof():
     config = Qwen3MoeConfig(
         moe_intermediate_size=I, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         vocab_size=64, intermediate_size=48, **SMALL,

@@ -70,7 +70,7 @@ WAYS = [(Transposed if i % 2 else Plain, *case) for i, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("cls", "kind", "how"), WAYS)
-def test_they_are_the_experts_of_their_values(cls: type[Plain], kind: str, how: str) -> None:
+def test_frozen_experts_match_dequantized_values(cls: type[Plain], kind: str, how: str) -> None:
     """One by one they run on every backend under delayed scaling alone, which takes codes of a tensor."""
     settings = {
         "one by one": {"recipe": "delayed"},
@@ -112,7 +112,7 @@ def test_one_expert_at_a_time_in_high_precision(cls: type[Plain], kind: str, mon
 
 
 @pytest.mark.parametrize("cls", [Plain, Transposed])
-def test_they_move_as_codes(cls: type[Plain]) -> None:
+def test_frozen_experts_move_as_codes(cls: type[Plain]) -> None:
     model = built(cls, "block")
     fp8.apply(model, fp8.plan(model, "blockwise"))
     before, (x, index, share) = fp8.fingerprint(model), routed()

@@ -58,7 +58,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_each_experts_rows_are_cast_as_if_alone(name, spec):
+def test_rows_of_each_expert_are_cast_separately(name, spec):
     g = torch.Generator().manual_seed(0)
     groups = group_rows(ROUTES[name](g), E).groups
     x = spread(groups.rows, H, generator=g)
@@ -80,7 +80,7 @@ def test_each_experts_rows_are_cast_as_if_alone(name, spec):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_weights_of_any_strides_are_cast_expert_by_expert(spec):
+def test_strided_weights_are_cast_per_expert(spec):
     w = spread(E, H, I, generator=torch.Generator().manual_seed(0)).mT
     q = REFERENCE.quantize_experts(w, spec)
     for expert in range(E):
@@ -108,7 +108,7 @@ def test_no_experts_or_no_pairs_give_empty_results_and_zeros(backend, name, pair
     assert not y.any() and not dx.any() and not dw.any()
 
 
-def test_a_block_of_rows_that_would_span_two_experts_is_refused():
+def test_block_across_experts_is_rejected():
     groups = group_rows(torch.tensor([0, 1]), 2).groups
     with pytest.raises(fp8.CastError, match="a block of 96 rows would span two experts"):
         REFERENCE.quantize_rows(torch.ones(groups.rows, 8), fp8.CastSpec(block=(96, 1)), groups)
@@ -183,7 +183,7 @@ TURNS = [(c, name, 1 + (i + j) % 2) for i, c in enumerate(RECIPES) for j, name i
 
 
 @pytest.mark.parametrize(("chosen", "name", "top_k"), TURNS, ids=str)
-def test_grouped_experts_are_the_looped_ones_bit_for_bit(chosen, name, top_k):
+def test_grouped_experts_equal_loop(chosen, name, top_k):
     """y, dx, the weights' and the routing weights' gradients; but for the sum of a bias, which has its own order."""
     block = Block(transposed=top_k == 2, bias=top_k == 2)
     ours = converted(Block(transposed=top_k == 2, bias=top_k == 2), chosen)
@@ -199,7 +199,7 @@ def test_grouped_experts_are_the_looped_ones_bit_for_bit(chosen, name, top_k):
             assert torch.equal(x, z), what
 
 
-def test_bf16_and_autocast_round_where_the_loop_does():
+def test_bf16_and_autocast_round_like_loop():
     chosen = fp8.recipe("blockwise")
     block, ours = Block().bfloat16(), converted(Block().bfloat16(), chosen)
     a, b = inputs("uneven", 1, torch.bfloat16), inputs("uneven", 1, torch.bfloat16)
@@ -245,7 +245,7 @@ def test_only_the_codes_of_x_are_saved_and_none_for_a_frozen_weight():
 
 
 @pytest.mark.parametrize("name", ["blockwise", "tensorwise"])
-def test_x_and_dy_are_each_cast_in_one_call(name, monkeypatch):
+def test_x_and_dy_are_cast_in_one_call_each(name, monkeypatch):
     """For fwd and wgrad, or dgrad and wgrad, of each projection; where the codes are the same the reference, which
     reads them either way round, makes them once."""
     reference, asked = type(registry.get("reference")), []
@@ -258,7 +258,7 @@ def test_x_and_dy_are_each_cast_in_one_call(name, monkeypatch):
     assert asked == ["both", *["one"] * (1 + differ)] * 4
 
 
-def test_all_experts_are_cast_once_an_optimizer_step():
+def test_experts_are_cast_once_per_optimizer_step():
     ours, given = converted(Block(), fp8.recipe("rowwise")), inputs("uneven", 2)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     for step in (1, 2):
@@ -272,7 +272,7 @@ def test_all_experts_are_cast_once_an_optimizer_step():
         fp8.invalidate(ours)
 
 
-def test_health_looks_at_real_rows_alone():
+def test_health_ignores_padding_rows():
     ours, given = converted(Block(), fp8.recipe("tensorwise")), inputs("uneven", 2)
     with fp8.health() as health:
         ours(*given).sum().backward()
@@ -316,7 +316,7 @@ def backend(monkeypatch):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_nothing_waits_for_the_device(backend, transposed):
+def test_grouped_gemms_do_not_synchronize(backend, transposed):
     """On the meta device there are no values: whoever reads one, counts one or selects by one fails."""
     backend(Shapes())
     ours = converted(Block(transposed, bias=True).to("meta"), fp8.recipe("blockwise"), "shapes")
@@ -351,7 +351,7 @@ LITTERED = [*((chosen, "strangers") for chosen in RECIPES), (RECIPES[0], "uneven
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("chosen", "name"), LITTERED, ids=str)
-def test_what_padding_rows_hold_reaches_nothing(backend, chosen, name, norm):
+def test_padding_rows_do_not_affect_results(backend, chosen, name, norm):
     backend(Littered())
     a, b = inputs(name, 1), inputs(name, 1)
     dy = torch.ones(a[0].shape)
@@ -368,7 +368,7 @@ def test_what_padding_rows_hold_reaches_nothing(backend, chosen, name, norm):
     [pytest.param(r, marks=[] if r == fp8.recipe("tensorwise") else pytest.mark.long) for r in RECIPES],
     ids=str,
 )
-def test_triton_runs_the_whole_module_as_the_reference_does(chosen):
+def test_triton_matches_reference_for_whole_module(chosen):
     """In its interpreter: an expert without rows, one pair that has no expert, ragged sizes, biases, transposed."""
     launch = pytest.importorskip("octavo.fp8.kernels.triton_kernels.launch")
     if not launch.INTERPRETED:
@@ -393,7 +393,7 @@ class Ungrouped(ReferenceBackend):
         return "it knows no groups" if op.startswith("grouped") else super().supports(op, what, device, shape)
 
 
-def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(backend):
+def test_experts_run_one_by_one_without_grouped_gemms(backend):
     backend(Ungrouped())
     results_of = {}
     for name in ("ungrouped", "reference"):
@@ -408,7 +408,7 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
         noted = "2 rows of experts run one expert at a time: ungrouped: it knows no groups" in plan.notes
         assert noted == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == noted
     assert all(map(torch.equal, *results_of.values()))
-    assert "a history of each expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
+    assert "a history per expert" in fp8.plan(nn.ModuleDict({"e": Block()}), "delayed").table()
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     chosen = fp8.recipe("rowwise")
     picked = {"fwd": registry.select("fwd", recipe_or_spec=chosen, device=cpu, requested="reference")}
@@ -417,7 +417,7 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
     )
 
 
-def test_high_precision_gemms_ignore_what_padding_holds():
+def test_high_precision_gemms_ignore_padding():
     g = torch.Generator().manual_seed(0)
     groups = group_rows(ROUTES["uneven"](g), E).groups
     padding = ~real_rows(groups).unsqueeze(1)

@@ -38,7 +38,7 @@ CASES = [("blockwise", {}), ("rowwise", {}), ("tensorwise", {}), ("delayed", {})
 
 @pytest.mark.parametrize(("recipe", "policy"), CASES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_bit_for_bit_experts_on_rounded_values(family, recipe, policy, monkeypatch):
+def test_experts_equal_experts_on_rounded_values(family, recipe, policy, monkeypatch):
     """But for the gradient of the routing weights, which are multiplied with rounded answers."""
     plain, twin = pair(family, recipe, **policy)
     given, own = routed(40), moe._apply_gate
@@ -50,7 +50,7 @@ def test_bit_for_bit_experts_on_rounded_values(family, recipe, policy, monkeypat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_close_to_experts_that_keep_16_bits(family):
+def test_results_are_close_to_saving_16_bits(family):
     plain, twin = pair(family, dtype=torch.bfloat16)
     given = routed(64, dtype=torch.bfloat16)
     (want, counts), (got, counts2) = run(plain, given), run(twin, given)
@@ -75,7 +75,7 @@ def test_recomputation_health_no_graph_and_no_token():
     assert y.shape == (0, H)
 
 
-def test_what_is_saved():
+def test_saved_tensors():
     sizes, tokens = [], 256
     for experts in pair(dtype=torch.bfloat16):
         given = routed(tokens, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def test_what_is_saved():
     assert y.requires_grad and not any(r.shape[-1] == H and r.shape[0] == 2 * tokens for r in accountant.report().rows)
 
 
-def test_the_plan_says_so_and_copies_keep_it():
+def test_plan_notes_saving_and_copies_keep_it():
     _, twin = pair()
     assert saved_experts.SAVES_FP8 in copy.deepcopy(twin).__dict__
     block = torch.nn.ModuleDict({"experts": FAMILIES["qwen3_moe"]()})

@@ -31,7 +31,7 @@ def one_by_one(x, q):
 
 
 @pytest.mark.parametrize(("fmt", "kind"), [("e4m3", "fp32"), ("e4m3", "e8m0"), ("e5m2", "pow2")])
-def test_figures_are_bit_for_bit_those_of_the_functions(fmt, kind):
+def test_operand_metrics_equal_functions(fmt, kind):
     g = torch.Generator().manual_seed(0)
     saturated = 0
     for shape in SHAPES:
@@ -48,7 +48,7 @@ def test_figures_are_bit_for_bit_those_of_the_functions(fmt, kind):
     assert metrics.operand_metrics(empty, cast.quantize(empty, cast.CastSpec())) == (math.inf, 0.0, 0.0, 0)
 
 
-def test_figures_take_codes_that_lie_transposed():
+def test_operand_metrics_accept_transposed_codes():
     x = torch.randn(40, 130)
     q = cast.quantize(x, cast.CastSpec("e4m3", (128, 1)))
     turned = fp8.Quantized(q.data.t().contiguous().t(), q.scale.t().contiguous().t(), q.spec)
@@ -58,7 +58,7 @@ def test_figures_take_codes_that_lie_transposed():
         metrics.operand_metrics(x[:1], q)
 
 
-def test_an_operand_is_decoded_once_for_all_collectors(monkeypatch):
+def test_operand_is_decoded_once_for_all_collectors(monkeypatch):
     m = nn.Sequential(nn.Linear(64, 32))
     fp8.apply(m, fp8.plan(m, "blockwise"))
     calls, own = [], decode
@@ -69,7 +69,7 @@ def test_an_operand_is_decoded_once_for_all_collectors(monkeypatch):
     assert outer.table() == inner.table()
 
 
-def test_cosine_leaves_its_arguments_alone():
+def test_cosine_does_not_modify_arguments():
     a, b = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
     kept = a.clone(), b.clone()
     found = cosine(a, b)
@@ -78,7 +78,7 @@ def test_cosine_leaves_its_arguments_alone():
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_a_muted_backward_runs_again_what_a_watched_forward_saved(how: str):
+def test_muted_backward_repeats_watched_forward(how: str):
     """Update in backward goes over the graph twice, and nobody listens the second time: what is computed again must
     still be what its forward saved."""
 

@@ -27,7 +27,7 @@ def some(shape, seed=0):
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (127,), (128,), (129,), (3, 50), (4, 16, 24), (0, 8)])
-def test_any_shape_follows_torch(states, shape):
+def test_any_shape_matches_torch(states, shape):
     ours, theirs = nn.Parameter(some(shape)), nn.Parameter(some(shape))
     gradients = [some(shape, seed) for seed in range(1, 11)]
     trained(ours, gradients, states=states)
@@ -40,7 +40,7 @@ def test_any_shape_follows_torch(states, shape):
     assert float((ours - theirs).detach().norm()) <= 0.1 * float(travelled)
 
 
-def test_states_take_the_bytes_they_say():
+def test_state_sizes_match_documentation():
     n = 128 * 50
     for states, master, want in [
         ("fp8", "fp32", 2.0625 + 4),
@@ -57,7 +57,7 @@ def test_states_take_the_bytes_they_say():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_of_any_float_are_taken_at_their_value(dtype):
+def test_gradients_of_any_float_dtype(dtype):
     exact, other = nn.Parameter(some(200)), nn.Parameter(some(200))
     coarse = [some(200, s).to(dtype) for s in range(1, 4)]
     trained(exact, [g.float() for g in coarse])
@@ -66,7 +66,7 @@ def test_gradients_of_any_float_are_taken_at_their_value(dtype):
     assert torch.equal(exact, other)
 
 
-def test_groups_have_their_own_settings_and_frozen_parameters_stay():
+def test_groups_have_separate_settings():
     a, b, frozen = (nn.Parameter(some(300, s).bfloat16()) for s in range(3))
     frozen.requires_grad_(False)
     before = frozen.clone()
@@ -84,7 +84,7 @@ def test_groups_have_their_own_settings_and_frozen_parameters_stay():
     assert torch.allclose(c.detach(), some(5) * 0.5 - some(5, 9).sign(), atol=1e-6)
 
 
-def test_a_parameter_keeps_its_random_bits_when_others_are_frozen():
+def test_random_bits_do_not_depend_on_frozen_parameters():
     def run(freeze):
         first, second = nn.Parameter(some(256).bfloat16()), nn.Parameter(some(256, 1).bfloat16())
         optimizer = fp8.AdamW([first, second], lr=1e-3, master="bf16+sr")
@@ -97,7 +97,7 @@ def test_a_parameter_keeps_its_random_bits_when_others_are_frozen():
     assert torch.equal(run(True), run(False))
 
 
-def test_the_seed_decides_and_repeats():
+def test_seed_makes_steps_reproducible():
     def run(seed, states="fp8"):
         p = nn.Parameter(some(1024).bfloat16())
         trained(p, [some(1024, s).bfloat16() for s in range(4)], master="bf16+sr", seed=seed, states=states)
@@ -107,7 +107,7 @@ def test_the_seed_decides_and_repeats():
     assert not torch.equal(run(1, "fp32"), run(1 + (1 << 40), "fp32"))
 
 
-def test_sparse_gradients_count_as_dense_ones():
+def test_sparse_gradients_match_dense():
     table, dense = nn.Embedding(10, 40, sparse=True), nn.Embedding(10, 40)
     dense.load_state_dict(table.state_dict())
     for layer in (table, dense):
@@ -119,7 +119,7 @@ def test_sparse_gradients_count_as_dense_ones():
     assert torch.equal(table.weight, dense.weight)
 
 
-def test_weights_that_do_not_lie_in_a_row_step_like_those_that_do():
+def test_noncontiguous_weights_match_contiguous():
     lying, flat = nn.Parameter(some((30, 20)).t()), nn.Parameter(some((30, 20)).t().contiguous())
     assert not lying.is_contiguous()
     gradients = [some((20, 30), s) for s in range(1, 5)]
@@ -138,7 +138,7 @@ def test_factor_multiplies_gradients():
     assert torch.equal(a, b) and torch.equal(a, c)
 
 
-def test_a_closure_is_called_with_gradients_on():
+def test_closure_runs_with_gradients_enabled():
     p = nn.Parameter(some(10))
     optimizer = fp8.AdamW([p])
 
@@ -165,7 +165,7 @@ def test_schedulers_and_tensor_learning_rates_work():
     assert torch.equal(a, b)
 
 
-def test_cached_codes_of_weights_are_renewed_by_a_step():
+def test_step_invalidates_cached_codes():
     p = nn.Parameter(some(10))
     p.grad = some(10)
     optimizer = fp8.AdamW([p])
@@ -175,7 +175,7 @@ def test_cached_codes_of_weights_are_renewed_by_a_step():
     assert versions.now > before
 
 
-def test_a_copy_goes_on_by_itself():
+def test_copied_optimizer_is_independent():
     p = nn.Parameter(some(200))
     optimizer = trained(p, [some(200, 1)])
     twin = copy.deepcopy(optimizer)
@@ -202,19 +202,19 @@ def test_a_copy_goes_on_by_itself():
         ({"seed": -1}, "from 0 to"),
     ],
 )
-def test_what_cannot_be_met_is_refused_with_the_fix(settings, message):
+def test_invalid_settings_are_rejected_with_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         fp8.AdamW([nn.Parameter(torch.zeros(3))], **settings)
 
 
-def test_a_refused_group_leaves_the_optimizer_as_it_was():
+def test_rejected_group_does_not_change_optimizer():
     optimizer = fp8.AdamW([nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match=r"\.float\(\) or \.bfloat16\(\)"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.float16))]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_stepping_one_parameter_at_a_time_walks_through_all_of_them_once():
+def test_single_updates_index_parameters_once():
     """Update in backward does; a walk each time would be a square of their number."""
 
     class Watched(list):
@@ -233,7 +233,7 @@ def test_stepping_one_parameter_at_a_time_walks_through_all_of_them_once():
     assert Watched.walks == 1 and all(optimizer.state[p]["step"] == 1 for p in params)
 
 
-def test_one_at_a_time_is_all_at_once_also_after_groups_were_added():
+def test_single_updates_equal_full_step():
     def run(singly):
         params = [nn.Parameter(some(200, i).bfloat16()) for i in range(4)]
         optimizer = fp8.AdamW(params[:2], lr=1e-2, master="bf16+sr")
@@ -251,7 +251,7 @@ def test_one_at_a_time_is_all_at_once_also_after_groups_were_added():
         assert torch.equal(a, b)
 
 
-def test_a_parameter_of_nobody_is_refused():
+def test_unknown_parameter_is_rejected():
     optimizer = fp8.AdamW([nn.Parameter(torch.ones(3))])
     other = nn.Parameter(torch.ones(5))
     other.grad = torch.ones(5)
@@ -282,7 +282,7 @@ def _bits_of(optimizer):
 
 
 @pytest.mark.parametrize("fp8_weight", [False, True])
-def test_a_weight_that_was_loaded_between_two_steps_is_where_the_next_one_starts(fp8_weight):
+def test_step_starts_from_loaded_weight(fp8_weight):
     model, optimizer = _masters(fp8_weight)
     loaded = {name: some(x.shape, 7).to(x.dtype) for name, x in model.state_dict().items()}
     model.load_state_dict(loaded)
@@ -296,7 +296,7 @@ def test_a_weight_that_was_loaded_between_two_steps_is_where_the_next_one_starts
 
 
 @pytest.mark.parametrize("fp8_weight", [False, True])
-def test_masters_keep_every_bit_where_what_was_written_is_what_they_round_to(fp8_weight):
+def test_masters_keep_bits_of_unchanged_weights(fp8_weight):
     """The same values loaded again, a copy and a state dict's way home change nothing; one element written changes
     that one."""
     model, optimizer = _masters(fp8_weight)
@@ -319,7 +319,7 @@ def test_masters_keep_every_bit_where_what_was_written_is_what_they_round_to(fp8
     assert torch.allclose(its[0], torch.tensor(3.0), atol=1e-2) and not torch.equal(mine[0], its[0])
 
 
-def test_a_master_is_not_compared_while_nobody_writes(monkeypatch):
+def test_master_is_not_compared_without_external_writes(monkeypatch):
     model, optimizer = _masters()
     monkeypatch.setattr("octavo.fp8.optim.adamw._update_master", lambda *_: pytest.fail("compared without cause"))
     _step(model, optimizer, 3)
@@ -339,7 +339,7 @@ def test_a_master_is_not_compared_while_nobody_writes(monkeypatch):
         ("fp32", torch.float32, lambda m, o: o.param_groups[0].update(states="fp4"), "none of fp8, coat, bf16, fp32"),
     ],
 )
-def test_what_changed_after_the_first_step_is_refused_before_anything_is_written(master, dtype, change, message):
+def test_changed_parameter_is_rejected_before_step(master, dtype, change, message):
     model = nn.Linear(40, 20, dtype=dtype)
     optimizer = fp8.AdamW([model.bias, model.weight], lr=1e-2, master=master)
     for p in model.parameters():
@@ -359,7 +359,7 @@ def _replace(model):
     model.weight.grad = some((4, 4))
 
 
-def test_bf16_and_fp32_moments_are_told_apart():
+def test_bf16_and_fp32_moments_are_distinguished():
     p = nn.Parameter(some(5))
     optimizer = trained(p, [some(5)], states="fp32")
     optimizer.param_groups[0]["states"] = "bf16"  # of the same names
@@ -367,7 +367,7 @@ def test_bf16_and_fp32_moments_are_told_apart():
         optimizer.step()
 
 
-def test_a_factor_is_one_number():
+def test_factor_must_be_scalar():
     a, b = nn.Parameter(some(300)), nn.Parameter(some(300))
     with pytest.raises(ValueError, match=r"factor is a tensor of shape \[2\].*0-d tensor"):
         a.grad = some(300)

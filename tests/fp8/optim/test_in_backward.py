@@ -107,7 +107,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     ("name", "clip"),
     [*((name, 0.05) for name in MODELS), ("high precision", 0.0), ("blockwise fused checkpointed", 0.0)],
 )
-def test_it_equals_the_ordinary_step_bit_for_bit(name: str, clip: float) -> None:
+def test_update_in_backward_equals_ordinary_step(name: str, clip: float) -> None:
     one, other = MODELS[name](), MODELS[name]()
     before = copy.deepcopy(one.state_dict())
     ordinary, inside = train(one, clip, False), train(other, clip, True)
@@ -128,14 +128,14 @@ def test_every_kind_of_state_and_master(states: str, master: str) -> None:
     assert_same(*models)
 
 
-def test_a_norm_below_the_limit_changes_nothing() -> None:
+def test_norm_below_limit_is_not_clipped() -> None:
     one, other = plain_model(), plain_model()
     free, limited = train(one, 0.0, False), train(other, 1e3, True)
     assert free == limited and max(free) < 1e3
     assert_same(one, other)
 
 
-def test_experts_one_of_them_without_tokens() -> None:
+def test_idle_expert_is_not_updated() -> None:
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
@@ -160,7 +160,7 @@ def test_experts_one_of_them_without_tokens() -> None:
     assert_same(one, other)
 
 
-def test_a_norm_that_is_not_finite_skips_the_whole_step() -> None:
+def test_nonfinite_norm_skips_step() -> None:
     model = plain_model()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     updating = UpdateInBackward(optimizer, model)
@@ -174,7 +174,7 @@ def test_a_norm_that_is_not_finite_skips_the_whole_step() -> None:
     assert updating.run(lambda retain: loss.backward(retain_graph=retain), clip=1.0).applied
 
 
-def test_without_clipping_it_stops_and_says_that_weights_are_updated_in_part() -> None:
+def test_nonfinite_gradient_without_clipping_raises_partial_update() -> None:
     model = plain_model()
     updating = UpdateInBackward(AdamW(model.parameters(), lr=1e-2), model)
     before = copy.deepcopy(model.state_dict())
@@ -189,7 +189,7 @@ def test_without_clipping_it_stops_and_says_that_weights_are_updated_in_part() -
     assert bad.isfinite().all() and all(p.grad is None for p in model.parameters())
 
 
-def test_a_second_backward_of_a_step_is_refused() -> None:
+def test_second_backward_is_rejected() -> None:
     model = plain_model()
     updating = UpdateInBackward(AdamW(model.parameters(), lr=1e-2), model)
     losses = [model(tokens(i)) for i in range(2)]
@@ -213,7 +213,7 @@ def test_a_second_backward_of_a_step_is_refused() -> None:
         updating.run(lambda retain: None)
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_settings_are_rejected() -> None:
     model = plain_model()
     with pytest.raises(ValueError, match=r"ask for a gradient and are not in the optimizer.*Freeze"):
         UpdateInBackward(AdamW(model.layers.parameters()), model)
@@ -226,7 +226,7 @@ def test_settings_that_cannot_be() -> None:
         UpdateInBackward(torch.optim.SGD(model.parameters()), model)  # type: ignore[arg-type]
 
 
-def test_a_parameter_has_one_update_in_backward() -> None:
+def test_parameter_has_one_update_in_backward() -> None:
     model = plain_model()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     first = UpdateInBackward(optimizer, model)
@@ -241,7 +241,7 @@ def test_a_parameter_has_one_update_in_backward() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_a_function_that_runs_no_backward_is_reported(clip: float) -> None:
+def test_function_without_backward_is_reported(clip: float) -> None:
     model = plain_model()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     updating = UpdateInBackward(optimizer, model)
@@ -294,7 +294,7 @@ def test_two_ranks_under_fsdp2() -> None:
     assert clipped[:3] == pytest.approx(train(plain_model(), 0.05, False), rel=1e-3)
 
 
-def test_the_norm_of_a_large_bf16_gradient_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_of_large_bf16_gradient_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     norm = torch.linalg.vector_norm
 

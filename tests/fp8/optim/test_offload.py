@@ -100,7 +100,7 @@ SHAPES = [(128 * 90, 0), (1000, 256), (7, 5), (20000, 77), (0, 128), (50, 100)]
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_it_equals_the_step_without_offload(states: str) -> None:
+def test_offloaded_step_equals_ordinary_step(states: str) -> None:
     ordinary = [piece(*shape, index, states) for index, shape in enumerate(SHAPES)]
     away, late = copied(ordinary), Late()
     offload = Offload("cpu", batch=16 << 10, transfers=late)
@@ -122,7 +122,7 @@ def test_it_equals_the_step_without_offload(states: str) -> None:
     assert held == 3 * (16 << 10), "device memory is three batches"
 
 
-def test_one_batch_comes_in_and_one_goes_out_while_one_is_updated() -> None:
+def test_transfers_overlap_with_update() -> None:
     late = Late()
     offload = Offload("cpu", batch=16 << 10, transfers=late)
     pieces = step([piece(8 * 2816, 0, 0, "fp8")], 1)
@@ -140,7 +140,7 @@ def test_one_batch_comes_in_and_one_goes_out_while_one_is_updated() -> None:
     assert late.most == 2, "more than one batch ahead"
 
 
-def test_calls_of_one_piece_each_fetch_the_next_ahead_once_the_order_is_known() -> None:
+def test_single_piece_calls_prefetch_known_order() -> None:
     late = Late()
     offload = Offload("cpu", transfers=late)
     ordinary = [piece(300, 0, i, "fp8") for i in range(4)]
@@ -163,7 +163,7 @@ def test_calls_of_one_piece_each_fetch_the_next_ahead_once_the_order_is_known() 
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_batches_come_round_only_when_they_are_complete(count: int) -> None:
+def test_buffers_are_reused_after_write_back(count: int) -> None:
     offload = Offload("cpu", transfers=Late())
     ordinary = [piece(300, 0, i, "fp8") for i in range(count)]
     away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
@@ -175,7 +175,7 @@ def test_few_batches_come_round_only_when_they_are_complete(count: int) -> None:
     assert_same(ordinary, away)
 
 
-def test_nothing_that_was_stepped_is_kept_alive() -> None:
+def test_offload_keeps_no_reference_to_pieces() -> None:
     """What is fetched ahead next time is known by its states: gradients are freed, as update in backward lives on."""
     offload = Offload("cpu", transfers=Late())
     pieces = [piece(300, 0, i, "fp8") for i in range(3)]
@@ -189,7 +189,7 @@ def test_nothing_that_was_stepped_is_kept_alive() -> None:
     assert not any(ref() is not None for ref in held)
 
 
-def test_an_optimizer_that_ends_leaves_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_optimizer_releases_states(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Offload("cpu", transfers=Late())
     monkeypatch.setattr(offload_file, "offload_for", lambda device: served)
     optimizer = OffloadedAdamW([torch.nn.Parameter(torch.zeros(300))])
@@ -200,7 +200,7 @@ def test_an_optimizer_that_ends_leaves_its_states(monkeypatch: pytest.MonkeyPatc
     assert served._last is None and not served._after
 
 
-def test_what_was_written_on_the_host_since_is_fetched_again() -> None:
+def test_host_writes_invalidate_prefetch() -> None:
     offload = Offload("cpu", transfers=Late())
     ordinary = [piece(300, 0, i, "fp8") for i in range(2)]
     away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
@@ -213,7 +213,7 @@ def test_what_was_written_on_the_host_since_is_fetched_again() -> None:
     assert_same(ordinary, away)
 
 
-def test_groups_that_ranks_share_are_asked_for_once_and_last() -> None:
+def test_shared_groups_are_exchanged_once_and_last() -> None:
     states = "fp8"
     ordinary = [piece(1000, 5, 0, states), piece(700, 256, 1, states), piece(20000, 64, 2, states)]
     away, hyper = copied(ordinary), Hyper(states=states, master="bf16+16", lr=1e-2)
@@ -231,7 +231,7 @@ def test_groups_that_ranks_share_are_asked_for_once_and_last() -> None:
     assert set(asked) == {len(find_edges(ordinary))}
 
 
-def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:
+def test_offload_without_gpu_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"from cpu.*in host memory already.*Leave out optimizer\.offload"):
         Offload("cpu")
     with pytest.raises(ValueError, match=r"Leave out optimizer\.offload"):
@@ -240,7 +240,7 @@ def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:
         Offload("cpu", batch=100, transfers=Late())
 
 
-def test_states_are_made_loaded_and_saved_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_created_loaded_and_saved_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     late, made = Late(), []
     served = Offload("cpu", transfers=late)
     monkeypatch.setattr(offload_file, "offload_for", lambda device: served)

@@ -113,7 +113,7 @@ def _work(world: World) -> dict:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_agree_with_one_process_bit_for_bit(size):
+def test_ranks_match_one_process_bit_for_bit(size):
     answers = ranks.run(_work, size)
     for answer in answers:
         for kind in KINDS:
@@ -142,7 +142,7 @@ def test_cut_groups_follow_from_shapes():
     assert sharded.cut_groups(p) == () and not sharded.is_cut(p, "fp8")
 
 
-def test_one_process_asks_nobody(monkeypatch):
+def test_one_process_needs_no_exchange(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: pytest.fail("one process communicated"))
     p = nn.Parameter(torch.randn(7, 40))
     optimizer = AdamW([p])

@@ -53,7 +53,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(("master", "dtype"), [(m, None) for m in MASTERS] + [("fp32", torch.bfloat16)])
-def test_what_is_kept_is_what_the_layout_says_and_comes_back(states, master, dtype):
+def test_state_dict_round_trips_layout(states, master, dtype):
     optimizer = _make(states, master, dtype)
     _run(optimizer, range(2))
     for group in optimizer.param_groups:
@@ -81,7 +81,7 @@ def test_what_is_kept_is_what_the_layout_says_and_comes_back(states, master, dty
     assert _bits(saved) == _bits(copy.deepcopy(saved))
 
 
-def test_a_loaded_dict_stays_the_callers():
+def test_loading_copies_dict():
     optimizer, other = _make(), _make()
     _run(optimizer, range(1))
     saved = optimizer.state_dict()
@@ -93,7 +93,7 @@ def test_a_loaded_dict_stays_the_callers():
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("master", MASTERS)
-def test_a_torch_state_dict_is_encoded_and_given_back(states, master):
+def test_torch_state_dict_round_trips(states, master):
     torchs = torch.optim.AdamW(_parameters(torch.float32), lr=3e-3, weight_decay=0.2)
     _run(torchs, range(6))
     mine = AdamW(_parameters(torch.float32 if master == "fp32" else torch.bfloat16), states=states, master=master)
@@ -122,7 +122,7 @@ def test_a_torch_state_dict_is_encoded_and_given_back(states, master):
         assert again.param_groups[0]["weight_decay"] == 0.2
 
 
-def test_encoding_what_was_decoded_changes_nothing_in_v():
+def test_encoding_decoded_v_is_exact():
     optimizer = _make("fp8")
     _run(optimizer, range(4))
     other = _make("fp8")
@@ -135,7 +135,7 @@ def test_encoding_what_was_decoded_changes_nothing_in_v():
             assert torch.equal(after == 0, before == 0)
 
 
-def test_fp32_weights_behind_every_master():
+def test_fp32_weights_of_all_masters():
     exact = [w.clone() for w in _weights(_make())]
     for master in MASTERS:
         optimizer = _make(master=master)
@@ -149,7 +149,7 @@ def test_fp32_weights_behind_every_master():
     assert all(not torch.equal(w, w.bfloat16().float()) for w in exact)
 
 
-def test_lower_halves_make_bf16_plus_16_the_fp32_run():
+def test_bf16_plus_16_equals_fp32_run():
     whole = _make("fp32", "fp32")
     model = nn.ParameterList(p.detach().clone() for group in whole.param_groups for p in group["params"])
     lows = {}
@@ -164,7 +164,7 @@ def test_lower_halves_make_bf16_plus_16_the_fp32_run():
         if i != 1:
             assert torch.equal(convert.fp32_weight(halves, p), _weights(whole)[i])
     for wrong, words in (
-        ({"9": lows["0"]}, "9 were given, which the model lacks"),
+        ({"9": lows["0"]}, "9 were given, but the model has no 9"),
         ({"0": lows["0"].int()}, r"of 0 are torch.int32 \[5, 60\]; int16 \[5, 60\]"),
         ({"0": lows["0"][1:]}, r"int16 \[4, 60\]; int16 \[5, 60\]"),
     ):
@@ -207,7 +207,7 @@ def test_model_and_optimizer_are_copied_between_modes(states, master):
             assert _bits(dict(sorted(back.state.get(p, {}).items()))) == _bits(
                 dict(sorted(source.state.get(q, {}).items()))
             )
-    with pytest.raises(ValueError, match="hold other parameters"):
+    with pytest.raises(ValueError, match="have different parameters"):
         convert.copy_state(source, AdamW(_parameters(torch.float32)))
 
 
@@ -235,15 +235,18 @@ MISFITS = [
     (lambda s: s["param_groups"][0].update(master="bf16+sr"), r"keeps master='bf16\+sr'"),
     (lambda s: s["param_groups"].pop(), r"groups of \[2\] parameters, this optimizer groups of \[2, 3\]"),
     (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[1, 3\] parameters"),
-    (lambda s: s.pop("state"), r"has param_groups, and lacks state\. Give what optimizer.state_dict\(\) gave"),
-    (lambda s: s.pop("param_groups"), "has state, and lacks param_groups"),
-    (lambda s: s.clear(), "has nothing, and lacks state and param_groups"),
+    (
+        lambda s: s.pop("state"),
+        r"is missing state; its keys are param_groups\. Pass the result of optimizer.state_dict\(\)",
+    ),
+    (lambda s: s.pop("param_groups"), "is missing param_groups; its keys are state"),
+    (lambda s: s.clear(), "is missing state and param_groups; its keys are none"),
     (lambda s: s["state"].update({9: s["state"][0]}), "a state of parameter 9 .*none of its groups .*whole"),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "words"), MISFITS)
-def test_what_does_not_fit_is_named_and_changes_nothing(spoil, words):
+def test_mismatched_state_dict_is_rejected_without_change(spoil, words):
     optimizer = _make()
     _run(optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -254,7 +257,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(spoil, words):
     assert _bits(optimizer.state_dict()) == before
 
 
-def test_names_are_reported_where_the_optimizer_has_them_and_amsgrad_is_refused():
+def test_errors_name_parameters_and_amsgrad_is_rejected():
     params = _parameters(torch.float32)
     torchs = torch.optim.AdamW(params, amsgrad=True)
     _run(torchs, range(1))
@@ -268,7 +271,7 @@ def test_names_are_reported_where_the_optimizer_has_them_and_amsgrad_is_refused(
         named.load_state_dict(saved)
 
 
-def test_hooks_of_loading_see_the_dict_and_the_loaded_states():
+def test_load_hooks_see_dict_and_states():
     optimizer, other = _make(), _make()
     _run(optimizer, range(1))
     seen: list = []
@@ -286,7 +289,7 @@ def test_a_tensor_learning_rate_is_copied():
     assert other.param_groups[0]["lr"] == 0.3 and other.param_groups[0]["lr"] is not optimizer.param_groups[0]["lr"]
 
 
-def test_a_copy_and_a_pickle_go_on_alike():
+def test_copy_and_pickle_continue_equally():
     optimizer = _make("fp8", "bf16+16")
     _run(optimizer, range(2))
     other = copy.deepcopy(optimizer)
@@ -295,7 +298,7 @@ def test_a_copy_and_a_pickle_go_on_alike():
     assert _bits(_weights(other)) == _bits(_weights(optimizer))
 
 
-def test_coat_of_0_4_0_is_read_exactly_told_and_converted_by_a_step(monkeypatch):
+def test_coat_of_0_4_0_is_read_exactly_with_note(monkeypatch):
     cut = moments.coat_figures
     with monkeypatch.context() as patch:  # a power between two that are kept now
         patch.setattr(moments, "coat_figures", lambda lo, hi: cut(lo, hi) - torch.tensor([0.0, 1 / 64, 0.0]))

@@ -46,7 +46,7 @@ def line_of(path, piece):
     return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if piece in line)
 
 
-def test_a_plan_comes_back_as_it_was(saved):
+def test_plan_round_trips_through_file(saved):
     plan, path = saved
     with torch.device("meta"):
         model = Net()
@@ -61,7 +61,7 @@ def test_a_plan_comes_back_as_it_was(saved):
     fp8.apply(Net(), again)
 
 
-def test_what_saves_memory_comes_back_too(tmp_path):
+def test_memory_settings_round_trip(tmp_path):
     parts = {"foundation": {"param": False, "activations": "bf16"}}
     policy = fp8.Policy("rowwise", activations="fp8", param=True, components=parts)
     path = fp8.save_plan(
@@ -76,7 +76,7 @@ def test_what_saves_memory_comes_back_too(tmp_path):
         fp8.load_plan(edit(path, '"recast"', '"recats"'), Net())
 
 
-def test_the_file_is_for_people(saved):
+def test_plan_file_is_readable(saved):
     _, path = saved
     text = path.read_text()
     lines = [x for x in text.splitlines() if '"match": ' in x and '"recipe"' in x]
@@ -86,7 +86,7 @@ def test_the_file_is_for_people(saved):
     assert max(map(len, text.splitlines())) < 400
 
 
-def test_an_edit_is_obeyed_and_later_lines_win(saved):
+def test_edits_apply_and_later_lines_override(saved):
     _, path = saved
     edit(
         path, '"match": "layers.0.up_proj", "recipe": "rowwise"', '"match": "layers.0.up_proj", "recipe": "tensorwise"'
@@ -103,7 +103,7 @@ def test_an_edit_is_obeyed_and_later_lines_win(saved):
     assert row.reason == f"plan.json, line {line_of(path, 'layers.2.**')}: off"
 
 
-def test_what_no_line_names_stays(saved):
+def test_unmatched_layers_stay_in_high_precision(saved):
     _, path = saved
     found = json.loads(path.read_text())
     found["layers"] = [x for x in found["layers"] if "q_proj" in x["match"]]
@@ -134,7 +134,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("old", "new", "message"), EDITS, ids=[m[:30] for _, _, m in EDITS])
-def test_an_edit_that_cannot_be_met_is_reported_with_its_line(saved, old, new, message):
+def test_invalid_edit_is_reported_with_line(saved, old, new, message):
     _, path = saved
     where = line_of(path, '"match": "layers.*.q_proj"')
     start, _, rest = path.read_text().partition('"layers": [')
@@ -143,7 +143,7 @@ def test_an_edit_that_cannot_be_met_is_reported_with_its_line(saved, old, new, m
         fp8.load_plan(path, Net())
 
 
-def test_a_comma_too_many_is_reported_with_its_line(saved):
+def test_trailing_comma_is_reported_with_line(saved):
     _, path = saved
     path.write_text(path.read_text().replace("}\n  ]\n}", "},\n  ]\n}"))
     last = len(path.read_text().splitlines()) - 1
@@ -161,12 +161,12 @@ def test_a_comma_too_many_is_reported_with_its_line(saved):
         (lambda: nn.Sequential(nn.Linear(4, 4)), r"lm_head: 1 lm_head of 64 x 32 in the file, nothing in the model"),
     ],
 )
-def test_another_model_is_refused_with_the_difference(saved, model, difference):
+def test_different_model_is_rejected_with_difference(saved, model, difference):
     with pytest.raises(fp8.PlanError, match=rf"plan.json was made for a different model: .*{difference}"):
         fp8.load_plan(saved[1], model())
 
 
-def test_another_gpu_is_refused_with_the_difference(saved, monkeypatch):
+def test_different_gpu_is_rejected_with_difference(saved, monkeypatch):
     plan, path = saved
     found = json.loads(path.read_text())
     found["machine"] |= {"gpu": "NVIDIA L4", "capability": "8.9"}
@@ -188,14 +188,14 @@ def test_another_gpu_is_refused_with_the_difference(saved, monkeypatch):
         ("{}", "is not a plan"),
         ("[1]", "is not a plan"),
         ("[" * 100_000, "p.json nests brackets deeper than 64"),
-        ('{"octavo_plan": ' + "9" * 5000 + "}", "p.json holds a number of 5000 digits"),
+        ('{"octavo_plan": ' + "9" * 5000 + "}", "p.json contains a number of 5000 digits"),
         ('{"octavo_plan": "\\ud800"}', "p.json holds half a character"),
         ('{"policy": {}, "rows": []}', "is the plan.json of an older run, which cannot be loaded"),
         ('{"octavo_plan": 2}', "is not a plan of this version of Octavo: octavo_plan is 2, and this version reads 1"),
         ('{"octavo_plan": 1}', "'machine' must be a GPU with .*, it is missing"),
     ],
 )
-def test_what_is_no_plan_is_reported(tmp_path, text, message):
+def test_invalid_plan_file_is_reported(tmp_path, text, message):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(fp8.PlanError, match=message):
         fp8.load_plan(tmp_path / "p.json", Net())
@@ -206,7 +206,7 @@ def test_what_is_no_plan_is_reported(tmp_path, text, message):
         fp8.load_plan(tmp_path / "pipe.json", Net())
 
 
-def test_a_plan_of_thousands_of_lines_is_none(saved):
+def test_plan_with_too_many_lines_is_rejected(saved):
     """Each would be held against each layer."""
     _, path = saved
     found = json.loads(path.read_text())
@@ -226,7 +226,7 @@ def test_a_plan_of_thousands_of_lines_is_none(saved):
         ("micro_steps", 0), ("micro_steps", None), ("fuse_blocks", "on"), ("sisters", "x"), ("layers", {}),
     ],
 )  # fmt: skip
-def test_damage_outside_the_lines_is_reported_with_its_key(saved, where, value):
+def test_damaged_key_is_reported(saved, where, value):
     _, path = saved
     found = json.loads(path.read_text())
     inner, parts = found, [int(p) if p.isdecimal() else p for p in where.split(".")]
@@ -238,14 +238,14 @@ def test_damage_outside_the_lines_is_reported_with_its_key(saved, where, value):
         fp8.load_plan(path, Net())
 
 
-def test_a_plan_without_a_line_is_refused(saved):
+def test_plan_without_lines_is_rejected(saved):
     _, path = saved
     path.write_text(json.dumps({**json.loads(path.read_text()), "layers": []}))
     with pytest.raises(fp8.PlanError, match="no lines in layers, so nothing would run in FP8. Use fp8.recipe: off"):
         fp8.load_plan(path, Net())
 
 
-def test_a_plan_is_not_saved_to_a_folder(saved):
+def test_saving_plan_to_folder_is_rejected(saved):
     plan, path = saved
     for target in ("", path.parent):
         with pytest.raises(fp8.PlanError, match="cannot be saved to .* which is a folder"):
@@ -253,13 +253,13 @@ def test_a_plan_is_not_saved_to_a_folder(saved):
     assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
 
 
-def test_the_plan_json_of_a_run_is_a_plan_file_too(tmp_path):
+def test_plan_json_of_run_is_plan_file(tmp_path):
     plan = fp8.plan(Net(), "blockwise")
     (tmp_path / "plan.json").write_text(json.dumps(document(plan, plan), indent=2))
     assert fates(fp8.load_plan(tmp_path / "plan.json", Net())) == fates(plan)
 
 
-def test_high_precision_for_a_moment():
+def test_high_precision_context():
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 32)
     stock = model.layers[0].up_proj(x)
@@ -277,7 +277,7 @@ def test_high_precision_for_a_moment():
     assert isinstance(layer, fp8.Linear)
 
 
-def test_high_precision_under_a_class_that_somebody_put_on_top():
+def test_high_precision_keeps_added_subclass():
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 32)
     stock = model.layers[0].up_proj(x)
@@ -307,7 +307,7 @@ class Mlp(nn.Module):
         self.gate_proj, self.up_proj = nn.Linear(32, 384, bias=False), nn.Linear(32, 384, bias=False)
 
 
-def test_a_file_of_version_0_4_0_whose_siblings_ran_as_one_gemm():
+def test_file_of_0_4_0_with_fused_siblings():
     model = nn.Module()
     model.layers = nn.ModuleList(nn.ModuleDict({"attn": Attention(), "mlp": Mlp()}) for _ in range(2))
     plan = fp8.load_plan(FILES / "plan-0.4.0.json", model)
@@ -321,7 +321,7 @@ def test_a_file_of_version_0_4_0_whose_siblings_ran_as_one_gemm():
     assert torch.equal(attention.k_proj(x), fp8.linear(x, attention.k_proj.weight, attention.k_proj.bias))
 
 
-def test_the_plan_json_of_a_run_of_version_0_4_0(tmp_path):
+def test_plan_json_of_0_4_0_run(tmp_path):
     assert [g["fused"] for g in json.loads((FILES / "run-0.4.0.json").read_text())["groups"]] == [True]
     model = nn.ModuleDict({"attn": Attention()})
     plan = fp8.load_plan(FILES / "run-0.4.0.json", model)
@@ -330,7 +330,7 @@ def test_the_plan_json_of_a_run_of_version_0_4_0(tmp_path):
     assert fates(again) == fates(plan) and not any("0.4.0" in note for note in again.notes)
 
 
-def test_a_policy_of_version_0_4_0_says_what_auto_is():
+def test_policy_of_0_4_0_notes_meaning_of_auto():
     plan = fp8.plan(nn.ModuleDict({"attn": Attention()}), fp8.Policy(fuse="auto"))
     assert [note for note in plan.notes if note.startswith("fuse: auto means off")] and not plan.blocks
     assert not any("auto" in note for note in fp8.plan(Net(), fp8.Policy(fuse="on")).notes)
@@ -350,14 +350,14 @@ def test_a_policy_of_version_0_4_0_says_what_auto_is():
         [{"match": "**", "fuse": "on", "more": 1}],
     ],
 )
-def test_siblings_of_version_0_4_0_that_nobody_could_have_written_are_refused(saved, sisters):
+def test_invalid_siblings_of_0_4_0_are_rejected(saved, sisters):
     _, path = saved
     path.write_text(json.dumps({**json.loads(path.read_text()), "sisters": sisters}))
     with pytest.raises(fp8.PlanError, match=r"plan.json: 'sisters' must be a list of lines with .*, found"):
         fp8.load_plan(path, Net())
 
 
-def test_siblings_of_version_0_4_0_that_the_model_does_not_have_are_not_said_to_have_run(saved):
+def test_missing_siblings_of_0_4_0_are_ignored(saved):
     _, path = saved
     away = {"match": "nowhere.**", "fuse": "on"}
     other = {"match": "layers.*", "names": "gate_proj", "fuse": "on"}

@@ -59,7 +59,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("how", POLICIES)
-def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
+def test_frozen_layer_matches_dequantized_values(kind: str, how: str) -> None:
     """Casting the values again gives their codes back; so the two layers are one, bit for bit."""
     found = []
     for codes in (True, False):
@@ -92,7 +92,7 @@ def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_step_is_proved(kind: str) -> None:
+def test_step_passes_proof(kind: str) -> None:
     model = built(kind, trained=True)
     plan = fp8.plan(model, fp8.Policy(recipe=RECIPES[kind]))
     fp8.apply(model, plan)
@@ -105,7 +105,7 @@ def test_a_step_is_proved(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("dgrad", ["fp8", "bf16"])
-def test_a_frozen_layer_keeps_nothing(kind: str, dgrad: str) -> None:
+def test_frozen_layer_saves_no_input(kind: str, dgrad: str) -> None:
     model = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
     model[0].weight = fp8.freeze_weight(model[0].weight, kind)
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind], dgrad=dgrad)))
@@ -131,7 +131,7 @@ def test_recomputed_blocks_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_training_beside_it_changes_no_code(kind: str) -> None:
+def test_training_does_not_change_codes(kind: str) -> None:
     model = built(kind, trained=True)
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind])))
     before = fp8.fingerprint(model)
@@ -165,7 +165,7 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
         ("row", "tensorwise", "rowwise"),
     ],
 )
-def test_other_blocks_are_refused_with_the_fix(kind: str, wrong: str, fix: str) -> None:
+def test_different_blocks_are_rejected_with_fix(kind: str, wrong: str, fix: str) -> None:
     with pytest.raises(fp8.PlanError, match=rf"'0.gate_proj' has .* of kind {kind}wise.*{wrong}.*{fix}"):
         fp8.plan(built(kind), wrong)
     with pytest.raises(fp8.PlanError, match=r"rule \*\*.up_proj requests the recipe"):
@@ -174,7 +174,7 @@ def test_other_blocks_are_refused_with_the_fix(kind: str, wrong: str, fix: str) 
         fp8.plan(built(kind), fp8.Policy(recipe=wrong, fwd="bf16"))
 
 
-def test_delayed_takes_codes_of_a_tensor() -> None:
+def test_delayed_uses_codes_of_tensor() -> None:
     model = built("tensor")
     fp8.apply(model, fp8.plan(model, "delayed"))
     model.train()
@@ -183,7 +183,7 @@ def test_delayed_takes_codes_of_a_tensor() -> None:
     assert x.grad.isfinite().all() and fp8.weight_cache_bytes(model) == 0
 
 
-def test_auto_takes_what_fits() -> None:
+def test_auto_selects_compatible_recipe() -> None:
     for kind, recipe in RECIPES.items():
         plan = fp8.plan(built(kind), "auto")
         assert {r.recipe.name for r in plan.rows} == {recipe}
@@ -192,7 +192,7 @@ def test_auto_takes_what_fits() -> None:
     assert plan.rows[0].reason == "auto: has frozen FP8 codes (e4m3 row pow2), and rowwise is not a candidate of auto"
 
 
-def test_the_plan_says_what_is_frozen(tmp_path) -> None:
+def test_plan_notes_frozen_weights(tmp_path) -> None:
     model = built("row")
     plan = fp8.plan(model, fp8.Policy(recipe="rowwise", rules=(fp8.Rule("**.down_proj", recipe="off"),)))
     notes = "\n".join(plan.notes)
@@ -209,7 +209,7 @@ def test_the_plan_says_what_is_frozen(tmp_path) -> None:
         fp8.load_plan(tmp_path / "plan.json", built("block"))
 
 
-def test_a_plan_belongs_to_its_codes() -> None:
+def test_plan_requires_same_codes() -> None:
     plain, frozen = built("block", codes=False), built("block")
     with pytest.raises(
         fp8.PlanError, match=r"is linear \[256, 128\] in the plan and .* with frozen FP8 codes .* in the model"
@@ -224,7 +224,7 @@ def test_a_plan_belongs_to_its_codes() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_model_is_the_model(backend: str) -> None:
+def test_compiled_model_matches_eager(backend: str) -> None:
     """FP8 layers with frozen codes leave the graph; those in high precision are traced with dequantized values."""
     model = built("block", trained=True)
     fp8.apply(model, fp8.plan(model, fp8.Policy(rules=(fp8.Rule("1.**", recipe="off"),))))
@@ -241,7 +241,7 @@ def test_a_compiled_model_is_the_model(backend: str) -> None:
     torch._dynamo.reset()
 
 
-def test_one_function_multiplies_by_the_codes_too() -> None:
+def test_fused_mlp_uses_codes() -> None:
     q = codes_of_frozen(fp8.freeze_weight(torch.randn(64, 128), "block"))
     weight = frozen_from_codes(q.data, q.scale * 1.3, fp8.CastSpec("e4m3", (128, 128), "fp32"), torch.float32)
     x = batch().float().requires_grad_()

@@ -47,7 +47,7 @@ def test_the_default_plan():
     assert row.backend.backend.name == "reference" and row.backend.reason and row.component == "foundation"
 
 
-def test_the_table_says_everything():
+def test_table_lists_layers_and_reasons():
     model = Vlm()
     for p in model.visual.parameters():
         p.requires_grad_(False)
@@ -62,7 +62,7 @@ def test_the_table_says_everything():
     assert max(len(line) for line in text.splitlines()) < 200
 
 
-def test_share_counts_gemms_and_leaves_lm_head_and_patches_apart():
+def test_share_counts_gemms_without_lm_head_and_patches():
     model = nn.ModuleDict({"a": nn.Linear(10, 10), "b": nn.Linear(10, 20), "lm_head": nn.Linear(10, 1000)})
     off_b = fp8.Rule("b", recipe="off")
     assert fp8.plan(model, fp8.Policy(rules=(off_b,))).share == pytest.approx(1 / 3)
@@ -77,7 +77,7 @@ def test_share_counts_gemms_and_leaves_lm_head_and_patches_apart():
         plan.share_of("image_encoder")
 
 
-def test_tokens_weigh_components():
+def test_tokens_weight_components():
     model = Vlm()
     even = fp8.plan(model, tokens={"image_encoder": 1, "image_projector": 1, "foundation": 1})
     images = fp8.plan(model, tokens={"image_encoder": 4000, "image_projector": 1000, "foundation": 1})
@@ -93,7 +93,7 @@ def test_tokens_weigh_components():
     )
 
 
-def test_components_and_rules_later_and_narrower_win():
+def test_narrower_and_later_settings_win():
     policy = fp8.Policy(
         recipe="blockwise",
         components={
@@ -115,7 +115,7 @@ def test_components_and_rules_later_and_narrower_win():
     assert short["layers.1.q_proj"] == "mxfp8 e4m3 wgrad=bf16" and short["layers.3.up_proj"] == "mxfp8 e4m3"
 
 
-def test_a_component_alone():
+def test_single_component():
     policy = fp8.Policy(recipe="off", components={"foundation": fp8.ComponentPolicy(recipe="blockwise")})
     assert {n.split(".")[0] for n in fp8_names(fp8.plan(Vlm(), policy))} == {"layers"}
 
@@ -148,7 +148,7 @@ def test_a_component_alone():
         ),
     ],
 )  # fmt: skip
-def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(policy, expected, reason):
+def test_default_recipe_with_and_without_components(policy, expected, reason):
     named = {"visual.blocks.0.q_proj": "encoder", "visual.merger": "projector", "layers.0.q_proj": "foundation",
              "lm_head": "head"}  # fmt: skip
     rows = [row for row in fp8.plan(Vlm(), policy).rows if row.name in named]
@@ -187,7 +187,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("asked,message", ERRORS, ids=[m[:40] for _, m in ERRORS])
-def test_what_cannot_be_met_is_an_error_that_names_the_fix(asked, message):
+def test_unmet_request_is_rejected_with_fix(asked, message):
     with pytest.raises(fp8.PlanError, match=message):
         fp8.plan(Vlm(), fp8.Policy(**asked))
 
@@ -201,7 +201,7 @@ def test_nothing_to_convert():
         fp8.plan(Vlm(), fp8.Policy(backend="triton9"))
 
 
-def test_what_a_plan_takes():
+def test_plan_accepts_name_or_policy():
     with pytest.raises(fp8.PlanError, match=r"fp8.Policy: Policy\(recipe='rowwise', format='e4m3'\), got Recipe"):
         fp8.plan(Vlm(), fp8.recipe("rowwise"))
     with pytest.raises(fp8.PlanError, match="got NoneType"):
@@ -229,17 +229,17 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("given,message", NONSENSE, ids=[m[:40] for _, m in NONSENSE])
-def test_nonsense_is_reported_before_any_model_is_seen(given, message):
+def test_invalid_policy_is_rejected_without_model(given, message):
     with pytest.raises(fp8.PlanError, match=message):
         fp8.Policy(**given)
 
 
-def test_a_backend_that_does_not_exist_is_reported_even_where_nothing_runs_in_fp8():
+def test_unknown_backend_is_rejected_even_if_off():
     with pytest.raises(fp8.BackendError, match="no backend 'x'"):
         fp8.Policy(recipe="off", backend="x")
 
 
-def test_a_plan_is_applied_once_and_to_its_own_model():
+def test_plan_is_applied_once_to_matching_model():
     model, other = Vlm(), nn.Sequential(nn.Linear(8, 8))
     plan = fp8.plan(model)
     with pytest.raises(
@@ -263,7 +263,7 @@ def test_a_plan_is_applied_once_and_to_its_own_model():
         fp8.apply(model, fp8.plan(model))
 
 
-def test_values_and_names_stay():
+def test_apply_keeps_values_and_names():
     model = Vlm()
     before = copy.deepcopy(model.state_dict())
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="delayed")))

@@ -18,7 +18,7 @@ def model() -> nn.Module:
     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
 
 
-def test_a_plan_is_one_line_in_a_debugger_and_a_table_in_print(model: nn.Module) -> None:
+def test_plan_repr_is_one_line_and_str_is_table(model: nn.Module) -> None:
     plan = fp8.plan(model, fp8.Policy("blockwise", rules=(fp8.Rule("0", recipe="off"),)))
     assert repr(plan) == "Plan(blockwise e4m3: 2 of 3 layers in FP8, GEMMs fwd/dgrad/wgrad)"
     assert str(plan) == f"{plan}" == plan.table()
@@ -27,7 +27,7 @@ def test_a_plan_is_one_line_in_a_debugger_and_a_table_in_print(model: nn.Module)
     assert repr(forward).endswith("3 of 3 layers in FP8, GEMMs fwd)")
 
 
-def test_rows_schedules_policies_and_proofs_are_one_line(model: nn.Module) -> None:
+def test_reprs_are_one_line(model: nn.Module) -> None:
     policy = fp8.Policy("blockwise", rules=(fp8.Rule("0", recipe="off", steps=(1, 10)),))
     plans = fp8.schedule(model, fp8.plan(model, policy), 20)
     assert repr(plans.main.rows[1]) == "PlanRow(1: blockwise e4m3 on reference; the whole model)"
@@ -63,7 +63,7 @@ class Cells(HTMLParser):
         self.texts.append(data)
 
 
-def test_a_notebook_shows_the_table_with_names_escaped(model: nn.Module) -> None:
+def test_notebook_table_escapes_names(model: nn.Module) -> None:
     plan = fp8.plan(nn.ModuleDict({"<b>&": model}), "blockwise")
     text, cells = plan._repr_html_(), Cells()
     cells.feed(text)

@@ -29,7 +29,7 @@ ALL = ("fwd", "dgrad", "wgrad")
         ("blockwise", (1024, 4096), (1024, 4096)),
     ],
 )
-def test_padding_is_that_of_the_buffers(recipe, shape, sizes):
+def test_padding_matches_buffers(recipe, shape, sizes):
     made = fp8.recipe(recipe)
     found = compute_padding(made, shape, ALL)
     assert found.sizes == sizes
@@ -40,7 +40,7 @@ def test_padding_is_that_of_the_buffers(recipe, shape, sizes):
 
 @pytest.mark.parametrize("shape", [(3420, 1280), (1280, 3420), (4304, 1152), (255, 1152), (576, 7168)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_the_cost_is_what_products_are_handed(recipe, shape):
+def test_padding_cost_matches_products(recipe, shape):
     """Published sizes, laid out as torch's product takes them: no less than the plan names, and no more."""
     made, (n, k), tokens = fp8.recipe(recipe), shape, 128
     sizes = {"fwd": ((tokens, k), (n, k)), "dgrad": ((tokens, n), (n, k)), "wgrad": ((tokens, n), (tokens, k))}
@@ -60,7 +60,7 @@ def test_the_cost_is_what_products_are_handed(recipe, shape):
         assert named - few - 1 <= flops <= named + 1
 
 
-def test_results_that_no_multiple_of_16_holds_are_copied():
+def test_results_of_padded_width_are_copied():
     """By torch's product (K = 3420: dx and dw; N = 3420: y alone), and not by the reference."""
     with torch.device("meta"):
         model = nn.ModuleDict({"gate": nn.Linear(1280, 3420), "down": nn.Linear(3420, 1280)})
@@ -75,7 +75,7 @@ def test_results_that_no_multiple_of_16_holds_are_copied():
         assert wide.shape == (16, 16)
 
 
-def test_the_cost_counts_the_head_on_both_sides():
+def test_padding_cost_includes_head():
     """GOT-OCR2's, 151860 words; in the share of a model it is no part of what it is divided by elsewhere."""
     with torch.device("meta"):
         model = nn.ModuleDict({"up": nn.Linear(1024, 1024), "lm_head": nn.Linear(1024, 151860)})
@@ -87,7 +87,7 @@ def test_the_cost_counts_the_head_on_both_sides():
     assert any("lm_head: 151860 x 1024 padded to 151872 x 1024" in note for note in tiny.notes)
 
 
-def test_the_cost_is_counted_by_gemm():
+def test_padding_cost_is_per_gemm():
     made = fp8.recipe("blockwise")
     alone = [compute_padding(made, (3420, 1280), (gemm,)).part for gemm in ALL]
     assert alone == pytest.approx([3424 / 3420 - 1, 3456 / 3420 - 1, 3424 / 3420 - 1])
@@ -95,7 +95,7 @@ def test_the_cost_is_counted_by_gemm():
     assert compute_padding(fp8.recipe("blockwise", fwd="bf16"), (3420, 1280), ("fwd",)) == ((3420, 1280), 0.0)
 
 
-def test_a_plan_names_layer_size_and_cost():
+def test_plan_notes_padded_layers():
     """And no layer stays for its size."""
     with torch.device("meta"):
         block = [nn.ModuleDict({"gate": nn.Linear(1280, 3420), "down": nn.Linear(3420, 1280)}) for _ in range(3)]

@@ -66,7 +66,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_stay_and_what_they_adapt_does_not(kind: str) -> None:
+def test_adapters_stay_in_high_precision(kind: str) -> None:
     model = peft.get_peft_model(network(), KINDS[kind])
     stock = {"base_model.model.q_proj.base_layer", "base_model.model.v_proj", "base_model.model.last"}
     stock |= {"base_model.model.v_proj.base_layer"}
@@ -86,7 +86,7 @@ def test_adapters_stay_and_what_they_adapt_does_not(kind: str) -> None:
     assert ran and ran <= stock
 
 
-def test_either_order_computes_the_same_and_a_second_adapter_too() -> None:
+def test_order_of_peft_and_apply_does_not_matter() -> None:
     x = torch.randn(5, 64)
     results = []
     for wrap_first in (True, False):
@@ -108,18 +108,18 @@ def test_either_order_computes_the_same_and_a_second_adapter_too() -> None:
 
 
 @pytest.mark.parametrize("match", ["**.lora_A.*", "**.q_proj.lora_?.default", "base_model.model.q_proj.lora_A.default"])
-def test_a_rule_that_names_an_adapter_is_met(match: str) -> None:
+def test_rule_with_adapter_name_applies(match: str) -> None:
     policy = fp8.Policy("blockwise", rules=(fp8.Rule(match, recipe="rowwise"),))
     assert planned(peft.get_peft_model(network(), lora()), policy)["base_model.model.q_proj.lora_A.default"] is None
 
 
 @pytest.mark.parametrize("match", ["**", "**.q_proj.**", "**.q_proj.*_layer"])
-def test_a_rule_that_happens_to_match_names_no_adapter(match: str) -> None:
+def test_wildcard_rule_does_not_apply_to_adapter(match: str) -> None:
     policy = fp8.Policy("off", rules=(fp8.Rule(match, recipe="rowwise"), fp8.Rule("**.base_layer", recipe="rowwise")))
     assert planned(peft.get_peft_model(network(), lora()), policy)["base_model.model.q_proj.lora_A.default"] == ADAPTER
 
 
-def test_prompt_encoders_stay() -> None:
+def test_prompt_encoders_stay_in_high_precision() -> None:
     for config in (
         peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=32),
         peft.PrefixTuningConfig(
@@ -132,7 +132,7 @@ def test_prompt_encoders_stay() -> None:
         assert [r for name, r in reasons.items() if name.endswith("down_proj")] == [None, None]
 
 
-def test_what_stays_still_does_inside_a_wrapper() -> None:
+def test_wrapped_layers_keep_their_kind() -> None:
     """A head, a classifier and a router keep their kind when PEFT wraps them; the experts that it adds to do not run
     from codes."""
     config = lora(target_modules=["lm_head", "q_proj"])
@@ -150,7 +150,7 @@ def test_what_stays_still_does_inside_a_wrapper() -> None:
     assert all(reason for name, reason in reasons.items() if ".gate." in name)
 
 
-def test_adapters_of_experts_after_fp8_are_refused_with_the_order_that_works() -> None:
+def test_expert_adapters_after_apply_are_rejected_with_fix() -> None:
     config = Qwen3MoeConfig(**SMALL, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16)
     moe = Qwen3MoeForCausalLM(config)
     fp8.apply(moe, fp8.plan(moe))
@@ -159,7 +159,7 @@ def test_adapters_of_experts_after_fp8_are_refused_with_the_order_that_works() -
         model(input_ids=torch.arange(5, 9)[None])
 
 
-def test_output_layers_stay() -> None:
+def test_output_layers_stay_in_high_precision() -> None:
     plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
     assert planned(plain) == {"0": None, "2": OUTPUT}
     assert planned(plain, fp8.Policy("blockwise", rules=(fp8.Rule("2", recipe="rowwise"),)))["2"] is None
@@ -173,7 +173,7 @@ def test_output_layers_stay() -> None:
     assert planned(inner)["v_head.summary"] == OUTPUT and planned(inner)["body"] is None
 
 
-def test_a_wide_last_layer_is_named_by_the_first_note() -> None:
+def test_wide_last_layer_has_note() -> None:
     wide = fp8.plan(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 200)))
     assert all(row.fp8 for row in wide.rows)
     assert wide.notes[0] == (
@@ -188,7 +188,7 @@ def test_a_wide_last_layer_is_named_by_the_first_note() -> None:
         assert not any("output head" in note for note in plan.notes)
 
 
-def test_time_embeddings_and_routers_of_own_mixtures_stay() -> None:
+def test_time_embeddings_and_custom_routers_stay() -> None:
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +204,7 @@ def test_time_embeddings_and_routers_of_own_mixtures_stay() -> None:
     assert not any(reasons.values())
 
 
-def test_percentages_are_plain_digits() -> None:
+def test_percentages_have_no_exponent() -> None:
     policy = fp8.Policy("blockwise", rules=(fp8.Rule("2", recipe="blockwise"),))
     notes = " ".join(fp8.plan(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)), policy).notes)
     assert "e+" not in notes and "2: 10 x 256 padded to 128 x 256, 433 % more" in notes
@@ -218,7 +218,7 @@ def test_percentages_are_plain_digits() -> None:
     ],
     ids=["randlora", "vblora"],
 )
-def test_wrappers_that_are_linear_layers_by_class_alone(config: peft.PeftConfig) -> None:
+def test_linear_subclass_wrappers_are_skipped(config: peft.PeftConfig) -> None:
     """The layer inside is the one that multiplies; the wrapper has no weight."""
     rows = {row.name: row for row in fp8.plan(peft.get_peft_model(Net(), config), "rowwise").rows}
     assert rows["base_model.model.q_proj.base_layer"].fp8 and "base_model.model.q_proj" not in rows

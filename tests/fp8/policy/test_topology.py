@@ -47,7 +47,7 @@ def test_globs(pattern, name, expected):
 
 
 @pytest.mark.parametrize("pattern", ["a..b", "", ".a", "**proj", "a.x**"])
-def test_bad_globs_say_why(pattern):
+def test_invalid_globs_are_rejected_with_reason(pattern):
     with pytest.raises(ValueError, match="empty segment|stand alone"):
         matches(pattern, "a")
 
@@ -55,7 +55,7 @@ def test_bad_globs_say_why(pattern):
 @pytest.mark.parametrize(
     "pattern", ["**." * 1000 + "x", "*?" * 30 + "x", "**.*." * 20 + "x", "**.layers.**." * 30 + "x"], ids=len
 )
-def test_globs_that_say_the_same_many_times_are_not_tried_in_every_split(pattern):
+def test_repeated_wildcards_match_fast(pattern):
     """On 0.4.0 the first two take longer than anybody waits."""
     assert not matches(pattern, "model.language_model.layers.10.self_attn.q_proj_and_a_very_long_name_of_a_layer")
     assert matches("**.**.x.**.**", "a.b.x") and matches("a*?*?b", "axyb") and not matches("a*?*?b", "axb")
@@ -78,7 +78,7 @@ def by_name(model, components=None):
     return {r.name: r for r in fp8.describe_layers(model, components)}
 
 
-def test_a_llama_is_foundation_and_lm_head():
+def test_llama_has_foundation_and_lm_head():
     model = meta(
         lambda: LlamaForCausalLM(
             LlamaConfig(
@@ -93,7 +93,7 @@ def test_a_llama_is_foundation_and_lm_head():
     assert (rows["lm_head"].kind, rows["lm_head"].component, rows["lm_head"].tied) == ("lm_head", "lm_head", ())
 
 
-def test_an_mpt_and_its_tied_head():
+def test_mpt_with_tied_head():
     model = meta(lambda: AutoModelForCausalLM.from_config(MptConfig(d_model=64, n_heads=4, n_layers=1, vocab_size=128)))
     rows = by_name(model)
     kinds = {n.rpartition(".")[2]: r.kind for n, r in rows.items()}
@@ -134,7 +134,7 @@ def test_linear_layers_over_pixels_are_patch_embeddings(name):
     assert {n: row.kind for n, row in by_name(model).items()} == {name: "patch_embed", "blocks.0": "linear"}
 
 
-def test_gates_of_a_recurrence_stay():
+def test_recurrence_gates_stay_in_high_precision():
     """A number a head, or two: Qwen3.5's in_proj_a and in_proj_b, Qwen3-Next's in_proj_ba; not the layer's others."""
     layer = nn.ModuleDict({"qkv": nn.Linear(64, 96), "a": nn.Linear(64, 4), "ba": nn.Linear(64, 8)})
     layer.A_log = nn.Parameter(torch.zeros(4))
@@ -149,7 +149,7 @@ def test_gates_of_a_recurrence_stay():
     ]  # as old plan files name it
 
 
-def test_a_convolution_of_a_projector_is_no_patch_embedding():
+def test_projector_convolution_is_not_patch_embedding():
     model = nn.ModuleDict({"merger": nn.Conv2d(64, 96, 2, 2), "proj": nn.Conv2d(3, 64, 4, 4), "up": nn.Linear(96, 96)})
     plan = fp8.plan(model, components={"image_projector": ("merger",), "image_encoder": ("proj",), "rest": ("up",)})
     assert [row.reason for row in plan.rows][:2] == [
@@ -168,7 +168,7 @@ def test_qwen3_vl_by_conventional_names():
     assert rows["model.visual.patch_embed.proj"].shape == (32, 3 * 2 * 16 * 16)
 
 
-def test_given_components_win_the_most_specific_first():
+def test_most_specific_component_glob_wins():
     components = {
         "image_encoder": ("model.visual",),
         "image_projector": ("model.visual.merger.**",),
@@ -224,7 +224,7 @@ def test_subclasses_frozen_and_shared_weights():
     assert [(r.name, r.kind) for r in alone] == [("", "linear")]
 
 
-def test_a_converted_model_has_the_same_rows():
+def test_converted_model_has_same_rows():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     before = fp8.describe_layers(model)
     fp8.apply(model, fp8.plan(model))

@@ -99,7 +99,7 @@ def trained(
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
-def test_nothing_is_found_and_nothing_changes(recipe: str) -> None:
+def test_check_finds_nothing_and_changes_nothing(recipe: str) -> None:
     check = Check(ALL)
     with_check, without = trained(recipe, check), trained(recipe, None)
     assert all(torch.equal(a, b) for a, b in zip(with_check, without, strict=True))
@@ -109,7 +109,7 @@ def test_nothing_is_found_and_nothing_changes(recipe: str) -> None:
     assert recorder._checkers == []
 
 
-def test_what_overflowed_is_no_fault() -> None:
+def test_overflow_is_not_a_fault() -> None:
     x = torch.randn(150, 136)
     x[3, 5], x[4, 6] = float("nan"), float("inf")
     for recipe in ("blockwise", "tensorwise"):
@@ -118,7 +118,7 @@ def test_what_overflowed_is_no_fault() -> None:
         assert check.faults == [] and check.done.products == 3
 
 
-def test_layers_that_nobody_asked_for_pay_nothing() -> None:
+def test_unchecked_layers_have_no_overhead() -> None:
     check = Check([CheckedGemm("another", "fwd")])
     trained("blockwise", check)
     assert check.done.products == 0
@@ -140,7 +140,7 @@ def test_layers_that_nobody_asked_for_pay_nothing() -> None:
         ("blockwise", (150, 200), "data", (130, 199), ("wgrad", "a code of dy", 2)),
     ],
 )
-def test_a_flipped_bit_of_a_cast(faulty: Faulty, recipe, shape, part, at, wanted) -> None:
+def test_flipped_bit_of_cast_is_found(faulty: Faulty, recipe, shape, part, at, wanted) -> None:
     """In the operand of one GEMM: the cast of that GEMM names it, at its place."""
     gemm, what, number = wanted
     once = Once(shape, lambda x: None, number)
@@ -162,7 +162,7 @@ def test_a_flipped_bit_of_a_cast(faulty: Faulty, recipe, shape, part, at, wanted
     assert found.found.startswith("0x") == (part == "data" or recipe == "mxfp8")
 
 
-def test_codes_that_changed_while_they_were_kept(faulty: Faulty) -> None:
+def test_changed_codes_are_found(faulty: Faulty) -> None:
     """Memory that loses a bit between forward and backward: what wgrad multiplies is no more what x casts to."""
     kept: list[Quantized] = []
     faulty.cast = lambda q: kept.append(q) if tuple(q.data.shape) == (150, 136) else None
@@ -172,7 +172,7 @@ def test_codes_that_changed_while_they_were_kept(faulty: Faulty) -> None:
 
 
 @pytest.mark.parametrize("gemm", ["fwd", "dgrad", "wgrad"])
-def test_a_flipped_bit_of_a_product(faulty: Faulty, gemm: str) -> None:
+def test_flipped_bit_of_product_is_found(faulty: Faulty, gemm: str) -> None:
     """Once: the same kernel gives the other value twice. It is found in the lowest bit, at any place."""
     shape = {"fwd": (150, 200), "dgrad": (150, 136), "wgrad": (200, 136)}[gemm]
     once = Once(shape, lambda out: flip(out, (shape[0] - 1, 3), 0))
@@ -185,7 +185,7 @@ def test_a_flipped_bit_of_a_product(faulty: Faulty, gemm: str) -> None:
     assert fault.to_json()["said"] == str(fault) and fault.to_json()["at"] == [shape[0] - 1, 3]
 
 
-def test_a_kernel_that_is_always_wrong(faulty: Faulty) -> None:
+def test_systematic_error_is_found(faulty: Faulty) -> None:
     """It agrees with itself, and the reference in host memory tells: in which tile of the product, is drawn."""
     faulty.product = lambda gemm, out: out[:64].mul_(1.5) if gemm == "wgrad" else None
     found = []
@@ -198,7 +198,7 @@ def test_a_kernel_that_is_always_wrong(faulty: Faulty) -> None:
     assert "by the reference on the CPU, where rounding explains" in str(found[0])
 
 
-def test_a_kernel_that_never_gives_the_same_bits_is_not_accused(faulty: Faulty) -> None:
+def test_nondeterministic_kernel_is_not_reported(faulty: Faulty) -> None:
     draw = random.Random(0)
     faulty.product = lambda gemm, out: out.mul_(1 + 1e-6 * draw.random())
     check = Check(ALL)
@@ -224,7 +224,7 @@ def test_bands_cover_an_operand(monkeypatch: pytest.MonkeyPatch, block: tuple[in
         flip(q.data, at, 2)
 
 
-def test_every_gemm_comes_round() -> None:
+def test_checks_cover_all_gemms() -> None:
     there = tuple(CheckedGemm(f"layers.{n}", gemm) for n in range(50) for gemm in ("fwd", "dgrad", "wgrad"))
     size = check_size(len(there))
     assert size == 5 and check_size(3) == 3 and check_size(40) == checking.LEAST and check_size(0) == 0
@@ -234,7 +234,7 @@ def test_every_gemm_comes_round() -> None:
     assert select_gemms((), 7, 3) == () and set(select_gemms(there[:3], 7, 9)) == set(there[:3])
 
 
-def test_sites_are_what_a_plan_has_in_fp8() -> None:
+def test_fp8_gemms_of_plan() -> None:
     model = nn.ModuleDict({"one": nn.Linear(128, 128), "two": nn.Linear(128, 128), "out": nn.Linear(128, 128)})
     model["two"].weight.requires_grad_(False)
     rules = (fp8.Rule("one", dgrad="bf16"), fp8.Rule("out", recipe="off"))

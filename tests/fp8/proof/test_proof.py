@@ -54,7 +54,7 @@ def step(model, micro=2, images=True):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_that_went_as_planned(recompute):
+def test_planned_step_passes(recompute):
     model, plan, proof = ready()
     model.recompute = recompute
     assert proof.pending == {"foundation", "image_encoder"} and proof.share() is None
@@ -73,7 +73,7 @@ def test_a_step_that_went_as_planned(recompute):
     assert (report["components"]["foundation"].get("recompute") is not None) == recompute
 
 
-def test_the_counted_share_is_the_planned_one():
+def test_counted_share_equals_planned_share():
     model, plan, proof = ready(fp8.Policy("blockwise", wgrad="bf16", components={"image_projector": "rowwise"}))
     proof.observe(step(model), dict.fromkeys(plan.parts, 2))
     # The first layer of each component has no input that asks for a gradient, so it runs no dgrad.
@@ -90,7 +90,7 @@ def test_frozen_parts_and_inputs_without_gradient():
     assert counts.total("dgrad", "visual.0") == counts.total("wgrad", "visual.0") == 0
 
 
-def test_a_layer_called_twice_in_each_forward():
+def test_layer_called_twice_per_forward():
     model, plan, proof = ready()
     model.layers.append(model.layers[0])
     proof.observe(step(model), {"foundation": 2, "image_encoder": 2})
@@ -112,7 +112,7 @@ def test_one_layer_called_both_checkpointed_and_plainly(reentrant):
     }  # fmt: skip
 
 
-def test_a_forward_under_no_grad_is_called_by_its_name():
+def test_no_grad_forward_is_reported():
     model, plan, proof = ready()
     with fp8.count_gemms() as counts:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_a_forward_under_no_grad_is_called_by_its_name():
         proof.observe(counts, {"foundation": 2})
 
 
-def test_uncounted_work_of_one_thread_hides_nothing_of_another():
+def test_uncounted_is_per_thread():
     model, plan, _ = ready()
     model.recompute = True
     gate = threading.Event()
@@ -165,7 +165,7 @@ def test_many_uncounted_blocks_before_their_backward():
     assert not {k: n for k, n in counts.items() if n}
 
 
-def test_what_comes_right_behind_an_uncounted_block_counts():
+def test_forward_after_uncounted_block_counts():
     model, _, _ = ready()
     x = torch.randn(3, 16, requires_grad=True)
     with fp8.count_gemms() as counts:
@@ -204,7 +204,7 @@ BREAKS = [
 
 
 @pytest.mark.parametrize("damage,message", BREAKS, ids=[f.__name__ for f, _ in BREAKS])
-def test_a_mismatch_is_an_error(damage, message):
+def test_mismatch_is_rejected(damage, message):
     model, plan, proof = ready()
     damage(model)
     with pytest.raises(fp8.ProofError, match=message):
@@ -212,7 +212,7 @@ def test_a_mismatch_is_an_error(damage, message):
     assert proof.report()["missing"] and proof.pending == {"foundation", "image_encoder"}
 
 
-def test_wrong_numbers_of_forwards():
+def test_wrong_number_of_forwards_is_rejected():
     model, plan, proof = ready()
     with pytest.raises(fp8.ProofError, match="layers.0: planned 3 fwd .or a multiple., counted 2"):
         proof.observe(step(model), {"foundation": 3})
@@ -220,13 +220,13 @@ def test_wrong_numbers_of_forwards():
         proof.observe(step(model, images=False), {"image_encoder": 2})
 
 
-def test_a_component_that_the_plan_lacks():
+def test_unknown_component_is_rejected():
     model, plan, proof = ready()
     with pytest.raises(fp8.ProofError, match="forwards names 'fondation', but the plan has the components.*foundation"):
         proof.observe(step(model), {"fondation": 2})
 
 
-def test_a_lost_backward():
+def test_lost_backward_is_rejected():
     model, plan, proof = ready()
     with fp8.count_gemms() as counts:
         model(torch.randn(3, 16)).sum()
@@ -234,7 +234,7 @@ def test_a_lost_backward():
         proof.observe(counts, {"foundation": 1})
 
 
-def test_a_layer_that_the_loss_does_not_use_is_listed():
+def test_layer_without_effect_on_loss_is_listed():
     model, plan, proof = ready()
     with fp8.count_gemms() as counts:
         x = torch.randn(3, 16)
@@ -244,7 +244,7 @@ def test_a_layer_that_the_loss_does_not_use_is_listed():
     assert proof.report()["unused"] == ["layers.1"]
 
 
-def test_another_backend_than_planned():
+def test_unplanned_backend_is_rejected():
     model, plan, proof = ready()
     counts = step(model)
     for key in [k for k in counts if k[0] == "layers.1" and k[1] == "dgrad"]:
@@ -253,7 +253,7 @@ def test_another_backend_than_planned():
         proof.observe(counts, {"foundation": 2})
 
 
-def test_a_forward_that_is_recomputed_twice():
+def test_forward_recomputed_twice_is_rejected():
     """By a checkpoint within a checkpoint. Each of its backward GEMMs runs once, so that nothing else shows it."""
     model, plan, proof = ready()
     twice = nn.Sequential(*model.layers)
@@ -276,7 +276,7 @@ def test_dummies_do_not_count():
     assert proof.pending == {"image_encoder"}
 
 
-def test_counters_nest_and_cost_nothing_when_closed():
+def test_counters_nest_and_are_removed():
     model, _, _ = ready()
     with fp8.count_gemms() as outer:
         step(model)
@@ -289,7 +289,7 @@ def test_counters_nest_and_cost_nothing_when_closed():
     assert dict(inner) == dict(inner.items()) and inner.flops["layers.0", "fwd", "reference"] == 2 * 2 * 16 * 16
 
 
-def test_plans_of_other_precision_need_no_proof():
+def test_high_precision_plans_need_no_proof():
     model, plan, proof = ready("off")
     proof.observe(step(model), {"foundation": 2, "image_encoder": 2})
     assert proof.pending == set() and proof.share() == 0.0 and proof.report()["fp8_gemms"] == 0

@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_step_is_seen_and_micro_steps_reuse_the_codes(name):
+def test_optimizer_step_invalidates_codes(name):
     m = layer()
     optimizer = OPTIMIZERS[name](m.parameters())
     for step in range(3):
@@ -60,7 +60,7 @@ def test_every_optimizer_step_is_seen_and_micro_steps_reuse_the_codes(name):
     assert_right(m)
 
 
-def test_fused_adamw_really_hides_its_write_from_the_version_counter():
+def test_fused_adamw_does_not_change_version_counter():
     """The reason for the weight version. Should torch change this, it stays harmless."""
     p = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([p], lr=0.1, fused=True)
@@ -130,7 +130,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_every_write_is_seen(write):
+def test_writes_invalidate_codes(write):
     m = layer()
     assert_right(m)
     before = m[0].weight.detach().clone()
@@ -140,7 +140,7 @@ def test_every_write_is_seen(write):
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double().float()])
-def test_changes_of_dtype_are_seen(move):
+def test_dtype_changes_invalidate_codes(move):
     m = layer()
     assert_right(m)
     move(m)
@@ -148,7 +148,7 @@ def test_changes_of_dtype_are_seen(move):
     assert_right(m, x)
 
 
-def test_storage_that_is_reused_at_the_same_address_is_seen():
+def test_reused_storage_address_invalidates_codes():
     m = layer()
     for _ in range(20):
         m[0].weight.data = torch.randn(32, 64)
@@ -161,7 +161,7 @@ def test_storage_that_is_reused_at_the_same_address_is_seen():
         del again, pointer
 
 
-def test_invalidate_forgets_and_only_that_makes_a_hidden_write_seen():
+def test_invalidate_drops_codes_after_hidden_write():
     m = layer()
     m(X)
     m[0].weight.data.mul_(2)
@@ -170,7 +170,7 @@ def test_invalidate_forgets_and_only_that_makes_a_hidden_write_seen():
     assert_right(m)
 
 
-def test_a_weight_on_the_meta_device_is_loaded_later():
+def test_meta_weight_is_loaded_later():
     with torch.device("meta"):
         m = nn.Sequential(nn.Linear(64, 32, bias=False))
     fp8.apply(m, fp8.plan(m, "delayed"))
@@ -184,7 +184,7 @@ def test_a_weight_on_the_meta_device_is_loaded_later():
     assert all(not t.any() for k, t in fp8.scaling_state(n).items() if "_dy" in k)
 
 
-def test_two_layers_of_one_weight_and_a_copy_do_not_mix():
+def test_tied_layers_and_copies_have_correct_codes():
     m = layer()
     twin = copy.deepcopy(m)
     twin[0].weight.data = twin[0].weight.data * 3
@@ -193,7 +193,7 @@ def test_two_layers_of_one_weight_and_a_copy_do_not_mix():
         assert_right(twin)
 
 
-def test_rowwise_keeps_two_layouts_and_blockwise_one():
+def test_rowwise_has_two_layouts_and_blockwise_one():
     for recipe, count in (("blockwise", 1), ("tensorwise", 1), ("rowwise", 2), ("mxfp8", 2)):
         m = nn.Sequential(nn.Linear(64, 32))
         fp8.apply(m, fp8.plan(m, recipe))
@@ -205,7 +205,7 @@ def test_rowwise_keeps_two_layouts_and_blockwise_one():
         assert fp8.weight_cache_bytes(m) == 0
 
 
-def test_a_weight_offloaded_for_the_backward_is_cast_there_and_leaves_the_cache_alone():
+def test_offloaded_weight_is_cast_in_backward():
     m = layer()
     x = X.detach().clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -217,7 +217,7 @@ def test_a_weight_offloaded_for_the_backward_is_cast_there_and_leaves_the_cache_
     assert casts(m) == 2 and torch.equal(x.grad, want)
 
 
-def test_another_slice_of_the_same_memory_is_seen():
+def test_different_slice_of_same_memory_has_separate_codes():
     """The same storage, at the same version: only the address tells them apart."""
     base = torch.randn(2, 32, 64)
     m = layer()
@@ -241,7 +241,7 @@ def test_what_counts_as_capturing(monkeypatch):
         assert capture.is_capturing(on_gpu) is (manager is not None) and not capture.is_capturing(on_cpu)
 
 
-def test_a_graph_reads_cached_codes_only_where_weights_stay_and_while_they_are_valid(monkeypatch):
+def test_graph_reads_valid_codes_if_weights_stay(monkeypatch):
     m = layer()
     m(X)
     monkeypatch.setattr("octavo.fp8.weights.cache._is_capturing", lambda weight: True)
@@ -258,7 +258,7 @@ def test_a_graph_reads_cached_codes_only_where_weights_stay_and_while_they_are_v
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
-def test_codes_are_counted_once_wherever_they_lie(recipe):
+def test_codes_count_once(recipe):
     """Two layers alike, on a device where every tensor has the address 0; dgrad's codes may be the forward's."""
     found = []
     for device in ("cpu", "meta"):

@@ -12,7 +12,7 @@ from octavo.fp8.weights import Fp8Weight, codes_of_frozen
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("at", [0, 1, 4095, 70_000])
-def test_one_value_among_many_is_found_and_the_largest_finite_ones_are_not(dtype: torch.dtype, value: float, at: int):
+def test_nonfinite_values_are_found(dtype: torch.dtype, value: float, at: int):
     top = torch.finfo(dtype).max
     good = torch.tensor([top, -top, 0.0], dtype=torch.float64).repeat(30_000).to(dtype)
     bad = good.view(-1, 2).mT.clone()
@@ -21,7 +21,7 @@ def test_one_value_among_many_is_found_and_the_largest_finite_ones_are_not(dtype
     assert fp8.find_nonfinite(named) == ["b", "a"]
 
 
-def test_codes_their_scales_and_masters_are_looked_at():
+def test_codes_scales_and_masters_are_checked():
     weight = torch.randn(130, 256)
     e8m0 = torch.tensor([0, 254, 127], dtype=torch.uint8)
     values = {"frozen": fp8.freeze_weight(weight), "e8m0": e8m0.view(torch.float8_e8m0fnu)}

@@ -70,7 +70,7 @@ def spread(shape, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("name", fp8.RECIPES)
-def test_shards_have_the_codes_of_the_whole(name, ranks, monkeypatch):
+def test_shards_have_codes_of_whole_weight(name, ranks, monkeypatch):
     casts = needs(name)
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -82,7 +82,7 @@ def test_shards_have_the_codes_of_the_whole(name, ranks, monkeypatch):
             assert calls == cut, "one all-reduce where a block is cut, none elsewhere"
 
 
-def test_only_cut_blocks_cost_a_collective():
+def test_only_cut_blocks_need_collective():
     (blockwise,), rowwise = needs("blockwise"), needs("rowwise")
     assert not Shards(512, 4, 0).cuts(blockwise) and Shards(513, 4, 0).cuts(blockwise)
     assert [Shards(512, 4, 0).cuts(need) for need in rowwise] == [False, True]
@@ -91,7 +91,7 @@ def test_only_cut_blocks_cost_a_collective():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", fp8.RECIPES)
-def test_a_bad_value_spoils_its_block_on_every_rank(name, bad, monkeypatch):
+def test_nonfinite_value_affects_block_on_all_ranks(name, bad, monkeypatch):
     values, casts = spread((300, 140)), needs(name)
     values[130, 3] = bad
     codes, _, _ = gather(values, casts, 3, monkeypatch)
@@ -117,7 +117,7 @@ def test_experts_are_never_cut(name, transposed, grouped, monkeypatch):
                 same(fp8.Quantized(q.data[e], q.scale[e], q.spec), alone)
 
 
-def test_a_rank_sends_a_byte_a_parameter_and_the_scales_that_begin_with_it(monkeypatch):
+def test_rank_sends_one_byte_per_parameter_and_scales(monkeypatch):
     values = spread((512, 256))
     sizes = {}
     for name in fp8.RECIPES:
@@ -129,7 +129,7 @@ def test_a_rank_sends_a_byte_a_parameter_and_the_scales_that_begin_with_it(monke
     assert sizes["mxfp8"] == 2 * codes + 256 * 8 + 8 * 256
 
 
-def test_scales_are_written_where_they_lay(monkeypatch):
+def test_scales_are_updated_in_place(monkeypatch):
     for name in fp8.RECIPES:
         casts, values = needs(name), spread((70, 48))
         first, _, _ = gather(values, casts, 3, monkeypatch)
@@ -149,7 +149,7 @@ def test_scales_are_written_where_they_lay(monkeypatch):
             same(q, need.cast(other))
 
 
-def test_the_rows_of_a_cut_block_and_of_whole_ones_are_told_apart():
+def test_pieces_separate_cut_and_whole_blocks():
     # 300 rows on 3 ranks, blocks of 128: rank 1 has rows 100 to 200, the end of block 0 and the beginning of block 1.
     shards = Shards(300, 3, 1)
     assert shards.cut(128) == [0, 1]

@@ -73,7 +73,7 @@ def casts(model):
 
 
 @pytest.mark.parametrize("recipe,dtype", [(r, torch.float32) for r in RECIPES] + [("blockwise", torch.bfloat16)])
-def test_training_is_that_without_bit_for_bit(recipe, dtype):
+def test_training_equals_training_without_fp8_weights(recipe, dtype):
     without, with_ = build(recipe, False, dtype), build(recipe, True, dtype)
     assert isinstance(with_.down_proj.weight, Fp8Weight) and isinstance(with_.down_proj.weight, nn.Parameter)
     assert same(train(without), train(with_))
@@ -82,11 +82,11 @@ def test_training_is_that_without_bit_for_bit(recipe, dtype):
 
 @pytest.mark.parametrize("fuse", ["on", "off"])
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
-def test_stock_optimizers_train_the_master_whether_layers_run_as_one_or_not(how, fuse):
+def test_stock_optimizers_train_master(how, fuse):
     assert same(train(build(param=False, fuse=fuse), **how), train(build(fuse=fuse), **how))
 
 
-def test_names_shapes_and_values_stay_and_only_weights_of_fp8_layers_are_exchanged():
+def test_only_weights_of_fp8_layers_are_replaced():
     stock, model = Mlp(), build()
     torch.manual_seed(0)
     values = Mlp().state_dict()
@@ -100,7 +100,7 @@ def test_names_shapes_and_values_stay_and_only_weights_of_fp8_layers_are_exchang
     assert "master on cpu" in repr(model.up_proj.weight)
 
 
-def test_a_component_may_be_left_out():
+def test_component_can_be_excluded():
     components = {"foundation": fp8.ComponentPolicy(param=False)}
     torch.manual_seed(0)
     model = Mlp()
@@ -130,7 +130,7 @@ def test_forward_and_dgrad_read_codes_alone():
     assert all(torch.equal(p.grad, grads[n]) for n, p in model.named_parameters() if p.grad is not None)
 
 
-def test_writes_to_the_master_are_seen():
+def test_writes_to_master_invalidate_codes():
     for write in (
         lambda p: torch.optim.SGD([p], lr=1.0).step(),
         lambda p: plain(p).mul_(0.5),
@@ -148,7 +148,7 @@ def test_writes_to_the_master_are_seen():
         assert loss_of(model).item() == loss_of(twin).item()
 
 
-def test_what_the_optimizer_sees_is_the_plain_tensor_behind():
+def test_optimizer_sees_plain_tensor():
     p = build().down_proj.weight
     assert type(plain(p)) is torch.Tensor and plain(p) is p.master and tuple(span(p)) == (0, p.numel(), p.numel())
     assert type(torch.zeros_like(p)) is torch.Tensor and torch.zeros_like(p).is_contiguous()
@@ -178,7 +178,7 @@ def test_state_dicts_are_stock_and_live():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_state_dict_may_hold_codes(recipe):
+def test_state_dict_can_contain_codes(recipe):
     model = build(recipe)
     train(model, 1)
     state = fp8.fp8_state_dict(model)
@@ -311,7 +311,7 @@ def test_gemms_in_high_precision_read_the_master(gemms):
 
 @pytest.mark.parametrize("param", [False, True])
 @pytest.mark.parametrize("recipe,fuse", [("blockwise", "on"), ("tensorwise", "off"), ("rowwise", "off")])
-def test_codes_that_are_cast_at_each_use_are_the_same_and_take_no_room(recipe, fuse, param):
+def test_recast_codes_are_equal_and_not_kept(recipe, fuse, param):
     keep, recast = (build(recipe, param, weight_codes=how, fuse=fuse) for how in ("keep", "recast"))
     for model in (keep, recast):
         for _ in range(2):
@@ -325,7 +325,7 @@ def test_codes_that_are_cast_at_each_use_are_the_same_and_take_no_room(recipe, f
     assert fp8.weight_cache_bytes(twin) == 0, "a copy goes on so"
 
 
-def test_compiled_code_leaves_the_layer_out_or_says_why():
+def test_compile_skips_layer_or_reports_reason():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -345,13 +345,13 @@ def test_compiled_code_leaves_the_layer_out_or_says_why():
     torch._dynamo.reset()
 
 
-def test_a_wrong_tensor_as_data_is_refused():
+def test_wrong_data_is_rejected():
     p = build().up_proj.weight
     with pytest.raises(RuntimeError, match=r"cannot take a tensor of shape \[3\]"):
         p.data = torch.zeros(3)
 
 
-def test_a_weight_that_a_graph_holds_may_stay_and_may_not_change():
+def test_weight_held_by_graph_cannot_be_converted():
     model = build()
     loss, before = loss_of(model), dict(model.named_parameters())
     model.to("cpu").to(torch.float32)  # nothing to do, as trainers ask for it at every turn

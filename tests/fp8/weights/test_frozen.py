@@ -37,7 +37,7 @@ def wipe(module: nn.Linear) -> nn.Linear:
     return module
 
 
-def test_codes_that_cannot_be_are_refused() -> None:
+def test_invalid_codes_are_rejected() -> None:
     q = codes_of_frozen(layer("block").weight)
     with pytest.raises(ValueError, match=r"have scales of shape \[3, 2\]"):
         frozen_from_codes(q.data, q.scale.T.contiguous(), q.spec)
@@ -54,7 +54,7 @@ def test_codes_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stock_layer_computes_with_its_values(kind: str) -> None:
+def test_stock_layer_uses_dequantized_values(kind: str) -> None:
     made = layer(kind)
     values = made.weight.dequantize()
     assert torch.equal(values, fp8.dequantize(codes_of_frozen(made.weight), torch.bfloat16))
@@ -70,7 +70,7 @@ def test_a_stock_layer_computes_with_its_values(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [layer, checkpoint])
-def test_copies_have_the_very_codes(kind: str, make) -> None:
+def test_copies_have_same_codes(kind: str, make) -> None:
     made = make(kind)
     before = fp8.fingerprint(made)
     twins = [copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
@@ -111,7 +111,7 @@ CONVERSIONS = {
 
 @pytest.mark.parametrize("how", CONVERSIONS)
 @pytest.mark.parametrize("applied", [False, True])
-def test_another_dtype_is_refused(how: str, applied: bool) -> None:
+def test_dtype_conversion_is_rejected(how: str, applied: bool) -> None:
     """The model goes on as it was: nothing before the frozen layer, here."""
     model = nn.Sequential(layer("block"), nn.ReLU(), nn.Linear(300, 4, dtype=torch.bfloat16))
     if applied:
@@ -127,7 +127,7 @@ def test_another_dtype_is_refused(how: str, applied: bool) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_model_of_transformers_refuses_and_stays() -> None:
+def test_transformers_model_rejects_conversion() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 20}
@@ -147,7 +147,7 @@ def test_a_model_of_transformers_refuses_and_stays() -> None:
         model.requires_grad_(True)
 
 
-def test_writes_and_gradients_are_refused() -> None:
+def test_writes_and_gradients_are_rejected() -> None:
     made = layer("row")
     before = fp8.fingerprint(made)
     for write in (
@@ -211,7 +211,7 @@ def test_reading_in_another_dtype_gives_values_and_changes_nothing(applied: bool
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("applied", [False, True])
-def test_state_dicts_carry_codes(kind: str, applied: bool) -> None:
+def test_state_dicts_contain_codes(kind: str, applied: bool) -> None:
     models = []
     for _ in range(2):
         model = nn.Sequential(checkpoint(kind), nn.Linear(300, 8, dtype=torch.bfloat16))
@@ -254,7 +254,7 @@ def test_state_dicts_carry_codes(kind: str, applied: bool) -> None:
     assert fp8.fingerprint(other) == before
 
 
-def test_the_fingerprint_knows_scales_and_shapes_and_no_adapters() -> None:
+def test_fingerprint_covers_scales_and_shapes() -> None:
     made = layer("row")
     before = fp8.fingerprint(made)
     codes_of_frozen(made.weight).scale[3] *= 2
@@ -268,7 +268,7 @@ def test_the_fingerprint_knows_scales_and_shapes_and_no_adapters() -> None:
 
 
 @pytest.mark.parametrize("kind,most", [("row", 1.003), ("block", 1.0003), ("tensor", 1.0001)])
-def test_a_byte_a_parameter_at_real_widths(kind: str, most: float) -> None:
+def test_size_is_one_byte_per_parameter(kind: str, most: float) -> None:
     """A block of Qwen3-8B and one of Qwen3-30B-A3B."""
     linear = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (12288, 4096), (12288, 4096), (4096, 12288))
     experts = ((128, 2 * 768, 2048), (128, 2048, 768))

@@ -47,7 +47,7 @@ READ = {
 
 @pytest.mark.parametrize("applied", [True, False], ids=["FP8 layers", "stock layers"])
 @pytest.mark.parametrize("kind", READ)
-def test_adapters_that_read_the_base_train(kind: str, applied: bool) -> None:
+def test_adapters_that_read_base_train(kind: str, applied: bool) -> None:
     model = base(applied)
     before = fp8.fingerprint(model)
     wrapped = peft.get_peft_model(model, READ[kind])
@@ -57,7 +57,7 @@ def test_adapters_that_read_the_base_train(kind: str, applied: bool) -> None:
     assert fp8.fingerprint(wrapped.base_model.model) == before
 
 
-def test_dora_begins_at_the_norms_of_the_values() -> None:
+def test_dora_starts_from_norms_of_values() -> None:
     model = base()
     wrapped = peft.get_peft_model(model, lora(use_dora=True))
     layer = wrapped.base_model.model.q_proj
@@ -68,7 +68,7 @@ def test_dora_begins_at_the_norms_of_the_values() -> None:
 
 @pytest.mark.parametrize("start", ["olora", "pissa", "pissa_niter_2"])
 @pytest.mark.parametrize("dora", [True, False])
-def test_starts_that_change_the_base_are_refused_by_name(start: str, dora: bool) -> None:
+def test_inits_that_change_base_are_rejected_by_name(start: str, dora: bool) -> None:
     name = start.partition("_")[0]
     with pytest.raises(
         RuntimeError, match=f"start '{name}' of adapter 'mine'.*another init_lora_weights.*fp8.dequantize_weights"
@@ -80,7 +80,7 @@ def test_starts_that_change_the_base_are_refused_by_name(start: str, dora: bool)
 
 @pytest.mark.parametrize("kind", ["dora", "orthogonal", "ia3", "loha"])
 @pytest.mark.parametrize("how", ["merge_and_unload", "safe merge_and_unload", "merge_adapter"])
-def test_a_merge_names_octavo_merge(kind: str, how: str) -> None:
+def test_merge_error_names_octavo_merge(kind: str, how: str) -> None:
     model = peft.get_peft_model(base(), READ[kind])
     before = fp8.fingerprint(model.base_model.model)
     more = {"safe_merge": True} if how.startswith("safe") else {}
@@ -89,7 +89,7 @@ def test_a_merge_names_octavo_merge(kind: str, how: str) -> None:
     assert fp8.fingerprint(model.base_model.model) == before
 
 
-def test_other_writes_of_peft_name_what_writes() -> None:
+def test_other_peft_writes_are_named() -> None:
     shira = peft.get_peft_model(base(), peft.ShiraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(RuntimeError, match="peft.tuners.shira.*writes to the base.*as LoRA and DoRA"):
         shira(torch.randn(3, 64, dtype=torch.bfloat16))
@@ -99,7 +99,7 @@ def test_other_writes_of_peft_name_what_writes() -> None:
         peft.prepare_model_for_kbit_training(base(), use_gradient_checkpointing=False)
 
 
-def test_weighted_adapters_are_added_to_each_other() -> None:
+def test_weighted_adapters_can_be_combined() -> None:
     model: Any = peft.get_peft_model(base(), lora(use_dora=False, init_lora_weights=False))
     model.add_adapter("other", lora(init_lora_weights=False))
     model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="linear")

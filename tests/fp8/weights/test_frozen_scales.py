@@ -40,7 +40,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("kind", "n", "k"), [(kind, *SHAPES[(i + j) % 3]) for i, kind in enumerate(RECIPES) for j in (0, 1)]
 )
-def test_both_gemms_are_those_of_the_values(kind: str, n: int, k: int, backend: str) -> None:
+def test_both_gemms_match_dequantized_values(kind: str, n: int, k: int, backend: str) -> None:
     own, chosen = weight(kind, n, k), fp8.recipe(RECIPES[kind], format="e4m3")
     layer = nn.Sequential(nn.Linear(k, n, bias=False))
     layer[0].weight = own
@@ -67,7 +67,7 @@ def test_both_gemms_are_those_of_the_values(kind: str, n: int, k: int, backend: 
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("n,k", SHAPES)
-def test_codes_are_brought_into_line_for_any_tensor_core(kind: str, n: int, k: int) -> None:
+def test_codes_are_laid_out_for_any_tensor_core(kind: str, n: int, k: int) -> None:
     """Where FSDP2 or a checkpoint left them: the values of each operand are the same, its padding holds zeros."""
     q = codes_of_frozen(weight(kind, n, k))
     for contract in (1, 0) if kind != "row" else (1,):
@@ -82,7 +82,7 @@ def test_codes_are_brought_into_line_for_any_tensor_core(kind: str, n: int, k: i
         assert torch.equal(operand.scale.reshape(-1), scale.reshape(-1))
 
 
-def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepgemm_accepts_any_scale_only_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     own = recipe_for_codes(fp8.recipe("blockwise"), fp8.CastSpec("e4m3", (128, 128), "fp32"))
     assert own is not None and own.fwd.b.scale == own.dgrad.b.scale == "fp32" and own.wgrad.b.scale == "pow2"
     monkeypatch.setattr(deepgemm_backend, "_why_not", lambda *_: None)
@@ -96,7 +96,7 @@ def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_torch_takes_its_products(kind: str) -> None:
+def test_torch_backend_runs_supported_gemms(kind: str) -> None:
     """What scaled_mm is handed of such a weight passes its own checks, asked of fake tensors on a GPU."""
     chosen = fp8.recipe(RECIPES[kind], format="e4m3")
     q, x_q = codes_of_frozen(weight(kind, 256, 384)), cast.quantize(torch.randn(32, 384), chosen.fwd.a)

@@ -158,7 +158,7 @@ def test_weights_gathered_in_bf16_are_cast_from_bf16(mesh_of_one):
     assert torch.equal(model(x), twin(x.bfloat16()))
 
 
-def test_a_write_to_the_master_behind_gathered_codes_is_seen(mesh_of_one):
+def test_write_to_master_of_gathered_codes_is_detected(mesh_of_one):
     """As a loader writes through a state dict; where a border cuts a block, fp8.invalidate must tell all ranks."""
     want, model, x = build("blockwise"), build("blockwise", param=True), torch.randn(4, 32)
     for block in model:
@@ -172,7 +172,7 @@ def test_a_write_to_the_master_behind_gathered_codes_is_seen(mesh_of_one):
 
 
 @pytest.mark.parametrize("param", [False, True], ids=["values", "codes"])
-def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
+def test_captured_step_with_gathered_weights(mesh_of_one, monkeypatch, param):
     """Codes cast in a CUDA graph are saved for the backward. Those that were gathered must not be: FSDP2 frees them
     behind the forward and gathers them anew, into the same memory."""
     want, model = build("blockwise"), build("blockwise", param=param)
@@ -187,13 +187,13 @@ def test_a_captured_step_of_gathered_weights(mesh_of_one, monkeypatch, param):
         assert torch.equal(p.grad.full_tensor(), q.grad)
 
 
-def test_a_weight_that_was_not_gathered_says_what_is_wrong(mesh_of_one):
+def test_ungathered_weight_is_reported(mesh_of_one):
     model = fully_shard(build("blockwise"), mesh=mesh_of_one)
     with pytest.raises(RuntimeError, match="is a DTensor when its GEMM runs.*fully_shard"):
         model[0].up(torch.randn(2, 32))
 
 
-def test_a_layer_that_is_its_own_shard_still_works(mesh_of_one):
+def test_individually_sharded_layer_works(mesh_of_one):
     model = build("blockwise")
     x = torch.randn(3, 32)
     want = model(x)
@@ -204,7 +204,7 @@ def test_a_layer_that_is_its_own_shard_still_works(mesh_of_one):
     assert torch.equal(model(x), want)
 
 
-def test_a_layer_sharded_before_the_plan_is_left_and_the_plan_says_so(mesh_of_one):
+def test_layer_sharded_before_plan_is_skipped_with_note(mesh_of_one):
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(plain[0], mesh=mesh_of_one)
     plan = fp8.plan(plain, "blockwise")
@@ -212,7 +212,7 @@ def test_a_layer_sharded_before_the_plan_is_left_and_the_plan_says_so(mesh_of_on
     assert "FSDPLinear is a subclass of nn.Linear and is left as it is" in plan.table()
 
 
-def test_a_plan_may_be_applied_after_sharding(mesh_of_one):
+def test_plan_can_be_applied_after_sharding(mesh_of_one):
     want = build("blockwise")(torch.ones(2, 32))
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(2)])
@@ -234,7 +234,7 @@ class Moe(nn.Module):
         return self.experts(x, index, torch.full((len(x), 2), 0.5))
 
 
-def test_experts_follow_their_shards(mesh_of_one):
+def test_experts_use_gathered_shards(mesh_of_one):
     config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
     config._experts_implementation = "eager"
     results = []
@@ -262,7 +262,7 @@ def test_experts_follow_their_shards(mesh_of_one):
     assert results[0] == results[1]
 
 
-def test_experts_sharded_before_the_plan_stay(mesh_of_one):
+def test_experts_sharded_before_plan_stay_in_high_precision(mesh_of_one):
     config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
     model = nn.ModuleDict({"moe": fully_shard(Moe(Qwen3MoeExperts(config)), mesh=mesh_of_one), "a": nn.Linear(8, 8)})
     assert "experts already sharded (plan and apply before fully_shard)" in fp8.plan(model).table()

@@ -39,7 +39,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_a_write_through_data_is_found_and_named(how: str) -> None:
+def test_write_through_data_is_found_and_named(how: str) -> None:
     model = network()
     model(X).square().sum().backward()
     assert stale_codes(model) == []
@@ -53,7 +53,7 @@ def test_a_write_through_data_is_found_and_named(how: str) -> None:
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
 @pytest.mark.parametrize("codes", ["keep", "both", "recast"])
-def test_steps_leave_no_stale_codes_and_writes_do_in_every_recipe(recipe: str, codes: str) -> None:
+def test_only_hidden_writes_leave_stale_codes(recipe: str, codes: str) -> None:
     model = network(recipe, weight_codes=codes)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     for step in range(3):
@@ -66,7 +66,7 @@ def test_steps_leave_no_stale_codes_and_writes_do_in_every_recipe(recipe: str, c
     assert stale_codes(model) == (["2"] if codes != "recast" else [])
 
 
-def test_values_at_the_edges_are_no_fault() -> None:
+def test_edge_values_are_not_stale() -> None:
     model = network("rowwise")
     with torch.no_grad():
         model[0].weight[3], model[0].weight[4, 5] = 0.0, float("nan")
@@ -82,7 +82,7 @@ def test_values_at_the_edges_are_no_fault() -> None:
     assert stale_codes(model) == ["1"]
 
 
-def test_a_large_weight_is_sampled_and_all_rows_come_round() -> None:
+def test_large_weight_is_sampled_over_all_rows() -> None:
     model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.Linear(512, 512))
     fp8.apply(model, fp8.plan(model, "tensorwise"))
     model(torch.randn(2, 1024))
@@ -91,7 +91,7 @@ def test_a_large_weight_is_sampled_and_all_rows_come_round() -> None:
     assert len(seen) == 1, "a sample of 32 rows of 512"
 
 
-def test_writes_that_layers_see_are_no_fault() -> None:
+def test_detected_writes_are_not_stale() -> None:
     model = network()
     model(X)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_writes_that_layers_see_are_no_fault() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "delayed"])
-def test_experts_are_looked_at_too(family: str, recipe: str) -> None:
+def test_stale_codes_of_experts_are_found(family: str, recipe: str) -> None:
     """Stored as [E, N, K], or transposed."""
     model = nn.ModuleDict({"experts": FAMILIES[family]()})
     fp8.apply(model, fp8.plan(model, recipe))
@@ -115,7 +115,7 @@ def test_experts_are_looked_at_too(family: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload"])
-def test_a_merge_of_peft_on_fp8_layers_is_found(how: str) -> None:
+def test_peft_merge_on_fp8_layers_is_found(how: str) -> None:
     model = network()
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"], init_lora_weights=False))
     wrapped(X)
@@ -127,7 +127,7 @@ def test_a_merge_of_peft_on_fp8_layers_is_found(how: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_weight_that_begins_at_zero_and_grows_by_little(recipe: str) -> None:
+def test_small_change_of_zero_weight_is_found(recipe: str) -> None:
     """The scale of a block of zeros is 1, under which what a first small step writes is zero again."""
     model = network(recipe)
     with torch.no_grad():

@@ -25,7 +25,7 @@ def changed(m: nn.Module, write) -> list[str]:
     return changed_weights(before, weight_sums(m))
 
 
-def test_what_only_reads_or_casts_again_changes_nothing():
+def test_reads_and_recasts_do_not_change_sums():
     m = model()
     assert not changed(m, lambda: m(X)) and not changed(m, lambda: fp8.invalidate(m)) and not changed(m, lambda: m(X))
     m(X).sum().backward()
@@ -33,7 +33,7 @@ def test_what_only_reads_or_casts_again_changes_nothing():
 
 
 @pytest.mark.parametrize("row", [0, 31])
-def test_one_bit_is_seen_and_so_are_words_that_change_places(row: int):
+def test_flipped_bit_and_swapped_words_change_sum(row: int):
     m = model()
     weight, bias = m[0].weight.data, m[1].bias.data
     assert changed(m, lambda: weight[row].view(torch.int32)[7].bitwise_xor_(1)) == ["0.weight"]
@@ -41,7 +41,7 @@ def test_one_bit_is_seen_and_so_are_words_that_change_places(row: int):
     assert changed(m, lambda: bias.copy_(bias.flip(0))) == ["1.bias"]
 
 
-def test_codes_are_seen_by_themselves():
+def test_codes_have_separate_sums():
     m = model()
     m(X)
     (codes,) = m[0]._site.codes._codes.values()
@@ -51,7 +51,7 @@ def test_codes_are_seen_by_themselves():
     assert name.startswith("0.weight (the scales of its codes in")
 
 
-def test_pieces_that_change_places_are_seen_and_any_length_has_a_sum(monkeypatch: pytest.MonkeyPatch):
+def test_swapped_pieces_change_sum(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sums, "_WORDS_ON_CPU", 8)
     m = model()
     m.register_parameter("odd", nn.Parameter(torch.arange(1, 8, dtype=torch.float16)))

@@ -272,7 +272,7 @@ area(
     ),
     (
         "experts-nobody-has-weight", "fp8/experts.py",
-        "top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)", "top_k_weights.reshape(-1, 1)",
+        "top_k_weights.reshape(-1, 1).masked_fill(is_empty, 0)", "top_k_weights.reshape(-1, 1)",
         "a choice of no expert adds the answer of another row",
         "fp8/test_experts.py", "fp8/test_grouped.py",
     ),
@@ -387,13 +387,13 @@ area(
     "outside the linears",
     (
         "graphs-not-zeroed", "train/step/cuda_graphs.py",
-        "torch._foreach_zero_(fresh)", "pass",
+        "torch._foreach_zero_(to_zero)", "pass",
         "a step adds to the gradients of the step before",
         "train/test_cuda_graphs.py",
     ),
     (
         "graphs-lose-eager-gradients", "train/step/cuda_graphs.py",
-        "mine.copy_(p.grad)", "pass",
+        "gradient.copy_(p.grad)", "pass",
         "gradients of micro-batches that ran without a graph are lost",
         "train/test_cuda_graphs.py",
     ),

@@ -80,7 +80,7 @@ area(
     ),
     (
         "context-counts-rows-twice", "train/step/step.py",
-        "weight = int(self.world.context_rank == 0)", "weight = 1",
+        "is_first_context_rank = self.world.context_rank == 0", "is_first_context_rank = True",
         "rows that ranks share count once for each",
         "train/test_context.py",
     ),

@@ -101,7 +101,7 @@ area(
     ),
     (
         "later-rule-loses", "fp8/policy.py",
-        "for rule in rules: decision = decision.over(", "for rule in reversed(rules): decision = decision.over(",
+        "for rule in rules: decision = decision.overlay(", "for rule in reversed(rules): decision = decision.overlay(",
         "of two rules the first wins",
         "fp8/test_plan.py",
     ),
@@ -125,14 +125,14 @@ area(
     ),
     (
         'plan-file-capability', 'fp8/planning/file.py',
-        '(then.gpu, then.capability) != (here.gpu, here.capability)',
-        'then.gpu != here.gpu',
+        '(saved.gpu, saved.capability) != (current.gpu, current.capability)',
+        'saved.gpu != current.gpu',
         'a plan of a GPU with another compute capability is taken',
         'fp8/planning/test_file.py', 'train/test_planning.py',
     ),
     (
         "plan-file-shapes", "fp8/plan_file.py",
-        "if was.get(n) != now.get(n)]", "if (n in was) != (n in now)]",
+        "if expected.get(n) != present.get(n)]", "if (n in expected) != (n in present)]",
         "a plan of a model with other shapes is taken",
         "fp8/planning/test_file.py",
     ),
@@ -266,7 +266,8 @@ area(
     ),
     (
         "merge-accepts-what-is-lost", "adapters/survival.py",
-        "self.kept < KEPT or self.drowned > DROWNED", "self.kept < KEPT and self.drowned > DROWNED",
+        "self.kept < MIN_KEPT or self.noise_ratio > MAX_NOISE_RATIO",
+        "self.kept < MIN_KEPT and self.noise_ratio > MAX_NOISE_RATIO",
         "an adapter that FP8 rounds away is written",
         "adapters/test_merge.py", "adapters/test_merging.py",
     ),

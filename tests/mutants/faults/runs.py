@@ -146,7 +146,7 @@ area(
         "data/test_pixels.py",
     ),
     (
-        "long-rows-are-rendered", "data/encoding/encode.py",
+        "long-rows-are-rendered", "data/encoding/truncate.py",
         "if chars_left >= 0 and len(turns) <= tokens:", "if True:",
         "a row of 20 MB is rendered before it is dropped",
         "data/test_encode.py",
@@ -259,7 +259,7 @@ area(
     ),
     (
         "critic-shares-the-limit", "train/step/update.py",
-        "critic.parameters(model) if apart else ()", "()",
+        "critic.parameters(model) if separate else ()", "()",
         "a critic that is far off shrinks the policy's step",
         "rl/test_critic.py",
     ),
@@ -293,7 +293,8 @@ area(
     ),
     (
         "loss-by-sample", "train/forward/losses.py",
-        "known / (counts[:, None] if edges is None else counts[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
+        "share = has_loss / (counts[:, None] if edges is None else counts[_sample_indices(edges)])",
+        "share = has_loss / has_loss.sum().clamp(min=1)",
         "loss: sample weighs samples by their lengths",
         "train/test_losses.py",
     ),
@@ -366,7 +367,7 @@ area(
     ),
     (
         "skipped-step-leaves-histories", "train/step/step.py",
-        "if not done.applied and histories:", "if False:",
+        "if not outcome.applied and histories:", "if False:",
         "a step that is not applied leaves its amaxes behind",
         "train/test_step.py -k skipped",
     ),
@@ -376,7 +377,7 @@ area(
     "resume",
     (
         "resume-forgets-random-numbers", "checkpoint/run_state/rng.py",
-        'torch.set_rng_state(mine["torch"])', "None",
+        'torch.set_rng_state(states["torch"])', "None",
         "torch's generator does not come back",
         "checkpoint/test_rng.py",
     ),
@@ -407,7 +408,7 @@ area(
     ),
     (
         "dead-weights-go-on", "train/callbacks/stopping.py",
-        'refuse_weights(run.model, run.world, f"after step {step.number}")', "None",
+        'check_weights_finite(run.model, run.world, f"after step {step.number}")', "None",
         "a run whose weights are not finite skips ten steps before it ends, and names a layer's forward",
         "train/test_dead.py -k whatever",
     ),
@@ -420,7 +421,7 @@ area(
     ),
     (
         "dead-checkpoints-are-loaded", "checkpoint/run_state/state.py",
-        "or not_finite(path, document)", "",
+        "or describe_nonfinite(path, document)", "",
         "a checkpoint of 0.4.0 that holds NaN is the newest good one",
         "train/test_dead.py -k poisoned",
     ),
@@ -470,7 +471,8 @@ area(
     ),
     (
         "other-optimizer-states-taken", "checkpoint/run_state/optimizer_state.py",
-        'was, wanted = former.get(key, "fp32"), group.get(key, "fp32")', 'was = wanted = group.get(key, "fp32")',
+        'saved_form, form = saved.get(key, "fp32"), group.get(key, "fp32")',
+        'saved_form = form = group.get(key, "fp32")',
         "a checkpoint with states of another kind is not refused with its cure",
         "checkpoint/test_small_states.py",
     ),
@@ -512,7 +514,7 @@ area(
     ),
     (
         "changed-data-of-equal-size", "train/run_dir/input_fingerprints.py",
-        "compat.prints_differ(now[path], value)]", 'now[path]["size"] != value["size"]]',
+        "compat.fingerprints_differ(now[path], value)]", 'now[path]["size"] != value["size"]]',
         "data of equal size and other contents is taken",
         "train/test_resume.py -k changed_data",
     ),

@@ -46,7 +46,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=torch.arange(12).reshape(1, 12), use_cache=False).logits.float()
 
 
-def test_each_is_told_apart(runs, place):
+def test_inspect_target_identifies_each_kind(runs, place):
     full, lora = artifacts.inspect_target(runs / "full"), artifacts.inspect_target(runs / "lora")
     assert (full.kind, full.lora, full.kinds) == ("run", False, {})
     assert (lora.kind, lora.lora, lora.kinds) == ("run", True, {"foundation": "row"})
@@ -147,7 +147,7 @@ def test_both_bases_are_compared(runs):
     assert math.isfinite(artifacts.compare_bases(found, recipe="off")["gap"]["exact_match"])
 
 
-def test_what_has_no_two_bases_says_so(runs, place):
+def test_compare_bases_rejects_targets_with_one_base(runs, place):
     with pytest.raises(TrainError, match="has no adapters, so it has one base"):
         artifacts.compare_bases(artifacts.inspect_target(runs / "full"))
     with pytest.raises(TrainError, match="holds FP8 codes .* and no high-precision weights"):
@@ -199,7 +199,7 @@ def test_a_folder_is_evaluated_on_the_data_of_a_configuration(runs, place):
         ({"config.json": json.dumps({"quantization_config": {"quant_method": "awq"}})}, "quant_method 'awq'"),
     ],
 )
-def test_everything_else_gets_a_sentence(tmp_path, files, words):
+def test_unknown_folders_have_a_specific_error(tmp_path, files, words):
     folder = tmp_path / "run" / "checkpoints" / "step_7"
     folder.mkdir(parents=True)
     for name, text in files.items():

@@ -13,7 +13,7 @@ from tests.fuzz import mutate
 
 @pytest.mark.parametrize("name", ["config.yaml", "checkpoints", "config.json"])
 @pytest.mark.parametrize("what", ["pipe", "device", "broken link"])
-def test_what_stands_in_a_files_place_is_named(name: str, what: str, tmp_path: Path) -> None:
+def test_error_names_a_wrong_file_type(name: str, what: str, tmp_path: Path) -> None:
     for file in ("config.yaml", name):
         (tmp_path / file).touch()
     mutate.replace_file(None, tmp_path / name, what)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def card(usable: float) -> Card:
 
 
 @pytest.mark.long
-def test_room_enough_takes_the_fastest_and_of_equals_the_exact(all_of) -> None:
+def test_fit_prefers_fast_then_exact_settings(all_of) -> None:
     found = propose(all_of, card(1e12))
     assert found.best is not None and not found.faster
     assert found.best.relative <= TIE
@@ -45,7 +45,7 @@ def test_room_enough_takes_the_fastest_and_of_equals_the_exact(all_of) -> None:
     assert _fastest([rounded, replace(exact, seconds=1.005 * exact.seconds)]).settings["optimizer.master"] == "fp32"
 
 
-def test_less_room_takes_switches_and_says_why(all_of, place) -> None:
+def test_fit_explains_switches_for_a_small_card(all_of, place) -> None:
     roomy = propose(all_of, card(1e12)).best
     assert roomy is not None
     tight = propose(all_of, card(0.5 * roomy.footprint.total))
@@ -82,6 +82,6 @@ def test_offloaded_states_cross_the_link_both_ways(all_of) -> None:
     assert away.seconds - here.seconds == pytest.approx(2 * away.footprint.host / LINK, rel=0.01)
 
 
-def test_nothing_fits(all_of) -> None:
+def test_fit_reports_that_nothing_fits(all_of) -> None:
     found = propose(all_of, card(1e3))
     assert found.best is None and found.smallest.over(found.card) > 0 and found.ranks is None

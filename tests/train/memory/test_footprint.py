@@ -240,7 +240,7 @@ def test_cards(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "big", "-3GB", "80TB", "nan"])
-def test_a_card_that_is_none(text: str) -> None:
+def test_card_rejects_invalid_text(text: str) -> None:
     with pytest.raises(TrainError, match="as in 80GB"):
         Card.parse(text)
 

@@ -108,7 +108,7 @@ def _launch(
 
 
 def _row(piece: Piece, hyper: Hyper, program: int) -> list[int]:
-    """The row of a piece, in the order of the kernel's columns."""
+    """Return the row of a piece, in the order of the kernel's columns."""
     low = piece.state.get("master", piece.state.get("master_low"))
     m, *rest = (piece.state[k.name].data_ptr() for k in LAYOUT[hyper.states])
     m_figures, v, v_figures = rest if len(rest) == 3 else (0, rest[0], 0)
@@ -134,7 +134,7 @@ def _numbers(scalars: list[Scalars], device: torch.device) -> Tensor:
 
 
 def _aligned(piece: Piece, hyper: Hyper) -> bool:
-    """Whether every tensor with one value per element begins at a multiple of 16, in memory and in its group."""
+    """True if every tensor with one value per element is aligned to 16 elements, in memory and in its group."""
     tensors = [piece.weight, piece.grad, *(piece.state[k.name] for k in LAYOUT[hyper.states] if k.row is None)]
     tensors += [piece.state[name] for name in ("master", "master_low") if name in piece.state]
     return not (piece.start % 16 or piece.weight.numel() % 16 or any(t.data_ptr() % 16 for t in tensors))

@@ -73,8 +73,8 @@ def philox_words(c0, step, index, seed):
 
 @triton.jit
 def _constant(like, value: tl.constexpr):
-    """A tensor like ``like``, filled with one number: a division by a literal could become a product with its rounded
-    inverse."""
+    """Return a tensor like ``like``, filled with a number: a division by a literal could become a product with its
+    rounded inverse."""
     return tl.zeros_like(like) + value
 
 
@@ -116,7 +116,8 @@ def _extrema(z):
 
 @triton.jit
 def _dither(element, step, index, seed):
-    """The dither added to second moments before truncation, int32 from 0 to 65535: a Weyl sequence over the steps.
+    """Return the dither added to second moments before truncation, int32 from 0 to 65535: a Weyl sequence over the
+    steps.
 
     ``element``: the lower 32 bits of the element's index in the parameter, uint32.
     """
@@ -138,7 +139,7 @@ def _grid(word):
 
 @triton.jit
 def _word(v):
-    """The word, int32 [R, 1], that encodes the grid of each row of second moments v [R, 128]."""
+    """Return the word, int32 [R, 1], that encodes the grid of each row of second moments v [R, 128]."""
     low, high = _extrema(v)
     # A row of zeros has no smallest value, and a bad row no width that fits in int32: their words are fixed below.
     plain = (high == 0) | (high >= TOP_BITS)
@@ -240,7 +241,7 @@ def _coat_codes(z, s, k, c):
 
 
 @triton.jit
-def _clean(w):
+def _canonical_nan(w):
     """int32 patterns of fp32 w, every NaN as 0x7FC00000, so that the additions before truncation cannot carry into the
     sign."""
     bits = w.to(tl.int32, bitcast=True)
@@ -248,14 +249,14 @@ def _clean(w):
 
 
 @triton.jit
-def _upper(bits):
-    """The upper 16 bits of int32 patterns, as bf16."""
+def _upper_half(bits):
+    """Return the upper 16 bits of int32 patterns, as bf16."""
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _pointer(where, begin, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to element ``begin`` of the tensor of TYPE at the address ``where``, int64."""
+    """Return a pointer to element ``begin`` of the tensor of TYPE at the address ``where``, int64."""
     if ALIGNED:
         # The hints let the compiler move 8 to 16 bytes per thread: it knows nothing of loaded addresses.
         where = tl.multiple_of(where, 16)
@@ -413,19 +414,19 @@ def adamw_step(
             # The first moment is rounded to nearest; the second is dithered, or small updates would be lost.
             bits = v.to(tl.int32, bitcast=True)
             tl.store(m_at, round_to(m, tl.bfloat16), mask=inside)
-            tl.store(v_at, _upper(tl.where(bits < INF_BITS, bits + chance, NAN_BITS)), mask=inside)
+            tl.store(v_at, _upper_half(tl.where(bits < INF_BITS, bits + chance, NAN_BITS)), mask=inside)
         else:
             tl.store(m_at, m, mask=inside)
             tl.store(v_at, v, mask=inside)
 
         if MASTER == "bf16+16":
             # Split into halves: the upper one rounded to nearest, the lower one int16, together exactly w.
-            bits = _clean(w)
-            tl.store(weight, _upper(bits + 0x8000), mask=inside)
+            bits = _canonical_nan(w)
+            tl.store(weight, _upper_half(bits + 0x8000), mask=inside)
             tl.store(low_at, bits.to(tl.int16), mask=inside)
         elif MASTER == "bf16+sr":
             # Stochastic rounding: add 16 random bits below the last kept bit and truncate.
-            tl.store(weight, _upper(_clean(w) + (words & 0xFFFF).to(tl.int32)), mask=inside)
+            tl.store(weight, _upper_half(_canonical_nan(w) + (words & 0xFFFF).to(tl.int32)), mask=inside)
         else:
             # fp32 weights are stored as they are; BF16 weights with a master are rounded to nearest.
             tl.store(weight, round_to(w, W), mask=inside)

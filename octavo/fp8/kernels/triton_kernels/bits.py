@@ -62,7 +62,7 @@ def amax_bits(x):
 
 @triton.jit
 def larger(a, b):
-    """The larger of two floats, NaN if either is."""
+    """Return the larger of two floats, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -208,7 +208,7 @@ def encode_integers(v, E5M2: tl.constexpr):
     rounded = ((low + ((1 << (SHIFT - 1)) - 1) + ((low >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << M)
     shifter = (tl.zeros_like(low) + MAGIC).to(tl.float32, bitcast=True)
     sub = (low.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - MAGIC
-    # The sign moves from bit 31 to bit 7. NaN (above infinity) has one code, whatever its sign.
+    # The sign moves from bit 31 to bit 7. NaN (above infinity) has one code for both signs.
     code = tl.where(low < NORMAL, sub, rounded) | ((bits >> 24) & 0x80)
     return tl.where(mag > INF_BITS, NAN_CODE, code).to(tl.uint8)
 

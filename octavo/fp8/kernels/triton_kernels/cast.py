@@ -36,7 +36,7 @@ from octavo.fp8.kernels.layout import Operand, as_bytes, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
 from octavo.fp8.kernels.triton_kernels.cast_blocks import Facts
 from octavo.fp8.kernels.triton_kernels.launch import launch
-from octavo.fp8.kernels.triton_kernels.room import Laid, Room, make, room
+from octavo.fp8.kernels.triton_kernels.room import BufferShapes, CastBuffers, allocate_shapes, buffer_shapes
 
 SIDES = (1, 16, 32, 64, 128)  # sides of finite blocks: they divide every tile
 LONGEST_ROW = 32768  # longest row that one program casts: 64 values for each of 512 threads
@@ -48,7 +48,8 @@ Jobs = tuple[Job, ...]
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one program's tile, its warps, and the most registers a thread may take (None: any)."""
+    """Rows and columns of one program's tile, its warps, and the most registers a thread may take, or None for no
+    limit."""
 
     rows: int
     cols: int
@@ -98,7 +99,7 @@ def run(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     groups: Groups | None = None,
-) -> list[Laid]:
+) -> list[CastBuffers]:
     """Cast x [rows, columns], or a batch of such, for one contraction, or for 1 and 0 in that order.
 
     ``scale``, ``amax`` [row blocks, column blocks], fp32, contiguous: given by the caller, for one spec.
@@ -113,7 +114,7 @@ def run(
         return [o._replace(data=o.data.mT, scale=o.scale.mT) for o in reversed(outs)]
     experts = None if groups is None else groups.experts
     plan = _plan(x.shape, x.stride(), jobs, scale is not None, amax is not None, experts)
-    laid = [make(place, x.device) for place in plan.rooms]
+    laid = [allocate_shapes(place, x.device) for place in plan.rooms]
     if not x.numel():
         for out, (spec, _) in zip(laid, jobs, strict=True):
             out.scales.fill_(127 if spec.scale == "e8m0" else 1)
@@ -123,7 +124,7 @@ def run(
                 as_bytes(out.scale).copy_(stored)
         return laid
 
-    # Maxima that the cast cannot take from its own tiles need a pass of their own before it.
+    # Maxima that the cast cannot take from its own tiles need a separate pass before it.
     tops = {} if amax is None else {spec.block: amax.view(torch.int32) for spec, _ in jobs}
     if plan.longer:
         tops = _maxima(x, plan.longer, groups)
@@ -144,8 +145,8 @@ def run(
 class Plan(NamedTuple):
     """The parts of a cast that follow from shape, strides and specs."""
 
-    rooms: tuple[Room, ...]  # of each job
-    longer: tuple[tuple[int, int], ...]  # blocks longer than a tile, whose amax takes a pass of its own
+    rooms: tuple[BufferShapes, ...]  # of each job
+    longer: tuple[tuple[int, int], ...]  # blocks longer than a tile, whose amax takes a separate pass
     grid: tuple[int, int]
     sizes: tuple[int, ...]  # strides of x, rows, columns, tiles per row of tiles
     numbers: tuple[tuple[int, ...], ...]  # of each job: pitch of the codes, strides of the scales
@@ -160,14 +161,14 @@ def _plan(
     for spec, _ in jobs:
         if spec.block not in _WHOLE and not all(side in SIDES for side in spec.block):
             raise CastError(f"Triton has no cast for blocks of {spec}: sides are {SIDES} or whole; use the reference.")
-    batch, rows, cols = _batched(shape)
+    batch, rows, cols = _batch_sizes(shape)
     tile = _tile(jobs, rows, cols, amax_given)
     forms: list[Facts | None] = [None, None]
     rooms, numbers, longer = [], [], []
     down, across = round_up(rows, layout.ALIGN), round_up(cols, layout.ALIGN)
     for spec, contract in jobs:
-        place = room(shape, spec, contract, experts)
-        within = not amax_given and _holds(spec.block, tile, rows, cols, experts)
+        place = buffer_shapes(shape, spec, contract, experts)
+        within = not amax_given and _fits(spec.block, tile, rows, cols, experts)
         if not (within or amax_given or spec.block in longer):
             longer.append(spec.block)
         by_expert = experts is not None and spec.block[0] == -1
@@ -177,7 +178,7 @@ def _plan(
         # Scales may be padded further than codes: some tiles then write only scales.
         down = max(down, _extent(rows, spec.block[0], place.padding[0]))
         across = max(across, _extent(cols, spec.block[1], place.padding[1]))
-    steps = _in_batch(shape, strides)
+    steps = _batch_strides(shape, strides)
     unit, even = _access(batch, rows, cols, steps)
     # The unmasked path loads four rows as four tiles, which blocks of one row in the other layout do not allow.
     inside = unit and tile.rows % 4 == 0 and (forms[0] is None or forms[0].rows != 1)
@@ -200,29 +201,29 @@ def _plan(
     return Plan(tuple(rooms), tuple(longer), grid, (*steps, rows, cols, across), tuple(numbers), constants)
 
 
-def _batched(shape: Sequence[int]) -> tuple[int, int, int]:
-    """(batch, rows, columns) of a matrix or of a batch of matrices."""
+def _batch_sizes(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return (batch, rows, columns) of a matrix or of a batch of matrices."""
     return (1 if len(shape) == 2 else shape[0]), shape[-2], shape[-1]
 
 
-def _in_batch(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
-    """The strides of a batch of matrices; of a matrix as a batch of one."""
+def _batch_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
+    """Return the strides of a batch of matrices, or of a matrix as a batch of one."""
     return (shape[0] * strides[0] if len(shape) == 2 else strides[0]), strides[-2], strides[-1]
 
 
 def facts(spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
-    """The constant that describes a cast to the kernel."""
+    """Return the constant that describes a cast to the kernel."""
     e5m2, e8m0 = spec.format == "e5m2", spec.scale == "e8m0"
     return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, scale_given, *padding)
 
 
 def _transpose(spec: CastSpec) -> CastSpec:
-    """The same cast of the transpose."""
+    """Return the cast of the transpose that gives the same codes."""
     return CastSpec(spec.format, (spec.block[1], spec.block[0]), spec.scale)
 
 
 def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
-    """The tile that fits these casts best: see the top of this file."""
+    """Return the best tile for these casts: see the module docstring."""
     spec, contract = jobs[0]
     if len(jobs) == 1 and spec.block == (1, -1) and contract == 1 and cols <= LONGEST_ROW and not amax_given:
         width = max(128, 1 << (cols - 1).bit_length())
@@ -239,19 +240,19 @@ def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
     return Tile(height, width, 4)
 
 
-def _holds(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int | None) -> bool:
-    """Whether every block fits in one tile."""
+def _fits(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int | None) -> bool:
+    """True if every block fits in one tile."""
     whole_rows = block[0] != -1 or (rows <= tile.rows and experts is None)
     return whole_rows and (block[1] != -1 or cols <= tile.cols)
 
 
 def _extent(size: int, side: int, padding: int) -> int:
-    """The end of the padded blocks of one dimension, in elements."""
+    """Return the end of the padded blocks of one dimension, in elements."""
     return 1 if side == -1 else round_up(ceil_div(size, side), padding) * side
 
 
 def _access(batch: int, rows: int, cols: int, strides: tuple[int, int, int]) -> tuple[bool, int]:
-    """Whether rows of x are contiguous, and the power of two up to 16 that divides their length and strides."""
+    """Return whether rows of x are contiguous, and the power of two up to 16 that divides their length and strides."""
     if strides[2] != 1 and cols != 1:
         return False, 1
     return True, math.gcd(16, cols, strides[1] if rows > 1 else 0, strides[0] if batch > 1 else 0)
@@ -290,7 +291,7 @@ class PlanOfMaxima(NamedTuple):
 def _plan_maxima(
     shape: torch.Size, strides: tuple[int, ...], blocks: tuple[_Block, ...], experts: int | None
 ) -> PlanOfMaxima:
-    batch, rows, cols = _batched(shape)
+    batch, rows, cols = _batch_sizes(shape)
     many = batch if experts is None else experts
     counts = {(1, -1): batch * rows, (-1, 1): many * cols, (-1, -1): many}
     by_row, by_col = (1, -1) in blocks, (-1, 1) in blocks
@@ -298,7 +299,7 @@ def _plan_maxima(
     loads = 2 if by_row and by_col else 4  # tiles in flight: as many as leave registers for a second program
     high, wide = (tile.rows, tile.cols * loads) if by_row else (tile.rows * loads, tile.cols)
     across = ceil_div(cols, wide)
-    steps = _in_batch(shape, strides)
+    steps = _batch_strides(shape, strides)
     unit, even = _access(batch, rows, cols, steps)
     constants: dict[str, object] = {
         "ROWS": by_row,
@@ -371,7 +372,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def convert_to_k_major(q: Quantized, contract: int) -> Operand:
-    """``layout.k_major``, with a kernel for the copy of codes where one is needed."""
+    """Convert as ``layout.k_major``, with a kernel for the copy of codes if one is needed."""
     return layout.k_major(q, contract, copy_to_layout)
 
 
@@ -389,9 +390,13 @@ def copy_to_layout(q: Quantized, contract: int) -> Quantized:
 @lru_cache(maxsize=4096)
 def _plan_relay(
     shape: torch.Size, strides: tuple[int, ...], spec: CastSpec, contract: int
-) -> tuple[Room, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, object]]:
+) -> tuple[BufferShapes, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, object]]:
     """(buffer, grid, strides of the input, sizes, constants) of :func:`copy_to_layout`."""
-    place, (batch, rows, cols), steps = room(shape, spec, contract, None), _batched(shape), _in_batch(shape, strides)
+    place, (batch, rows, cols), steps = (
+        buffer_shapes(shape, spec, contract, None),
+        _batch_sizes(shape),
+        _batch_strides(shape, strides),
+    )
     down, wide = layout.padded_sizes(rows, cols, spec, contract)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)
     numbers = (steps[0], *(steps[1:] if contract == 1 else (steps[2], steps[1])))

@@ -19,7 +19,7 @@ from octavo.fp8.kernels.triton_kernels.bits import INF_BITS, scale_of, scaled, t
 
 
 class Facts(NamedTuple):
-    """A cast, as a constant of the kernel."""
+    """The constant that describes a cast to the kernel."""
 
     rows: int  # of a block; -1: all
     cols: int

@@ -91,7 +91,7 @@ def cast_inside(
 
 @triton.constexpr_function
 def _one_cast(a, b):
-    """Whether two casts give the same codes: the layout of scales does not matter."""
+    """True if two casts give the same codes; the layout of scales does not matter."""
     return (a.rows, a.cols, a.pow2, a.e5m2) == (b.rows, b.cols, b.pow2, b.e5m2)
 
 
@@ -104,7 +104,7 @@ def _scales(x, place, M, K, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.co
     """
     rows, cols = indices(place, CAST, TR, TC)
     if CAST.rows == 1:
-        # Blocks of one row: each of the four tiles has blocks of its own.
+        # Blocks of one row: each of the four tiles has separate blocks.
         NQ: tl.constexpr = TR // 4
         NC: tl.constexpr = 1 if CAST.cols == -1 else TC // CAST.cols
         t = (0, 0, 0, 0)
@@ -142,7 +142,7 @@ def _scales(x, place, M, K, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.co
 
 @triton.jit
 def _in_units(x, s, CAST: tl.constexpr):
-    """The four tiles, each divided by its scales."""
+    """Return the four tiles, each divided by its scales."""
     return (
         in_units(x[0], s[0], CAST),
         in_units(x[1], s[1], CAST),

@@ -46,7 +46,7 @@ def _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED: tl.constexpr, TR
         # Tiles may be beyond the last row, where scales are padded further than codes.
         expert = tl.load(tiles_ptr + pid_r * TR // 128, mask=pid_r * TR < M, other=-1)
         group = tl.maximum(expert, 0)
-        # Tiles of no expert (-1) end at row 0: all of their values read as 0, whatever x has there.
+        # Tiles of no expert (-1) end at row 0: all of their values are read as 0, and x is ignored.
         return group, tl.where(expert >= 0, tl.load(starts_ptr + group) + tl.load(sizes_ptr + group), 0)
     return 0, M
 

@@ -7,10 +7,10 @@ of b and walks along the contraction in steps of BLOCK_K::
     scales that change every 32 or 128 (side)        acc += (a . b of one step) * scale_a * scale_b     at every step
     both 1x32 in e8m0, on SM100 and later            acc += a . b with the scales inside the tensor core
 
-Two numbers for each operand (``tiles.Grain``) say which codes share a scale: ``free``, along its rows (0: one scale for
-all rows; 1: one for each row; 128: one for 128 rows), and ``side``, along the contraction (0: one scale for all of it;
-32; 128). A kernel is compiled for a ``FORM`` (``tiles.Form``) and a ``TILE`` (``tiles.Tile``). Each operand is two
-tuples::
+Two numbers for each operand (``tiles.ScaleBlock``) say which codes share a scale: ``free``, along its rows (0: one
+scale for all rows; 1: one for each row; 128: one for 128 rows), and ``side``, along the contraction (0: one scale for
+all of it; 32; 128). A kernel is compiled for a ``FORM`` (``tiles.Form``) and a ``TILE`` (``tiles.Tile``). Each operand
+is two tuples::
 
     codes     (descriptor or pointer, first row of the tile, rows that may be read, held: codes per row in memory)
     scales    (pointer, first row of the tile, number of real rows, stride between rows, stride between steps)
@@ -21,14 +21,14 @@ forward GEMMs skip that and accumulate in the tensor core. A plain ``acc += tl.d
 compiler folds the addition into the product unless ``max_num_imprecise_acc`` says that these sums are imprecise.
 
 Range. A sum times scale_a may overflow fp32 where the result does not (x near 1e34, w near 1e-30). Where one of the two
-scales is a scalar for the tile, both are multiplied first (:func:`_together`), a vector times a scalar, and the sum is
-multiplied once by their product. Powers of two lose nothing by it: values that vanish are below 2^-124, and sums below
-1 are too small only where the product of the scales exceeds 2^127; all other sums are infinite there. Scales that hold
-for the whole contraction may be any fp32 numbers and are applied one after the other, as in the reference; where
-scale_a is extreme, a power of two moves to the other side (:func:`_far`), which rounds nothing. Where both scales are
-vectors and change along the contraction (blockwise wgrad; mxfp8 before SM100) a sum is infinite as soon as its product
-with the scale of dy is, which takes a dy beyond 5e33. Small scales are safe there: products of two codes are multiples
-of 2^-32 and scales at least 2^-115, so that the results are exact down to the last subnormal.
+scales is a scalar for the tile, both are multiplied first (:func:`_clamped_product`), a vector times a scalar, and the
+sum is multiplied once by their product. Powers of two lose nothing by it: values that vanish are below 2^-124, and sums
+below 1 are too small only where the product of the scales exceeds 2^127; all other sums are infinite there. Scales that
+hold for the whole contraction may be any fp32 numbers and are applied one after the other, as in the reference; where
+scale_a is extreme, a power of two moves to the other side (:func:`_split_scale`), which rounds nothing. Where both
+scales are vectors and change along the contraction (blockwise wgrad; mxfp8 before SM100) a sum is infinite as soon as
+its product with the scale of dy is, which takes a dy beyond 5e33. Small scales are safe there: products of two codes
+are multiples of 2^-32 and scales at least 2^-115, so that the results are exact down to the last subnormal.
 
 Loads use TMA descriptors (SM90 and later), which give zeros beyond the edges, or pointers: rows beyond the edge read
 the last row again and are never stored, and the contraction is read up to its zero padding.
@@ -62,7 +62,7 @@ def place(pid, rows, cols, GROUP: tl.constexpr):
 
 @triton.jit
 def _scale(scales, step, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """The fp32 scales of the tile's BLOCK rows at one step: [BLOCK], or a scalar if the rows share one."""
+    """Return the fp32 scales of the tile's BLOCK rows at one step: [BLOCK], or a scalar if the rows share one."""
     ptr, free, limit, stride_f, stride_k = scales
     if GRAIN.free == 1:
         row = free + tl.arange(0, BLOCK)
@@ -86,7 +86,7 @@ def _scale(scales, step, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
+def apply_scale(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
     """acc times the scales of its rows (ROWS) or columns, or times the one scale of the whole tile."""
     if FREE != 1:
         return acc * scale
@@ -97,7 +97,7 @@ def times(acc, scale, FREE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _together(sa, sb):
+def _clamped_product(sa, sb):
     """sa * sb, at most 2^127, so that a sum of zero stays zero; NaN stays."""
     product = sa * sb
     # Not tl.minimum: NaN compares false here and is kept.
@@ -105,7 +105,7 @@ def _together(sa, sb):
 
 
 @triton.jit
-def _far(scale):
+def _split_scale(scale):
     """(scale divided by a power of two, that power): 2^40 from 2^80 on, 2^-40 below 2^-80, else 1.
 
     The power is applied after the other operand's scale, so that no intermediate product overflows or vanishes.
@@ -117,8 +117,8 @@ def _far(scale):
 
 
 @triton.jit
-def _source(codes, TMA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The descriptor, or pointers [BLOCK, BLOCK_K] to a tile at step 0."""
+def _load_pointers(codes, TMA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the descriptor, or pointers [BLOCK, BLOCK_K] to a tile at step 0."""
     source, row, rows, held = codes
     if TMA:
         return source
@@ -156,13 +156,16 @@ def _e8m0(scales, step, steps, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def contract(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
-    """The tile in fp32, all scales applied; see :func:`summed` and :func:`whole`."""
-    return whole(summed(a, b, a_scales, b_scales, first, last, FORM, TILE), a_scales, b_scales, FORM, TILE)
+    """Return the tile in fp32 with all scales applied; see :func:`contract_scaled` and :func:`apply_whole_scales`."""
+    return apply_whole_scales(
+        contract_scaled(a, b, a_scales, b_scales, first, last, FORM, TILE), a_scales, b_scales, FORM, TILE
+    )
 
 
 @triton.jit
-def summed(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
-    """The tile, fp32 [m, n], summed over ``first`` to ``last`` of the contraction, with scales that change along it.
+def contract_scaled(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.constexpr):
+    """Return the tile, fp32 [m, n], summed over ``first`` to ``last`` of the contraction, with scales that change along
+    it.
 
     ``a``, ``b``, ``a_scales`` and ``b_scales`` are the tuples above. ``first`` and ``last`` are multiples of 128 or the
     end of the contraction, from which on codes are zero.
@@ -174,8 +177,8 @@ def summed(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.c
     BLOCK_K: tl.constexpr = TILE.k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Addresses of step 0 are computed once; each step only adds k.
-    a_source = _source(a, FORM.tma, BLOCK_M, BLOCK_K)
-    b_source = _source(b, FORM.tma, BLOCK_N, BLOCK_K)
+    a_source = _load_pointers(a, FORM.tma, BLOCK_M, BLOCK_K)
+    b_source = _load_pointers(b, FORM.tma, BLOCK_N, BLOCK_K)
     for k in range(first, last, BLOCK_K):
         # Load: one step of codes of a and b. The compiler runs TILE.stages steps ahead.
         k = tl.multiple_of(k, BLOCK_K)
@@ -201,36 +204,36 @@ def summed(a, b, a_scales, b_scales, first, last, FORM: tl.constexpr, TILE: tl.c
             if A.side > 0 and B.side > 0 and (A.free != 1 or B.free != 1):
                 ROWS: tl.constexpr = A.free == 1
                 FREE: tl.constexpr = A.free if ROWS else B.free
-                part = times(part, _together(sa, sb), FREE, ROWS)
+                part = apply_scale(part, _clamped_product(sa, sb), FREE, ROWS)
             else:
                 if A.side > 0:
-                    part = times(part, sa, A.free, True)
+                    part = apply_scale(part, sa, A.free, True)
                 if B.side > 0:
-                    part = times(part, sb, B.free, False)
+                    part = apply_scale(part, sb, B.free, False)
             # Promotion: the scaled product joins the sum in fp32, in the order of the contraction.
             acc += part
         elif FORM.promote:
             # Promotion without scales: the step's product starts from zero and is added in fp32.
             acc += tl.dot(a_codes, b_codes.T, max_num_imprecise_acc=BLOCK_K)
         else:
-            # Fast: the tensor core accumulates, with the precision of its own sums.
+            # Fast: the tensor core accumulates, in the precision of its sums.
             acc = tl.dot(a_codes, b_codes.T, acc)
     return acc
 
 
 @triton.jit
-def whole(acc, a_scales, b_scales, FORM: tl.constexpr, TILE: tl.constexpr):
+def apply_whole_scales(acc, a_scales, b_scales, FORM: tl.constexpr, TILE: tl.constexpr):
     """acc times the scales that hold for the whole contraction."""
     A: tl.constexpr = FORM.a
     B: tl.constexpr = FORM.b
     if A.side == 0:
         # The order a, b, rest of a is the reference's; see Range above for the split of a's scale.
-        sa, later = _far(_scale(a_scales, 0, A, TILE.m))
-        acc = times(acc, sa, A.free, True)
+        sa, later = _split_scale(_scale(a_scales, 0, A, TILE.m))
+        acc = apply_scale(acc, sa, A.free, True)
     if B.side == 0:
-        acc = times(acc, _scale(b_scales, 0, B, TILE.n), B.free, False)
+        acc = apply_scale(acc, _scale(b_scales, 0, B, TILE.n), B.free, False)
     if A.side == 0:
-        acc = times(acc, later, A.free, True)
+        acc = apply_scale(acc, later, A.free, True)
     return acc
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.triton_kernels import cast, gemm, tiles
-from octavo.fp8.kernels.triton_kernels.contraction import store, summed, whole
+from octavo.fp8.kernels.triton_kernels.contraction import apply_whole_scales, contract_scaled, store
 from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
 
@@ -68,10 +68,10 @@ def decode_kernel(
     # Main loop over this stretch only; scales that change along it are applied in the loop.
     first = part * stretch
     last = tl.minimum(first + stretch, K)
-    acc = summed((x, 0, M, x_held), (w, col, N, w_held), x_scales, w_scales, first, last, FORM, TILE)
+    acc = contract_scaled((x, 0, M, x_held), (w, col, N, w_held), x_scales, w_scales, first, last, FORM, TILE)
     if ALL:
         # Epilogue in the same kernel: remaining scales, bias, one rounding.
-        store(out, whole(acc, x_scales, w_scales, FORM, TILE), 0, col, M, N, bias, BIAS, TILE)
+        store(out, apply_whole_scales(acc, x_scales, w_scales, FORM, TILE), 0, col, M, N, bias, BIAS, TILE)
     else:
         # The part is stored unrounded (out is fp32) and without bias; join_kernel finishes it.
         store(out + part.to(tl.int64) * M * N, acc, 0, col, M, N, bias, False, TILE)
@@ -102,14 +102,14 @@ def join_kernel(
     c = col + tl.arange(0, TILE.n)
     inside = (r < M)[:, None] & (c < N)[None, :]
     where = parts + r.to(tl.int64)[:, None] * N + c[None, :]
-    # Reduce in the order of the contraction, whatever M is: a row's bits must not depend on the batch.
+    # Reduce in the order of the contraction, for every M: the bits of a row must not depend on the batch.
     acc = tl.load(where, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         acc += tl.load(where + part * M * N, mask=inside, other=0.0)
     # Epilogue, as in a plain GEMM.
     x_scales = (x_scale, row, M, x_stride_f, x_stride_k)
     w_scales = (w_scale, col, N, w_stride_f, w_stride_k)
-    store(out, whole(acc, x_scales, w_scales, FORM, TILE), row, col, M, N, bias, BIAS, TILE)
+    store(out, apply_whole_scales(acc, x_scales, w_scales, FORM, TILE), row, col, M, N, bias, BIAS, TILE)
 
 
 def decode(
@@ -166,11 +166,11 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(x: cast.Job, w: cast.Job, cols: int, contracted: int, gpu: Gpu) -> Plan:
-    form = tiles.form(tiles.grain(*x), tiles.grain(*w), fast=True, gpu=gpu)
+    form = tiles.form(tiles.scale_block(*x), tiles.scale_block(*w), fast=True, gpu=gpu)
     if not contracted:  # a TMA descriptor of an empty tensor is invalid, and the kernel reads nothing
         form = form._replace(tma=False)
     tile = tiles.decode(form, gpu)
-    stretch = tiles.stretch(cols, contracted, tile, gpu) if cols and contracted else tiles.STEP
+    stretch = tiles.contraction_per_program(cols, contracted, tile, gpu) if cols and contracted else tiles.STEP
     parts = max(1, layout.ceil_div(contracted, stretch))
     constants = {"FORM": form, "TILE": tile, "num_warps": tile.warps, "num_stages": tile.stages}
     return Plan(form, tile, stretch, parts, constants)

@@ -71,19 +71,19 @@ class _Out:
 
 
 def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool] | None:
-    """The constant that describes a cast to a kernel: CAST in ``fused_kernels``."""
+    """Return the constant that describes a cast to a kernel: CAST in ``fused_kernels``."""
     return None if spec is None else (max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2")
 
 
 def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
-    """The output that a tile's program quantizes itself, or None if the blocks do not fit in a tile."""
+    """Return the output that the program of a tile quantizes, or None if the blocks do not fit in a tile."""
     if spec is None or spec.block[1 - contract] != 1 or spec.block[contract] not in (32, TILE):
         return None
     return _Out(like, spec, contract)
 
 
 def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[str, Any]:
-    """The constants of a tile's program that quantizes with these specs."""
+    """Return the constants of a tile's program that quantizes with these specs."""
     constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0)}
     if col is None:
         return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
@@ -99,7 +99,7 @@ def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[
 def _tiles(
     like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid and the constants of a program; tiles cover the padding of every output."""
+    """Return the grid and the constants of a program; tiles cover the padding of every output."""
     constants = _program(row if row_out else None, col if col_out else None, like.itemsize)
     down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
     constants["WHOLE"] = like.shape[0] % constants["BM"] == like.shape[1] % TILE == 0  # nothing to mask
@@ -107,7 +107,7 @@ def _tiles(
 
 
 def _unit(*tensors: Tensor) -> int:
-    """The largest of 1, 2, 4, 8, 16 that divides the columns and all row strides.
+    """Return the largest of 1, 2, 4, 8, 16 that divides the columns and all row strides.
 
     Triton vectorizes loads only where it can prove alignment, and for arguments it checks only "divides by 16"; 3420
     columns would be read one by one. Passing 3420 / 4 and the constant 4 proves 4 at a time.
@@ -126,7 +126,7 @@ def _pair(out: _Out | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _top(like: Tensor, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
-    """A zero to take the amax of a kernel's result in, if all later casts need the whole tensor's; else None."""
+    """Return a zero for the amax of a kernel's result if all later casts need the whole tensor's; else None."""
     blocks = {spec.block for out, spec in outs if out is None and spec is not None}
     return cast.zeros(1, like.device) if blocks == {(-1, -1)} else None
 
@@ -146,7 +146,8 @@ def _results(
 
 
 def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
-    """A buffer for the result in ``like``'s dtype, if the caller wants it (``emit``) or a later cast reads it."""
+    """Return a buffer for the result in ``like``'s dtype, if the caller wants it (``emit``) or a later cast reads
+    it."""
     wanted = emit or any(out is None and spec is not None for out, spec in outs)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
 

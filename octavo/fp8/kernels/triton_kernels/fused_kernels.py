@@ -33,7 +33,7 @@ from octavo.fp8.kernels.triton_kernels.bits import (
 
 
 @triton.jit
-def _within(rows, cols, M, K, WHOLE: tl.constexpr):
+def _in_bounds(rows, cols, M, K, WHOLE: tl.constexpr):
     """Mask [rows, cols] of positions inside [M, K]; a constant for a WHOLE tile, so that the compiler drops it."""
     if WHOLE:
         return tl.full([rows.shape[0], cols.shape[0]], 1, tl.int1)
@@ -74,7 +74,7 @@ def _store_row(
     PAD: tl.constexpr = 16 if G == 0 else G
     width = (K + PAD - 1) // PAD * PAD
     at = codes + rows[:, None].to(tl.int64) * width + cols[None, :]
-    tl.store(at, out, mask=_within(rows, cols, (M + 15) // 16 * 16, width, WHOLE))
+    tl.store(at, out, mask=_in_bounds(rows, cols, (M + 15) // 16 * 16, width, WHOLE))
     # Store the scales: e8m0 row by row, fp32 with the rows contiguous, the layouts that GEMMs read.
     scale = tl.reshape(scale, [BM, BK // SPAN])
     block = col // SPAN + tl.arange(0, BK // SPAN)[None, :]
@@ -107,7 +107,7 @@ def _store_col(
     # Store the codes transposed (through shared memory), so that stores are contiguous along M.
     height = (M + G - 1) // G * G
     at = codes + cols[:, None].to(tl.int64) * height + rows[None, :]
-    tl.store(at, tl.trans(out), mask=_within(cols, rows, (K + 15) // 16 * 16, height, WHOLE))
+    tl.store(at, tl.trans(out), mask=_in_bounds(cols, rows, (K + 15) // 16 * 16, height, WHOLE))
     # Store the scales: e8m0 column by column, fp32 with the columns contiguous.
     scale = tl.reshape(scale, [BM // G, BK])
     block = row // G + tl.arange(0, BM // G)[:, None]
@@ -122,7 +122,7 @@ def _store_col(
 
 
 @triton.jit
-def _raise(top, y):
+def _raise_amax(top, y):
     """Raise the amax pattern at ``top``, if it is wanted, to the amax of the tile y, fp32."""
     if top is not None:
         # Relaxed: only the value matters, and the next launch sees it.
@@ -140,7 +140,7 @@ def _rstd_of(total, K, eps):
 
 
 @triton.jit
-def _lowered(out, LOW: tl.constexpr):
+def _round_to_low(out, LOW: tl.constexpr):
     """fp32 values that a cast reads: the result ``out``, or the LOW copy that autocast would make of it."""
     if LOW == out.dtype:  # noqa: SIM300 (a constexpr on the left, or == is not Triton's)
         return widen(out)
@@ -183,9 +183,9 @@ def rmsnorm_rows(
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
     tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     # Quantize from registers what a reader of y would quantize.
-    _raise(top, _lowered(out, LOW))
+    _raise_amax(top, _round_to_low(out, LOW))
     if codes is not None:
-        _store_row(_lowered(out, LOW), codes, scales, row, 0, M, K, BM, BK, CAST)
+        _store_row(_round_to_low(out, LOW), codes, scales, row, 0, M, K, BM, BK, CAST)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def rmsnorm_tile(
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     # Load; outside of [M, K] everything is 0.
-    inside = _within(rows, cols, M, K, WHOLE)
+    inside = _in_bounds(rows, cols, M, K, WHOLE)
     v = widen(tl.load(x + rows[:, None].to(tl.int64) * (x_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
     r = tl.load(rstd + rows, mask=rows < M, other=0.0)
     w = widen(tl.load(weight + cols, mask=cols < K, other=0.0))
@@ -242,15 +242,15 @@ def rmsnorm_tile(
     out = round_to(tl.where(inside, v * r[:, None] * w[None, :], 0.0), OUT)
     tl.store(y + rows[:, None].to(tl.int64) * K + cols[None, :], out, mask=inside)
     # Quantize from registers, in each layout that is wanted.
-    _raise(top, _lowered(out, LOW))
+    _raise_amax(top, _round_to_low(out, LOW))
     if row_codes is not None:
-        _store_row(_lowered(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
+        _store_row(_round_to_low(out, LOW), row_codes, row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
     if col_codes is not None:
-        _store_col(_lowered(_again(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL, WHOLE)
+        _store_col(_round_to_low(_hide(out), LOW), col_codes, col_scales, row, col, M, K, BM, BK, COL, WHOLE)
 
 
 @triton.jit
-def _again(x):
+def _hide(x):
     """x, hidden from the compiler: the second user of a 16-bit tile then widens it again, where the compiler would keep
     the fp32 tile alive in registers and spill."""
     if INTERPRETED or x.dtype == tl.float32:
@@ -300,7 +300,7 @@ def swiglu(
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     # Load gate and up; outside of [M, K] both are 0, and so is h.
-    inside = _within(rows, cols, M, K, WHOLE)
+    inside = _in_bounds(rows, cols, M, K, WHOLE)
     wide = rows[:, None].to(tl.int64)
     g = widen(tl.load(gate + wide * (gate_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
     u = widen(tl.load(up + wide * (up_stride * UNIT) + cols[None, :], mask=inside, other=0.0))
@@ -309,11 +309,11 @@ def swiglu(
     if h is not None:
         tl.store(h + wide * K + cols[None, :], out, mask=inside)
     # Quantize from registers, in each layout that is wanted.
-    _raise(top, widen(out))
+    _raise_amax(top, widen(out))
     if row_codes is not None:
         _store_row(widen(out), row_codes, row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
     if col_codes is not None:
-        _store_col(widen(_again(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL, WHOLE)
+        _store_col(widen(_hide(out)), col_codes, col_scales, row, col, M, K, BM, BK, COL, WHOLE)
 
 
 @triton.jit
@@ -356,7 +356,7 @@ def swiglu_backward(
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BK)
     # Load what both need; values stay 16 bits wide until they are used, which saves registers.
-    inside = _within(rows, cols, M, K, WHOLE)
+    inside = _in_bounds(rows, cols, M, K, WHOLE)
     wide = rows[:, None].to(tl.int64)
     d = tl.load(dh + wide * (dh_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
     g = tl.load(gate + wide * (gate_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
@@ -366,11 +366,11 @@ def swiglu_backward(
         if dup is not None:
             tl.store(dup + wide * K + cols[None, :], d_up, mask=inside)
         # Quantize from registers, in each layout that is wanted.
-        _raise(up_top, widen(d_up))
+        _raise_amax(up_top, widen(d_up))
         if up_row is not None:
             _store_row(widen(d_up), up_row, up_row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
         if up_col is not None:
-            _store_col(widen(_again(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL, WHOLE)
+            _store_col(widen(_hide(d_up)), up_col, up_col_scales, row, col, M, K, BM, BK, COL, WHOLE)
     else:
         # dgate = dh * up * silu'(gate), with silu'(g) = s + g s (1 - s).
         u = tl.load(up + wide * (up_stride * UNIT) + cols[None, :], mask=inside, other=0.0)
@@ -380,8 +380,8 @@ def swiglu_backward(
         if dgate is not None:
             tl.store(dgate + wide * K + cols[None, :], d_gate, mask=inside)
         # Quantize from registers, in each layout that is wanted.
-        _raise(gate_top, widen(d_gate))
+        _raise_amax(gate_top, widen(d_gate))
         if gate_row is not None:
             _store_row(widen(d_gate), gate_row, gate_row_scales, row, col, M, K, BM, BK, ROW, WHOLE)
         if gate_col is not None:
-            _store_col(widen(_again(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL, WHOLE)
+            _store_col(widen(_hide(d_gate)), gate_col, gate_col_scales, row, col, M, K, BM, BK, COL, WHOLE)

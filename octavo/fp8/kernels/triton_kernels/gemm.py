@@ -134,10 +134,10 @@ def _plan(
 ) -> Plan:
     """Computed once for all GEMMs of these casts and sizes (rows, columns, contraction)."""
     rows, cols, contracted = sizes
-    grains = tiles.grain(*jobs[0]), tiles.grain(*jobs[1])
+    grains = tiles.scale_block(*jobs[0]), tiles.scale_block(*jobs[1])
     form = tiles.form(*grains, fast=jobs[0][1] == jobs[1][1] == 1, gpu=gpu)
     if not contracted:  # a TMA descriptor of an empty tensor is invalid, and the kernel reads nothing
         form = form._replace(tma=False)
-    tile = tile or (tiles.fixed(form, gpu) if fixed else tiles.choose(rows, cols, form, gpu))
+    tile = tile or (tiles.invariant_tile(form, gpu) if fixed else tiles.choose(rows, cols, form, gpu))
     grid = (layout.ceil_div(rows, tile.m) * layout.ceil_div(cols, tile.n),)
     return Plan(tile, form.tma, grid, tiles.options(form, tile) | {"BIAS": bias})

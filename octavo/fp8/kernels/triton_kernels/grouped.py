@@ -145,7 +145,7 @@ def grouped_wgrad_kernel(
     store(out + expert.to(tl.int64) * M * N, acc, row, col, M, N, out, False, TILE)
 
 
-class _Held(NamedTuple):
+class _GroupedOperand(NamedTuple):
     """An operand: codes [rows in memory, codes per row]; scales with their strides by (expert, free block, contracted
     block); rows in memory per expert; the real sizes."""
 
@@ -201,7 +201,9 @@ def _rows(
             f"{groups.rows} rows and {groups.experts} experts. It takes [R, {'NK'[w_contract]}] and [E, N, K]."
         )
     gpu = gpu or tiles.gpu_of(a_q.data.device)
-    form = tiles.form(tiles.grain(a_q.spec, 1), tiles.grain(w_q.spec, w_contract), fast=name == "fwd", gpu=gpu)
+    form = tiles.form(
+        tiles.scale_block(a_q.spec, 1), tiles.scale_block(w_q.spec, w_contract), fast=name == "fwd", gpu=gpu
+    )
     a, b = _of_rows(a_q, 1), _of_experts(w_q, w_contract)
     out = torch.empty(groups.rows, b.free, dtype=out_dtype, device=a.codes.device)
     if out.numel() == 0 or not groups.experts:
@@ -209,7 +211,7 @@ def _rows(
     if b.codes.numel() == 0:  # a TMA descriptor of an empty tensor is invalid, and the kernel reads nothing
         form = form._replace(tma=False)
     if fixed:
-        tile = tiles.fixed(form, gpu, OWNED_ROWS)
+        tile = tiles.invariant_tile(form, gpu, OWNED_ROWS)
     else:
         tile = tiles.choose(groups.rows, b.free, form, gpu, tallest=OWNED_ROWS)
     bias = None if bias is None else bias.contiguous()
@@ -238,7 +240,7 @@ def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtyp
             f"{groups.rows} rows. It takes dy [R, N] and x [R, K]."
         )
     gpu = gpu or tiles.gpu_of(dy_q.data.device)
-    form = tiles.form(tiles.grain(dy_q.spec, 0), tiles.grain(x_q.spec, 0), fast=False, gpu=gpu)
+    form = tiles.form(tiles.scale_block(dy_q.spec, 0), tiles.scale_block(x_q.spec, 0), fast=False, gpu=gpu)
     a, b = _of_rows(dy_q, 0), _of_rows(x_q, 0)
     out = torch.empty(groups.experts, a.free, b.free, dtype=out_dtype, device=a.codes.device)
     if out.numel() == 0:
@@ -257,7 +259,7 @@ def wgrad(dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtyp
     return out
 
 
-def _of_rows(q: Quantized, contract: int) -> _Held:
+def _of_rows(q: Quantized, contract: int) -> _GroupedOperand:
     """Codes [R, columns] of all experts' rows, contracted along ``contract``; scales as ``Backend.quantize_rows``."""
     whole = q.spec.block[contract] == -1  # one scale a row, a column of an expert, or an expert
     held = cast.convert_to_k_major(q._replace(scale=q.scale[:1]) if whole else q, contract)
@@ -268,10 +270,10 @@ def _of_rows(q: Quantized, contract: int) -> _Held:
         strides = (scale.stride(0), 0, 0)
     else:
         strides = (0, scale.stride(0), 0) if contract == 1 else (scale.stride(0), scale.stride(1), 0)
-    return _Held(held.codes, scale, strides, held.codes.shape[0], held.free, held.contracted)
+    return _GroupedOperand(held.codes, scale, strides, held.codes.shape[0], held.free, held.contracted)
 
 
-def _of_experts(q: Quantized, contract: int) -> _Held:
+def _of_experts(q: Quantized, contract: int) -> _GroupedOperand:
     """Codes [E, N, K], contracted along ``contract`` of each [N, K], as rows of codes."""
     held = grouped_cast.convert_to_k_major(q, contract)
     experts, rows, width = held.codes.shape
@@ -280,4 +282,4 @@ def _of_experts(q: Quantized, contract: int) -> _Held:
         # a scale for every row, as k_major has
         scale = torch.nn.functional.pad(scale, (0, 0, 0, rows - scale.shape[1]))
     codes = held.codes.view(experts * rows, width)
-    return _Held(codes, scale, scale.stride(), rows, held.free, held.contracted)
+    return _GroupedOperand(codes, scale, scale.stride(), rows, held.free, held.contracted)

@@ -1,7 +1,7 @@
 """Casts of experts' rows and weights in Triton, with the kernels of ``cast``.
 
 Rows [R, K] of all experts (:mod:`octavo.fp8.kernels.groups`): a tile of rows belongs to one expert, which the kernel
-looks up on the device in ``groups.tiles``; rows after the expert's last one count as zeros, whatever they hold. Codes
+looks up on the device in ``groups.tiles``; rows after the expert's last one count as zeros with any content. Codes
 have the layout of a matrix of R rows in :mod:`octavo.fp8.kernels.layout`, and so have scales of finite blocks and of
 rows; scales of whole columns, [E, K], and of whole experts, [E, 1], are contiguous.
 
@@ -76,5 +76,5 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
 
 
 def convert_to_k_major(q: Quantized, contract: int) -> Operand:
-    """``layout.experts_k_major``, with a kernel for the copy of codes where one is needed."""
+    """Convert as ``layout.experts_k_major``, with a kernel for the copy of codes if one is needed."""
     return layout.experts_k_major(q, contract, cast.copy_to_layout)

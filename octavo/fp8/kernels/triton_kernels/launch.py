@@ -34,21 +34,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         return
     for seen in _watchers:
         seen[kernel.__name__] += 1
-    if INTERPRETED or kernel.pre_run_hooks or _hooked():
+    if INTERPRETED or kernel.pre_run_hooks or _has_hooks():
         kernel[grid](*args, **options)
     else:
         run(kernel, grid, args, options)
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
-    """The same launch as Triton's, by the compiled kernel of an earlier launch of the same kind, if there is one."""
+    """Launch like Triton, by the compiled kernel of an earlier launch of the same kind if there is one."""
     device = driver.active.get_current_device()
     kinds: list[object] = [id(kernel), device, *options, *options.values()]
     for arg in args:
         if isinstance(arg, Tensor):
             kinds += (arg.dtype, arg.data_ptr() % 16 == 0)
         else:
-            kinds.append(_kind_of_int(arg) if type(arg) is int else _kind(arg))
+            kinds.append(_specialize_int(arg) if type(arg) is int else _specialize(arg))
     key = tuple(kinds)
     entry = _compiled.get(key)
     if entry is None:
@@ -65,19 +65,19 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: d
 
 
 @lru_cache(maxsize=1 << 16)
-def _kind_of_int(value: int) -> tuple[bool, bool, int]:
+def _specialize_int(value: int) -> tuple[bool, bool, int]:
     bits = 32 if -(1 << 31) <= value < 1 << 31 else 64 if value < 1 << 63 else 65
     return value == 1, value % 16 == 0, bits
 
 
-def _kind(arg: Any) -> object:
-    """The key of an argument that is neither a tensor nor an integer: dtype and block of a TMA descriptor, else the
-    type, also for None, which Triton compiles as a constant."""
+def _specialize(arg: Any) -> object:
+    """Return the key of an argument that is neither a tensor nor an integer: dtype and block of a TMA descriptor, else
+    the type, also for None, which Triton compiles as a constant."""
     return (arg.base.dtype, *arg.block_shape) if hasattr(arg, "block_shape") else type(arg)
 
 
-def _hooked() -> bool:
-    """Whether a profiler has registered launch hooks, which only Triton's own launch calls."""
+def _has_hooks() -> bool:
+    """True if a profiler has registered launch hooks, which only Triton's own launch calls."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 

@@ -304,7 +304,7 @@ def join_kernel(
 
 @triton.jit
 def _numbers(x, DTYPE: tl.constexpr, CODED: tl.constexpr):
-    """A tile of the cache as numbers of DTYPE, exactly: every dtype here has more bits than E4M3."""
+    """Return a tile of the cache in DTYPE, exactly, because every DTYPE has more bits than E4M3."""
     if not CODED:
         return x
     elif INTERPRETED:

@@ -19,9 +19,11 @@ from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import round_up
 
 
-class Laid(NamedTuple):
-    """Buffers that a kernel fills, ``codes`` uint8 and ``scales`` fp32 or uint8, with padding; ``data`` and ``scale``:
-    views of their real elements, [*batch, rows, columns] and [*batch, row blocks, column blocks]."""
+class CastBuffers(NamedTuple):
+    """The padded buffers that a cast kernel fills, ``codes`` uint8 and ``scales`` fp32 or uint8.
+
+    ``data`` [*batch, rows, columns] and ``scale`` [*batch, row blocks, column blocks] are views of the real elements.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -29,7 +31,7 @@ class Laid(NamedTuple):
     scale: Tensor
 
 
-class Room(NamedTuple):
+class BufferShapes(NamedTuple):
     """Sizes and strides of the buffers for a cast of one geometry, in the order of the matrix dimensions."""
 
     codes: tuple[int, ...]  # sizes of the buffer of codes, with padding
@@ -40,31 +42,35 @@ class Room(NamedTuple):
     steps: tuple[int, ...]  # strides of both
     padding: tuple[int, int]  # the kernel writes row and column blocks up to multiples of these
     dtype: torch.dtype  # of the codes
-    e8m0: bool  # whether scales are bytes; else fp32
+    e8m0: bool  # scales are bytes instead of fp32
 
 
-def allocate(x: Tensor, spec: CastSpec, contract: int, groups: Groups | None = None) -> Laid:
-    """Uninitialized buffers for the cast of x [*batch, rows, columns]."""
-    return make(room(x.shape, spec, contract, None if groups is None else groups.experts), x.device)
+def allocate(x: Tensor, spec: CastSpec, contract: int, groups: Groups | None = None) -> CastBuffers:
+    """Allocate uninitialized buffers for the cast of x [*batch, rows, columns]."""
+    return allocate_shapes(buffer_shapes(x.shape, spec, contract, None if groups is None else groups.experts), x.device)
 
 
-def make(place: Room, device: torch.device) -> Laid:
-    """Allocate the buffers of ``place`` and take the views of their real elements."""
-    e8m0 = place.e8m0
-    codes = torch.empty_strided(place.codes, place.strides, dtype=torch.uint8, device=device)
-    scales = torch.empty_strided(place.scales, place.steps, dtype=torch.uint8 if e8m0 else torch.float32, device=device)
-    data, scale = codes.view(place.dtype), scales.view(E8M0) if e8m0 else scales
-    if place.data != place.codes:
-        data = data.as_strided(place.data, place.strides)
-    if place.scale != place.scales:
-        scale = scale.as_strided(place.scale, place.steps)
-    return Laid(codes, scales, data, scale)
+def allocate_shapes(shapes: BufferShapes, device: torch.device) -> CastBuffers:
+    """Allocate the buffers of ``shapes``, with views of their real elements."""
+    e8m0 = shapes.e8m0
+    codes = torch.empty_strided(shapes.codes, shapes.strides, dtype=torch.uint8, device=device)
+    scales = torch.empty_strided(
+        shapes.scales, shapes.steps, dtype=torch.uint8 if e8m0 else torch.float32, device=device
+    )
+    data, scale = codes.view(shapes.dtype), scales.view(E8M0) if e8m0 else scales
+    if shapes.data != shapes.codes:
+        data = data.as_strided(shapes.data, shapes.strides)
+    if shapes.scale != shapes.scales:
+        scale = scale.as_strided(shapes.scale, shapes.steps)
+    return CastBuffers(codes, scales, data, scale)
 
 
 @lru_cache(maxsize=4096)
-def room(shape: torch.Size, spec: CastSpec, contract: int, experts: int | None) -> Room:
-    """Computed once for each shape. ``experts``: their number, if rows belong to them; "all rows" of a block are then
-    all rows of an expert."""
+def buffer_shapes(shape: torch.Size, spec: CastSpec, contract: int, experts: int | None) -> BufferShapes:
+    """Compute the shapes of buffers, once for each input shape.
+
+    If rows belong to experts, ``experts`` is their number, and "all rows" of a block are all rows of an expert.
+    """
     *batch, rows, cols = shape
     free, contracted = layout.padded_sizes(rows, cols, spec, contract)
     codes, pitch = ((free, contracted), (contracted, 1)) if contract == 1 else ((contracted, free), (1, contracted))
@@ -82,4 +88,4 @@ def room(shape: torch.Size, spec: CastSpec, contract: int, experts: int | None) 
     strides = (codes[0] * codes[1], *pitch) if batch else pitch
     steps = (scales[0] * scales[1], *step) if batch else step
     sizes = (*batch, *codes), tuple(shape), strides, (*batch, *scales), (*batch, *grid), steps
-    return Room(*sizes, pads, spec.fmt.dtype, spec.scale == "e8m0")
+    return BufferShapes(*sizes, pads, spec.fmt.dtype, spec.scale == "e8m0")

@@ -20,7 +20,7 @@ _ALIGNED = 16
 
 
 def sums(x: Tensor) -> Tensor:
-    """The sum of each row of x [R, N]: fp32 [R], or float64 for float64."""
+    """Return the sum of each row of x [R, N]: fp32 [R], or float64 for float64."""
     rows, length = x.shape
     x = x.contiguous()
     if x.data_ptr() % _ALIGNED:
@@ -40,7 +40,7 @@ def sums_kernel(
     x,  # [rows, LENGTH] contiguous, any float
     out,  # [rows] fp32, or float64 for float64
     rows,
-    LENGTH: tl.constexpr,  # a constant: the loop is compiled for one length, whatever the number of rows
+    LENGTH: tl.constexpr,  # a constant: the loop is compiled for one length and any number of rows
     DOWN: tl.constexpr,  # rows per program
     ACROSS: tl.constexpr,  # columns per step
 ):

@@ -26,10 +26,10 @@ _Run = Callable[[Tensor], Tensor]
 def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
     """alpha a [M, K] @ b [K, N] + beta start, as ``row_products.product``. Raises InvarianceError for mixed dtypes."""
     _check("a product", a, b)
-    inner, cols, laid = b.shape[0], _few(b.shape[1]), b.stride(0) <= b.stride(1)
+    inner, cols, laid = b.shape[0], _trial_columns(b.shape[1]), b.stride(0) <= b.stride(1)
 
     def begin() -> _Run:
-        x, w = _random(1, a, TRIAL_ROWS, inner), _laid(_random(2, a, cols, inner), laid)
+        x, w = _random(1, a, TRIAL_ROWS, inner), _transpose_weight(_random(2, a, cols, inner), laid)
         return lambda which: row_products.product(x[which], w, None, 1.0, 1.0, dtype)
 
     key = ("product", a.device, a.dtype, dtype, inner, cols, laid)
@@ -40,10 +40,10 @@ def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: floa
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Rows of a by their expert's b, as ``row_products.grouped_product``. Raises InvarianceError for mixed dtypes."""
     _check("a grouped product", a, b)
-    inner, cols, laid = b.shape[1], _few(b.shape[2]), b.stride(1) <= b.stride(2)
+    inner, cols, laid = b.shape[1], _trial_columns(b.shape[2]), b.stride(1) <= b.stride(2)
 
     def begin() -> _Run:
-        x, w = _random(1, a, TRIAL_ROWS, inner), _laid(_random(2, a, _EXPERTS, cols, inner), laid)
+        x, w = _random(1, a, TRIAL_ROWS, inner), _transpose_weight(_random(2, a, _EXPERTS, cols, inner), laid)
 
         def run(which: Tensor) -> Tensor:
             expert = which % _EXPERTS
@@ -90,7 +90,7 @@ def attend(
 
 
 def sums(x: Tensor) -> Tensor:
-    """The sum of each row of x [R, N], as ``row_sums.sums``."""
+    """Return the sum of each row of x [R, N], as ``row_sums.sums``."""
 
     def begin() -> _Run:
         trial = _random(1, x, TRIAL_ROWS, x.shape[1])
@@ -106,10 +106,10 @@ def fp8_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | N
 
     def begin() -> _Run:
         trial = _random(1, w.scale, TRIAL_ROWS, inner, dtype=torch.float32)
-        other = cast.quantize(_random(2, w.scale, _few(cols), inner, dtype=torch.float32), w.spec, 1)
+        other = cast.quantize(_random(2, w.scale, _trial_columns(cols), inner, dtype=torch.float32), w.spec, 1)
         return lambda which: gemm.gemm(cast.quantize(trial[which], x.spec, 1), 1, other, 1, dtype, fixed=True)
 
-    key = ("fp8", w.data.device, x.spec, w.spec, dtype, inner, _few(cols))
+    key = ("fp8", w.data.device, x.spec, w.spec, dtype, inner, _trial_columns(cols))
     prove(key, f"an FP8 product of {x.spec} with {w.spec} {[cols, inner]}", begin)
     return gemm.gemm(x, 1, w, 1, dtype, bias, fixed=True)
 
@@ -123,7 +123,7 @@ def fp8_grouped_product(
     def begin() -> _Run:
         device = w.data.device
         trial = _random(1, w.scale, TRIAL_ROWS, inner, dtype=torch.float32)
-        weights = _random(2, w.scale, _EXPERTS, _few(cols), inner, dtype=torch.float32)
+        weights = _random(2, w.scale, _EXPERTS, _trial_columns(cols), inner, dtype=torch.float32)
         other = grouped_cast.quantize_experts(weights, w.spec)
 
         def run(which: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def fp8_grouped_product(
 
         return run
 
-    key = ("fp8 grouped", w.data.device, x.spec, w.spec, dtype, inner, _few(cols))
+    key = ("fp8 grouped", w.data.device, x.spec, w.spec, dtype, inner, _trial_columns(cols))
     prove(key, f"an FP8 grouped product of {x.spec} with {w.spec} {[cols, inner]}", begin)
     return grouped.fwd(x, w, groups, dtype, bias, fixed=True)
 
@@ -145,13 +145,13 @@ def _random(seed: int, like: Tensor, *size: int, dtype: torch.dtype | None = Non
     return x.to(like.device, dtype or like.dtype)
 
 
-def _laid(w: Tensor, transposed: bool) -> Tensor:
-    """w [..., N, K] as [..., K, N]: a view, or a contiguous copy."""
+def _transpose_weight(w: Tensor, transposed: bool) -> Tensor:
+    """Return w [..., N, K] as [..., K, N], a view or a contiguous copy."""
     return w.mT if transposed else w.mT.contiguous()
 
 
-def _few(cols: int) -> int:
-    """Columns of a trial: a few tiles and the same ragged edge as ``cols``."""
+def _trial_columns(cols: int) -> int:
+    """Return the columns of a trial: a few tiles and the same ragged edge as ``cols``."""
     return cols if cols < 2 * _COLUMNS else _COLUMNS + cols % _COLUMNS
 
 

@@ -40,8 +40,9 @@ class Gpu(NamedTuple):
     processors: int
 
 
-class Grain(NamedTuple):
-    """Which codes of an operand share a scale (see ``contraction``), and the formats of scales and codes."""
+class ScaleBlock(NamedTuple):
+    """The block of codes of an operand that share a scale (see ``contraction``), and the formats of scales and
+    codes."""
 
     free: int  # rows that share a scale: 1, 128, or 0 for all
     side: int  # codes of the contraction that share a scale: 32, 128, or 0 for all
@@ -52,20 +53,20 @@ class Grain(NamedTuple):
 class Form(NamedTuple):
     """The constants of a compiled kernel, with the tile."""
 
-    a: Grain
-    b: Grain
+    a: ScaleBlock
+    b: ScaleBlock
     promote: bool  # each step's product starts from zero and is added in fp32
     scaled: bool  # the tensor core applies 1x32 e8m0 scales (SM100)
     tma: bool  # operands are TMA descriptors
 
     @property
     def fine(self) -> bool:
-        """Whether scales change within a step of 128."""
+        """True if scales change within a step of 128."""
         return not self.scaled and 32 in (self.a.side, self.b.side)
 
     @property
     def twice(self) -> bool:
-        """Whether registers hold each step's product and the sum at the same time."""
+        """True if registers hold the product of a step and the sum at the same time."""
         return not self.scaled and (self.promote or self.a.side > 0 or self.b.side > 0)
 
 
@@ -97,7 +98,7 @@ _DECODE = {90: (64, 4, 6), 100: (64, 4, 6), 120: (64, 4, 3)}
 
 
 def family(sm: int) -> int:
-    """The architecture whose tiles serve this one."""
+    """Return the architecture whose tiles are used for this one."""
     return 90 if 90 <= sm < 100 else 100 if 100 <= sm < 120 else 120
 
 
@@ -108,27 +109,30 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The properties of a device that tiles depend on; CPU: the interpreter."""
+    """Return the properties of a device that tiles depend on; a CPU means the interpreter."""
     if device.type != "cuda":
         return Gpu(0, 1)
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def grain(spec: CastSpec, contract: int) -> Grain:
-    """Which codes share a scale of ``spec`` in an operand whose dimension ``contract`` is contracted. Raises CastError
-    unless scales hold for 32, 128 or all of the contraction, and for 1, 128 or all of the other dimension."""
+def scale_block(spec: CastSpec, contract: int) -> ScaleBlock:
+    """Return the block of codes that share a scale of ``spec`` in an operand whose dimension ``contract`` is
+    contracted.
+
+    Raises CastError unless blocks have 32, 128 or all elements along the contraction, and 1, 128 or all across it.
+    """
     free, side = (0 if n == -1 else n for n in (spec.block[1 - contract], spec.block[contract]))
     if side not in (0, 32, 128) or free not in (0, 1, 128):
         raise CastError(
-            f"Triton's GEMMs take scales that hold for 32, 128 or all of the contraction, and for 1, 128 or all of the "
-            f"other dimension; {spec} contracted along dimension {contract} has blocks of {spec.block}. Cast that "
-            "operand along the contraction, or use backend='reference'."
+            "Triton's GEMMs support blocks with 32, 128 or all elements along the contraction and 1, 128 or all "
+            f"across it; {spec} contracted along dimension {contract} has blocks of {spec.block}. Cast "
+            "that operand along the contraction, or use backend='reference'."
         )
-    return Grain(free, side, spec.scale == "e8m0", spec.format == "e5m2")
+    return ScaleBlock(free, side, spec.scale == "e8m0", spec.format == "e5m2")
 
 
-def form(a: Grain, b: Grain, fast: bool, gpu: Gpu) -> Form:
-    """The form for two operands. ``fast``: the tensor core may accumulate, whatever its precision."""
+def form(a: ScaleBlock, b: ScaleBlock, fast: bool, gpu: Gpu) -> Form:
+    """Return the form for two operands. ``fast``: the tensor core may accumulate in reduced precision."""
     blackwell = gpu.sm >= 100
     scaled = blackwell and all((g.free, g.side, g.e8m0) == (1, 32, True) for g in (a, b))
     exact = 100 <= gpu.sm < 120  # tensor cores of SM100 accumulate in fp32
@@ -138,7 +142,7 @@ def form(a: Grain, b: Grain, fast: bool, gpu: Gpu) -> Form:
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1, tallest: int = 256) -> Tile:
-    """The tile for ``batch`` results of [rows, cols], of at most ``tallest`` rows."""
+    """Return the tile for ``batch`` results of [rows, cols], of at most ``tallest`` rows."""
 
     def cost(candidate: tuple[Tile, float]) -> float:
         (m, n, *_), rate = candidate
@@ -148,13 +152,13 @@ def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1, tallest: 
     return min((c for c in candidates(what, gpu) if c[0].m <= tallest), key=cost)[0]
 
 
-def fixed(what: Form, gpu: Gpu, tallest: int = 256) -> Tile:
-    """The one tile of a batch-invariant product, whatever its number of rows: good for 128 rows of a usual layer."""
+def invariant_tile(what: Form, gpu: Gpu, tallest: int = 256) -> Tile:
+    """Return the tile of a batch-invariant product, which is independent of the number of rows and chosen for 128."""
     return choose(STEP, 32 * STEP, what, gpu, tallest=tallest)
 
 
 def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
-    """The tiles of a form, each with its rate."""
+    """Return the tiles of a form, each with its rate."""
     k = 32 if what.fine else STEP
     table = (_TWICE if what.twice else _WIDE)[family(gpu.sm)]
     tiles = [(Tile(m, n, k, warps, stages), rate) for m, n, warps, stages, rate in table]
@@ -163,21 +167,21 @@ def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
 
 
 def decode(what: Form, gpu: Gpu) -> Tile:
-    """The one tile of a product of few rows: the same for 1 row as for :data:`FEW`."""
+    """Return the tile of a product of few rows, the same for 1 row and for :data:`FEW`."""
     n, warps, stages = _DECODE[family(gpu.sm)]
     if what.scaled and gpu.sm < 120:
         return Tile(128, n, STEP, warps, stages - 2)  # tcgen05 applies scales to 128 rows at least
     return Tile(FEW, n, 32 if what.fine else STEP, warps, stages)
 
 
-def stretch(cols: int, contracted: int, tile: Tile, gpu: Gpu) -> int:
-    """Codes of the contraction per program, a multiple of 128, such that all multiprocessors read weights."""
+def contraction_per_program(cols: int, contracted: int, tile: Tile, gpu: Gpu) -> int:
+    """Return the codes of the contraction per program, a multiple of 128, so that all multiprocessors read weights."""
     wanted = min(ceil_div(gpu.processors, ceil_div(cols, tile.n)), max(1, contracted // _LEAST))
     return ceil_div(contracted, wanted * STEP) * STEP
 
 
 def options(what: Form, tile: Tile) -> dict[str, object]:
-    """The arguments of a launch that all GEMM kernels share."""
+    """Return the launch arguments that all GEMM kernels share."""
     return {"FORM": what, "TILE": tile, "GROUP_M": GROUP, "num_warps": tile.warps, "num_stages": tile.stages}
 
 

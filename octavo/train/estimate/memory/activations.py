@@ -44,7 +44,7 @@ from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
 from octavo.train.setup.model_setup import reduce_saved_activations
 from octavo.train.setup.token_counts import Tokens
-from octavo.train.step.memory_report import made_by_model
+from octavo.train.step.memory_report import rows_of_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -339,7 +339,9 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
     Ties are kept.
     """
     fakes: dict[int, Tensor] = {}
-    beside = {id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.owns(n)}
+    beside = {
+        id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.is_critic_parameter(n)
+    }
 
     def fake(tensor: Tensor) -> Tensor:
         if is_frozen(tensor):
@@ -438,7 +440,7 @@ def _scaled(
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0
-    for row in made_by_model(report):
+    for row in rows_of_model(report):
         if row.kind != ACTIVATION:
             shared += row.bytes
         elif not row.module or family.component_of(row.module) == "lm_head":

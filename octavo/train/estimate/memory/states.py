@@ -92,7 +92,7 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             family.component_of(name.rpartition(".")[0]) or "foundation",
             codes_of_frozen(p).spec if is_frozen(p) else None,
             is_frozen(p) and isinstance(p, Fp8Weight) and p.is_transposed,
-            adapters.is_adapter_parameter(name) or critic.owns(name),
+            adapters.is_adapter_parameter(name) or critic.is_critic_parameter(name),
             mixed and p.dtype == torch.float32 and not p.requires_grad,
         )
         for name, p in model.named_parameters()

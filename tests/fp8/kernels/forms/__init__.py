@@ -1,4 +1,4 @@
-"""The forms in which kernels are compiled, a file for each of ``triton_kernels/``: :func:`variants` lists them."""
+"""The compiled forms of kernels, a file for each file of ``triton_kernels/``: :func:`variants` lists them."""
 
 from __future__ import annotations
 

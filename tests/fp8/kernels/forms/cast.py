@@ -35,22 +35,22 @@ def _given(x: Tensor, spec: CastSpec, contracts: tuple[int, ...]) -> object:
 def variants() -> list[Variant]:
     """What the recipes use: every kernel of this file in its forms, for bf16."""
     square = CastSpec("e4m3", (128, 128))
-    found = [form("cast 128x128 rows", lambda x: cast.quantize(x, square))]
-    found.append(form("cast 128x128 both", lambda x: cast.quantize_both(x, square, square)))
+    results = [form("cast 128x128 rows", lambda x: cast.quantize(x, square))]
+    results.append(form("cast 128x128 both", lambda x: cast.quantize_both(x, square, square)))
     for name, (row, col) in SPECS.items():
-        found.append(form(f"cast {name} both", lambda x, r=row, c=col: cast.quantize_both(x, r, c)))
-        found.append(form(f"cast {name} both, edges", lambda x, r=row, c=col: cast.quantize_both(x, r, c), EDGES))
-        found.append(form(f"cast {name} rows", lambda x, r=row: cast.quantize(x, r)))
-        found.append(form(f"cast {name} columns", lambda x, c=col: cast.quantize(x, c, 0)))
-    found.append(form("cast row rows, 18944 long", lambda x: cast.quantize(x, SPECS["row"][0]), (8192, 18944)))
+        results.append(form(f"cast {name} both", lambda x, r=row, c=col: cast.quantize_both(x, r, c)))
+        results.append(form(f"cast {name} both, edges", lambda x, r=row, c=col: cast.quantize_both(x, r, c), EDGES))
+        results.append(form(f"cast {name} rows", lambda x, r=row: cast.quantize(x, r)))
+        results.append(form(f"cast {name} columns", lambda x, c=col: cast.quantize(x, c, 0)))
+    results.append(form("cast row rows, 18944 long", lambda x: cast.quantize(x, SPECS["row"][0]), (8192, 18944)))
     for name in ("tensor", "tensor e5m2"):
         spec = SPECS[name][0]
-        found.append(form(f"cast {name} rows, scale given", lambda x, s=spec: _given(x, s, (1,))))
-        found.append(form(f"cast {name} both, scale given", lambda x, s=spec: _given(x, s, (1, 0))))
+        results.append(form(f"cast {name} rows, scale given", lambda x, s=spec: _given(x, s, (1,))))
+        results.append(form(f"cast {name} both, scale given", lambda x, s=spec: _given(x, s, (1, 0))))
     for name, (row, col) in (("rows and columns", SPECS["row"]), ("tensor", SPECS["tensor"])):
-        found.append(form(f"amax {name}", lambda x, r=row, c=col: cast.quantize_both(x, r, c), at=0))
-    found.append(form("amax columns", lambda x: cast.quantize(x, SPECS["row"][1], 0), at=0))
+        results.append(form(f"amax {name}", lambda x, r=row, c=col: cast.quantize_both(x, r, c), at=0))
+    results.append(form("amax columns", lambda x: cast.quantize(x, SPECS["row"][1], 0), at=0))
     back = SPECS["1x128"][0]
-    found.append(form("dequantize 1x128", lambda x: cast.dequantize(cast.quantize(x, back), torch.bfloat16)))
-    found.append(form("relay", lambda x: cast.convert_to_k_major(cast.quantize(x, square), 0)))
-    return found
+    results.append(form("dequantize 1x128", lambda x: cast.dequantize(cast.quantize(x, back), torch.bfloat16)))
+    results.append(form("relay", lambda x: cast.convert_to_k_major(cast.quantize(x, square), 0)))
+    return results

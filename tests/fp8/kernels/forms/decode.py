@@ -1,4 +1,4 @@
-"""The forms of products of few rows, ``triton_kernels/decode.py``, as Qwen3-8B and Qwen2.5-7B decode."""
+"""The forms of products with few rows, ``triton_kernels/decode.py``, for decoding with Qwen3-8B and Qwen2.5-7B."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ROWS = 8  # any: the forms for 1 row and for 64 are the same
 @cache
 def variants() -> list[Variant]:
     """What those shapes run, each form once: products of all of the contraction and of a part, and sums of parts."""
-    found = []
+    results = []
     for gpu, title, (n, k, biased) in itertools.product(GPUS, RECIPES, SHAPES):
         bias = torch.empty(n, dtype=torch.bfloat16, device="meta") if biased else None
-        with recorded.launches(decode) as seen:
+        with recorded.launches(decode) as observed:
             decode.decode(*operands(title, "fwd", ROWS, n, k), torch.bfloat16, bias, gpu)
-        for kernel, args, options in seen:
+        for kernel, args, options in observed:
             parts = options.get("PARTS")
             name = f"decode{'+bias' * options['BIAS']} {title}" + (f" joins {parts}" if parts else "")
-            found.append(recorded.variant(name, gpu.sm, kernel, args, options))
-    return distinct(found)
+            results.append(recorded.variant(name, gpu.sm, kernel, args, options))
+    return distinct(results)

@@ -50,7 +50,7 @@ def variants() -> list[Variant]:
         "fp32": blockwise,
         "fp16": (CastSpec(scale="fp32"), CastSpec("e5m2", (TILE, 1), "fp32")),
     }
-    found = []
+    results = []
     for name, (row, col) in pairs.items():
         dtype = name if name in ("fp32", "fp16") else "bf16"
         tile = {"UNIT": 16, "WHOLE": True, **fused._program(row, col, 4 if dtype == "fp32" else 2)}
@@ -64,34 +64,34 @@ def variants() -> list[Variant]:
                 continue
             codes_alone = row is not None and dtype == "bf16" and kernel is not kernels.rmsnorm_tile
             for emit in (True, False) if codes_alone else (True,):
-                wanted = [*inputs, *(plain if emit else ())]
-                signature, absent = _signature(kernel, wanted, row, col, dtype)
+                expected = [*inputs, *(plain if emit else ())]
+                signature, absent = _signature(kernel, expected, row, col, dtype)
                 if name == "tensor":
                     tops = [top for top in absent if top.endswith("top")]
                     signature |= dict.fromkeys(tops, "*i32")
                     absent = {n: None for n in absent if n not in tops}
                 title = f"{kernel.__name__} {name}{'' if emit else ' codes only'}"
                 fixed = tile | absent | (_dtypes(dtype, dtype) if kernel is kernels.rmsnorm_tile else {})
-                found.append(Variant(title, kernel, signature, fixed, warps, maxnreg=most))
+                results.append(Variant(title, kernel, signature, fixed, warps, maxnreg=most))
                 if name in ("blockwise", "mxfp8"):
                     masked = fixed | {"WHOLE": False}
-                    found.append(Variant(f"{title}, edges", kernel, signature, masked, warps, maxnreg=most))
+                    results.append(Variant(f"{title}, edges", kernel, signature, masked, warps, maxnreg=most))
                 if kernel is kernels.rmsnorm_tile and name == "fp32":  # as under autocast
                     lowered = fixed | _dtypes("fp32", "bf16")
-                    found.append(Variant(f"{title} codes of bf16", kernel, signature, lowered, warps, maxnreg=most))
+                    results.append(Variant(f"{title} codes of bf16", kernel, signature, lowered, warps, maxnreg=most))
     kernel = kernels.rmsnorm_rows
     for wide, spec in ((128, blockwise[0]), (4096, blockwise[0]), (16384, CastSpec(block=(1, -1))), (4096, None)):
         constants = _dtypes("bf16", "bf16") | {"CAST": fused._cast(spec, 1)}
         constants |= {"UNIT": 4, "BM": max(1, 4096 // wide), "BK": wide}
         signature, absent = _signature(kernel, ["x", "weight", "y"], spec, None)
         title = f"{kernel.__name__} {wide} {spec or 'plain'}"
-        found.append(Variant(title, kernel, signature, constants | absent, max(4, wide // 1024)))
+        results.append(Variant(title, kernel, signature, constants | absent, max(4, wide // 1024)))
     absent.pop("top")
-    found.append(
+    results.append(
         Variant(
             "rmsnorm_rows 4096 tensor", kernel, signature | {"top": "*i32"}, constants | absent, max(4, wide // 1024)
         )
     )
     signature, _ = _signature(kernels.rstd_of_rows, ["x"], None, None)
-    found.append(Variant("rstd_of_rows", kernels.rstd_of_rows, signature, {"UNIT": 16, "BM": 4, "BK": 1024}))
-    return found
+    results.append(Variant("rstd_of_rows", kernels.rstd_of_rows, signature, {"UNIT": 16, "BM": 4, "BK": 1024}))
+    return results

@@ -12,7 +12,7 @@ from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.triton_kernels import gemm
-from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile, candidates, form, grain
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile, candidates, form, scale_block
 from tests.fp8.kernels import recorded
 from tests.fp8.kernels.forms import Variant
 
@@ -29,18 +29,20 @@ GPUS = (Gpu(89, 142), Gpu(90, 132), Gpu(100, 148), Gpu(120, 170))
 @cache
 def variants() -> list[Variant]:
     """What those shapes run, each form once, its first shape in its name; all tiles of one blockwise product."""
-    found = list(_served())
+    results = list(_served())
     for gpu, op in itertools.product(GPUS, CONTRACTED):
         casts = recipe("blockwise").gemm(op)
         assert casts is not None
         what = form(
-            *(grain(s, d) for s, d in zip((casts.a, casts.b), CONTRACTED[op], strict=True)), fast=op == "fwd", gpu=gpu
+            *(scale_block(s, d) for s, d in zip((casts.a, casts.b), CONTRACTED[op], strict=True)),
+            fast=op == "fwd",
+            gpu=gpu,
         )
         for tile, _ in candidates(what, gpu):
-            with recorded.launches(gemm) as seen:
+            with recorded.launches(gemm) as observed:
                 _run("blockwise", op, 16384, 12288, 4096, False, gpu, tile)
-            found += [recorded.variant(f"gemm blockwise {op}", gpu.sm, *launch) for launch in seen]
-    return distinct(found)
+            results += [recorded.variant(f"gemm blockwise {op}", gpu.sm, *launch) for launch in observed]
+    return distinct(results)
 
 
 def _served() -> Iterator[Variant]:
@@ -49,9 +51,9 @@ def _served() -> Iterator[Variant]:
     for gpu, title, op, (m, (n, k), bias) in itertools.product(GPUS, RECIPES, CONTRACTED, shapes):
         if bias and op != "fwd":
             continue
-        with recorded.launches(gemm) as seen:
+        with recorded.launches(gemm) as observed:
             _run(title, op, m, n, k, bias, gpu)
-        for launch in seen:
+        for launch in observed:
             yield recorded.variant(f"gemm{'+bias' * bias} {title} {op}", gpu.sm, *launch)
 
 

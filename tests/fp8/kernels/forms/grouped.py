@@ -29,12 +29,12 @@ GROUPS = Groups(
 
 def variants() -> list[Variant]:
     """The forms of both kernels, of every recipe and architecture."""
-    found: list[Variant] = []
+    results: list[Variant] = []
     for gpu, title, op, shape in itertools.product(GPUS, RECIPES, CONTRACTED, SHAPES):
-        with recorded.launches(grouped) as seen:
+        with recorded.launches(grouped) as observed:
             getattr(grouped, op)(*grouped_operands(title, op, *shape), GROUPS, torch.bfloat16, gpu=gpu)
-        found += [recorded.variant(f"grouped {title} {op}", gpu.sm, *launch) for launch in seen]
-    return distinct(found)
+        results += [recorded.variant(f"grouped {title} {op}", gpu.sm, *launch) for launch in observed]
+    return distinct(results)
 
 
 def grouped_operands(title: str, op: str, n: int, k: int) -> tuple[Quantized, Quantized]:

@@ -22,7 +22,7 @@ def _form(name: str, call: Callable[[Tensor, Groups], object], at: int = -1) -> 
 
 def variants() -> list[Variant]:
     """What differs from the casts of single matrices: rows of experts, for bf16."""
-    found = []
+    results = []
     for name, block, contract in (
         ("1x128", (1, 128), 1),
         ("128x1", (128, 1), 0),
@@ -31,15 +31,15 @@ def variants() -> list[Variant]:
         ("tensor", (-1, -1), 1),
     ):
         spec = CastSpec("e4m3", block, "fp32" if name == "tensor" else "pow2")
-        found.append(
+        results.append(
             _form(
                 f"cast of experts' rows, {name}",
                 lambda x, g, s=spec, c=contract: grouped_cast.quantize_rows(x, s, g, c),
             )
         )
     row, col = CastSpec("e4m3", (1, 128)), CastSpec("e4m3", (128, 1))
-    found.append(_form("cast of experts' rows, both", lambda x, g: grouped_cast.quantize_rows_both(x, row, col, g)))
+    results.append(_form("cast of experts' rows, both", lambda x, g: grouped_cast.quantize_rows_both(x, row, col, g)))
     column = CastSpec("e4m3", (-1, 1))
-    found.append(_form("amax of experts' columns", lambda x, g: grouped_cast.quantize_rows(x, column, g, 0), 0))
-    found.append(_form("scales of experts", lambda x, g: grouped_cast.quantize_rows(x, column, g, 0), 1))
-    return found
+    results.append(_form("amax of experts' columns", lambda x, g: grouped_cast.quantize_rows(x, column, g, 0), 0))
+    results.append(_form("scales of experts", lambda x, g: grouped_cast.quantize_rows(x, column, g, 0), 1))
+    return results

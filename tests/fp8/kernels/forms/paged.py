@@ -32,24 +32,24 @@ def _form(kind: str, size: str, dtype: torch.dtype, coded: bool, width: int, at:
         return paged.attend(_empty(ROWS, queries, dim, dtype=dtype), codes, scales, table, lengths, dim**-0.5, PAGE)
 
     name = f"paged {kind}, {size}, {'e4m3 for ' if coded else ''}{str(dtype).removeprefix('torch.')}"
-    found = launched(name, paged, call, at)
-    if "scale" in found.constants:  # the one number that is no constant of a launch
-        rest = {name: value for name, value in found.constants.items() if name != "scale"}
-        found = found._replace(signature={**found.signature, "scale": "fp32"}, constants=rest)
-    return found
+    results = launched(name, paged, call, at)
+    if "scale" in results.constants:  # the one number that is no constant of a launch
+        rest = {name: value for name, value in results.constants.items() if name != "scale"}
+        results = results._replace(signature={**results.signature, "scale": "fp32"}, constants=rest)
+    return results
 
 
 def variants() -> list[Variant]:
     """Published models' heads in bf16 and FP8; the other dtypes of one of them; a table of one chunk, and of many."""
-    found = []
+    results = []
     for size in SIZES:
         for coded in (False, True):
-            found.append(_form("write", size, torch.bfloat16, coded, 64, -1))
-            found.append(_form("attend", size, torch.bfloat16, coded, 64, -1))
+            results.append(_form("write", size, torch.bfloat16, coded, 64, -1))
+            results.append(_form("attend", size, torch.bfloat16, coded, 64, -1))
     for dtype in (torch.float16, torch.float32):
         for coded in (False, True):
-            found.append(_form("write", "qwen3-8b", dtype, coded, 64, -1))
-            found.append(_form("attend", "qwen3-8b", dtype, coded, 64, -1))
-    found.append(_form("attend to a chunk", "qwen3-8b", torch.bfloat16, False, 512, 0))
-    found.append(_form("join chunks", "qwen3-8b", torch.bfloat16, False, 512, -1))
-    return found
+            results.append(_form("write", "qwen3-8b", dtype, coded, 64, -1))
+            results.append(_form("attend", "qwen3-8b", dtype, coded, 64, -1))
+    results.append(_form("attend to a chunk", "qwen3-8b", torch.bfloat16, False, 512, 0))
+    results.append(_form("join chunks", "qwen3-8b", torch.bfloat16, False, 512, -1))
+    return results

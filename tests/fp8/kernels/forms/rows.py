@@ -29,63 +29,63 @@ def _empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def variants() -> list[Variant]:
-    found = [_sums(dtype, length) for dtype in (torch.bfloat16, torch.float32) for length in LENGTHS]
-    found += [_product(dtype, kind) for dtype in DTYPES for kind in ("plain", "bias", "grouped", "by columns")]
+    results = [_sums(dtype, length) for dtype in (torch.bfloat16, torch.float32) for length in LENGTHS]
+    results += [_product(dtype, kind) for dtype in DTYPES for kind in ("plain", "bias", "grouped", "by columns")]
     for size, dtype in [*((size, torch.bfloat16) for size in SIZES), *(("qwen3-8b", dtype) for dtype in DTYPES[1:])]:
         elsewhere = (89, 100, 120) if size == "256" else (89, 90, 100, 120)
-        made = [_attention(size, dtype, kind) for kind in ("mask", "positions")]
-        found += [variant._replace(architectures=elsewhere) for variant in made]
-    found += [_on_hopper(kind) for kind in ("mask", "positions")]
-    found += [_attention("qwen3-8b", torch.bfloat16, kind) for kind in ("added", "window", "all keys")]
-    found += [_attention(size, torch.float32, "all keys") for size in ("a tower", "256")]
-    return found + distinct(list(_fixed()))
+        created = [_attention(size, dtype, kind) for kind in ("mask", "positions")]
+        results += [variant._replace(architectures=elsewhere) for variant in created]
+    results += [_on_hopper(kind) for kind in ("mask", "positions")]
+    results += [_attention("qwen3-8b", torch.bfloat16, kind) for kind in ("added", "window", "all keys")]
+    results += [_attention(size, torch.float32, "all keys") for size in ("a tower", "256")]
+    return results + distinct(list(_fixed()))
 
 
 def _sums(dtype: torch.dtype, length: int) -> Variant:
-    with recorded.launches(row_sums) as seen:
+    with recorded.launches(row_sums) as observed:
         row_sums.sums(_empty(300, length, dtype=dtype))
-    return _told(f"sums of {length} {_short(dtype)}", seen)
+    return _told(f"sums of {length} {_short(dtype)}", observed)
 
 
 def _product(dtype: torch.dtype, kind: str) -> Variant:
     a, w, bias = _empty(300, 4096, dtype=dtype), _empty(1024, 4096, dtype=dtype), _empty(1024, dtype=dtype)
-    with recorded.launches(row_products) as seen:
+    with recorded.launches(row_products) as observed:
         if kind == "grouped":
             ends = _empty(8, dtype=torch.int64)
             row_products.grouped_product(a, _empty(8, 1024, 4096, dtype=dtype).mT, ends)
         else:
             b = _empty(4096, 1024, dtype=dtype) if kind == "by columns" else w.t()
             row_products.product(a, b, bias if kind == "bias" else None, 1.0, 1.0, dtype)
-    return _told(f"row product {kind} {_short(dtype)}", seen)
+    return _told(f"row product {kind} {_short(dtype)}", observed)
 
 
 def _attention(size: str, dtype: torch.dtype, kind: str) -> Variant:
     heads, kv, d, wide = SIZES[size]
     q, k, v = (_empty(4, h, 512, n, dtype=dtype) for h, n in ((heads, d), (kv, d), (kv, wide)))
-    mask = positions = own = None
+    mask = positions = original = None
     if kind == "mask":
-        mask, own = _empty(4, 1, 512, 512, dtype=torch.bool), _empty(4, 512, dtype=torch.bool)
+        mask, original = _empty(4, 1, 512, 512, dtype=torch.bool), _empty(4, 512, dtype=torch.bool)
     elif kind == "added":
         mask = _empty(4, 1, 512, 512, dtype=dtype)
     elif kind != "all keys":
         positions = _empty(4, 512, dtype=torch.int64)
-    with recorded.launches(row_attention) as seen:
-        row_attention.attend(q, k, v, mask, positions, own, 100 if kind == "window" else None, d**-0.5)
-    return _told(f"row attention {kind}, {size}, {_short(dtype)}", seen)
+    with recorded.launches(row_attention) as observed:
+        row_attention.attend(q, k, v, mask, positions, original, 100 if kind == "window" else None, d**-0.5)
+    return _told(f"row attention {kind}, {size}, {_short(dtype)}", observed)
 
 
 def _on_hopper(kind: str) -> Variant:
     """Wide heads there: 1.13 ms for 8 x 4,096 queries of BF16 on an H200, the form that spills nothing 1.31."""
     with mock.patch.object(row_attention, "gpu_of", lambda device: Gpu(90, 132)):
-        found = _attention("256", torch.bfloat16, kind)
-    return found._replace(name=f"{found.name}, Hopper", architectures=(90,), spill=320)
+        results = _attention("256", torch.bfloat16, kind)
+    return results._replace(name=f"{results.name}, Hopper", architectures=(90,), spill=320)
 
 
 def _fixed() -> Iterator[Variant]:
     for gpu, title in itertools.product(GPUS, RECIPES):
-        with recorded.launches(gemm) as seen:
+        with recorded.launches(gemm) as observed:
             gemm.gemm(*_in_order(operands(title, "fwd", 8, 4096, 4096)), torch.bfloat16, gpu=gpu, fixed=True)
-        for launch in seen:
+        for launch in observed:
             yield recorded.variant(f"gemm of fixed tile {title}", gpu.sm, *launch)
 
 
