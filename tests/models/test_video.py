@@ -206,7 +206,7 @@ def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_pat
     for value, message in (
         ({"min_frames": 9, "max_frames": 8}, "min_frames is 9, larger than max_frames 8"),
         ({"max_pixels": 63, "min_pixels": 1}, "smaller than one token. Use at least 64"),
-        ({"max_frames": 1, "min_frames": 1}, "the model takes 2 at least"),
+        ({"max_frames": 1, "min_frames": 1}, "the model needs at least 2"),
     ):
         with pytest.raises(ModelError, match=message):
             models.load_processor(folder, video=value)
