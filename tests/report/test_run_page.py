@@ -94,8 +94,8 @@ def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:
     text = CONFIG.replace("steps: 100", "phase: preference, steps: 100")
     preferring = run_of(tmp_path / "preferring", config=text)
     told = refused(good, preferring)
-    assert "is of phase sft" in told and "is of phase preference" in told
-    assert "at most 24 lines" in refused(*(run_of(tmp_path / f"many-{n}") for n in range(25)))
+    assert "has phase sft" in told and "has phase preference" in told
+    assert "at most 24 runs" in refused(*(run_of(tmp_path / f"many-{n}") for n in range(25)))
 
 
 def test_half_a_line_at_the_end_costs_that_line(tmp_path: Path) -> None:
