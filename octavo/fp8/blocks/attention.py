@@ -8,7 +8,7 @@ copies: 2 x heads x head_dim values per token instead of 2 x kv_heads x head_dim
     saved      q, k, v, o, lse (fp32, one per head and row), the original mask
     backward   k', v' repeated again        dk, dv = sums of dk', dv' over the heads of a group
 
-The output equals that of ``F.scaled_dot_product_attention`` on the repeated k and v bit for bit. dk and dv are summed
+The output equals ``F.scaled_dot_product_attention`` on the repeated k and v bit for bit. dk and dv are summed
 in fp32 and rounded once; the stock path sums in the dtype of k. A boolean mask is saved itself, once for all layers;
 the stock path saves a converted mask in each layer.
 

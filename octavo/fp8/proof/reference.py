@@ -1,4 +1,4 @@
-"""Compare the precision of a reference model with that of a policy that trains in FP8.
+"""Compare the precision of a reference model and of a policy that trains in FP8.
 
 DPO and KL penalties compare the log-probabilities of two models. A reference loaded from disk computes in high
 precision, and a policy in FP8 does not: with equal weights they differ by the rounding of FP8, so KL and rewards do not

@@ -277,7 +277,7 @@ def high_precision_notes(model: nn.Module) -> list[str]:
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
-    """Return the notes of a plan: those of FP8, then one for each setting with an effect that a reader may miss."""
+    """Return the notes of a plan: FP8's notes, then one for each setting with an effect that a reader may miss."""
     notes = list(plan.notes)
     notes += high_precision_notes(model)
     # settings whose effect depends on the number of ranks or on the model
