@@ -128,7 +128,7 @@ def _separate_v(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
     After rotary embedding, q and k are new tensors. If they still are in the buffer, it stays alive anyway.
     """
-    has_gaps = v.stride(2) > v.shape[1] * v.shape[3]  # between the rows of v are those of q and k
+    has_gaps = v.stride(2) > v.shape[1] * v.shape[3]  # rows of q and k are between the rows of v
     storage = v.untyped_storage()._cdata
     return v.clone() if has_gaps and all(x.untyped_storage()._cdata != storage for x in (q, k)) else v
 

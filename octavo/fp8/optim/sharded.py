@@ -26,7 +26,7 @@ from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.optim.engine import Engine
 from octavo.fp8.weights.shards import is_dtensor, shard_borders, sharded_over
 
-# Rows of each exchange: the extrema as (-lo, hi) of v, for coat before it those of m; then the largest |r|.
+# Rows of each exchange: the extrema as (-lo, hi) of v, for coat first of m and then of v; then the largest |r|.
 _ROUNDS = {"fp8": (2, 1), "coat": (4,), "bf16": (), "fp32": ()}
 _NEUTRAL = -(1 << 31)  # below every mark
 

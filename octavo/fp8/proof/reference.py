@@ -53,7 +53,7 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
     if delayed:
         return (
             f"the reference computes in FP8 as the policy does, by amax histories of its own in {delayed} layers "
-            "(delayed): those of the policy go on and its do not, so equal weights give different log-probabilities "
+            "(delayed). Only the policy's histories are updated, so equal weights give different log-probabilities "
             "after a few steps. Use tensorwise, which scales by the current amax, for both"
         )
     return (

@@ -83,7 +83,7 @@ class ExpertLoad:
 
     def begin(self, device: torch.device) -> None:
         """Start counting from zero."""
-        # The last entry counts indices that stand for no expert.
+        # The last entry counts indices that name no expert.
         self._counts = [torch.zeros(experts + 1, device=device) for experts in self._experts]
 
     def batch(self, batch: dict[str, Any], device: torch.device, part: slice = slice(None)) -> None:
