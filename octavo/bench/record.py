@@ -46,8 +46,8 @@ class Row:
     ``seconds`` is the median, ``spread`` the distance of the quartiles divided by it, ``host`` the median time of
     Python and launches. ``bytes`` and ``flops`` are the counted work of the case. ``baseline``: the candidate of the
     same case that the ratio refers to. ``peak_bytes``: the most that the device held, ``memory``: bytes of it by kind,
-    ``tokens``: those of a step, each if they apply. ``parts``: seconds by part of another call, which was instrumented
-    and may have taken slightly longer; they add up to that call.
+    ``tokens``: the tokens of a step, each if they apply. ``parts``: seconds by part of another, instrumented call,
+    which may have taken slightly longer; they add up to that call.
     """
 
     suite: str

@@ -1,8 +1,8 @@
 """``optimizer``: a whole step of ``fp8.AdamW``, for every format of states and masters, against torch's fused AdamW.
 
-Nothing is computed that would take time: a step reads weights, gradients and states and writes weights and states
-back, and is as fast as memory lets it. The ratio of a row is its bandwidth over that of torch's fused AdamW, whose
-states and weights are fp32; the time beside it says what the smaller formats save.
+Nothing is computed that would take time: a step reads weights, gradients and states and writes weights and states back,
+and is as fast as memory lets it. The ratio of a row is its bandwidth divided by the bandwidth of torch's fused AdamW,
+whose states and weights are fp32; the time next to it shows what the smaller formats save.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def compute_effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str
 
 
 def effect_spread(pair: float, factors: int) -> float:
-    """The standard deviation of an effect over seeds, if that of the gap of a pair of runs (one in FP8, one not) is
-    ``pair`` and every run contributes equally: an effect takes 2^k runs, each with the weight 1 / 2^(k - 1)."""
+    """Return the standard deviation of an effect over seeds, if ``pair`` is the standard deviation of the gap of a pair
+    of runs (one in FP8, one not) and every run contributes equally: an effect takes 2^k runs, each with the weight
+    1 / 2^(k - 1)."""
     return pair * math.sqrt(2.0 ** (1 - factors))

@@ -82,13 +82,13 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory as a value. ``eval`` is the last evaluation, or None if there was none; ``finished``
-    says whether the run reached its end with everything written; ``failure`` is the error message of a failed
-    training, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
-    it was not recorded; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
-    ``exact_match``, ``held_out_reward`` and ``held_out_accuracies`` of its evaluations, NaN at steps without;
-    ``completions`` are the rows of ``completions.jsonl``. ``skipped``: steps whose loss or gradient was not finite;
-    ``overflowed``: those whose gradients overflowed FP16, after which the loss scale fell."""
+    """A run directory as a value. ``eval`` is the last evaluation, or None if there was none; ``finished`` says whether
+    the run reached its end with everything written; ``failure`` is the error message of a failed training, and then
+    every array may be empty. ``zeroed`` counts second moments that became zero, None if it was not recorded; ``rates``
+    are learning rates. ``figures`` has the entries of ``FIGURES`` that the run recorded, and ``exact_match``,
+    ``held_out_reward`` and ``held_out_accuracies`` of its evaluations, NaN at steps without; ``completions`` are the
+    rows of ``completions.jsonl``. ``skipped``: steps whose loss or gradient was not finite; ``overflowed``: those whose
+    gradients overflowed FP16, after which the loss scale fell."""
 
     directory: Path
     steps: np.ndarray
