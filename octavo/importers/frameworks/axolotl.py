@@ -275,8 +275,8 @@ def _translate_data(draft: Draft, phase: str) -> None:
         draft.set("data.template_args", template_args, "chat_template_kwargs", *keys)
         draft.add_note("data.template_args: remove variables that the model's chat template does not read")
     if "data.train.0.path" not in draft.settings:
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no key names training data")
+        draft.add_note("FILL IN: set data.train")
     draft.set("train.seq_length", draft.integer("sequence_len") or 512, "sequence_len")
     # axolotl's default is to drop long rows.
     excess = (draft.text("excess_length_strategy") or "drop").lower()
@@ -375,7 +375,7 @@ def _translate_warmup(draft: Draft, ranks: int) -> None:
     if draft.has("warmup_steps") or draft.has("warmup_ratio"):
         steps_and_schedule.set_warmup(draft, ranks, "warmup_steps", "warmup_ratio", int)
     elif (whole := steps_and_schedule.total_steps(draft, ranks)) is None:
-        draft.add_note("TODO: set train.warmup; the framework's default is 0.03 of the steps of the run, at most 100")
+        draft.add_note("FILL IN: set train.warmup; the framework's default is 0.03 of the steps, at most 100")
     elif steps := min(int(0.03 * whole), 100):
         draft.set("train.warmup", steps, why="the framework's default: 0.03 of the steps, at most 100")
 
