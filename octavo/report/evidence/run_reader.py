@@ -126,10 +126,10 @@ class RunRecord:
         return float(np.median(rest)) if rest.size else math.nan
 
 
-def common_steps(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Indices into each record of the steps that both have; runs may log at different steps."""
-    _, mine, other = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
-    return mine, other
+def common_steps(record: RunRecord, reference: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices in each record of the steps that both have, since runs may log at different steps."""
+    _, record_at, reference_at = np.intersect1d(record.steps, reference.steps, return_indices=True)
+    return record_at, reference_at
 
 
 def read(directory: str | Path) -> RunRecord:

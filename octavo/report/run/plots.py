@@ -143,9 +143,9 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
 
 def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Relative gap of the mean losses up to each step; its last value is the verdict's figure."""
-    both = np.isfinite(losses) & np.isfinite(reference)
-    difference = np.cumsum(np.where(both, losses - reference, 0.0))
-    total = np.cumsum(np.where(both, np.abs(reference), 0.0))
+    finite = np.isfinite(losses) & np.isfinite(reference)
+    difference = np.cumsum(np.where(finite, losses - reference, 0.0))
+    total = np.cumsum(np.where(finite, np.abs(reference), 0.0))
     return difference / np.where(total > 0, total, np.nan)
 
 
@@ -167,11 +167,11 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     for curve in sorted(curves, key=lambda c: c.kind != "noise"):
         if curve.kind == "reference":
             continue
-        steps, mine, theirs = np.intersect1d(curve.steps, reference.steps, return_indices=True)
-        difference = smooth(curve.losses[mine] - reference.losses[theirs], window)
-        gap = 100 * running_gap(curve.losses[mine], reference.losses[theirs])
+        steps, curve_at, reference_at = np.intersect1d(curve.steps, reference.steps, return_indices=True)
+        difference = smooth(curve.losses[curve_at] - reference.losses[reference_at], window)
+        gap = 100 * running_gap(curve.losses[curve_at], reference.losses[reference_at])
         if curve.kind == "noise":
-            noise = 100 * running_noise(curve.losses[mine], reference.losses[theirs])
+            noise = 100 * running_noise(curve.losses[curve_at], reference.losses[reference_at])
             bands = ((upper, np.abs(difference), "another seed (absolute)"), (lower, noise, "seed noise"))
             for axes, values, label in bands:
                 x, y = _downsample(steps, values)
@@ -197,7 +197,7 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
     """How much worse FP8 is by each claim, with its 95 % interval, in units of its margin: a claim passes if its
     interval ends below 1, and fails if it begins above 1."""
     shown_claims = [claim for claim in claims if claim.low is not None and claim.margin]
-    several = len({claim.run for claim in shown_claims}) > 1
+    has_several_runs = len({claim.run for claim in shown_claims}) > 1
     figure = Figure(figsize=(9, 1.3 + 0.5 * len(shown_claims)), layout="constrained")
     axes = figure.subplots()
     reach = 3.0  # the axis in margins; longer intervals end in an arrow, and the table has the figures
@@ -210,12 +210,12 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
         middle = worse * claim.figure / claim.margin
         color = PALETTE[{"pass": "good", "fail": "bad"}.get(claim.status, "warn")]
         axes.plot([max(low, -reach), min(high, reach)], [row, row], color=color, lw=2.2, solid_capstyle="butt")
-        for end, beyond, marker in ((-reach, low < -reach, "<"), (reach, high > reach, ">")):
-            if beyond:
+        for end, is_beyond, marker in ((-reach, low < -reach, "<"), (reach, high > reach, ">")):
+            if is_beyond:
                 axes.plot(end, row, marker=marker, color=color, ms=7)
         if abs(middle) <= reach:
             axes.plot(middle, row, "o", color=color, ms=6)
-    names = [f"{claim.title}{f', {claim.run}' if several else ''}" for claim in shown_claims]
+    names = [f"{claim.title}{f', {claim.run}' if has_several_runs else ''}" for claim in shown_claims]
     axes.set_yticks(range(len(shown_claims)), names)
     axes.set(
         xlim=(-reach - 0.15, reach + 0.15), ylim=(len(shown_claims) - 0.4, -0.6), xlabel="better  |  margins  |  worse"

@@ -89,14 +89,14 @@ def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
     """All panels in one picture."""
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(9, 0.4 + 2.1 * rows), layout="constrained")
-    every = list(figure.subplots(rows, 2, squeeze=False).flatten())
-    for axes, panel in zip(every, panels, strict=False):
+    all_axes = list(figure.subplots(rows, 2, squeeze=False).flatten())
+    for axes, panel in zip(all_axes, panels, strict=False):
         _draw_lines(axes, lines, panel)
-    for axes in every[len(panels) :]:
+    for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
     if len(lines) > 1:
-        named = [pair for axes in every for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
-        handles = {label: handle for handle, label in named}
+        labelled = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+        handles = {label: handle for handle, label in labelled}
         figure.legend(handles.values(), handles, loc="outside upper left", ncols=min(len(handles), 3))
     return figure
 
