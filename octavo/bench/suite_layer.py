@@ -95,7 +95,7 @@ def case_label(bench: Bench) -> str:
 
 
 def build_model(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
-    """Build the model of the suite: the requested shape with ``layers`` blocks, or the tiny Qwen3-VL for small sizes."""
+    """Build the model of the suite: the requested shape with ``layers`` blocks, or the tiny Qwen3-VL if small."""
     if bench.small:
         config = models.tiny_config("qwen3_vl")
         model = models.random_model(config, bench.device, bench.dtype, layers, 1)

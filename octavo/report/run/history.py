@@ -81,9 +81,9 @@ def _merge_neighbors(values: list[float]) -> list[float]:
 @dataclass
 class History:
     """The recorded steps of a run. ``figures`` has a series for every number in the rows, and ``judged`` for every
-    number in the evaluations, which ``evals`` lists with their steps; ``memory`` has the peak bytes by kind; ``health`` has
-    the worst layer by component and figure (sqnr, underflow, saturation, cosine), and ``layers`` the figures of each
-    layer in the newest measured step."""
+    number in the evaluations, which ``evals`` lists with their steps; ``memory`` has the peak bytes by kind; ``health``
+    has the worst layer by component and figure (sqnr, underflow, saturation, cosine), and ``layers`` the figures of
+    each layer in the newest measured step."""
 
     directory: Path
     cfg: Config
