@@ -1,4 +1,4 @@
-"""Compares resampled sounds with those of transformers and of another filter.
+"""Compare resampled sounds with the results of transformers and of another filter.
 
     python benchmarks/resampling.py [--out FILE.json]
 

@@ -138,7 +138,8 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("register", "said"),
     [({"a": {"file_name": 7}}, "a: file_name is 7"), ({"a": {"file_name": "x", "columns": []}}, "columns is"),
-     ({"a": {"file_name": "x", "tags": {"role_tag": ["b"]}}}, "role_tag is"), ([], "an object belongs")],
+     ({"a": {"file_name": "x", "tags": {"role_tag": ["b"]}}}, "role_tag is"),
+     ([], "contains a list; expected an object")],
 )  # fmt: skip
 def test_invalid_dataset_registry_is_an_error(register: object, said: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
