@@ -50,9 +50,9 @@ def test_unset_script_variables_become_todos(tmp_path: Path) -> None:
     flags = "--per_device_train_batch_size $((64 / SLURM_NODES)) --output_dir $(date) --seed $1"
     made = script(tmp_path, RUN.format(flags=flags))
     assert "--set SLURM_NODES=VALUE" in row(made, "per_device_train_batch_size").why
-    assert any(note.startswith("TODO: set train.micro_batch") for note in made.notes)
+    assert any(note.startswith("FILL IN: set train.micro_batch") for note in made.notes)
     (line,) = [line for line in made.content.split("\n") if "micro_batch:" in line]
-    assert "TODO" in line and "the framework's default" not in line
+    assert "FILL IN" in line and "the framework's default" not in line
     for key in ("output_dir", "seed"):  # nothing that --set could name
         assert row(made, key).kind == "none" and "write the value into the script" in row(made, key).why
     given = script(tmp_path, RUN.format(flags=flags), variables={"SLURM_NODES": "4"})
@@ -118,4 +118,4 @@ def test_ambiguous_words_are_parsed_by_the_shell_grammar(tmp_path: Path) -> None
 
     nothing = "MIX=\ntorchrun train.py --data_mixture $MIX --tune_language_model true --vision_tower a --max_steps 2\n"
     made = script(tmp_path, nothing)
-    assert any("TODO: set data.train.0.path" in note for note in made.notes)
+    assert any("FILL IN: set data.train.0.path" in note for note in made.notes)

@@ -191,7 +191,7 @@ def _claim_forks(sides: Sides, trial: Trial, no_learning: str) -> Check:
     if reason := why_not_comparable(sides, [*forks, *high.values()]):
         return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, reason)
     gaps = fork_gaps(sides)
-    interval = claims.mean_gap(gaps)
+    interval = claims.mean_gap(gaps)  # None for fewer than two forks, and if a gap is not finite
     too_few = f"{len(gaps)} fork(s) give no interval; use 3 or more"
     why = trial.no_forks or (
         no_learning if interval is not None else too_few if len(gaps) < 2 else "a fork has no finite losses"

@@ -286,7 +286,7 @@ def _seed_tables(runs: Sequence[History], labels: Sequence[str]) -> list[dict[st
     for place, run in enumerate(runs):
         settings = run.cfg.model_dump(mode="json")
         seed = settings["run"]["seed"]
-        settings["run"] = {}
+        settings["run"] = {}  # the seed and the directory differ within a group
         groups.setdefault(repr(settings), {}).setdefault(seed, place)
     tables = []
     for group in (list(group.values()) for group in groups.values() if len(group) > 1):

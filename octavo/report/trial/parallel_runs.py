@@ -1,9 +1,9 @@
 """Trains several runs of a trial at once, each in its own process.
 
 Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two runs on one core
-each take half the time. Each run is the command ``octavo train`` on its own configuration, so that it stops,
-fails and resumes like any run; its output goes to ``arms/NAME.log``. Speeds measured this way are those of runs that
-share a machine: only their ratios are meaningful, and the report says so.
+each take half the time. Each run is the command ``octavo train`` on its own configuration, so that it stops, fails and
+resumes like any run; its output goes to ``arms/NAME.log``. Speeds measured this way are for runs that share a machine:
+only their ratios are meaningful, and the report says so.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def enter(
     A new run starts from the checkpoint that `run.fork` names, or with the weights of `run.start_from`. The directory
     of a run that failed before its first step counts as empty.
 
-    ``fingerprints`` are those of the phase's inputs (:meth:`octavo.train.setup.phase.Phase.fingerprints`).
+    ``fingerprints`` of the phase's inputs come from :meth:`octavo.train.setup.phase.Phase.fingerprints`.
 
     Raises TrainError if the directory is in use or contains other files, and if settings, data files or files of the
     model folder have changed since the checkpoint; the message names them.

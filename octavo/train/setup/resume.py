@@ -163,7 +163,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
     )
     if job.background is None:
         encrypt = job.cfg.run.encrypt
-        # `CheckpointCallback` deletes old checkpoints, hence keep=None.
+        # keep=None, because `CheckpointCallback` deletes old checkpoints.
         return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)
     job.background.begin(job.directory / folder, moment)
     return None

@@ -70,8 +70,8 @@ def count_tokens(cfg: Config, processor: Any, family: models.Family, config: Any
 
     Padding is included, because GEMMs run over it too. The mean for towers is over micro-batches with an image. Skipped
     rows do not count: micro-batches are treated as full of the remaining rows. If text-only rows make the mean too
-    short for an image, the row length is that of rows with one. Numbers are rounded up to a multiple of 16, or of 128
-    from 1024 on, since similar sizes cost the same and can share a measurement.
+    short for an image, the row length is the mean over rows with an image. Numbers are rounded up to a multiple of 16,
+    or of 128 from 1024 on, since similar sizes cost the same and can share a measurement.
 
     For phases whose rows have no answers or two, returns what :func:`assume_tokens` returns. Raises DataError as
     training on these rows would.

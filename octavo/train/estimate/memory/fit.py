@@ -69,7 +69,7 @@ class Setting:
     relative: float = 1.0
 
     def over(self, card: Card) -> int:
-        """Bytes that it needs beyond those of the card; negative if bytes stay free."""
+        """Bytes that it needs beyond the card's memory; negative if bytes stay free."""
         return self.footprint.total - card.usable
 
     def differing(self, other: Settings) -> Settings:

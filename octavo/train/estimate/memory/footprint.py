@@ -172,7 +172,7 @@ class Footprints:
         return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
 
     def forward_of(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
-        """The dtypes of a forward: that of the parameters and that of autocast (None: no autocast)."""
+        """Return the dtypes of a forward's parameters and of autocast, or None instead if autocast is off."""
         return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
 
     def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
@@ -327,7 +327,7 @@ class Footprints:
         return max(sizes)
 
     def _gather(self, cfg: Config, plan: fp8.Plan, ways: int = 1) -> tuple[int, ...]:
-        """Bytes of whole (weights, gradients): those of the root and of two blocks.
+        """Bytes of the whole (weights, gradients) of the root and of two blocks.
 
         The blocks' experts are split over ``ways`` ranks.
         """
@@ -386,7 +386,7 @@ class Footprints:
 class _About:
     """Sizes that the workspace depends on.
 
-    ``vocabulary`` and ``hidden`` are those of the head. ``widest`` gives the widest layer of each component, and
+    ``vocabulary`` and ``hidden`` are the head's sizes. ``widest`` gives the widest layer of each component, and
     ``in_fp8`` the components with FP8 layers. ``largest`` and ``largest_inside`` are the elements of the largest weight
     and of the largest within a block. ``codes`` is the bytes of the largest layer's codes.
     """

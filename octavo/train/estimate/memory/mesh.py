@@ -60,8 +60,8 @@ def keys(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -
     """Bytes of keys and values over all tokens of a row.
 
     Every layer's are kept until backward, or only one layer's where blocks are recomputed in full; one layer's fp32
-    gradients are added. ``tokens`` are those of one rank, and ``width`` is the bytes of an element in the computing
-    dtype.
+    gradients are added. ``tokens`` counts the tokens of one rank, and ``width`` is the bytes of an element in the
+    computing dtype.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -73,8 +73,8 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
 class _Images(NamedTuple):
     """The images of a micro-batch.
 
-    Every row has ``each`` images of ``length`` tokens. ``shape`` is that of `pixel_values`, and ``inputs`` are further
-    inputs of the tower.
+    Every row has ``each`` images of ``length`` tokens. ``shape`` is the shape of `pixel_values`, and ``inputs`` are
+    further inputs of the tower.
     """
 
     each: int

@@ -165,9 +165,9 @@ def codes(
     """Bytes of the FP8 codes and scales that are kept from step to step in addition to the weights.
 
     A ``frozen`` weight is itself stored as codes, so only its second layout for dgrad is counted. Under FSDP2, codes
-    are freed together with the gathered weight, except those of weights that are FP8 between steps (`fp8.param`): these
-    are cast from the shard and kept with it. For ``reached`` see :func:`backward_reaches`. ``shared`` says whether
-    FSDP2 is used, which may be the case even where each rank holds a whole copy; None means with several ranks.
+    are freed together with the gathered weight. Codes of weights that are FP8 between steps (`fp8.param`) are cast from
+    the shard and kept with it instead. For ``reached`` see :func:`backward_reaches`. ``shared`` says whether FSDP2 is
+    used, which may be the case even where each rank holds a whole copy; None means with several ranks.
     """
     if plan.policy.weight_codes == "recast":
         return 0
@@ -242,7 +242,7 @@ def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
 
 
 def casts_of(row: fp8.PlanRow) -> list[CastSpec]:
-    """The casts of a weight: that of the forward and, where it differs, that of dgrad."""
+    """Return the casts of a weight for the forward and, where it differs, for dgrad."""
     casts = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
     return list(dict.fromkeys(casts))
 
@@ -289,7 +289,7 @@ def _scale_width(spec: CastSpec) -> int:
 
 
 def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
-    """The rows, without those whose weight is tied to that of an earlier row."""
+    """Return the rows whose weight is not tied to an earlier row's."""
     seen: set[str] = set()
     for row in rows:
         if not seen.intersection(row.row.tied):

@@ -26,8 +26,8 @@ ROW = 4096  # tokens per row when a longer row is counted in parts
 def in_short_rows(tokens: Tokens) -> Tokens:
     """Return the same tokens in rows of at most :data:`ROW`, to count what is kept for each token.
 
-    A forward without values takes half a minute for a long row and many experts. The cost of attention remains that of
-    the long row.
+    A forward without values takes half a minute for a long row and many experts. The cost of attention is still
+    computed for the long row.
     """
     row = next((tokens.row // n for n in range(1, tokens.row) if tokens.row % n == 0 and tokens.row // n <= ROW), 1)
     return replace(tokens, row=row, sample=tokens.sample or tokens.row)

@@ -40,7 +40,7 @@ class Estimate:
 
     ``computing`` is by kind of operation, ``exposed`` by exchange on the critical path, and ``beside`` by overlapping
     exchange, of which ``waited`` is not hidden. ``update`` is the micro-batch's part of the step's update. ``bytes``
-    is by kind of exchange. ``tokens`` are those of this rank.
+    is by kind of exchange. ``tokens`` counts the tokens of this rank.
     """
 
     mesh: Mesh

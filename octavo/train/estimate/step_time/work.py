@@ -32,8 +32,8 @@ AGAIN = {"none": 0.0, "selective": 0.65, "full": 1.0}
 class Work:
     """The work of a micro-batch, for all ranks that share its rows together.
 
-    ``flops`` are those of forward and backward by kind: bf16 and fp8 (linear layers), experts_bf16, experts_fp8 and
-    attention. ``forward`` are those of one forward, and ``again`` those computed a second time. ``elements`` is the
+    ``flops`` counts forward and backward by kind: bf16 and fp8 (linear layers), experts_bf16, experts_fp8 and
+    attention. ``forward`` counts one forward, and ``again`` the FLOPs computed a second time. ``elements`` is the
     number of hidden-state values at block boundaries: tokens x width x blocks. ``groups`` returns what FSDP2 gathers
     under a layout, and ``updated`` the bytes that an update reads and writes on a rank. ``twice`` says whether backward
     runs twice, and ``compiled`` whether blocks are compiled.
@@ -52,7 +52,7 @@ class Work:
 
     @property
     def model_flops(self) -> float:
-        """The model's FLOPs: 6 N + 6 L Hq D s for each token, plus those of vision."""
+        """The model's FLOPs: 6 N + 6 L Hq D s for each token, plus the FLOPs of vision."""
         return sum(self.flops.values())
 
     @property
