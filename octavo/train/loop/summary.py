@@ -15,7 +15,7 @@ from octavo.base import hub
 from octavo.config import Config
 from octavo.train.callbacks.checkpointing import save_interval
 from octavo.train.errors import TrainError
-from octavo.train.estimate.memory import Footprint, Footprints, gb
+from octavo.train.estimate.memory import Footprint, MemoryEstimator, gb
 from octavo.train.setup import planning
 from octavo.train.setup.planning import RunPlan
 from octavo.train.setup.token_counts import assume_tokens
@@ -112,8 +112,8 @@ def _count(number: int) -> str:
 def _memory(of: RunPlan, model: PreTrainedModel, heard: Heard) -> str:
     try:
         tokens, _ = assume_tokens(of.cfg, of.family.components, model.config)
-        sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
-        footprint = sizes.of(of.cfg, of.ranks)
+        sizes = MemoryEstimator(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
+        footprint = sizes.estimate(of.cfg, of.ranks)
     except TrainError as error:
         return f"memory is not predicted: {error}"
     heard(footprint)
