@@ -77,7 +77,7 @@ def test_train_prints_at_most_fifteen_lines_before_the_first_step(here, capsys):
     first = next(n for n, line in enumerate(lines) if line.startswith("step 1/2"))
     assert first <= 15 and lines[0].startswith("qwen3_vl of ") and lines[0].endswith(" all trained: model")
     assert any(line.startswith("memory, predicted: ") for line in lines[:first])
-    assert "printed: a checkpoint at the end (the newest 2 stay), hf/ at the end" in lines[:first]
+    assert "printed: a checkpoint at the end (keeps the newest 2), hf/ at the end" in lines[:first]
     assert lines[-2].startswith("wrote printed/hf, printed/page.html, printed/metrics.jsonl") and lines[-1].startswith(
         "next: octavo export printed "
     )
