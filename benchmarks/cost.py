@@ -1,13 +1,12 @@
-"""Fits the constants of `octavo plan --cluster` to published tokens/s, and judges them on others.
+"""Fits the constants of `octavo plan --cluster` to published tokens/s, and tests them on other published figures.
 
-    python benchmarks/cost.py --out benchmarks/results/cost.json            fit, judge, and print both halves
-    python benchmarks/cost.py --write                                        ... and let octavo/train/estimate/step_time
-    use the fit python benchmarks/cost.py --table --out benchmarks/results/meshes.json   best meshes from 8 to 4,096
-    GPUs
+    python benchmarks/cost.py --out benchmarks/results/cost.json               fit, test, and print both halves
+    python benchmarks/cost.py --write                                          also write the fit into the package
+    python benchmarks/cost.py --table --out benchmarks/results/meshes.json     best meshes from 8 to 4,096 GPUs
 
-Published figures are what others claim of their software; nothing here ran on a GPU. Every run is of FSDP, context
-and expert parallelism only: what this model of cost has no term for (tensor and pipeline parallelism) is left out. Of
-runs that differ in size, the smaller ones are fitted and the larger ones, and other software, are judged.
+The figures are published by other projects about their software; nothing here runs on a GPU. All runs use only FSDP,
+context and expert parallelism, because the cost model has no terms for tensor and pipeline parallelism. Of runs that
+differ in size, the smaller ones are fitted; the larger ones, and runs of other software, are the test set.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a rank holds, reads and receives on several processes, compared with what is expected.
+"""Measures the memory, reads and communication of a rank on several processes, compared with the expected values.
 
-    python benchmarks/scale.py --ranks 1 2 --out scale.json                  a model is loaded and written
+    python benchmarks/scale.py --ranks 1 2 --out scale.json                  loads and writes a model
     python benchmarks/scale.py --steps --out benchmarks/results/scale.json   a step of packs, on 1, 2 and 4 processes
 
-A Qwen3 of 1.07e9 random parameters in BF16 is written to a temporary folder, and then loaded and written again as hf/
-by 1, 2, ... processes of this machine (gloo). Memory is the rise of a rank's peak (VmHWM) over what it held before, in
-which a small model of the family has been loaded; only Linux counts it. One process loads as `models.load` does.
+A Qwen3 with 1.07e9 random parameters in BF16 is written to a temporary folder, and then loaded and written again as hf/
+by 1, 2, ... processes of this machine (gloo). Memory is the increase of a rank's peak (VmHWM, Linux only), measured
+after a small model of the family was loaded. A single process loads like `models.load`.
 """
 
 from __future__ import annotations

@@ -21,28 +21,7 @@ from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import VerifyResult
 
 __all__ = [
-    "BackgroundSaver",
-    "CheckpointError",
-    "MOVED_SUFFIX",
-    "WITHOUT_STATES",
-    "Snapshot",
-    "RestoredState",
-    "SafeReader",
-    "VerifyResult",
-    "why_misplaced",
-    "latest",
-    "load",
-    "load_weights",
-    "describe_nonfinite",
-    "foreign_entries",
-    "prune",
-    "read_state",
-    "rng",
-    "save",
-    "save_hf",
-    "steps",
-    "remove_leftovers",
-    "take_snapshot",
-    "verify",
-    "write",
-]
+    "BackgroundSaver", "CheckpointError", "MOVED_SUFFIX", "RestoredState", "SafeReader", "Snapshot", "VerifyResult",
+    "WITHOUT_STATES", "describe_nonfinite", "foreign_entries", "latest", "load", "load_weights", "prune", "read_state",
+    "remove_leftovers", "rng", "save", "save_hf", "steps", "take_snapshot", "verify", "why_misplaced", "write",
+]  # fmt: skip

@@ -357,6 +357,7 @@ def _folder_notes(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[st
     a tokenizer. Raises ModelError for a tokenizer or weights that do not belong to the model."""
     from octavo import models
     from octavo.models.folder.folder import find_file
+    from octavo.models.processors.processors import load_for_chat
     from octavo.train.setup import model_folder
 
     names = ("tokenizer.json", "tokenizer_config.json")
@@ -364,7 +365,7 @@ def _folder_notes(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[st
         models.check_no_integers(cfg.model.path, model)
     if args.shape is not None or not any(find_file(Path(cfg.model.path), name).exists() for name in names):
         return ()
-    return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
+    return model_folder.notes(cfg, load_for_chat(cfg.model.path))
 
 
 def _require_gpu() -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the configuration and train in its phase (:mod:`octavo.rl.run`)."""
+    """Load the configuration and train (:mod:`octavo.train.loop.loop`) in its phase (:mod:`octavo.rl.run`)."""
     cfg = arguments.config(args)  # before the slow import of torch
     cfg = arguments.require_files(cfg, args.file)
 

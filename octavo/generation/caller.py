@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo import fp8, models
 from octavo.generation.errors import GenerationError
+from octavo.models.forward.paged import Attend, position_axes
 from octavo.parallel import World
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class Caller:
         self.model, self.context, self.invariant = model, context, invariant
         self.family = models.describe(model)
         self.shape = models.cache_shape(model.config)
-        self.axes = models.position_axes(model, self.family)
-        self._attention: models.Attend | None = None
+        self.axes = position_axes(model, self.family)
+        self._attention: Attend | None = None
         parameters = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = context.autocast or context.dtype or parameters
 
@@ -81,7 +82,7 @@ class Caller:
         return needed if world is None or world.size == 1 else world.any(needed)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: models.Attend, keep: Tensor | None = None, **images: Tensor
+        self, tokens: Tensor, positions: Tensor, attention: Attend, keep: Tensor | None = None, **images: Tensor
     ) -> Tensor:
         """Return logits [K, V] after the tokens at `keep` [K] (all T tokens if None), for a row of tokens [T] at
         positions [axes, T]."""

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import models
 from octavo.generation.attention import Decode, InvariantDecode, Shared
 from octavo.generation.caller import Caller
 from octavo.generation.kv_cache import Cache, count_pages
 from octavo.generation.request import Sampling
 from octavo.generation.slots import Slots
+from octavo.models.forward.paged import Attend
 
 
 class TorchDecoder:
@@ -30,7 +30,7 @@ class TorchDecoder:
         logits = self.caller.forward(last, position, self._attention(active))
         return slots.choose(at, generated, logits, self.sampling, self.forced, self.caller.invariant)
 
-    def _attention(self, active: np.ndarray) -> models.Attend:
+    def _attention(self, active: np.ndarray) -> Attend:
         slots, page = self.slots, self.page
         cached, pages, prompt = slots.cached[active], slots.pages[active], slots.prompt[active]
         where = np.take_along_axis(pages, cached[:, None] // page, 1)[:, 0] * page + cached % page

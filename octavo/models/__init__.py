@@ -4,25 +4,11 @@ from octavo.models.attention.attention import attend, available_kernels, disable
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.forward.packed import Packed, why_not_packed
-from octavo.models.forward.paged import (
-    Attend,
-    CacheShape,
-    cache_shape,
-    position_axes,
-    prompt_positions,
-    replace_attention,
-    why_not_paged,
-)
+from octavo.models.forward.paged import CacheShape, cache_shape, prompt_positions, replace_attention, why_not_paged
 from octavo.models.processors import frames
 from octavo.models.processors.frames import VIDEO_INPUTS, as_images, batch_positions
 from octavo.models.processors.generate import encode_conversation, generate, ignored_settings
-from octavo.models.processors.processors import (
-    TextProcessor,
-    image_backend,
-    load_for_chat,
-    load_processor,
-    load_tokenizer,
-)
+from octavo.models.processors.processors import TextProcessor, image_backend, load_processor, load_tokenizer
 from octavo.models.processors.video import VIDEO_SETTINGS, describe_videos
 from octavo.models.processors.vocabulary import largest_id, missing_letters
 from octavo.models.structure.audio_shapes import audio_of
@@ -41,14 +27,13 @@ from octavo.models.weights.loading import check_no_integers, load, load_split, p
 from octavo.models.weights.random_init import DeferredInit, init_deferred, init_model
 
 __all__ = [
-    "VALUE_HEAD", "VIDEO_INPUTS", "VIDEO_SETTINGS", "WITHOUT_HEAD", "Attend", "CacheShape", "DeferredInit",
-    "DeferredModel", "Family", "ModelError", "Packed", "Quantization", "TextProcessor", "Vision", "as_images",
-    "attend", "audio_of", "available_kernels", "batch_positions", "cache_shape", "check_no_integers", "describe",
-    "describe_videos", "disable_dropout", "disable_masks", "disabled_dropout", "empty", "encode_conversation",
-    "frames", "freeze", "freeze_all", "frozen_casts", "generate", "high_precision_modules", "ignored_settings",
-    "image_backend", "init_deferred", "init_model", "iter_weights", "largest_id", "load", "load_deferred",
-    "load_for_chat", "load_processor", "load_split", "load_tokenizer", "missing_letters", "parameter_count",
-    "position_axes", "prompt_positions", "random_model", "read_config", "read_quantization", "replace_attention",
-    "shape_model", "split_model", "tiny_config", "use_attention", "use_kernel", "vision_of", "why_not_packed",
-    "why_not_paged", "why_not_trained", "why_too_long",
+    "VALUE_HEAD", "VIDEO_INPUTS", "VIDEO_SETTINGS", "WITHOUT_HEAD", "CacheShape", "DeferredInit", "DeferredModel",
+    "Family", "ModelError", "Packed", "Quantization", "TextProcessor", "Vision", "as_images", "attend", "audio_of",
+    "available_kernels", "batch_positions", "cache_shape", "check_no_integers", "describe", "describe_videos",
+    "disable_dropout", "disable_masks", "disabled_dropout", "empty", "encode_conversation", "frames", "freeze",
+    "freeze_all", "frozen_casts", "generate", "high_precision_modules", "ignored_settings", "image_backend",
+    "init_deferred", "init_model", "iter_weights", "largest_id", "load", "load_deferred", "load_processor",
+    "load_split", "load_tokenizer", "missing_letters", "parameter_count", "prompt_positions", "random_model",
+    "read_config", "read_quantization", "replace_attention", "shape_model", "split_model", "tiny_config",
+    "use_attention", "use_kernel", "vision_of", "why_not_packed", "why_not_paged", "why_not_trained", "why_too_long",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from octavo.config import LoraSection
 from octavo.fp8.invariance.attention import attention
 from octavo.fp8.measuring import invariant
 from octavo.fp8.memory import chunk_head
+from octavo.models.forward.paged import position_axes
 from octavo.models.tiny import tiny
 from octavo.models.tiny.parts import PATCH
 
@@ -145,7 +146,7 @@ def step_by_step(model, batch_sequences: list[Sequence]) -> list[tuple[Tensor, T
     """Decode all sequences together, one token at a time. Returns log-probabilities and entropies of the tokens after
     each prompt."""
     family, longest = models.describe(model), max(len(s.ids) for s in batch_sequences)
-    cache, axes = Cache(model, len(batch_sequences), longest), models.position_axes(model, family)
+    cache, axes = Cache(model, len(batch_sequences), longest), position_axes(model, family)
     results: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch_sequences]
     model.eval()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -31,14 +32,14 @@ from octavo.data.encoding.processor_calls import (
     processor_error,
     run_together,
 )
-from octavo.data.encoding.sample import IGNORE, Sample, extra_inputs, inputs_of_row
+from octavo.data.encoding.sample import IGNORE, IMAGE_MARKS, Sample, extra_inputs, image_token_ids, inputs_of_row
 from octavo.data.encoding.thinking import Thinking
 from octavo.data.errors import BadSample, DataError, LongSample, MediaProblem, Mismatch
 from octavo.data.rows.audio_refs import MISSING_FILE_TEXT, AudioRef
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
-from octavo.data.rows.conversations import Conversation, Text
+from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn
 from octavo.data.rows.image_refs import ImageFile, size
-from octavo.data.rows.video_refs import VIDEO
+from octavo.data.rows.video_refs import VIDEO, VideoRef
 
 COUNTED_CHARS = 1 << 16  # up to this many characters a text that is too long is tokenized, to report its exact length
 NOTHING_LEFT = "nothing to learn is left after the cut"
@@ -46,16 +47,7 @@ REASONING_FIX = (
     ", because the chat template omits the reasoning of %s; set data.split_turns: true, or end the row with those "
     "answers"
 )
-IMAGE_MARKS = (
-    ("<|vision_start|>", "<|vision_end|>"),  # Qwen
-    ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
-    ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
-)
-"""Tokens that templates write around an image placeholder."""
-
-
 C = TypeVar("C", bound=Conversation)
-_IMAGE_TOKENS = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
 
 
 class TokenizerInput(NamedTuple):
@@ -80,7 +72,7 @@ class Encoder:
 
     A row longer than `seq_length` is dropped (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an
     image or a video; one that does not fit is removed with its pixels) or rejected (`"error"`, raises `DataError`).
-    Text far beyond the limit is never rendered (:func:`truncate.clip_conversation`). `reserve` tokens of `seq_length`
+    Text far beyond the limit is never rendered (:func:`clip_conversation`). `reserve` tokens of `seq_length`
     are kept free for tokens that are generated after a row.
 
     `system` is prepended to conversations without a system turn. Images over `max_image_megapixels` are rejected before
@@ -122,7 +114,7 @@ class Encoder:
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError(f"{type(self.tokenizer).__name__} returns no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
-        self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
+        self.image_ids = image_token_ids(processor) if self.multimodal else frozenset()
         self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last entry: all larger ids
         self._is_image[list(self.image_ids)] = True
         vocabulary = self.tokenizer.get_vocab()
@@ -229,7 +221,7 @@ class Encoder:
 
     def tokenizer_input(self, row: Any) -> TokenizerInput:
         """Return the text of a row that is tokenized, without opening an image. Raises the errors of `encode`, and
-        those of the template, an image or the processor."""
+        errors of the template, an image or the processor."""
         conversation, *_, text, videos = self._render_row(row, 0)
         remaining_videos = iter(videos)
         if videos:
@@ -356,9 +348,9 @@ class Encoder:
 
     def _clip(self, conversation: C, videos: Sequence[video.FrameSelection] = ()) -> C:
         """Reject a conversation that cannot fit, or with on_long="cut" remove the part far beyond the cut."""
-        conversation = truncate.clip_reasoning(conversation, self.seq_length * self.max_token_chars)
+        conversation = clip_reasoning(conversation, self.seq_length * self.max_token_chars)
         video_tokens = [selection.tokens for selection in videos]
-        clipped = truncate.clip_conversation(
+        clipped = clip_conversation(
             conversation, self.seq_length, self.max_token_chars, self.image_tokens, video_tokens
         )
         if clipped is conversation:
@@ -452,9 +444,57 @@ class Encoder:
         return self._is_image[np.minimum(ids, len(self._is_image) - 1)]
 
 
-def _image_ids(processor: Any) -> frozenset[int]:
-    """Return every token that a placeholder can expand to, including the marks around it that are part of the
-    expansion."""
-    ids = set(getattr(processor, "image_token_ids", None) or [])
-    ids |= {getattr(processor, name, None) for name in _IMAGE_TOKENS}
-    return frozenset(int(i) for i in ids if i is not None)
+# Rows that cannot fit are detected before they are rendered: rendering and tokenizing a row of 20 MB takes a minute and
+# gigabytes of memory. A turn takes at least one token, an image as many as its size implies, and a token covers at most
+# as many characters as the longest token of the vocabulary: these bounds find most rows that are too long.
+
+
+def clip_conversation(
+    conversation: C, tokens: int, max_token_chars: int, image_tokens: Callable[[ImageFile, bool], int],
+    video_tokens: Sequence[int] = (),
+) -> C:  # fmt: skip
+    """Return the conversation unchanged if it may fit into `tokens`, else its beginning, which is still too long.
+
+    `max_token_chars` is the number of characters of the longest token. `image_tokens(path, False)` is called for rows
+    with several images, in order, until there is no space left; a single image is limited by the processor.
+    `video_tokens` are the tokens of each video.
+    """
+    chars_left, turns, num_images, num_videos = tokens * max_token_chars, [], 0, 0
+    has_several_images = len(conversation.images) > 1
+    for turn in conversation.turns[: tokens + 1]:
+        parts = []
+        for part in turn.parts:
+            if isinstance(part, Text):
+                part = Text(part.text[: chars_left + 1])
+                chars_left -= len(part.text)
+            elif isinstance(part, VideoRef):
+                chars_left -= max_token_chars * (video_tokens[num_videos] if num_videos < len(video_tokens) else 1)
+                num_videos += 1
+            elif isinstance(part, ImageRef):
+                length = image_tokens(conversation.images[num_images], False) if has_several_images else 1
+                chars_left -= max_token_chars * length
+                num_images += 1
+            else:  # a sound; rows with sounds are never cut
+                chars_left -= max_token_chars
+            parts.append(part)
+            if chars_left < 0:
+                break
+        turns.append(replace(turn, parts=tuple(parts)))
+        if chars_left < 0:
+            break
+    if chars_left >= 0 and len(turns) <= tokens:
+        return conversation
+    images, videos = conversation.images[:num_images], conversation.videos[:num_videos]
+    return replace(conversation, turns=tuple(turns), images=images, videos=videos)
+
+
+def clip_reasoning(conversation: C, max_chars: int) -> C:
+    """Return the conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any
+    case. The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
+    if all(len(turn.reasoning or "") <= max_chars for turn in conversation.turns):
+        return conversation
+
+    def clip(turn: Turn) -> Turn:
+        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: max_chars + 1])
+
+    return replace(conversation, turns=tuple(map(clip, conversation.turns)))

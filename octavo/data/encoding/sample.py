@@ -29,6 +29,13 @@ from octavo.data.skip_report import CONTROL_TOKENS, reasoning_notes
 
 IGNORE = -100
 COUNTED = ("token", "image", "pixels", "sound", "video", "patch", "row")
+IMAGE_MARKS = (
+    ("<|vision_start|>", "<|vision_end|>"),  # Qwen
+    ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
+    ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
+)
+"""Tokens that templates write around an image placeholder."""
+_IMAGE_TOKENS = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
 
 
 class Input(NamedTuple):
@@ -173,3 +180,11 @@ def concatenate_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
     """Concatenate the tensors of several rows by name, except per-token tensors."""
     names = dict.fromkeys(name for row in inputs for name, tensor in row.items() if tensor.per != "token")
     return {name: concatenate(row[name].values for row in inputs if name in row) for name in names}
+
+
+def image_token_ids(processor: Any) -> frozenset[int]:
+    """Return every token that a placeholder can expand to, including the marks around it that are part of the
+    expansion."""
+    ids = set(getattr(processor, "image_token_ids", None) or [])
+    ids |= {getattr(processor, name, None) for name in _IMAGE_TOKENS}
+    return frozenset(int(i) for i in ids if i is not None)

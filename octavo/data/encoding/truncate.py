@@ -4,20 +4,15 @@ text is left after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from octavo.data.encoding.processor_calls import true_runs
 from octavo.data.encoding.sample import Sample, cut_inputs
 from octavo.data.errors import Mismatch
-from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn
-from octavo.data.rows.image_refs import ImageFile
-from octavo.data.rows.video_refs import VideoRef
-
-C = TypeVar("C", bound=Conversation)
 
 
 def why_not_one_image(images: int) -> str:
@@ -115,65 +110,3 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
         videos=videos if sample.films else sample.videos,
         films=sample.films[:videos],
     )
-
-
-# Rows that cannot fit are detected before they are rendered: rendering and tokenizing a row of 20 MB takes a minute and
-# gigabytes of memory, and rendering time grows with the square of the number of turns. A turn takes at least one token,
-# an image as many as its size implies, and a token covers at most as many characters as the longest token of the
-# vocabulary. These lower bounds suffice to find most rows that are too long.
-
-
-def clip_conversation(
-    conversation: C, tokens: int, max_token_chars: int, image_tokens: Callable[[ImageFile, bool], int],
-    video_tokens: Sequence[int] = (),
-) -> C:  # fmt: skip
-    """Return the conversation unchanged if it may fit into `tokens`, else its beginning, which is still too long.
-
-    `max_token_chars` is the number of characters of the longest token. `image_tokens(path, False)` is called for rows
-    with several images, in order, until there is no space left; a single image is limited by the processor.
-    `video_tokens` are the tokens of each video.
-    """
-    chars_left, turns, num_images, num_videos = tokens * max_token_chars, [], 0, 0
-    has_several_images = len(conversation.images) > 1
-    for turn in conversation.turns[: tokens + 1]:
-        parts = []
-        for part in turn.parts:
-            if isinstance(part, Text):
-                part = Text(part.text[: chars_left + 1])
-                chars_left -= len(part.text)
-            elif isinstance(part, VideoRef):
-                chars_left -= max_token_chars * (video_tokens[num_videos] if num_videos < len(video_tokens) else 1)
-                num_videos += 1
-            elif not isinstance(part, ImageRef):  # a sound; rows with sounds are never cut
-                chars_left -= max_token_chars
-            else:
-                chars_left -= max_token_chars * (
-                    image_tokens(conversation.images[num_images], False) if has_several_images else 1
-                )
-                num_images += 1
-            parts.append(part)
-            if chars_left < 0:
-                break
-        turns.append(replace(turn, parts=tuple(parts)))
-        if chars_left < 0:
-            break
-    if chars_left >= 0 and len(turns) <= tokens:
-        return conversation
-    return replace(
-        conversation,
-        turns=tuple(turns),
-        images=conversation.images[:num_images],
-        videos=conversation.videos[:num_videos],
-    )
-
-
-def clip_reasoning(conversation: C, max_chars: int) -> C:
-    """Return the conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any
-    case. The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
-    if all(len(turn.reasoning or "") <= max_chars for turn in conversation.turns):
-        return conversation
-
-    def clip(turn: Turn) -> Turn:
-        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: max_chars + 1])
-
-    return replace(conversation, turns=tuple(map(clip, conversation.turns)))

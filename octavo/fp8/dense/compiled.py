@@ -19,7 +19,7 @@ removes the duplicates as common subexpressions. The same holds for gate and up.
 Three rules make this correct under a compiler:
 
 * Codes cross the graph as plain contiguous ``uint8`` buffers in the padded layout of
-  :mod:`octavo.fp8.kernels.layout`, and scales as their buffers. Their sizes depend only on those of the input, for
+  :mod:`octavo.fp8.kernels.layout`, and scales as their buffers. Their sizes depend only on the input's sizes, for
   every backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a generated
   Triton kernel sometimes gave NaN: pytorch#188841).
 * Codes of weights are never returned. Inductor may write a later result into a buffer that it considers dead, which
@@ -49,13 +49,11 @@ from octavo.fp8.kernels.registry import Backend, Selection, get, select
 from octavo.fp8.weights.cache import WeightSlice, codes_of
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-# --- backends and casts as text
-# ----------------------------------------------------------------------------------------------
+# --- backends and casts as text ---------------------------------------------------------------------------------------
 
 
 def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
-    """Return the GEMMs of a layer as text: ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b`` or empty in high
-    precision.
+    """Return the GEMMs of a layer as ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b``, empty without FP8.
 
     The operators need nothing else, also in another process that loads the graph from a cache on disk. The text has the
     revision of the layout (``backend@revision``), because graphs of other versions may expect other buffer sizes.
@@ -151,13 +149,12 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
     if layout.scales_by_contraction(q.spec, contract):
         scale = scale.t()
     sizes = layout.scale_sizes(rows, cols, q.spec, contract)
-    is_exact_buffer = (
-        scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == sizes[0] * sizes[1] * scale.itemsize
-    )
+    count = sizes[0] * sizes[1]
+    is_exact_buffer = scale.storage_offset() == 0 and scale.untyped_storage().nbytes() == count * scale.itemsize
     if is_exact_buffer and scale.stride() == (sizes[1], 1):
-        flat = scale.as_strided((sizes[0] * sizes[1],), (1,))
+        flat = scale.as_strided((count,), (1,))
     else:
-        flat = scale.new_ones(sizes[0] * sizes[1])
+        flat = scale.new_ones(count)
         flat.view(sizes)[: scale.shape[0], : scale.shape[1]] = scale
     return operand.codes.view(torch.uint8), flat
 
@@ -178,17 +175,15 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
 
 
 def fake_pack(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
-    """Return buffers like those of :func:`pack` for x under ``backend:cast``, without values; empty for no cast."""
+    """Return uninitialized buffers like :func:`pack`'s for x under ``backend:cast``; empty for no cast."""
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = parse_operand(text)[1]
     rows, cols = x.shape
     a, b = layout.scale_sizes(rows, cols, spec, contract)
     scale_dtype = torch.uint8 if spec.scale == "e8m0" else torch.float32
-    return (
-        x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8),
-        x.new_empty(a * b, dtype=scale_dtype),
-    )
+    codes = x.new_empty(layout.padded_sizes(rows, cols, spec, contract), dtype=torch.uint8)
+    return codes, x.new_empty(a * b, dtype=scale_dtype)
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
@@ -392,7 +387,7 @@ def record_weight_kind(layer: Any) -> None:
 def forward(layer: Any, x: Tensor) -> Tensor:
     """Run the forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
 
-    Values and gradients equal those of the eager path bit for bit. ``fp8.count_gemms`` and ``fp8.health`` see only
+    Values and gradients equal the eager path bit for bit. ``fp8.count_gemms`` and ``fp8.health`` see only
     eager steps, because a graph that all blocks share has no layer names. Measure proofs and health figures in steps
     under ``torch.compiler.set_stance("force_eager")``, as Octavo's training loop does.
 
@@ -469,17 +464,12 @@ def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple
 def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     """Return the codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they match,
     otherwise from a cast."""
-    attached = getattr(x, _CODES_ATTRIBUTE, None)
-    if (
-        attached is not None
-        and attached[0] == x_MK.dtype
-        and attached[1] == row
-        and col in ("", attached[2])
-        and attached[4] == graph_number()
-    ):
-        torch.ops.octavo.unwritten(x.detach())
-        codes: tuple[Tensor, ...] = attached[3]
-        return codes
+    attached: tuple[torch.dtype, str, str, tuple[Tensor, ...], str] | None = getattr(x, _CODES_ATTRIBUTE, None)
+    if attached is not None:
+        dtype, attached_row, attached_col, codes, graph = attached
+        if dtype == x_MK.dtype and attached_row == row and col in ("", attached_col) and graph == graph_number():
+            torch.ops.octavo.unwritten(x.detach())
+            return codes
     return torch.ops.octavo.cast(x_MK.detach(), row, col)
 
 
@@ -497,12 +487,9 @@ def make_key(casts: str, device: str, backend: str) -> str:
     Raises BackendError if the requested backend does not support one of its GEMMs.
     """
     recipe = parse_casts(casts)
-    selections = {
-        gemm: select(gemm, recipe_or_spec=recipe, device=device, requested=backend)
-        for gemm in GEMMS
-        if recipe.gemm(gemm) is not None
-    }
-    return describe(recipe, selections)
+    fp8_gemms = [gemm for gemm in GEMMS if recipe.gemm(gemm) is not None]
+    selected = {gemm: select(gemm, recipe_or_spec=recipe, device=device, requested=backend) for gemm in fp8_gemms}
+    return describe(recipe, selected)
 
 
 # As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call: selecting a backend

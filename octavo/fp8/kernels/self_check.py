@@ -24,7 +24,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -74,8 +74,7 @@ class Mismatch(NamedTuple):
 Check = Callable[[], "Mismatch | None"]
 
 
-# --- untested versions, and the record of checks
-# -------------------------------------------------------------------------
+# --- untested versions, and the record of checks ----------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -140,8 +139,7 @@ def load_passed(machine: Machine) -> set[str]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """Return the entries of the record. An unreadable file counts as empty: all checks run again, and the file is
-    replaced."""
+    """Return the entries of the record; none if it is unreadable: then all checks run again and replace it."""
     try:
         record = json.loads(record_file().read_text(encoding="utf-8"))
         entries = record["machines"] if record["octavo_self_check"] == _FORMAT else []
@@ -168,10 +166,7 @@ _passed_here: set[tuple[torch.device, str]] = set()  # the checks that passed in
 
 
 def run_checks(
-    checks: Mapping[str, Check],
-    device: torch.device,
-    limit: float = LIMIT_S,
-    clock: Callable[[], float] = time.monotonic,
+    checks: dict[str, Check], device: torch.device, limit: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
 ) -> tuple[str, ...]:
     """Run the checks that have not passed on this machine yet, if a version newer than tested is installed.
 
@@ -181,15 +176,13 @@ def run_checks(
         limit: no further check begins after this many seconds.
         clock: the time in seconds.
 
-    Returns the names of the checks that completed. Raises SelfCheckError if a check finds a mismatch or raises an
-    error.
+    Returns the names of the checks that completed. Raises SelfCheckError if a check finds a mismatch or fails to run.
     """
     remaining = [name for name in checks if (device, name) not in _passed_here]
     if not remaining or not (untested := find_untested()) or not _may_run(device):
         return ()
     machine = Machine.here(device)
-    already_passed = load_passed(machine)
-    start = clock()
+    already_passed, start = load_passed(machine), clock()
     completed: list[str] = []
     for name in remaining:
         if name not in already_passed:
@@ -211,8 +204,7 @@ def run_checks(
 
 
 def _may_run(device: torch.device) -> bool:
-    """Return True if checks may run: for a device of this machine, outside of a capture or compilation, on the first
-    rank of a node."""
+    """Return True on the first rank of a node, outside of captures and compilations, for a device of this machine."""
     if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
         return False
     if device.type != "cpu" and not accelerator.has_own_memory(accelerator.default_device()):
@@ -232,17 +224,16 @@ def _run_check(name: str, check: Check, untested: tuple[str, ...]) -> None:
         lines = str(error).strip().splitlines() or [""]
         raise SelfCheckError(f"{what} does not run here ({type(error).__name__}: {lines[-1][:300]}). {fix}") from error
     if mismatch is not None:
-        raise SelfCheckError(f"{what} computes wrong results: {mismatch}.  {fix}")
+        raise SelfCheckError(f"{what} computes wrong results: {mismatch}. {fix}")
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def kernel_checks(
     recipe: Recipe, gemm: str, backend: str, device: torch.device, grouped: bool = False
 ) -> dict[str, Check]:
-    """Return the check of one GEMM of a recipe on a backend, with the casts of its operands; empty for the
-    reference."""
+    """Return the check of one GEMM of a recipe and its casts on a backend; empty for the reference."""
     if backend == "reference":
         return {}
     run, op = (_check_grouped, f"grouped_{gemm}") if grouped else (_check_gemm, gemm)
@@ -277,7 +268,7 @@ def sizes(
     reasons = {shape: backend.supports(op, recipe, device, shape) for shape in shapes}
     fitting = next((shape for shape, why_not in reasons.items() if why_not is None), None)
     if fitting is None:
-        raise ValueError(f"no shape of the self-check is supported:  {reasons[shapes[0]]}")
+        raise ValueError(f"no shape of the self-check is supported: {reasons[shapes[0]]}")
     return fitting
 
 
@@ -307,31 +298,22 @@ def _check_gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.devic
             return mismatch
         operands.append(actual)
         expected_operands.append(expected)
-    if (
-        gemm == "wgrad"
-        and not is_delayed
-        and (mismatch := _check_double_cast(backend, recipe, x, dy, device)) is not None
-    ):
+    casts_twice = gemm == "wgrad" and not is_delayed
+    if casts_twice and (mismatch := _check_double_cast(backend, recipe, x, dy, device)) is not None:
         return mismatch
     reference = getattr(get("reference"), f"gemm_{gemm}")
     multiply = getattr(backend, f"gemm_{gemm}")
-    expected, magnitude = (
-        reference(*expected_operands, torch.float32),
-        reference(*map(absolute_codes, expected_operands), torch.float32),
-    )
-    if (
-        mismatch := find_largest_error(
-            "result in bf16", multiply(*operands, torch.bfloat16), expected, magnitude * BOUND
-        )
-    ) is not None:
+    expected = reference(*expected_operands, torch.float32)
+    magnitude = reference(*map(absolute_codes, expected_operands), torch.float32)
+    actual = multiply(*operands, torch.bfloat16)
+    if (mismatch := find_largest_error("result in bf16", actual, expected, magnitude * BOUND)) is not None:
         return mismatch
     if gemm != "fwd":
         return find_largest_error("result in fp32", multiply(*operands, torch.float32), expected, magnitude * BOUND)
     bias = random_matrix(4, outputs, 1).flatten()
     actual = multiply(*operands, torch.bfloat16, bias.to(device))
-    if (
-        mismatch := find_largest_error("result with a bias", actual, expected + bias, (magnitude + bias.abs()) * BOUND)
-    ) is not None:
+    allowed = (magnitude + bias.abs()) * BOUND
+    if (mismatch := find_largest_error("result with a bias", actual, expected + bias, allowed)) is not None:
         return mismatch
     return _check_decode(backend, recipe, x[:3], operands[1], expected_operands[1], device)
 
@@ -345,9 +327,8 @@ def _check_decode(
     x_want = quantize(x, spec)
     actual = backend.gemm_decode(backend.quantize(x.to(device), spec, 1), w_q, torch.bfloat16)
     magnitude = reference.gemm_fwd(absolute_codes(x_want), absolute_codes(w_want), torch.float32)
-    return find_largest_error(
-        "result of three rows", actual, reference.gemm_fwd(x_want, w_want, torch.float32), magnitude * BOUND
-    )
+    expected = reference.gemm_fwd(x_want, w_want, torch.float32)
+    return find_largest_error("result of three rows", actual, expected, magnitude * BOUND)
 
 
 def _check_double_cast(
@@ -380,10 +361,8 @@ def _check_grouped(backend: Backend, recipe: Recipe, gemm: str, device: torch.de
         return mismatch
     if gemm == "wgrad":
         b = random_matrix(2, groups.rows, inputs)
-        b_want, b_got = (
-            reference.quantize_rows(b, casts.b, groups),
-            backend.quantize_rows(b.to(device), casts.b, on_device, 0),
-        )
+        b_want = reference.quantize_rows(b, casts.b, groups)
+        b_got = backend.quantize_rows(b.to(device), casts.b, on_device, 0)
     else:
         b = random_matrix(2, (experts + 1) * outputs, inputs).view(experts + 1, outputs, inputs)
         b_want, b_got = reference.quantize_experts(b, casts.b), backend.quantize_experts(b.to(device), casts.b, b_dim)
@@ -413,9 +392,8 @@ def _check_fused(backend: Backend, recipe: Recipe, op: str, device: torch.device
     if op == "swiglu_backward":
         gates = backend.swiglu_backward_quantize(first.to(device), second.to(device), third.to(device), row, col)
         gates_want = reference.swiglu_backward_quantize(first, second, third, row, col)
-        for name, actual, expected in zip(
-            ("dgate", "dgate turned", "dup", "dup turned"), gates, gates_want, strict=True
-        ):
+        names = ("dgate", "dgate turned", "dup", "dup turned")
+        for name, actual, expected in zip(names, gates, gates_want, strict=True):
             if actual is None or expected is None:
                 continue
             exact = reference.dequantize(expected)
@@ -466,7 +444,7 @@ def _check_adamw(backend: Backend, device: torch.device) -> Mismatch | None:
     return None
 
 
-# --- how it is compared -----------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 def random_matrix(seed: int, rows: int, cols: int) -> Tensor:
@@ -504,8 +482,7 @@ def _compare_bits(what: str, actual: Tensor, expected: Tensor) -> Mismatch | Non
 
 
 def find_largest_error(what: str, actual: Tensor, expected: Tensor, allowed: Tensor) -> Mismatch | None:
-    """Return the element with the largest difference relative to ``allowed`` (infinite for NaN), or None if all are
-    within it."""
+    """Return the element with the largest error relative to ``allowed``; None if no error exceeds it."""
     if tuple(actual.shape) != tuple(expected.shape):
         raise TypeError(f"{what} has shape {list(actual.shape)}, the reference {list(expected.shape)}")
     actual = actual.cpu().float()

@@ -16,8 +16,8 @@ over blocks is dh [M, H], in fp32.
 The three GEMMs of a block run in high precision, or by the recipe of a head in FP8
 (:mod:`octavo.fp8.memory.head_gemms`), whose blocks are multiples of 128 rows.
 
-Logits equal those of the stock head: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
-it, and fp32 from there. So losses equal those of ``F.cross_entropy(head(h).float())`` but for the order of fp32 sums.
+Logits equal the stock head's: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
+it, and fp32 from there. So losses equal ``F.cross_entropy(head(h).float())`` except for the order of fp32 sums.
 The formulas above the statistics are plain differentiable PyTorch, and the incoming gradient is one number a token:
 every weighting and reduction of the loss works. NaN and Inf pass through to the loss.
 """
@@ -54,7 +54,7 @@ def linear_cross_entropy(
 
         (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
 
-    0 where the target is ``ignore_index``. Label smoothing is that of Szegedy et al. 2016 (arXiv:1512.00567), as in
+    0 where the target is ``ignore_index``. Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), as in
     ``F.cross_entropy``; z-loss holds log Z near 0, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, with 1e-4).
 
     Tokens without a target cost nothing if ``target`` is on the CPU: they are left out before the first GEMM, also
@@ -363,8 +363,9 @@ def _clamp_to_finite(logs: Tensor) -> Tensor:
 
 
 def _joint_entropy(logs: Tensor, entropies: Tensor) -> Tensor:
-    """Of the whole vocabulary [m], from each block's log-probability and entropy [m, blocks]: by the chain rule, the
-    mean entropy within the blocks plus that of the choice of a block. Sums of what is not negative: nothing cancels."""
+    """Return the entropy over the whole vocabulary [m] from each block's log-probability and entropy [m, blocks]: by
+    the chain rule, the mean entropy within the blocks plus the entropy of the choice of a block. All terms are
+    nonnegative, so nothing cancels."""
     share = logs.exp()
     return torch.where(share == 0.0, 0.0, share * (entropies - _clamp_to_finite(logs))).sum(1)
 

@@ -87,8 +87,7 @@ class Fp8Weight(Tensor):
         device: torch.device,
         stride: Sequence[int] | None = None,
     ) -> Fp8Weight:
-        """The weight that represents ``codes`` as values of this shape and dtype; ``stride`` if it is not
-        contiguous."""
+        """Create a weight that represents ``codes`` as values of this shape, dtype and stride (default: contiguous)."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         if stride is not None:
             like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -103,7 +102,7 @@ class Fp8Weight(Tensor):
 
     @property
     def is_transposed(self) -> bool:
-        """True if its codes are those of its transpose; False with a master."""
+        """True if its codes encode its transpose; False with a master."""
         return self.stored is not None and self.stored.is_transposed
 
     @property
@@ -270,15 +269,9 @@ class Fp8Weight(Tensor):
     def _identity(self) -> dict[str, object]:
         """The properties that must be equal for one frozen weight to take the codes of another."""
         assert self.stored is not None
-        spec, shape = self.stored.need.spec, list(self.shape)
-        codes = (spec.format, spec.block)
-        return {
-            "shape": shape,
-            "dtype": self.dtype,
-            "device": self.device,
-            "codes": codes,
-            "orientation": self.is_transposed,
-        }
+        spec = self.stored.need.spec
+        identity = {"shape": list(self.shape), "dtype": self.dtype, "device": self.device}
+        return {**identity, "codes": (spec.format, spec.block), "orientation": self.is_transposed}
 
     # Operations that frozen weights reject ----------------------------------------------------------------------------
 
@@ -358,9 +351,8 @@ class Fp8Weight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         inner = self._inner() if self.frozen else {"master": self.master.detach()}
-        inner = {
-            k: t.view(torch.uint8) if k == "codes_0" else t for k, t in inner.items()
-        }  # pickle does not support FP8
+        # pickle does not support FP8
+        inner = {k: t.view(torch.uint8) if k == "codes_0" else t for k, t in inner.items()}
         grad = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _unpickle, (inner, self._context(), self.shape, self.stride(), grad)
 

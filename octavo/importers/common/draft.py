@@ -205,9 +205,9 @@ class Draft:
         before = self.settings.get(target)
         for key in dict.fromkeys(keys):
             if (entry := self.source_keys.get(key)) is not None and entry.open:
-                why = f"{why}; TODO: {key} is not set in the script".removeprefix("; ")
+                why = f"{why}; FILL IN: {key} is not set in the script".removeprefix("; ")
                 self.add_note(
-                    f"TODO: set {target}; {key} is {entry.value}, which the script does not set, so {value} is a "
+                    f"FILL IN: set {target}; {key} is {entry.value}, which the script does not set, so {value} is a "
                     "placeholder"
                 )
         self.settings[target] = Setting(value, source or (before.source if before else ()), why)

@@ -33,8 +33,8 @@ def set_model_path(draft: Draft, *keys: str, why: str = "") -> str | None:
         if word := draft.text(key):
             draft.set("model.path", draft.path(word), key, why=why)
             return word
-    draft.set("model.path", "/path/to/model", why="TODO: no key names a model")
-    draft.add_note("TODO: set model.path to a Hugging Face folder or a hub name")
+    draft.set("model.path", "/path/to/model", why="FILL IN: no key names a model")
+    draft.add_note("FILL IN: set model.path to a Hugging Face folder or a hub name")
     return None
 
 

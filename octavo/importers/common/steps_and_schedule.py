@@ -152,7 +152,7 @@ def set_warmup(
         if run_steps is None:
             why = f"warm-up is set in steps; {share:g} x the steps of the run, which are unknown: "
             draft.mark_unsupported(ratio_key, why=why + _describe_fix(draft, "train.warmup"))
-            draft.add_note(f"TODO: set train.warmup to {share:g} of the steps of the run")
+            draft.add_note(f"FILL IN: set train.warmup to {share:g} of the steps of the run")
         else:
             draft.set("train.warmup", whole_steps(run_steps * share), ratio_key, why=f"{share:g} x {run_steps} steps")
     else:

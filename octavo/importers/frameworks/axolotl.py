@@ -108,9 +108,7 @@ def translate(draft: Draft) -> None:
     world = steps_and_schedule.count_processes(draft)
     for key in ("reward_model", "process_reward_model", "kd_trainer"):
         if draft.flag(key):
-            draft.refuse(
-                key, "it trains neither on answers nor on pairs; reward models and distillation are not implemented"
-            )
+            draft.refuse(key, "reward models and distillation are not implemented")
     if other := draft.keys_under("diffusion."):
         draft.refuse(other[0], "a text diffusion model is not an autoregressive model")
     path = model_and_data.set_model_path(draft, "base_model")
@@ -123,10 +121,8 @@ def translate(draft: Draft) -> None:
     packed = model_and_data.translate_packing(draft, phase, "sample_packing")
     # Plugins for losses and kernels have equivalents; any other plugin is reported by the table.
     if all(re.search("liger|cut_cross_entropy", word, re.IGNORECASE) for word in draft.words("plugins")):
-        draft.mark_default(
-            "plugins",
-            why="the loss never materializes full logits, and norms are fused where that is faster (fp8.fuse)",
-        )
+        why = "the loss never materializes full logits, and norms are fused where that is faster (fp8.fuse)"
+        draft.mark_default("plugins", why=why)
     _mark_trained_turns(draft)
     lora = _translate_adapters(draft, has_tower)
     _translate_attention(draft, packed)
@@ -134,11 +130,8 @@ def translate(draft: Draft) -> None:
     context = _translate_context_parallel(draft, packed)
     packed = packed or context > 1
     _translate_steps(draft, max(1, world // (context * _tensor_parallel_size(draft))), packed)
-    if (
-        (expert := steps_and_schedule.positive_count(draft, "expert_parallel_size") or 1) > 1
-        and not lora
-        and phase != "preference"
-    ):
+    expert = steps_and_schedule.positive_count(draft, "expert_parallel_size") or 1
+    if expert > 1 and not lora and phase != "preference":
         draft.set("parallel.expert", expert, "expert_parallel_size")
     elif expert == 1:
         draft.mark_default("expert_parallel_size", why="experts are sharded by FSDP2")
@@ -188,15 +181,13 @@ def _translate_phase(draft: Draft) -> str:
         why = "TRL's SimPO trainer adds cross-entropy on the chosen answers with weight 1 unless cpo_alpha is set"
         draft.set("preference.sft", 1.0 if (a := draft.number("cpo_alpha")) is None else a, "cpo_alpha", why=why)
     if draft.flag("precompute_ref_log_probs"):
-        draft.set(
-            "preference.reference", "disk", "precompute_ref_log_probs", why="computed once, before the first step"
-        )
+        why = "computed once, before the first step"
+        draft.set("preference.reference", "disk", "precompute_ref_log_probs", why=why)
     if word == "dpo":
         if kinds := draft.words("dpo_loss_type"):
             if len(kinds) > 1 or kinds[0] not in _DPO:
-                draft.mark_unsupported(
-                    "dpo_loss_type", why="one loss per run: sigmoid, hinge, ipo, robust or sigmoid_norm"
-                )
+                why = "one loss per run: sigmoid, hinge, ipo, robust or sigmoid_norm"
+                draft.mark_unsupported("dpo_loss_type", why=why)
             if kinds[0] in _DPO:
                 draft.set("preference.loss", _DPO[kinds[0]], "dpo_loss_type")
         if (share := draft.number("rpo_alpha")) is not None:
@@ -204,12 +195,9 @@ def _translate_phase(draft: Draft) -> str:
         if label_smoothing := draft.number("dpo_label_smoothing"):
             draft.set("preference.label_smoothing", label_smoothing, "dpo_label_smoothing")
     if word == "kto":
-        for target, source in (
-            ("desirable_weight", "kto_desirable_weight"),
-            ("undesirable_weight", "kto_undesirable_weight"),
-        ):
-            if (weight := draft.number(source)) is not None:
-                draft.set(f"preference.{target}", weight, source)
+        for key in ("kto_desirable_weight", "kto_undesirable_weight"):
+            if (weight := draft.number(key)) is not None:
+                draft.set(f"preference.{key.removeprefix('kto_')}", weight, key)
     return "preference"
 
 
@@ -243,14 +231,10 @@ def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
             "lora_target_modules", why="a regular expression: the language model's layers are used instead; write globs"
         )
     only_language_model = draft.flag("freeze_mm_modules")
-    components = (
-        ["foundation"]
-        if only_language_model or pattern or not has_tower
-        else ["foundation", "image_encoder", "image_projector"]
-    )
-    draft.mark_default(
-        "freeze_mm_modules", why="only the language model gets adapters" if only_language_model else "off"
-    )
+    adapts_towers = has_tower and not only_language_model and not pattern
+    components = ["foundation", "image_encoder", "image_projector"] if adapts_towers else ["foundation"]
+    why = "only the language model gets adapters" if only_language_model else "off"
+    draft.mark_default("freeze_mm_modules", why=why)
     chosen = components if all_linear or pattern else targets
     alpha = draft.number("lora_alpha", 16)
     exclude = model_and_data.COMPONENTS[:2] if has_tower and only_language_model and not all_linear else ()
@@ -287,13 +271,12 @@ def _translate_data(draft: Draft, phase: str) -> None:
         draft.mark_default("streaming", why="rows are read into the cache")
     template_args = draft.mapping("chat_template_kwargs")
     if template_args:
-        draft.set(
-            "data.template_args", template_args, "chat_template_kwargs", *draft.keys_under("chat_template_kwargs.")
-        )
+        keys = draft.keys_under("chat_template_kwargs.")
+        draft.set("data.template_args", template_args, "chat_template_kwargs", *keys)
         draft.add_note("data.template_args: remove variables that the model's chat template does not read")
     if "data.train.0.path" not in draft.settings:
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no key names training data")
+        draft.add_note("FILL IN: set data.train")
     draft.set("train.seq_length", draft.integer("sequence_len") or 512, "sequence_len")
     # axolotl's default is to drop long rows.
     excess = (draft.text("excess_length_strategy") or "drop").lower()
@@ -306,9 +289,8 @@ def _translate_data(draft: Draft, phase: str) -> None:
     if system := draft.text("default_system_message"):
         draft.set("data.system", system, "default_system_message")
     if share := draft.number("val_set_size"):
-        draft.mark_unsupported(
-            "val_set_size", why=f"Octavo does not split off evaluation rows ({share:g}); set data.eval"
-        )
+        why = f"Octavo does not split off evaluation rows ({share:g}); set data.eval"
+        draft.mark_unsupported("val_set_size", why=why)
     else:
         draft.mark_default("val_set_size", why="no rows are split off for evaluation")
     if (size := draft.integer("image_size")) is not None:
@@ -393,7 +375,7 @@ def _translate_warmup(draft: Draft, ranks: int) -> None:
     if draft.has("warmup_steps") or draft.has("warmup_ratio"):
         steps_and_schedule.set_warmup(draft, ranks, "warmup_steps", "warmup_ratio", int)
     elif (whole := steps_and_schedule.total_steps(draft, ranks)) is None:
-        draft.add_note("TODO: set train.warmup; the framework's default is 0.03 of the steps of the run, at most 100")
+        draft.add_note("FILL IN: set train.warmup; the framework's default is 0.03 of the steps, at most 100")
     elif steps := min(int(0.03 * whole), 100):
         draft.set("train.warmup", steps, why="the framework's default: 0.03 of the steps, at most 100")
 
@@ -425,10 +407,8 @@ def _translate_steps(draft: Draft, ranks: int, packed: bool) -> None:
         draft.set("train.clip", clip, "max_grad_norm")
     if (word := draft.text("torch_compile")) in ("true", "auto"):
         if packed:
-            draft.mark_unsupported(
-                "torch_compile",
-                why="samples end at different positions in each pack, so every pack would be recompiled",
-            )
+            why = "samples end at different positions in each pack, so every pack would be recompiled"
+            draft.mark_unsupported("torch_compile", why=why)
         else:
             draft.set("train.compile", True, "torch_compile")
     elif word:
@@ -440,9 +420,8 @@ def _translate_steps(draft: Draft, ranks: int, packed: bool) -> None:
 def _translate_precision(draft: Draft, lora: bool) -> None:
     word = draft.text("bf16")
     if draft.flag("bfloat16"):
-        draft.set(
-            "optimizer.master", "bf16+sr", "bfloat16", why="no AMP: BF16 weights, which Octavo rounds stochastically"
-        )
+        why = "no AMP: BF16 weights, which Octavo rounds stochastically"
+        draft.set("optimizer.master", "bf16+sr", "bfloat16", why=why)
         if lora:
             draft.set("lora.dtype", "bf16", "bfloat16")
     if word in ("auto", "full"):
@@ -481,9 +460,8 @@ def _translate_saving(draft: Draft, world: int) -> None:
         if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
             draft.mark_unsupported(key, why="the translated files have no evaluation data (data.eval)")
         elif epoch_steps is None:
-            draft.mark_unsupported(
-                key, why=f"{target} is set in steps, and the steps per epoch are unknown: set --rows N, or set {target}"
-            )
+            why = f"{target} is set in steps, and the steps per epoch are unknown: set --rows N, or set {target}"
+            draft.mark_unsupported(key, why=why)
         else:
             draft.set(target, max(1, math.ceil(epoch_steps / times)), key, why=f"{epoch_steps} steps per epoch")
     hf_trainer.set_saving(draft, _DEFAULTS, world)
@@ -505,7 +483,7 @@ def _translate_fp8(draft: Draft, lora: bool) -> None:
     gather = "fp8_enable_fsdp_float8_all_gather"
     if not draft.flag("fp8"):
         draft.mark_default("fp8", why="off")
-        draft.mark_ignored(gather, "fp8_config.recipe", why="fp8 is off, and this key alone has no effect")
+        draft.mark_ignored(gather, "fp8_config.recipe", why="fp8 is off, without which this key has no effect")
         model_and_data.disable_fp8_if_unset(draft)
         return
     recipe = choice(draft, "fp8_config.recipe", names_in_library("torchao")) or "tensorwise"

@@ -302,8 +302,8 @@ def _translate_data(draft: Draft, phase: str) -> None:
                 if streamed and group == "train" and (size := draft.integer("buffer_size")):
                     draft.set(f"{at}.shuffle_buffer", size, "buffer_size")
     if not draft.has("dataset"):
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no key names training data")
+        draft.add_note("FILL IN: set data.train")
     if streaming is False:
         draft.mark_default("streaming", why="rows are read into the cache")
     _translate_mixture(draft)
@@ -344,8 +344,8 @@ def _add_dataset_entry(
             return model_and_data.add_dataset(
                 draft, group, number, str(Path(dataset_dir) / name), key, "dataset_dir", hub=False
             )
-        why = f"TODO: the file that {dataset_dir}/dataset_info.json lists for {name}; that file is not on this machine"
-        draft.add_note(f"TODO: set data.{group}.{number}.path to the data set {name}")
+        why = f"FILL IN: the file that {dataset_dir}/dataset_info.json lists for {name}, which is not on this machine"
+        draft.add_note(f"FILL IN: set data.{group}.{number}.path to the data set {name}")
         return model_and_data.add_dataset(
             draft, group, number, f"{dataset_dir}/{name}.json", key, "dataset_dir", hub=False, why=why
         )
@@ -366,7 +366,7 @@ def _add_dataset_entry(
             f"data.{group}.{number}: dataset_info.json loads {name} through {', '.join(entry)}, which is not supported"
         )
         at = model_and_data.add_dataset(
-            draft, group, number, f"{dataset_dir}/{name}.json", key, hub=False, why="TODO: set the path"
+            draft, group, number, f"{dataset_dir}/{name}.json", key, hub=False, why="FILL IN: set the path"
         )
     formatting = entry.get("formatting") or "alpaca"
     if formatting in _FORMATS and not entry.get("ranking"):
@@ -436,7 +436,7 @@ def _translate_fp8(draft: Draft, kind: str) -> None:
     backend = (draft.text("fp8_backend") or "auto").lower()
     inner = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
     if not draft.flag("fp8"):
-        draft.mark_ignored(*inner, why="fp8 is off, and these keys alone have no effect")
+        draft.mark_ignored(*inner, why="fp8 is off, without which these keys have no effect")
         draft.mark_default("fp8", why="off")
         model_and_data.disable_fp8_if_unset(draft)
         return

@@ -165,7 +165,7 @@ def _translate_data(draft: Draft, phase: str) -> None:
         elif str(local).endswith((*suffixes.ROWS, ".txt")):
             model_and_data.add_dataset(draft, group, 0, str(local), f"{at}local", hub=False)
         else:
-            why = "TODO: convert the MDS shards to JSON lines (see the notes of the report)"
+            why = "FILL IN: convert the MDS shards to JSON lines (see the notes of the report)"
             rows = f"{str(local).rstrip('/')}{f'-{split}' if split else ''}.jsonl"
             model_and_data.add_dataset(draft, group, 0, rows, f"{at}local", hub=False, why=why)
             draft.add_note(
@@ -175,8 +175,8 @@ def _translate_data(draft: Draft, phase: str) -> None:
         draft.mark_default(f"{at}max_seq_len", why="train.seq_length")
         draft.mark_default(f"{loader}.name", why="set by train.phase")
     if "data.train.0.path" not in draft.settings:
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no loader names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no loader names training data")
+        draft.add_note("FILL IN: set data.train")
     draft.set("train.seq_length", draft.integer("max_seq_len") or 2048, "max_seq_len")
     if phase == "sft":
         draft.set("data.on_long", "cut", why="longer rows are truncated")

@@ -220,8 +220,8 @@ def _translate_data(draft: Draft, phase: str) -> None:
                why="name from LoongForge's registry of layouts; Octavo detects the layout "
                "(data.train.0.format)")  # fmt: skip
     if not paths:
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no flag names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no flag names training data")
+        draft.add_note("FILL IN: set data.train")
     else:
         draft.add_note(
             "LoongForge reads Energon's WebDataset for images: use the JSON, JSONL or tar files that it was created "

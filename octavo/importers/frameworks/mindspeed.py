@@ -68,12 +68,11 @@ SAME = {
 #: flags of the Megatron scripts, each of which names a JSON file
 _FLAGS = ("mm_data", "mm_model", "mm_tool")
 _UNREAD = "Megatron only checks this value; the layers came from config.json"
+_SDPA_REASON = "torch uses flash attention if possible"
 
 
 def translate(draft: Draft) -> None:
-    flags = _read_flag_files(draft) or any(
-        key in draft.source_keys for key in _FLAGS
-    )  # from a launch script, without a prefix
+    flags = _read_flag_files(draft) or any(key in draft.source_keys for key in _FLAGS)  # keys without a prefix
     is_old = flags or bool(draft.keys_under("gpt_args."))
     u = PrefixedDraft(draft, "gpt_args." if draft.keys_under("gpt_args.") else "" if flags else "training.")
     world = steps_and_schedule.count_processes(draft)
@@ -99,11 +98,8 @@ def translate(draft: Draft) -> None:
     _translate_checkpoints(draft, u)
     draft.mark_many("none", NONE)
     draft.mark_many("default", SAME)
-    if (
-        flags
-        or "model.freeze_vision_model" in draft.source_keys
-        or draft.keys_under("model.text_decoder.tensor_model_parallel_size")
-    ):
+    megatron_keys = draft.keys_under("model.text_decoder.tensor_model_parallel_size")
+    if flags or megatron_keys or "model.freeze_vision_model" in draft.source_keys:
         draft.mark_many("none", _BUILT)
     megatron.mark_remaining(draft, u)
     draft.mark_many("none", hf_trainer.ENVIRONMENT)
@@ -112,7 +108,7 @@ def translate(draft: Draft) -> None:
 
 def _read_flag_files(draft: Draft) -> bool:
     """Read the files named by the older trainer's flags `--mm-data` and `--mm-model`, as ``data.*`` and ``model.*``.
-    Returns whether there are such flags."""
+    Returns True if there are such flags."""
     names = {"mm_data": "data.", "mm_model": "model."}
     for key, prefix in names.items():
         word = draft.text(key)
@@ -146,17 +142,14 @@ def _translate_parallel(draft: Draft) -> int:
         )
     else:
         u.mark_default("tensor_parallel_size", why="size 1")
-    (
-        u.mark_unsupported
-        if (steps_and_schedule.positive_count(draft, u("context_parallel_size")) or 1) > 1
-        else u.mark_default
-    )("context_parallel_size", why="set by ring_attention_size and ulysses_parallel_size")
+    context = steps_and_schedule.positive_count(draft, u("context_parallel_size")) or 1
+    mark = u.mark_unsupported if context > 1 else u.mark_default
+    mark("context_parallel_size", why="set by ring_attention_size and ulysses_parallel_size")
     u.set("parallel.shard", "auto", "fully_shard_parallel_size", why="shards over all remaining ranks")
     megatron.set_expert_parallel(draft, u, "expert_parallel_size", lora=bool(draft.flag("training.lora.enable")))
     if u.flag("recompute"):
-        u.mark_ignored(
-            "recompute", "recompute_plan.use_reentrant", why="not applied: the trainer reads features.recompute"
-        )
+        why = "not applied: the trainer reads features.recompute"
+        u.mark_ignored("recompute", "recompute_plan.use_reentrant", why=why)
         for key in draft.keys_under("parallel.recompute_plan."):
             draft.mark_ignored(key, why="not applied: the trainer reads features.recompute_plan")
     return ring * ulysses
@@ -186,9 +179,8 @@ def _translate_fsdp2_settings(draft: Draft, u: PrefixedDraft) -> None:
     else:
         f.mark_default("expert_parallel_size", why="experts are sharded by FSDP2")
     if f.flag("offload_to_cpu"):
-        f.set(
-            "optimizer.offload", True, "offload_to_cpu", why="states are offloaded; Octavo keeps parameters on the GPU"
-        )
+        why = "states are offloaded; Octavo keeps parameters on the GPU"
+        f.set("optimizer.offload", True, "offload_to_cpu", why=why)
     else:
         f.mark_default("offload_to_cpu", why="off")
     # The names are modules of the model; Octavo recomputes by component.
@@ -201,12 +193,10 @@ def _translate_fsdp2_settings(draft: Draft, u: PrefixedDraft) -> None:
     if kind := choice(draft, f("param_dtype"), kinds):
         f.set("train.precision", kind, "param_dtype")
     reduced = choice(draft, f("reduce_dtype"), kinds)
-    (f.mark_default if reduced in (None, "fp32") else f.mark_unsupported)(
-        "reduce_dtype", why="gradients are reduced in FP32"
-    )
-    f.mark_default(
-        "output_dtype", "cast_forward_inputs", why="inputs and outputs of layers have the training precision"
-    )
+    mark = f.mark_default if reduced in (None, "fp32") else f.mark_unsupported
+    mark("reduce_dtype", why="gradients are reduced in FP32")
+    why = "inputs and outputs of layers have the training precision"
+    f.mark_default("output_dtype", "cast_forward_inputs", why=why)
     draft.mark_many("none", {
         "Octavo configures FSDP2 automatically": "fsdp2_config.sharding_size fsdp2_config.reshard_* "
         "fsdp2_config.num_to_*_prefetch fsdp2_config.sub_modules_to_wrap fsdp2_config.ignored_modules "
@@ -248,35 +238,25 @@ def _translate_steps_old(draft: Draft, u: PrefixedDraft, ranks: int, packed: boo
 
 
 def _translate_lora(draft: Draft, flags: bool) -> bool:
-    new, is_old = PrefixedDraft(draft, "training.lora."), PrefixedDraft(draft, "" if flags else "lora_args.")
+    new, old = PrefixedDraft(draft, "training.lora."), PrefixedDraft(draft, "" if flags else "lora_args.")
     # Two generations of the YAML have different sections and names.
     if new.flag("enable"):
         u, names = new, {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
         targets = u.words("target_modules") or ["q_proj", "k_proj", "v_proj"]
     elif draft.keys_under("lora_r" if flags else "lora_args."):
-        u, names = (
-            is_old,
-            {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target_modules"},
-        )
+        u, names = old, {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+        names["targets"] = "lora_target_modules"
         targets = u.words("lora_target_modules")
     else:
         for key in draft.keys_under("training.lora."):
             draft.mark_ignored(key, why="training.lora.enable is not true")
         return False
-    chosen = [t.replace("{*}", "*") if "*" in t else t for t in targets]
-    chosen = [
-        "foundation" if t == "all-linear" else t if "*" not in t else f"**.{t.removeprefix('model.')}" for t in chosen
-    ]
+    globs = [target.replace("{*}", "*") for target in targets]
+    globs = [f"**.{glob.removeprefix('model.')}" if "*" in glob else glob for glob in globs]
+    layers = ["foundation" if glob == "all-linear" else glob for glob in globs]
     keys = {name: u(key) for name, key in names.items()}
-    model_and_data.set_lora(
-        draft,
-        u.integer(names["rank"], 8),
-        u.number(names["alpha"], 16),
-        u.number(names["dropout"], 0.0),
-        chosen,
-        keys=keys,
-        exclude=["image_encoder"],
-    )
+    rank, alpha, dropout = u.integer(names["rank"], 8), u.number(names["alpha"], 16), u.number(names["dropout"], 0.0)
+    model_and_data.set_lora(draft, rank, alpha, dropout, layers, keys=keys, exclude=["image_encoder"])
     if u is new:
         u.mark_default("enable", why="the lora section enables it")
         u.mark_unsupported("init_lora_weights", why="adapters start with B = 0")
@@ -310,6 +290,7 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
         elif flag is False:
             draft.mark_default(key, why="trained")
     by_flags = any(f"model.freeze_{name}" in draft.source_keys for name in flags)
+    freezes_towers = not by_flags and bool(draft.keys_under("model.image_encoder."))  # by default
     tree = {
         "model.image_encoder.vision_encoder": "image_encoder",
         "model.image_encoder.vision_projector": "image_projector",
@@ -318,16 +299,13 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
     for at, component in tree.items():
         key = f"{at}.freeze"
         flag = draft.flag(key)
-        frozen_by_default = (
-            component != "foundation" and not by_flags and bool(draft.keys_under("model.image_encoder."))
-        )
-        if flag or (flag is None and frozen_by_default):
+        if flag or (flag is None and freezes_towers and component != "foundation"):
             frozen[component] = (key,)
         elif flag is False:
             draft.mark_default(key, why="trained")
         for dead in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
             draft.mark_ignored(f"{at}.{dead}", why=_UNREAD)
-    keys = [key for of in frozen.values() for key in of]
+    keys = [key for keys_of_component in frozen.values() for key in keys_of_component]
     if lora:
         draft.mark_default("model.freeze", *keys, why="the base of the adapters is always frozen")
     elif frozen or globs:
@@ -337,22 +315,18 @@ def _translate_freeze(draft: Draft, lora: bool) -> None:
 
 def _translate_features(draft: Draft, is_old: bool) -> None:
     """Translate loss, recomputation, offload and attention, from the new sections and the old tree."""
-    loss_key = next(
-        (k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.source_keys), None
-    )
+    loss_keys = ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type")
+    loss_key = next((key for key in loss_keys if key in draft.source_keys), None)
     # The default loss differs between the two generations of the trainer.
     word = (draft.text(loss_key) if loss_key else None) or ("default" if is_old else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
-        draft.mark_unsupported(
-            loss_key,
-            why=f"{word} is a custom loss ('custom' raises an error in MindSpeed-MM); microbatch is used instead",
-        )
-    why = {
-        "raw": "the model's loss: mean over the tokens of a micro-batch",
-        "default": "mean of the micro-batch means",
-    }
-    draft.set("train.loss", known or "microbatch", *([loss_key] if loss_key and known else []), why=why.get(word, ""))
+        why = f"{word} is a custom loss ('custom' raises an error in MindSpeed-MM); microbatch is used instead"
+        draft.mark_unsupported(loss_key, why=why)
+    reasons = {"raw": "the model's loss: mean over the tokens of a micro-batch"}
+    reasons["default"] = "mean of the micro-batch means"
+    known_keys = [loss_key] if loss_key and known else []
+    draft.set("train.loss", known or "microbatch", *known_keys, why=reasons.get(word, ""))
     for at in ("features.loss_cfg.", "model.loss_cfg."):
         if (coefficient := draft.number(f"{at}router_aux_loss_coef")) is not None:
             draft.set("train.router_aux_loss_coef", coefficient, f"{at}router_aux_loss_coef")
@@ -372,12 +346,10 @@ def _translate_features(draft: Draft, is_old: bool) -> None:
     on = f.flag("enable_activation_offload") or draft.flag("model.text_decoder.activation_offload")
     offload = ("features.enable_activation_offload", "model.text_decoder.activation_offload")
     for key in draft.keys_under("features.activation_offload_plan."):
-        (draft.mark_unsupported if on else draft.mark_ignored)(
-            key,
-            why="offload applies to all blocks or none"
-            if on
-            else "features.enable_activation_offload is not true, so nothing was offloaded",
-        )
+        if on:
+            draft.mark_unsupported(key, why="offload applies to all blocks or none")
+        else:
+            draft.mark_ignored(key, why="features.enable_activation_offload is not true, so nothing was offloaded")
     if on and draft.settings["train.recompute"].value == "full":
         draft.mark_unsupported(
             *offload, why="full recomputation leaves almost nothing to offload; use it with recompute: selective"
@@ -393,23 +365,18 @@ def _translate_features(draft: Draft, is_old: bool) -> None:
     prefixes = {"image_encoder": "model.image_encoder.vision_encoder.", "foundation": "model.text_decoder."}
     for component, at in prefixes.items():
         if kernel := choice(draft, f"{at}attn_implementation", _KERNELS):
-            draft.set(
-                f"model.attention.{component}",
-                kernel,
-                f"{at}attn_implementation",
-                why="torch uses flash attention if possible",
-            )
+            draft.set(f"model.attention.{component}", kernel, f"{at}attn_implementation", why=_SDPA_REASON)
         if draft.flag(f"{at}synchronize_per_layer"):
             draft.set("train.synchronize_per_layer", True, f"{at}synchronize_per_layer")
     packed = "data.packing" in draft.settings
     if (kernel := choice(draft, "model.attn_implementation", _KERNELS)) == "eager":
         model_and_data.set_attention(draft, "model.attn_implementation", kernel, packed)
     elif kernel:
-        draft.set("model.attention", kernel, "model.attn_implementation", why="torch uses flash attention if possible")
+        draft.set("model.attention", kernel, "model.attn_implementation", why=_SDPA_REASON)
 
 
 def _has_wrapped_blocks(draft: Draft) -> bool:
-    """Whether the model is Qwen3-VL, whose blocks the older trainer always wraps for recomputation."""
+    """Return True for Qwen3-VL, whose blocks the older trainer always wraps for recomputation."""
     kind = draft.text("model.model_id") or ""
     path = draft.text("model.init_from_hf_path") or draft.text("model.model_name_or_path")
     return kind.startswith("qwen3_vl") or model_and_data.video_family(draft, path) == "qwen3_vl"
@@ -425,9 +392,8 @@ def _translate_recompute(draft: Draft, f: PrefixedDraft, is_old: bool) -> None:
     }
     if is_old and _has_wrapped_blocks(draft):
         draft.set("train.recompute", "full", why="MindSpeed-MM's Qwen3-VL always recomputes every block")
-        draft.mark_ignored(
-            *keys.values(), f("recompute"), why="MindSpeed-MM always recomputes every block of this model"
-        )
+        why = "MindSpeed-MM always recomputes every block of this model"
+        draft.mark_ignored(*keys.values(), f("recompute"), why=why)
         return
     if "train.recompute" in draft.settings:  # set by fsdp2_config
         return
@@ -438,12 +404,10 @@ def _translate_recompute(draft: Draft, f: PrefixedDraft, is_old: bool) -> None:
     on = f.flag("recompute")
     f.set("train.recompute", "full" if on else "none", "recompute")
     for key in draft.keys_under("features.recompute_plan."):
-        why = (
-            "blocks of the vision tower and the language model are recomputed"
-            if on
-            else "features.recompute is not true, so nothing was recomputed"
-        )
-        (draft.mark_default if on else draft.mark_ignored)(key, why=why)
+        if on:
+            draft.mark_default(key, why="blocks of the vision tower and the language model are recomputed")
+        else:
+            draft.mark_ignored(key, why="features.recompute is not true, so nothing was recomputed")
 
 
 def _translate_fp8(draft: Draft, lora: bool) -> None:
@@ -493,12 +457,8 @@ def _translate_weights(draft: Draft, u: PrefixedDraft) -> None:
     base = u.text("load_base_model")
     if base and "lora.rank" in draft.settings:
         if not model:
-            draft.set(
-                "model.path",
-                draft.path(base),
-                u("load_base_model"),
-                why="octavo convert dcp_to_hf converts it to a folder",
-            )
+            why = "octavo convert dcp_to_hf converts it to a folder"
+            draft.set("model.path", draft.path(base), u("load_base_model"), why=why)
         else:
             u.mark_default("load_base_model", why="the base of the adapters is model.path")
         if adapters := u.text("load"):

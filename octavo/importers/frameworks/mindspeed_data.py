@@ -37,8 +37,8 @@ def translate_rows(draft: Draft, training: PrefixedDraft) -> None:
         if (limit := draft.integer(f"{eval_prefix}max_samples")) is not None:
             draft.set(f"{entry}.max_samples", limit, f"{eval_prefix}max_samples")
     if not names:
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no key names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no key names training data")
+        draft.add_note("FILL IN: set data.train")
     length = u.integer("cutoff_len") or training.integer("seq_length") or 2048
     draft.set("train.seq_length", length, u("cutoff_len"), training("seq_length"))
     draft.set("data.on_long", "cut", why="longer rows are truncated")

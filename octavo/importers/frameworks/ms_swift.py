@@ -205,8 +205,8 @@ def _translate_data(draft: Draft, phase: str, path: str | None) -> None:
                 rows = steps_and_schedule.count_rows(draft, name)
                 draft.num_rows = rows if rows is None or not count else min(rows, int(count))
     if not draft.has("dataset"):
-        draft.set("data.train.0.path", "/path/to/data.json", why="TODO: no flag names training data")
-        draft.add_note("TODO: set data.train")
+        draft.set("data.train.0.path", "/path/to/data.json", why="FILL IN: no flag names training data")
+        draft.add_note("FILL IN: set data.train")
     if (share := draft.number("split_dataset_ratio")) and not draft.has("val_dataset"):
         draft.mark_unsupported(
             "split_dataset_ratio", why=f"Octavo does not split off evaluation rows ({share:g}); set data.eval"

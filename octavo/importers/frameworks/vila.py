@@ -105,15 +105,15 @@ def _translate_data(draft: Draft) -> None:
             draft.num_rows = steps_and_schedule.count_rows(draft, path)
         draft.mark_unsupported("data_mixture", why="data_path takes precedence")
     for number, name in enumerate((mixture or "").split("+") if not path else ()):
-        why = f"TODO: the file that VILA's dataset registry lists for {name}"
+        why = f"FILL IN: the file that VILA's dataset registry lists for {name}"
         model_and_data.add_dataset(draft, "train", number, f"{name or 'data'}.json", "data_mixture", hub=False, why=why)
-        draft.add_note(f"TODO: set data.train.{number}.path: {name or 'no flag names training data'}")
+        draft.add_note(f"FILL IN: set data.train.{number}.path: {name or 'no flag names training data'}")
     draft.set("train.seq_length", draft.integer("model_max_length") or 512, "model_max_length")
     draft.set("data.on_long", "cut", why="longer rows are truncated")
     for number, name in enumerate((draft.text("eval_data_mixture") or "").split("+")):
         if name:
             model_and_data.add_dataset(
-                draft, "eval", number, f"{name}.json", "eval_data_mixture", hub=False, why="TODO: set the path"
+                draft, "eval", number, f"{name}.json", "eval_data_mixture", hub=False, why="FILL IN: set the path"
             )
 
 

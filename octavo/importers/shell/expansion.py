@@ -218,11 +218,9 @@ class Expander:
         return pieces
 
     def expand_text(self, word: ShellWord | None) -> Word:
-        return (
-            self.join(self.expand_pieces(word), word.line if word else self.current_line)
-            if word and word.parts
-            else Word("", self.current_line)
-        )
+        if word is None or not word.parts:
+            return Word("", self.current_line)
+        return self.join(self.expand_pieces(word), word.line)
 
     def expand_part(self, part: Part) -> list[list[Word]]:
         """Return the values of a part, each as pieces: one value, or one for each element of an array."""
@@ -282,11 +280,9 @@ class Expander:
     @staticmethod
     def mark_pieces_unsure(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
         """Return the pieces marked as unsure, because they depend on unsure lines."""
-        return (
-            [replace(p, unsure=(*p.unsure, *unsure)[:MAX_UNSURE_LINES]) for p in pieces or [Word("", line)]]
-            if unsure
-            else pieces
-        )
+        if not unsure:
+            return pieces
+        return [replace(p, unsure=(*p.unsure, *unsure)[:MAX_UNSURE_LINES]) for p in pieces or [Word("", line)]]
 
     @staticmethod
     def is_unset(variable: Variable) -> bool:
@@ -306,9 +302,9 @@ class Expander:
                 return [Word(f"${name}", part.line, (name,))]
             unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:MAX_UNSURE_LINES]
             pieces = self.positional[int(name) - 1 : int(name)]
-            return (
-                [replace(w, unsure=(*w.unsure, *unsure)) for w in pieces or [Word("", part.line)]] if unsure else pieces
-            )
+            if not unsure:
+                return pieces
+            return [replace(w, unsure=(*w.unsure, *unsure)) for w in pieces or [Word("", part.line)]]
         if name == "#" and self.positional is not None:
             if any(word.open for word in self.positional):
                 return [Word("$#", part.line, ("#",))]
@@ -395,9 +391,8 @@ class Expander:
             lines = previous.unsure if previous else ()
             self.store_variable(name, Variable([Word(f"${name}", self.current_line, (name,)), *pieces], unsure=lines))
         else:
-            self.store_variable(
-                name, Variable(list(pieces), unsure=previous.unsure if append and previous is not None else ())
-            )
+            lines = previous.unsure if append and previous is not None else ()
+            self.store_variable(name, Variable(list(pieces), unsure=lines))
 
     def assign_array(self, name: str, items: list[Word], append: bool) -> None:
         if name in self.forced or name in self.readonly:
@@ -406,20 +401,17 @@ class Expander:
         if append and previous is not None and previous.items is not None:
             self.extend_in_place(name, previous.items, items)
         elif append and previous is not None and previous.pieces is not None:
-            self.store_variable(
-                name, Variable(items=[self.join(previous.pieces, self.current_line), *items], unsure=previous.unsure)
-            )
+            first = self.join(previous.pieces, self.current_line)
+            self.store_variable(name, Variable(items=[first, *items], unsure=previous.unsure))
         elif append and (previous is None or previous.unknown):
             lines = previous.unsure if previous else ()
-            self.store_variable(
-                name, Variable(items=[Word(f"${name}", self.current_line, (name,)), *items], unsure=lines)
-            )
+            first = Word(f"${name}", self.current_line, (name,))
+            self.store_variable(name, Variable(items=[first, *items], unsure=lines))
         else:
-            self.store_variable(
-                name, Variable(items=list(items), unsure=previous.unsure if append and previous is not None else ())
-            )
+            lines = previous.unsure if append and previous is not None else ()
+            self.store_variable(name, Variable(items=list(items), unsure=lines))
 
-    # ---- sums, and what commands print
+    # ---- arithmetic, and the output of commands
 
     def expand_arithmetic(self, part: Arithmetic) -> Word:
         """Evaluate ``$((...))``, in which names of variables need no ``$``."""
@@ -466,14 +458,9 @@ class Expander:
     def expand_substitution(self, part: Substitution) -> list[Word]:
         """Evaluate ``$(...)`` with expr or echo; other commands are not followed."""
         node = part.commands[0].node if len(part.commands) == 1 and not part.commands[0].background else None
-        if (
-            not isinstance(node, SimpleCommand)
-            or node.assignments
-            or not node.words
-            or not isinstance(node.words[0], ShellWord)
-        ):
+        if not isinstance(node, SimpleCommand) or node.assignments or not node.words:
             return [self.unknown_word(part)]
-        name = node.words[0].literal
+        name = node.words[0].literal if isinstance(node.words[0], ShellWord) else None
         if name not in ("expr", "echo"):
             return [self.unknown_word(part)]
         words = [field for word in node.words[1:] if isinstance(word, ShellWord) for field in self.expand_word(word)]
@@ -497,10 +484,8 @@ def glob_pattern(expander: Expander, word: ShellWord | None, stars: int, cased: 
         if isinstance(part, Literal) and part.quoted:
             written.append(re.escape(part.text))
             continue
-        pieces = (
-            [Word(part.text, 0)] if isinstance(part, Literal) else [p for v in expander.expand_part(part) for p in v]
-        )
-        for piece in pieces:
+        values = [[Word(part.text, 0)]] if isinstance(part, Literal) else expander.expand_part(part)
+        for piece in (piece for value in values for piece in value):
             if piece.open or piece.unsure:
                 return None
             if part.quoted:

@@ -53,7 +53,7 @@ __all__ = ["Command", "FindFile", "Script", "Word", "read"]
 #: maximum depth of files that source each other, and maximum number of sourced files
 _MAX_SOURCE_DEPTH, _MAX_SOURCED_FILES = 4, 64
 _MAX_CANDIDATES = 4  # maximum definitions of a function that conditions choose from
-#: returns the text of a file that a script sources, by its path; None: it is not on this machine
+#: returns the text of a sourced file by its path, or None if it is not on this machine
 FindFile = Callable[[str], str | None]
 _PREFIXES = ("nohup", "exec", "command", "builtin", "env", "time")
 _QUIET = ("echo", "printf", ":", "true", "false")
@@ -81,15 +81,12 @@ class _Interpreter(Builtins):
         if program.stopped:
             self.script.unread.append(program.stopped)
         self.script.unread = sorted(dict.fromkeys(self.script.unread), key=lambda entry: entry[0])
-        arrays = [
-            v.items if v.items is not None else flag_words(v.pieces)
-            for v in self.variables.values()
-            if v.items or v.pieces
-        ]
+        variables = [variable for variable in self.variables.values() if variable.items or variable.pieces]
+        arrays = [v.items if v.items is not None else flag_words(v.pieces) for v in variables]
         self.script.arrays = [words for words in arrays if words and words[0].text.startswith("--")]
         return self.script
 
-    # ---- what is not taken
+    # ---- commands that may not be executed
 
     @contextmanager
     def isolate(self) -> Iterator[list[str]]:
@@ -112,7 +109,7 @@ class _Interpreter(Builtins):
         self.script.exports += [(name, self.exported_value(name)) for name in changed]
 
     def run_uncertain(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
-        """Apply commands that may be executed: variables become unsure. Returns whether any changed."""
+        """Apply commands that may be executed: variables become unsure. Returns True if any changed."""
         before = self.num_changes
         undone, self.undone_functions = self.undone_functions, {}
         self.enclosing.append(why)
@@ -153,9 +150,8 @@ class _Interpreter(Builtins):
         status: bool | None = True
         for number, item in enumerate(items):
             self.current_line = self.report_line(item.line)
-            if (
-                self.frames[-1].may_have_returned and not self.enclosing
-            ):  # either all of the rest is executed, or none of it
+            # After a possible return, either all remaining commands are executed or none.
+            if self.frames[-1].may_have_returned and not self.enclosing:
                 self.run_uncertain(items[number:], self.current_line, "a condition")
                 return None
             if item.background:
@@ -169,11 +165,8 @@ class _Interpreter(Builtins):
     def run_item(self, item: Item) -> bool | None:
         node = item.node
         if self.enclosing and not self.quiet_depth and isinstance(node, SimpleCommand | AndOr | Pipeline):
-            name = (
-                node.words[0].literal
-                if isinstance(node, SimpleCommand) and node.words and isinstance(node.words[0], ShellWord)
-                else ""
-            )
+            first = node.words[0] if isinstance(node, SimpleCommand) and node.words else None
+            name = first.literal if isinstance(first, ShellWord) else ""
             if name not in _QUIET:
                 self.report_unread(item.line, item.text, _IN_CONDITION)
             self.quiet_depth += 1
@@ -183,10 +176,10 @@ class _Interpreter(Builtins):
         return self.run_node(node, item)
 
     def run_node(self, node: Node, item: Item) -> bool | None:
-        """Execute a command. Returns whether it succeeds, None if unknown."""
+        """Execute a command. Returns True if it succeeds, False if it fails, None if unknown."""
         self.level += 1
         if self.level > MAX_NESTING:
-            message = f"over {MAX_NESTING} commands are nested here. Write the command that trains out."
+            message = f"over {MAX_NESTING} commands are nested here. Write out the training command."
             raise TranslateError(f"{self.source}:{self.current_line}: {message}")
         try:
             return self.dispatch_node(node, item)
@@ -291,9 +284,7 @@ class _Interpreter(Builtins):
             if known is True:
                 self.skip(body, node.line, node.heading)
                 continue
-            globs = (
-                [] if known is None else [glob_pattern(self, pattern, 2, self.case_sensitive) for pattern in patterns]
-            )
+            globs = [] if known is None else [glob_pattern(self, p, 2, self.case_sensitive) for p in patterns]
             self.charge(10 * len(subject.text))
             matches = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
             if known is False and not falls_through and not any(fit is not False for fit in matches):
@@ -374,13 +365,8 @@ class _Interpreter(Builtins):
         """Read a file in place of the line that sources it. Its lines are reported under that line."""
         name = words[0].text if words else ""
         text = None
-        if (
-            self.find_file is not None
-            and words
-            and not words[0].open
-            and len(self.open_files) <= _MAX_SOURCE_DEPTH
-            and self.files < _MAX_SOURCED_FILES
-        ):
+        within_limits = len(self.open_files) <= _MAX_SOURCE_DEPTH and self.files < _MAX_SOURCED_FILES
+        if within_limits and self.find_file is not None and words and not words[0].open:
             text = self.find_file(name)
         if text is None or any(text == before for _, before, _ in self.open_files):  # also a file that sources itself
             self.mark_all_unsure(item, "another file, which is not read")
@@ -411,9 +397,8 @@ class _Interpreter(Builtins):
             parts = [part for assignment in node.assignments if assignment.value for part in assignment.value.parts]
             plain = all(isinstance(p, Literal) or (isinstance(p, Parameter) and not p.argument) for p in parts)
             return True if plain else None
-        words: list[Word | Assignment] = [
-            *self.expand_words(word for word in node.words if isinstance(word, ShellWord))
-        ]
+        words: list[Word | Assignment] = []
+        words += self.expand_words(word for word in node.words if isinstance(word, ShellWord))
         words += [word for word in node.words if isinstance(word, Assignment)]
         replaces_shell = False
         environment: dict[str, Word] = {a.name: self.expand_text(a.value) for a in node.assignments}
@@ -422,13 +407,10 @@ class _Interpreter(Builtins):
             words = words[1:]
             if words and isinstance(words[0], Word) and words[0].text.startswith("-"):  # command -v, env -i
                 return None
-            while (
-                first.text == "env"
-                and words
-                and isinstance(words[0], Word)
-                and (value := VALUE.fullmatch(words[0].text))
-            ):
-                environment[value[1]] = Word(value[2], words[0].line, words[0].open, words[0].unsure)
+            while first.text == "env" and words and isinstance(entry := words[0], Word):
+                if not (value := VALUE.fullmatch(entry.text)):
+                    break
+                environment[value[1]] = Word(value[2], entry.line, entry.open, entry.unsure)
                 words = words[1:]
         if not words or not isinstance(words[0], Word):
             return None
@@ -505,9 +487,11 @@ class _Interpreter(Builtins):
 def read(text: str, known: Mapping[str, str], source: str, find_file: FindFile | None = None) -> Script:
     """Read a script.
 
-    known   values of variables from the user, which win over the script's own
-    find_file    finds files that it sources
+    Args:
+        known: variables set by the user, which override assignments in the script.
+        source: the name of the script in messages.
+        find_file: returns the text of a sourced file.
 
-    Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size.
+    Raises TranslateError for an unterminated quote, and for a script that exceeds the limits on its size.
     """
     return _Interpreter(text, known, source, find_file).run()

@@ -71,8 +71,8 @@ class RewardModel:
         """Score completions: returns a number for each, or the reason why there is none.
 
         Columns: `messages` (turns) or `prompt` (a text), and `images` (files or
-        :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the turns). A text model rejects rows
-        with images."""
+        :class:`octavo.data.rows.image_refs.InlineImage`, one for each `<image>` in the turns). A text model rejects
+        rows with images."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
             rows = range(first, min(first + self.batch, len(completions)))

@@ -87,6 +87,7 @@ def run(
         raise TrainError(
             f"callbacks must be a list of octavo.train.Callback, such as [MyCallback()], but is {callbacks!r}"
         )
+    # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
     cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
     phase.check(cfg)

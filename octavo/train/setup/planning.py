@@ -182,7 +182,7 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
         return
     codes = [r.name for r in plan.rows if r.fp8 and (r.row.codes is not None or plan.policy.param_of(r.component))]
     for block in plan.blocks:
-        # The layers of an MLP are its children; those of a norm are its siblings' children.
+        # The layers of an MLP are its children; the layers of a norm are its siblings' children.
         parent = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
         layer = next((name for name in codes if name.startswith(f"{parent}.")), None)
         if block.fused and layer is not None:
@@ -279,7 +279,11 @@ def high_precision_notes(model: nn.Module) -> list[str]:
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
+<<<<<<< HEAD
     """Return the notes of a plan, and a note for each setting with an effect that a reader may miss."""
+=======
+    """Return the notes of a plan: FP8's notes, then one for each setting with an effect that a reader may miss."""
+>>>>>>> main
     notes = list(plan.notes)
     notes += high_precision_notes(model)
     # settings whose effect depends on the number of ranks or on the model
@@ -294,8 +298,13 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
             notes.append("fp8.adapt.time: nothing was measured, so moves are limited only by fp8.adapt.budget")
     if cfg.train.cuda_graphs:
         notes.append(
+<<<<<<< HEAD
             "train.cuda_graphs: graphs keep separate gradients, activations and workspace, which are not in the "
             "predicted memory"
+=======
+            "train.cuda_graphs: graphs keep separate gradients, activations and workspace in addition to the ones that "
+            "steps without graphs use; the predicted memory leaves them out"
+>>>>>>> main
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation
