@@ -26,10 +26,21 @@ from octavo.config import load_config
 from octavo.config.sections.train import ParallelSection
 from octavo.models.structure import shapes
 from octavo.parallel import Layout
-from octavo.train.estimate.memory import Card, Footprints
-from octavo.train.estimate.step_time import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate, search, work_of
+from octavo.train.estimate.memory import Card, MemoryEstimator
+from octavo.train.estimate.step_time import (
+    Cluster,
+    Decoder,
+    Group,
+    Mesh,
+    Rows,
+    Speeds,
+    Work,
+    estimate,
+    estimate_work,
+    search,
+)
 from octavo.train.estimate.step_time.cluster import SPEEDS_FILE
-from octavo.train.estimate.step_time.search import in_short_rows
+from octavo.train.estimate.step_time.search import split_long_rows
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 
@@ -154,7 +165,10 @@ def work(run: Run) -> Work:
         s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.layers if s.experts else 0, s.experts, s.choices
     )
     flops = {kind: 3 * size for kind, size in forward.items()}
-    rows, elements = Rows(tokens, again=int(full), again_experts=int(full)), float(tokens * s.hidden * s.layers)
+    rows, elements = (
+        Rows(tokens, recomputed_attention=int(full), recomputed_experts=int(full)),
+        float(tokens * s.hidden * s.layers),
+    )
     return Work(decoder, rows, flops, forward, elements, groups, updated, again, compiled=True)
 
 
@@ -169,7 +183,7 @@ def predicted(run: Run, constants: dict[str, float]) -> float:
     power = constants["power"] if run.gpu == "h100-2.4" else 1.0
     cluster = Cluster(run.gpu, 989e12 * power, 1979e12 * power, memory, hbm, 450e9, 50e9, 8, -(-run.ranks // 8), speeds)
     layout = Layout.from_section(run.ranks, ParallelSection(context=run.context, expert=run.expert))
-    mesh = Mesh.of(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
+    mesh = Mesh.from_layout(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
     return estimate(work(run), mesh, cluster).rate
 
 
@@ -232,20 +246,20 @@ def table(most: int) -> list[dict[str, Any]]:
     out = []
     for title, name in MODELS.items():
         counts = {"foundation": PACK, "lm_head": PACK, "image_encoder": PACK, "image_projector": PACK // 4}
-        tokens = in_short_rows(Tokens(counts, PACK, 4096, SAMPLE))
+        tokens = split_long_rows(Tokens(counts, PACK, 4096, SAMPLE))
         model, family = shapes.shape_model(name)
         cfg = load_config(None, [f"model.path={name}", "data.train=[{path: none}]", "train.steps=1", *SETTINGS])
         plan, _, _ = planning.plan_model(cfg, model, family)
-        sizes = Footprints(cfg, model, family, plan, tokens)
-        decoder, ranks = work_of(sizes, cfg).decoder, 8
+        sizes = MemoryEstimator(cfg, model, family, plan, tokens)
+        decoder, ranks = estimate_work(sizes, cfg).decoder, 8
         while ranks <= most:
             sizes.cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": 4 * ranks})})
             best = search(sizes, Cluster.parse(f"h100x8x{ranks // 8}"), decoder)[0]
-            fits, chosen = best.over <= 0, best.estimate
+            fits, chosen = best.excess <= 0, best.estimate
             out.append({
                 "model": title, "gpus": ranks, "mesh": str(best.mesh) if fits else None,
                 "gib": round(best.memory / 2**30, 1), "tokens_per_second_per_gpu": round(chosen.rate) if fits else None,
-                "bound": chosen.bound if fits else best.why(best),
+                "bound": chosen.bound if fits else best.explain(best),
             })  # fmt: skip
             ranks *= 2
     return out
