@@ -202,15 +202,8 @@ def enter(
     auto    resume from the newest good checkpoint; if there is no checkpoint, start a new run
     PATH    resume from that checkpoint, in its own run directory or in one that is new or empty
 
-<<<<<<< HEAD
     A new run starts from the checkpoint `run.fork` or the weights of `run.start_from`. The directory of a run that
     failed before its first step counts as empty. ``fingerprints`` identify the phase's inputs (`Phase.fingerprints`).
-=======
-    A new run starts from the checkpoint that `run.fork` names, or with the weights of `run.start_from`. The directory
-    of a run that failed before its first step counts as empty.
-
-    ``fingerprints`` of the phase's inputs come from :meth:`octavo.train.setup.phase.Phase.fingerprints`.
->>>>>>> main
 
     Raises TrainError if the directory is in use or contains other files, and if settings, data files or files of the
     model folder have changed since the checkpoint; the message names them.

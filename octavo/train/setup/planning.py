@@ -279,11 +279,7 @@ def high_precision_notes(model: nn.Module) -> list[str]:
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
-<<<<<<< HEAD
     """Return the notes of a plan, and a note for each setting with an effect that a reader may miss."""
-=======
-    """Return the notes of a plan: FP8's notes, then one for each setting with an effect that a reader may miss."""
->>>>>>> main
     notes = list(plan.notes)
     notes += high_precision_notes(model)
     # settings whose effect depends on the number of ranks or on the model
@@ -298,13 +294,8 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
             notes.append("fp8.adapt.time: nothing was measured, so moves are limited only by fp8.adapt.budget")
     if cfg.train.cuda_graphs:
         notes.append(
-<<<<<<< HEAD
             "train.cuda_graphs: graphs keep separate gradients, activations and workspace, which are not in the "
             "predicted memory"
-=======
-            "train.cuda_graphs: graphs keep separate gradients, activations and workspace in addition to the ones that "
-            "steps without graphs use; the predicted memory leaves them out"
->>>>>>> main
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation

@@ -162,13 +162,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
     )
     if job.background is None:
         encrypt = job.cfg.run.encrypt
-<<<<<<< HEAD
         # `CheckpointCallback` deletes old checkpoints, hence keep=None.
         return checkpoint.write(job.directory / folder, snapshot, job.world, keep=None, encrypt=encrypt)
     job.background.begin(job.directory / folder, snapshot)
-=======
-        # keep=None, because `CheckpointCallback` deletes old checkpoints.
-        return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)
-    job.background.begin(job.directory / folder, moment)
->>>>>>> main
     return None

@@ -1,16 +1,9 @@
 """Counts the memory that a micro-batch keeps for backward, in a forward of the real modules on fake tensors.
 
-<<<<<<< HEAD
 The memory that a block keeps depends on its norms, its attention, shared inputs and recomputation, so no formula gives
 it. Instead the blocks run here, with the plan applied, on fake tensors, which have a shape, a dtype and a storage size
 but no allocated memory. The accountant (:mod:`octavo.fp8.memory.accounting`) counts the tensors that stay alive. A
 layer of an 8-billion-parameter model takes a tenth of a second for 8192 tokens.
-=======
-What a block keeps depends on its norms, its attention, shared inputs and recomputation, that is on code rather than on
-a formula. So the blocks themselves run here, with the plan applied, on fake tensors, which have a shape, a dtype and a
-storage size but no allocated memory. The accountant (:mod:`octavo.fp8.memory.accounting`) counts what stays alive. A
-layer with the width of an 8-billion-parameter model takes a tenth of a second for 8192 tokens.
->>>>>>> main
 
 Only token ids, positions and masks are real, because models read their values. Equal blocks (in class, shapes and
 recipes) keep equal amounts, so one of each kind runs and represents the others. It runs between two real neighbours,

@@ -75,13 +75,8 @@ class Setting:
     seconds: float
     relative: float = 1.0
 
-<<<<<<< HEAD
     def excess(self, card: Card) -> int:
         """Return the bytes that exceed the card; negative if bytes stay free."""
-=======
-    def over(self, card: Card) -> int:
-        """Bytes that it needs beyond the card's memory; negative if bytes stay free."""
->>>>>>> main
         return self.footprint.total - card.usable
 
     def differences(self, other: Settings) -> Settings:

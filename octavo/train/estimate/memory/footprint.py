@@ -174,13 +174,8 @@ class MemoryEstimator:
         """Return True if losses are computed without full logits: configured, and possible with this model."""
         return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
 
-<<<<<<< HEAD
     def forward_dtypes(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
         """Return (dtype of the parameters, dtype of autocast or None if autocast is off)."""
-=======
-    def forward_of(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
-        """Return the dtypes of a forward's parameters and of autocast, or None instead if autocast is off."""
->>>>>>> main
         return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
 
     def _fake_forward(self, cfg: Config, head_only: bool = False) -> ForwardBytes:
@@ -346,13 +341,8 @@ class MemoryEstimator:
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
-<<<<<<< HEAD
     def _gather_bytes(self, cfg: Config, plan: fp8.Plan, expert_ranks: int = 1) -> tuple[int, ...]:
         """Return the bytes of whole (weights, gradients) of the root and two blocks.
-=======
-    def _gather(self, cfg: Config, plan: fp8.Plan, ways: int = 1) -> tuple[int, ...]:
-        """Bytes of the whole (weights, gradients) of the root and of two blocks.
->>>>>>> main
 
         The experts of the blocks are split over ``expert_ranks`` ranks.
         """
@@ -417,16 +407,10 @@ class MemoryEstimator:
 class _LayerSizes:
     """Sizes that the workspace depends on.
 
-<<<<<<< HEAD
     ``vocabulary`` and ``hidden`` are the dimensions of the head. ``widest`` maps each component to the width of its
     widest layer, and ``in_fp8`` has the components with FP8 layers. ``largest`` and ``largest_inside`` are the numbers
     of elements of the largest weight and of the largest weight in a block. ``codes`` is the number of bytes of the
     largest layer's codes.
-=======
-    ``vocabulary`` and ``hidden`` are the head's sizes. ``widest`` gives the widest layer of each component, and
-    ``in_fp8`` the components with FP8 layers. ``largest`` and ``largest_inside`` are the elements of the largest weight
-    and of the largest within a block. ``codes`` is the bytes of the largest layer's codes.
->>>>>>> main
     """
 
     vocabulary: int

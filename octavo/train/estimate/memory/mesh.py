@@ -59,15 +59,9 @@ def _share(size: int, part: int, whole: int) -> int:
 def key_value_bytes(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -> int:
     """Return the bytes of keys and values over all tokens of a row.
 
-<<<<<<< HEAD
     All layers keep theirs until backward, or one layer if blocks are recomputed in full; the fp32 gradients of one
     layer are added. ``tokens`` are the tokens of one rank, and ``width`` is the bytes of an element in the computing
     dtype.
-=======
-    Every layer's are kept until backward, or only one layer's where blocks are recomputed in full; one layer's fp32
-    gradients are added. ``tokens`` counts the tokens of one rank, and ``width`` is the bytes of an element in the
-    computing dtype.
->>>>>>> main
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

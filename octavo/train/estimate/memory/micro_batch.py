@@ -79,13 +79,8 @@ def _add_sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: 
 class _Images(NamedTuple):
     """The images of a micro-batch.
 
-<<<<<<< HEAD
     Every row has ``per_row`` images of ``length`` tokens. ``shape`` is the shape of `pixel_values`, and ``inputs`` are
     the other inputs of the tower.
-=======
-    Every row has ``each`` images of ``length`` tokens. ``shape`` is the shape of `pixel_values`, and ``inputs`` are
-    further inputs of the tower.
->>>>>>> main
     """
 
     per_row: int

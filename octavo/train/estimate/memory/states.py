@@ -173,15 +173,9 @@ def code_bytes(
     """Return the bytes of the FP8 codes and scales that are kept from step to step in addition to the weights.
 
     A ``frozen`` weight is itself stored as codes, so only its second layout for dgrad is counted. Under FSDP2, codes
-<<<<<<< HEAD
     are freed together with the gathered weight, except those of weights that are FP8 between steps (`fp8.param`): these
     are cast from the shard and kept with it. For ``reached`` see :func:`reached_by_backward`. ``shared`` is
     True if FSDP2 is used, which is possible even if each rank holds a whole copy; the default is ``ranks > 1``.
-=======
-    are freed together with the gathered weight. Codes of weights that are FP8 between steps (`fp8.param`) are cast from
-    the shard and kept with it instead. For ``reached`` see :func:`backward_reaches`. ``shared`` says whether FSDP2 is
-    used, which may be the case even where each rank holds a whole copy; None means with several ranks.
->>>>>>> main
     """
     if plan.policy.weight_codes == "recast":
         return 0
@@ -257,13 +251,8 @@ def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
     return all(g is not None and (g.b.format, g.b.block) == (codes.format, codes.block) for g in used)
 
 
-<<<<<<< HEAD
 def weight_casts(row: fp8.PlanRow) -> list[CastSpec]:
     """Return the casts of a weight: the forward cast and, if it differs, the dgrad cast."""
-=======
-def casts_of(row: fp8.PlanRow) -> list[CastSpec]:
-    """Return the casts of a weight for the forward and, where it differs, for dgrad."""
->>>>>>> main
     casts = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
     return list(dict.fromkeys(casts))
 
@@ -309,13 +298,8 @@ def _scale_bytes(spec: CastSpec) -> int:
     return 1 if spec.scale == "e8m0" else 4
 
 
-<<<<<<< HEAD
 def _skip_tied(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
     """Yield the rows, except those whose weight is tied to the weight of an earlier row."""
-=======
-def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
-    """Return the rows whose weight is not tied to an earlier row's."""
->>>>>>> main
     seen: set[str] = set()
     for row in rows:
         if not seen.intersection(row.row.tied):

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The groups of parameters that FSDP2 gathers together: one per block, and one for the root.
-=======
-"""The groups of parameters that FSDP2 gathers together: the parameters of a block, or of the root.
->>>>>>> main
 
 FSDP2 splits a parameter along its first dimension into equal numbers of rows and pads the last, so all ranks send the
 same amount. Experts are first distributed over the `parallel.expert` ranks, then split over the remaining ranks, and

@@ -25,15 +25,7 @@ ROW = 4096  # the largest row whose activations are counted at once
 def split_long_rows(tokens: Tokens) -> Tokens:
     """Return the same tokens in rows of at most :data:`ROW`.
 
-<<<<<<< HEAD
     A forward on fake tensors takes half a minute for a long row and many experts. The cost of attention is still
-=======
-
-def in_short_rows(tokens: Tokens) -> Tokens:
-    """Return the same tokens in rows of at most :data:`ROW`, to count what is kept for each token.
-
-    A forward without values takes half a minute for a long row and many experts. The cost of attention is still
->>>>>>> main
     computed for the long row.
     """
     row = next((tokens.row // n for n in range(1, tokens.row) if tokens.row % n == 0 and tokens.row // n <= ROW), 1)

@@ -38,15 +38,9 @@ class Ring(NamedTuple):
 class Estimate:
     """The times of a micro-batch on one rank, in seconds.
 
-<<<<<<< HEAD
     ``computing`` is by kind of operation, ``exposed`` by exchange on the critical path, and ``overlapping`` by
     overlapping exchange, of which ``waited`` is not hidden. ``update`` is the micro-batch's part of the step's update.
     ``bytes`` is by kind of exchange. ``tokens`` is the number of tokens of this rank.
-=======
-    ``computing`` is by kind of operation, ``exposed`` by exchange on the critical path, and ``beside`` by overlapping
-    exchange, of which ``waited`` is not hidden. ``update`` is the micro-batch's part of the step's update. ``bytes``
-    is by kind of exchange. ``tokens`` counts the tokens of this rank.
->>>>>>> main
     """
 
     mesh: Mesh

@@ -32,19 +32,11 @@ RECOMPUTED_FRACTION = {"none": 0.0, "selective": 0.65, "full": 1.0}
 class Work:
     """The work of a micro-batch, summed over all ranks that share its rows.
 
-<<<<<<< HEAD
     ``flops`` of forward and backward are by kind: bf16 and fp8 (linear layers), experts_bf16, experts_fp8 and
     attention. ``forward`` are the FLOPs of one forward, and ``recomputed`` those that are computed again. ``elements``
     is the number of hidden-state values at block boundaries: tokens x width x blocks. ``groups`` returns the groups of
     FSDP2 for a layout, and ``update_bytes`` the bytes that an update reads and writes on a rank. ``two_backwards`` is
     True if backward runs twice, and ``compiled`` if blocks are compiled.
-=======
-    ``flops`` counts forward and backward by kind: bf16 and fp8 (linear layers), experts_bf16, experts_fp8 and
-    attention. ``forward`` counts one forward, and ``again`` the FLOPs computed a second time. ``elements`` is the
-    number of hidden-state values at block boundaries: tokens x width x blocks. ``groups`` returns what FSDP2 gathers
-    under a layout, and ``updated`` the bytes that an update reads and writes on a rank. ``twice`` says whether backward
-    runs twice, and ``compiled`` whether blocks are compiled.
->>>>>>> main
     """
 
     decoder: Decoder
@@ -60,11 +52,7 @@ class Work:
 
     @property
     def model_flops(self) -> float:
-<<<<<<< HEAD
         """The model's FLOPs: 6 N + 6 L Hq D s per token, plus the vision tower."""
-=======
-        """The model's FLOPs: 6 N + 6 L Hq D s for each token, plus the FLOPs of vision."""
->>>>>>> main
         return sum(self.flops.values())
 
     @property
