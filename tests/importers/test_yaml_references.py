@@ -138,7 +138,7 @@ def test_nothing_outside_the_folder_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("register", "said"),
     [({"a": {"file_name": 7}}, "a: file_name is 7"), ({"a": {"file_name": "x", "columns": []}}, "columns is"),
-     ({"a": {"file_name": "x", "tags": {"role_tag": ["b"]}}}, "role_tag is"), ([], "an object belongs")],
+     ({"a": {"file_name": "x", "tags": {"role_tag": ["b"]}}}, "role_tag is"), ([], "expected an object")],
 )  # fmt: skip
 def test_a_register_of_data_sets_of_any_type_is_a_sentence(register: object, said: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
