@@ -360,9 +360,10 @@ def _clamp_to_finite(logs: Tensor) -> Tensor:
 
 
 def _joint_entropy(logs: Tensor, entropies: Tensor) -> Tensor:
-    """Return the entropy over the entropy over the vocabulary [m] from each block's log-probability and entropy [m, blocks]: by
-    the chain rule it is the mean entropy within blocks plus the entropy of the choice of a block. All terms are
-    nonnegative, so nothing cancels.
+    """Return the entropy over the vocabulary [m] from each block's log-probability and entropy [m, blocks].
+
+    By the chain rule it is the mean entropy within blocks plus the entropy of the choice of a block. No term is
+    negative, so nothing cancels.
     """
     share = logs.exp()
     return torch.where(share == 0.0, 0.0, share * (entropies - _clamp_to_finite(logs))).sum(1)
