@@ -47,7 +47,7 @@ def run(bench: Bench) -> None:
 
 def run_head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
     """Measure the losses of all positions without full logits, with the head in high precision and in each recipe
-    (``fp8.lm_head``). FLOPs are those of three GEMMs; the logits recomputed in the backward are not counted."""
+    (``fp8.lm_head``). FLOPs are the FLOPs of three GEMMs; the logits recomputed in the backward are not counted."""
     weight = model.get_output_embeddings().weight
     recipes = [None, *(r for r in peers.RECIPES if peers.supported_backends(bench, r))]
     builders = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}

@@ -4,7 +4,7 @@ A step is the forward, the loss over all positions, the backward, and torch's fu
 of the weights, so that an 8 B model fits on one GPU of 141 GB. Candidates are high precision and every recipe, each
 eager and compiled block by block, recipes also fused by the plan, and on a GPU with forward and backward in one CUDA
 graph. They run one after another, because two such models do not fit in memory. FLOPs are 6 per parameter and token for
-linear layers, plus those of causal attention; recomputation is not counted.
+linear layers, plus the FLOPs of causal attention; recomputation is not counted.
 
 For eager candidates, a few more steps are timed by part (:class:`Budget`): linear layers, attention, the head, norms,
 the optimizer, and the rest (embeddings, residual sums, activation functions, idle time). Times are measured with CUDA

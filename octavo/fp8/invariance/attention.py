@@ -154,7 +154,7 @@ def _in_fp32(x: Tensor) -> Iterator[None]:
     """Disable autocast and torch functions, for products that are already invariant.
 
     Autocast would cast their operands down again, and the backward, which usually runs outside of autocast, would
-    recompute probabilities that differ from those of the forward.
+    recompute probabilities that differ from the forward's.
     """
     device = x.device.type
     lowers = torch.amp.is_autocast_available(device)
@@ -300,6 +300,7 @@ def _check(
     if mask is not None and mask.dim() != 4:
         raise ValueError(f"a mask {list(mask.shape)} does not broadcast to [B, H, T, S]; pass four dimensions")
     if mask is not None and mask.requires_grad:
+        # The backward computes gradients of q, k and v only, so this mask's would silently be missing.
         raise InvarianceError(
             "invariant: attention has a mask that requires a gradient (a learned position bias), which is not "
             "computed. Such a model cannot be trained with rl.invariant: true"

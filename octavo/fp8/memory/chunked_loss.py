@@ -16,7 +16,7 @@ accumulated over blocks, in fp32.
 The three GEMMs of a block run in high precision or, for an FP8 head, with its recipe
 (:mod:`octavo.fp8.memory.head_gemms`), in blocks of a multiple of 128 rows.
 
-Logits equal the stock head's: a GEMM in the compute dtype (autocast's, otherwise that of the hidden states),
+Logits equal the stock head's: a GEMM in the compute dtype (autocast's, otherwise the hidden states'),
 rounded to it and converted to fp32. Losses therefore equal ``F.cross_entropy(head(h).float())`` except for the order of
 fp32 sums. The losses are computed from these statistics by plain differentiable PyTorch, and the incoming gradient is
 one number per token, so any weighting and reduction of the loss works. NaN and Inf propagate to the loss.
@@ -112,7 +112,7 @@ def token_log_probs(
     """Return log softmax(x / temperature) at every token's target, fp32 [...]; 0 if the target is ``ignore_index``.
 
     With ``entropy=True``, returns a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats,
-    fp32 [...]. Both are differentiable. Other arguments, cost and errors are those of :func:`linear_cross_entropy`.
+    fp32 [...]. Both are differentiable. Other arguments, cost and errors are as in :func:`linear_cross_entropy`.
     """
     return head_log_probs(hidden, weight, target, bias, None, temperature, entropy, ignore_index, chunk)
 
@@ -150,7 +150,7 @@ def log_probs(
     """Return log softmax(logits / temperature) at target [...], for existing logits [..., V].
 
     With ``entropy=True``, also returns the entropy, as :func:`token_log_probs` does; both are differentiable. Inside
-    ``octavo.fp8.batch_invariant`` the result equals that of :func:`token_log_probs` bit for bit, whatever the other
+    ``octavo.fp8.batch_invariant`` the result equals :func:`token_log_probs` bit for bit, whatever the other
     rows.
     """
     if target.shape != logits.shape[:-1]:

@@ -74,8 +74,8 @@ class Interval:
 
 
 def paired_accuracy(pieces: Pieces, baseline: Pieces) -> Interval | None:
-    """Return the accuracy of ``pieces`` minus that of ``baseline`` on the same questions, or None with fewer than two
-    sources.
+    """Return the accuracy of ``pieces`` minus the accuracy of ``baseline`` on the same questions, or None with fewer
+    than two sources.
 
     Bonett and Price's interval of paired proportions (2012): Wald's interval after adding one question of each kind on
     which the two differ, so that no observed difference does not mean certainty. Questions of one source (an image, a

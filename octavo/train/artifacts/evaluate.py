@@ -113,7 +113,7 @@ def compare_bases(
     Returns {"bases": a row per base, "gap": FP8 minus high precision, "weights": distance of the codes from the
     folder's weights}. The bases are the FP8 base with its recipe, the same codes dequantized (to separate the errors of
     weights and activations), and the folder's weights. In "weights", `sqnr_db` is the geometric mean over all weights,
-    and `relative` is |W - W'| / |W|. The arguments are those of `evaluate_target`.
+    and `relative` is |W - W'| / |W|. The arguments are as in `evaluate_target`.
 
     Raises TrainError for a target without adapters or without an FP8 base, and for a folder without high-precision
     weights.

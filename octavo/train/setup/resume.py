@@ -162,7 +162,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
     )
     if job.background is None:
         encrypt = job.cfg.run.encrypt
-        # `CheckpointCallback` deletes old checkpoints, hence keep=None.
+        # `CheckpointCallback` deletes old checkpoints, so keep=None.
         return checkpoint.write(job.directory / folder, snapshot, job.world, keep=None, encrypt=encrypt)
     job.background.begin(job.directory / folder, snapshot)
     return None

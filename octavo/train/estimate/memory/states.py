@@ -173,7 +173,7 @@ def code_bytes(
     """Return the bytes of the FP8 codes and scales that are kept from step to step in addition to the weights.
 
     A ``frozen`` weight is itself stored as codes, so only its second layout for dgrad is counted. Under FSDP2, codes
-    are freed together with the gathered weight, except those of weights that are FP8 between steps (`fp8.param`): these
+    are freed together with the gathered weight, except codes of weights that are FP8 between steps (`fp8.param`): these
     are cast from the shard and kept with it. For ``reached`` see :func:`reached_by_backward`. ``shared`` is
     True if FSDP2 is used, which is possible even if each rank holds a whole copy; the default is ``ranks > 1``.
     """

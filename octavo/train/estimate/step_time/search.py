@@ -52,8 +52,8 @@ class MeshResult:
         if slower < TIE - 1:
             slower_links = self.estimate.link_seconds > best.estimate.link_seconds
             return "as fast, with more time on the links" if slower_links else "as fast"
-        own, reference = (_seconds_per_token(e) for e in (self.estimate, best.estimate))
-        difference = {kind: size - reference.get(kind, 0.0) for kind, size in own.items()}
+        seconds, reference = (_seconds_per_token(e) for e in (self.estimate, best.estimate))
+        difference = {kind: size - reference.get(kind, 0.0) for kind, size in seconds.items()}
         return f"{slower:+.0%} time, {max(difference, key=lambda kind: difference[kind])}"
 
 

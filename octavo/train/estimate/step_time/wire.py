@@ -95,7 +95,7 @@ class Decoder:
     """The properties of a decoder that its exchanges depend on.
 
     ``layers`` have attention, and ``sparse`` layers have ``experts``, of which a token uses ``choices``. ``features``
-    is the number of elements of an image token, including those of deepstack. Attention ``outputs``, the ``rows``
+    is the number of elements of an image token, including deepstack's. Attention ``outputs``, the ``rows``
     sent to experts, and the ``gradients`` of their results may be sent as codes.
     """
 
