@@ -133,7 +133,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (
             ["plan", "run.yaml", "--tokens", "fundation=8"],
             1,
-            "tokens were given for fundation, but qwen3_vl has no such component",
+            "given for fundation, but qwen3_vl has no such component",
         ),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (
