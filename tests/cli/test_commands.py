@@ -130,7 +130,11 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
         (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published model has no data"),
         (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each component once with an integer below"),
-        (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
+        (
+            ["plan", "run.yaml", "--tokens", "fundation=8"],
+            1,
+            "given for fundation, but qwen3_vl has no such component",
+        ),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (
             ["plan", "run.yaml", "fp8.rules=[{match: '**.nothing', recipe: off}]"],
