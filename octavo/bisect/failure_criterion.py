@@ -1,10 +1,10 @@
 """Decides whether a run is broken, compared with high precision by its loss or its time.
 
 A run that raises, or whose loss is not finite, is broken. Otherwise its figure decides: ``loss`` is the relative
-difference of its mean loss over the last half of the steps from that of high precision on the same data; ``time`` is
-its median seconds per step divided by those of high precision, minus one. The margin decides whether a configuration is
-broken and whether a change works. During the search in a broken configuration the bar is half of its figure: equally
-far from a working and from the broken run, where noise matters least.
+difference between its mean loss over the last half of the steps and the mean loss of high precision on the same data;
+``time`` is the ratio of its median seconds per step to high precision's, minus one. The margin decides whether a
+configuration is broken and whether a change works. During the search in a broken configuration the bar is half of its
+figure: equally far from a working and from the broken run, where noise matters least.
 """
 
 from __future__ import annotations

@@ -156,6 +156,7 @@ def _search(cfg: Config, session: _Session, by: By, margin: float, total: int) -
     space = Space.of(cfg, plan)
     reference = trials.outcome(space.with_only([]), total, "high precision")
     full = Bar(by, reference, total, margin)
+    # Many trials are needed: search over as few steps as show the failure; `full` confirms a change over all steps.
     bar = shorten(unchanged, full)
     figure = bar.figure(unchanged)
     session.lines += [

@@ -73,7 +73,7 @@ def make_curves(answer: Answer) -> list[plots.Curve]:
     chosen = [("high precision", "base", reference), ("unchanged", "fp8-0", unchanged)]
     for number, causes in enumerate(answer.sets, 1):
         set_lines = [line for line in trial_lines if line.broken and line.words == f"with {list_words(causes)}"]
-        chosen += [(f"set {number} alone", f"fp8-{1 + number % 3}", line) for line in set_lines[:1]]
+        chosen += [(f"only set {number}", f"fp8-{1 + number % 3}", line) for line in set_lines[:1]]
     if answer.works is not None:
         chosen += [("what works", "fp8-4", line) for line in [line for line in trial_lines if not line.broken][-1:]]
     return [_curve(*entry) for entry in chosen if entry[2].outcome.losses.size]

@@ -29,7 +29,7 @@ from octavo.config.yaml.problems import nearest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
-    # Options with defaults 0 and 1 stand for the smallest trial; each one adds runs to it.
+    # The defaults 0 and 1 select the smallest trial; each option adds runs to it.
     parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to compare (default: the recipe of the file)")
     parser.add_argument(
         "--out", metavar="DIR", help="output folder for the report and the runs (default: <run.dir>-compare)"

@@ -119,6 +119,7 @@ class _Encryption:
             self._record(path, kind, "copied as they are")
             return
         else:
+            # A list encrypted with another key cannot be read, so it does not show whether the file was replaced.
             with suppress(encryption.WrongKey):
                 encryption.check_file(file, None, self.old or self.key)
         writer = encryption.Writer(out, key=self.key, place=self._place(file, path))

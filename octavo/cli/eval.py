@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answers", metavar="N", type=arguments.natural, default=None,
         help="also generate greedy answers to the last question of the first N rows (0: all rows), and report their "
-        "rewards (those of the configuration, or exact_match)",
+        "rewards (as configured, or exact_match)",
     )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens",

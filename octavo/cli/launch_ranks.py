@@ -2,8 +2,8 @@
 
 It works like torchrun on one machine, with the same variables (RANK, WORLD_SIZE, ...) and the same kind of store. In
 addition, each signal is forwarded to every rank once, no rank is killed while it saves (bounded by run.timeout), the
-exit code is that of the run, and errors are printed without the launcher's traceback. For several machines use
-torchrun: `torchrun --nnodes ... -m octavo train FILE`.
+command exits with the run's exit code, and errors are printed without the launcher's traceback. For several machines
+use torchrun: `torchrun --nnodes ... -m octavo train FILE`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def resolve_process_count(count: int | None) -> int:
 
 
 def launch(words: Sequence[str], count: int) -> int:
-    """Run `octavo WORDS...` as `count` ranks. Returns the exit code of the first rank that failed, else that of rank 0.
-    The stderr of other ranks is printed only if they fail."""
+    """Run `octavo WORDS...` as `count` ranks. Returns the exit code of the first rank that failed, or of rank 0 if none
+    failed. The stderr of other ranks is printed only if they fail."""
     from torch.distributed import TCPStore
 
     from octavo.report.trial.parallel_runs import COMMAND  # a rank saves and ends if this process is killed

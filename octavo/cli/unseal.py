@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     seal.check(args, args.what == "text", args.what != "model" or args.model is not None, key=True)
 
+    # Importing torch takes seconds, so the arguments are checked first.
     from octavo import sealing
 
     key, encrypted = seal.keys(args)

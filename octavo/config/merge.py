@@ -39,7 +39,7 @@ class Tree:
         self.problems.append(Problem(place, key, reason, fix))
 
     def place(self, path: Path) -> Place:
-        """Return the place where ``path`` was written, else that of the closest enclosing key."""
+        """Return the place where ``path`` was written, or else the place of the closest enclosing key."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]

@@ -71,7 +71,7 @@ class WindowShuffle:
         return int(self.first[order[index]]) + place - int(starts[index])
 
     def shards(self, epoch: int, position: int) -> Iterator[int]:
-        """Yield the shards of the window at a position, then those of the next window."""
+        """Yield the shards of the window at a position, then the shards of the next window."""
         for _ in range(2):
             if position >= self.size:
                 epoch, position = epoch + 1, 0
@@ -159,7 +159,7 @@ class Mixture:
         return source, self.orders[source].row(epoch, position)
 
     def shards(self, n: int, sources: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Yield (data set, shard) for the files of these data sets that rows from the n-th on need: those of the
+        """Yield (data set, shard) for the files of these data sets that rows from the n-th on need: the files in the
         current and the next window, or all files of a data set that is shuffled as a whole."""
         round_index, place = divmod(n, self.round)
         for source in sources:

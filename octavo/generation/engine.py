@@ -38,7 +38,7 @@ class Engine:
     page       tokens of a page
     pages      pages of the cache (None: as many as the slots can need in a call)
     invariant  compute inside `fp8.batch_invariant`: a sequence's result does not depend on the rest of the batch, so
-               log-probabilities equal those of an invariant training step bit for bit
+               log-probabilities equal the ones that an invariant training step computes bit for bit
     log        called once with each reason why a GPU decodes without its kernels or without CUDA graphs
 
     The cache is kept between calls until :meth:`release`; `bytes` has what the last call held, by kind. Raises

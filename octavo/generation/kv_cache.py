@@ -49,7 +49,7 @@ def count_run_pages(new: int, page: int = PAGE) -> int:
 
 
 def pages_needed(prompt: int, new: int, page: int = PAGE) -> int:
-    """Return the pages that one sample needs: those of its prompt, and a run for `new` tokens."""
+    """Return the pages that one sample needs: pages for its prompt, and a run for `new` tokens."""
     return count_pages(prompt, page) + count_run_pages(new, page)
 
 

@@ -49,7 +49,7 @@ class Slots:
     generated    number of tokens generated so far
     host_tokens  [S, N]: those tokens
     runs         [S, R]: the pages of each slot's run
-    pages        [S, W]: the pages of each sequence, those of its prompt and then its run
+    pages        [S, W]: the pages of each sequence, first its prompt's and then its run's
     changes      counts changes of the assignment
     """
 

@@ -10,7 +10,7 @@ Differences from plain FSDP2:
 - Frozen and trainable parameters may share a block; only the gradients of trainable ones are reduced.
 - Parameters are gathered in their own dtype, FP8 weights (`fp8.param`) as codes and scales: a rank computes with the
   same bits as one process. With ``gather=torch.bfloat16`` weights are gathered and gradients summed in BF16, which
-  halves the bytes of fp32 and makes the forward that of a BF16 model. Shards keep their dtype for updates and
+  halves the bytes of fp32 and computes the forward of a BF16 model. Shards keep their dtype for updates and
   checkpoints; FP8 weights are still sent as codes, and get BF16 gradients.
 - Experts that are distributed over ranks are a separate group in each block (:mod:`octavo.parallel.experts`).
 - Two blocks are gathered at a time: the current one and the next.

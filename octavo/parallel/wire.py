@@ -143,7 +143,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def predicted_collectives(received: Mapping[str, int]) -> dict[str, int]:
-    """Return the collectives that the estimate predicts: without "figures" and without those of 0 bytes."""
+    """Return the collectives that the estimate predicts, without "figures" and collectives of 0 bytes."""
     return {name: size for name, size in received.items() if name != "figures" and size}
 
 

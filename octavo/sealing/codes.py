@@ -99,6 +99,7 @@ def find_fp8_weights(folder: Path, stock: Matrices, axes: Structure) -> Fp8Weigh
         raise SealError(
             f"{folder} has no {absent}, the scales of codes; octavo verify {folder} reports further problems"
         )
+    # A permutation that crosses blocks would need new scales, and so new codes.
     for parameter, pieces in matrices.items():
         if quantization.block is not None and {s.name for a in axes.layouts[parameter].axes for s in a} & set(
             UNCONSTRAINED

@@ -172,6 +172,7 @@ def write_metadata(directory: Path, written: Iterable[WrittenTensor]) -> None:
     name, value = VERSION
     stream = io.BytesIO()
     torch.save(value, stream)
+    # DCP reads a value that is not a tensor with torch.load, so the version is a torch.save stream in a data file.
     (directory / "__version.distcp").write_bytes(stream.getvalue())
     entries[name], paths[name] = BytesStorageMetadata(), (name,)
     places[MetadataIndex(name)] = filesystem._StorageInfo("__version.distcp", 0, len(stream.getvalue()))

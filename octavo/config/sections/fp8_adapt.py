@@ -18,7 +18,7 @@ _RecipeName = Annotated[_Name, BeforeValidator(canonical_name)]
 
 class AdaptSection(Section):
     """Each GEMM moves between recipes and high precision by figures that are taken every `every` steps. The default
-    thresholds are those of the trust table (docs/numerics.md)."""
+    thresholds come from the trust table (docs/numerics.md)."""
 
     every: int = Field(
         default=25,

@@ -69,7 +69,7 @@ def scalar(text: str) -> Any:
 
 def read_text(text: str, source: str, fix: str | None = None) -> Document:
     """Read one YAML mapping. Never raises for bad text: problems are in ``.problems``. ``fix``: the fix to report if
-    the file is not a mapping; None: that of a run's configuration."""
+    the file is not a mapping, by default the fix for a run's configuration."""
     reader = _Reader(source)
     document = reader.document
     if len(text) > MAX_CHARACTERS:

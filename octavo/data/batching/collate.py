@@ -97,7 +97,7 @@ class Boundaries:
 
 
 def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
-    """Collate samples to a batch of B rows of length T, that of the longest.
+    """Collate samples to a batch of B rows of length T, the length of the longest sample.
 
     `input_ids`, `attention_mask`, `labels` [B, T] int64; if any row has an image also `pixel_values` (joined on the
     first dimension), `image_grid_thw`, `mm_token_type_ids` and further tensors that the processor returns; `meta`.

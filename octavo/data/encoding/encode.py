@@ -221,7 +221,7 @@ class Encoder:
 
     def tokenizer_input(self, row: Any) -> TokenizerInput:
         """Return the text of a row that is tokenized, without opening an image. Raises the errors of `encode`, and
-        those of the template, an image or the processor."""
+        errors of the template, an image or the processor."""
         conversation, *_, text, videos = self._render_row(row, 0)
         remaining_videos = iter(videos)
         if videos:

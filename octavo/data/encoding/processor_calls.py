@@ -122,6 +122,7 @@ class ProcessorCalls:
                 continue
             group = groups.setdefault((bool(paths or sounds or videos), self.starts_with_bos(text)), [])
             group.append(row)
+            # Decoded images are large: process the group before it fills memory.
             if sum(row.pixels for row in group) > OPEN_PIXELS:
                 self._process_group(group, results)
                 group.clear()

@@ -68,8 +68,8 @@ class FileLimits:
 class FrameSelection:
     """A video with its selected frames: `indices` of its `total` frames at `fps` frames per second, each resized to
     `size` (height, width), which give `tokens` tokens. `when` are the time stamps of all frames of a file in units of
-    `tick` seconds, `keys` those of its key frames. `shape` is the (height, width) of its first frame, which all frames
-    must have."""
+    `tick` seconds, `keys` the time stamps of its key frames. `shape` is the (height, width) of its first frame, which
+    all frames must have."""
 
     file: VideoFile
     total: int

@@ -137,6 +137,7 @@ def _with_files(
 
     raw = place(raw)
     unused = {kind: file for kind, file in files.items() if kind not in used}
+    # `x.jpg` is the column "x.jpg"; `jpg` and `0.jpg` name no column and become the row's media below.
     named = [kind for kind in unused if "." in kind and not kind.partition(".")[0].isdecimal()]
     raw = {**{kind: unused.pop(kind) for kind in named}, **raw}
     if unused and not used and not {*keys} & raw.keys():

@@ -140,8 +140,8 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
 
 
 def _describe_failure(cause: Exception) -> str:
-    """Return the reason of a failure in one line; for a FileNotFoundError, that of the server error that caused it, if
-    any."""
+    """Return the reason of a failure in one line; for a FileNotFoundError that a server error caused, the reason of the
+    server error."""
     if isinstance(cause, _TemporaryError):
         return str(cause)
     return first_line(cause.__cause__ if isinstance(cause, _PERMANENT_ERRORS) and cause.__cause__ else cause)[:300]

@@ -12,8 +12,8 @@ The largest error of a GEMM decides. If it exceeds 1, the GEMM moves up one rung
 below, tried on the same operands, has had an error of at most ``back`` in ``patience`` consecutive checks. Errors
 between ``back`` and 1 cause no move (hysteresis).
 
-High precision has a budget. The GEMMs with the largest errors get it first. A GEMM whose error exceeds that of one in
-high precision by a factor of 1 / ``back`` replaces it. Other requests are refused, which is reported once.
+High precision has a budget. The GEMMs with the largest errors get it first. A GEMM whose error exceeds the error of a
+GEMM in high precision by a factor of 1 / ``back`` replaces it. Other requests are refused, which is reported once.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def ladder_casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, l
 def casts_to_try(
     plan: Plan, ladder: Mapping[Key, Sequence[str]], states: Mapping[Key, GemmState]
 ) -> dict[Key, dict[int, Gemm]]:
-    """Return the casts that a check tries for each GEMM: those of its rung and of the one below."""
+    """Return the casts that a check tries for each GEMM: the casts of its rung and of the rung below."""
     return {
         key: {rung: gemms[rung] for rung in (state.rung - 1, state.rung) if 0 <= rung < len(gemms)}
         for key, gemms in ladder_casts(plan, ladder).items()

@@ -10,7 +10,7 @@ each block::
 
 If a block has a NaN or an infinity, all of its codes become NaN: a bad value never becomes 448. A block whose amax is
 below 2^-100 gets the scale 1. There is no other floor, epsilon or reciprocal, so that gradients of 1e-7 survive. Signs
-are kept, also those of zeros and of values that underflow.
+are kept, even for zeros and for values that underflow.
 
 The tensor is viewed as a matrix [product of leading dimensions, last]. A block (r, c) has r rows and c columns of it;
 -1 means the whole dimension, which is one block even if it is empty. A ragged last block has fewer elements.
@@ -115,8 +115,8 @@ class Layout(NamedTuple):
     parts: tuple[Part, ...]  # none if the matrix is empty
 
     def split(self, *matrices: Tensor, grid: Tensor | None = None) -> list[list[Tensor]]:
-        """Return for each part its views of [rows, cols] matrices, followed by that of a [row blocks, column blocks]
-        grid."""
+        """Return for each part its views of [rows, cols] matrices, followed by its view of a [row blocks, column
+        blocks] grid."""
         split, is_single = [], len(self.parts) == 1
         for part in self.parts:
             views = []

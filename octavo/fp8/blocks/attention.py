@@ -8,7 +8,7 @@ copies: 2 x heads x head_dim values per token instead of 2 x kv_heads x head_dim
     saved      q, k, v, o, lse (fp32, one per head and row), the original mask
     backward   k', v' repeated again        dk, dv = sums of dk', dv' over the heads of a group
 
-The output equals that of ``F.scaled_dot_product_attention`` on the repeated k and v bit for bit. dk and dv are summed
+The output equals ``F.scaled_dot_product_attention`` on the repeated k and v bit for bit. dk and dv are summed
 in fp32 and rounded once; the stock path sums in the dtype of k. A boolean mask is saved itself, once for all layers;
 the stock path saves a converted mask in each layer.
 
@@ -128,7 +128,7 @@ def _separate_v(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
     After rotary embedding, q and k are new tensors. If they still are in the buffer, it stays alive anyway.
     """
-    has_gaps = v.stride(2) > v.shape[1] * v.shape[3]  # between the rows of v are those of q and k
+    has_gaps = v.stride(2) > v.shape[1] * v.shape[3]  # rows of q and k are between the rows of v
     storage = v.untyped_storage()._cdata
     return v.clone() if has_gaps and all(x.untyped_storage()._cdata != storage for x in (q, k)) else v
 

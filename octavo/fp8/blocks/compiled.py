@@ -1,6 +1,6 @@
 """Norms and gated MLPs that quantize their output, as operators of a compiled graph; they run the eager kernels.
 
-These operators add to those of linear layers (:mod:`octavo.fp8.dense.compiled`), under the same rules::
+These operators extend the operators of linear layers (:mod:`octavo.fp8.dense.compiled`), under the same rules::
 
     octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
@@ -206,8 +206,8 @@ def _swiglu_backward_fake(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: s
 
 
 def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keys: tuple[str, str]) -> Tensor:
-    """Return y [..., K] of x [..., K]. Weights and biases are those of gate, up and down; ``keys`` are the key of gate
-    and up and the key of down."""
+    """Return y [..., K] of x [..., K]. Weights and biases belong to gate, up and down, in this order; ``keys`` are the
+    key of gate and up and the key of down."""
     low, grad = compiled.traced_compute_dtype(x.device.type, x.dtype), torch.is_grad_enabled()
     x_MK, parts = compiled.as_matrix(x), parse_key(keys[0])
     needs_wgrad = grad and (weights[0].requires_grad or weights[1].requires_grad)

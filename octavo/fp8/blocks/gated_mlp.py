@@ -12,11 +12,11 @@ With x [M, K], the weights of gate and up [I, K] and of down [K, I], h = silu(ga
 A forward saves the codes of x in wgrad layout (once), gate and up in the dtype of the GEMMs, the codes of h in wgrad
 layout, and references to the weights. The stock module additionally saves silu(gate) and h.
 
-If activations are saved in FP8 (:mod:`octavo.fp8.dense.sources`), the codes of x and those of gate and up in blocks of
-1 x 128 are saved. h is computed from the decoded codes, in the forward too, and the backward recomputes its codes for
-wgrad bit for bit.
+If activations are saved in FP8 (:mod:`octavo.fp8.dense.sources`), the codes of x, gate and up in blocks of 1 x 128 are
+saved. h is computed from the decoded codes, in the forward too, and the backward recomputes its codes for wgrad bit for
+bit.
 
-Casts, weight codes, GEMMs, counts and backends are those of the three separate layers. Values differ by rounding: the
+Casts, weight codes, GEMMs, counts and backends are as in the three separate layers. Values differ by rounding: the
 stock module rounds silu(gate) and then the product, this function rounds only h; the backward also rounds once. The
 gradients of a layer with a trained bias are written in the dtype of the GEMMs, because their sums must be exact.
 
@@ -118,8 +118,8 @@ def _why_not_recipe(recipe: Recipe | None) -> str | None:
 
 @cache_trial
 def matches_stock(module: nn.Module) -> str | None:
-    """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
-    why not.
+    """Run the stock forward on small random layers of the weights' dtype. Returns None if it computes a gated SiLU MLP,
+    else why not.
 
     Tolerance, element by element: four epsilons of the dtype of sum |h w_down| + |bias|, for h that is rounded twice
     there and once here, the outputs' own rounding, and sums in another order.

@@ -1,7 +1,7 @@
 """MLPs that save FP8 codes of the inputs of their activation, and recompute its output in the backward.
 
-Let a [M, I] be the output of the first layer (gate), b [M, I] that of the second layer of a gated MLP (up), and a^, b^
-their values decoded from E4M3 codes in blocks of 1 x 128::
+Let a [M, I] be the output of the first layer (gate), b [M, I] the output of the second layer of a gated MLP (up), and
+a^, b^ their values decoded from E4M3 codes in blocks of 1 x 128::
 
     forward    h = act(a^) (* b^)       y = h @ w_down.T
     backward   h recomputed bit for bit from the same codes, and cast for wgrad

@@ -112,8 +112,8 @@ def small_mlp(
 ) -> tuple[dict[str, nn.Linear], nn.Linear, Tensor]:
     """Return (small random layers in place of ``stock_layers``, the last of them, x [16, 24]).
 
-    They have ``dtype``, by default that of the stock layers. The last layer maps 40 features to 24, the others 24 to
-    40. A layer has a bias if its stock layer has one.
+    They have ``dtype``, by default the dtype of the stock layers. The last layer maps 40 features to 24, the others 24
+    to 40. A layer has a bias if its stock layer has one.
     """
     generator, *_, last = make_generator(), *stock_layers
     layers: dict[str, nn.Linear] = {}

@@ -19,7 +19,7 @@ removes the duplicates as common subexpressions. The same holds for gate and up.
 Three rules make this correct under a compiler:
 
 * Codes cross the graph as plain contiguous ``uint8`` buffers in the padded layout of
-  :mod:`octavo.fp8.kernels.layout`, and scales as their buffers. Their sizes depend only on those of the input, for
+  :mod:`octavo.fp8.kernels.layout`, and scales as their buffers. Their sizes depend only on the input's sizes, for
   every backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a generated
   Triton kernel sometimes gave NaN: pytorch#188841).
 * Codes of weights are never returned. Inductor may write a later result into a buffer that it considers dead, which
@@ -175,7 +175,7 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
 
 
 def fake_pack(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
-    """Return buffers like those of :func:`pack` for x under ``backend:cast``, without values; empty for no cast."""
+    """Return uninitialized buffers like :func:`pack`'s for x under ``backend:cast``; empty for no cast."""
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = parse_operand(text)[1]
@@ -387,7 +387,7 @@ def record_weight_kind(layer: Any) -> None:
 def forward(layer: Any, x: Tensor) -> Tensor:
     """Run the forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
 
-    Values and gradients equal those of the eager path bit for bit. ``fp8.count_gemms`` and ``fp8.health`` see only
+    Values and gradients equal the eager path bit for bit. ``fp8.count_gemms`` and ``fp8.health`` see only
     eager steps, because a graph that all blocks share has no layer names. Measure proofs and health figures in steps
     under ``torch.compiler.set_stance("force_eager")``, as Octavo's training loop does.
 
@@ -464,12 +464,12 @@ def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple
 def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     """Return the codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they match,
     otherwise from a cast."""
-    attached: Any = getattr(x, _CODES_ATTRIBUTE, None)
-    matches = attached is not None and attached[0] == x_MK.dtype and attached[1] == row and col in ("", attached[2])
-    if matches and attached[4] == graph_number():
-        torch.ops.octavo.unwritten(x.detach())
-        codes: tuple[Tensor, ...] = attached[3]
-        return codes
+    attached: tuple[torch.dtype, str, str, tuple[Tensor, ...], str] | None = getattr(x, _CODES_ATTRIBUTE, None)
+    if attached is not None:
+        dtype, attached_row, attached_col, codes, graph = attached
+        if dtype == x_MK.dtype and attached_row == row and col in ("", attached_col) and graph == graph_number():
+            torch.ops.octavo.unwritten(x.detach())
+            return codes
     return torch.ops.octavo.cast(x_MK.detach(), row, col)
 
 

@@ -67,7 +67,7 @@ class Site:
         codes: the cache of its weight's codes.
         scaling: None to cast by the current amax; :mod:`octavo.fp8.dense.delayed` sets it.
 
-    ``x`` holds the casts of the input for fwd and wgrad, ``dy`` those of the output's gradient for dgrad and wgrad.
+    ``x`` holds the casts of the input for fwd and wgrad, ``dy`` the casts of the output's gradient for dgrad and wgrad.
     """
 
     name: str

@@ -90,7 +90,7 @@ def _rebuild(kind: type[SwappedModule], stock: type[nn.Module]) -> nn.Module:
 
 
 def swap(module: nn.Module, kind: type[SwappedModule], **attributes: object) -> None:
-    """Replace the class of a module by a subclass of ``kind``, and add ``attributes``, whose names must be those of
+    """Replace the class of a module by a subclass of ``kind``, and add ``attributes``, whose names must equal
     ``kind.attributes``, to its ``__dict__``."""
     assert set(attributes) == set(kind.attributes) - set(kind.transient_attributes)
     module.__dict__.update(attributes)

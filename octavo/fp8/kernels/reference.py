@@ -239,9 +239,9 @@ def apply_scales(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return out [M, N] * a [M or 1, 1] * b [1, N or 1], in this order, infinite only where the final result overflows.
 
     If a exceeds 2^80, the first product may overflow fp32 although the final result is in range. Then a factor of 2^40
-    moves from a to b. This does not round, so the bits equal those of the plain products where these are finite. If
-    both scales are that large, the result overflows in any case. The operation is not in place, because selective
-    checkpointing may have saved ``out`` and forbids writing to it.
+    moves from a to b. This does not round, so the bits equal the plain products where these are finite. If both scales
+    are that large, the result overflows in any case. The operation is not in place, because selective checkpointing may
+    have saved ``out`` and forbids writing to it.
     """
     if a.numel() > 1 and b.numel() > 1:  # applying the power of each row last avoids a matrix of powers
         power = torch.where(a >= 2.0**80, 2.0**40, 1.0)

@@ -63,7 +63,7 @@ class Backend:
             op: one of :data:`OPS`.
             what: a CastSpec for quantize and dequantize, otherwise the Recipe.
             device: where the operation will run.
-            shape: that of x for a cast, (M, N, K) for a GEMM. Unknown sizes, such as the tokens of a plan, are None;
+            shape: shape of x for a cast, (M, N, K) for a GEMM. Unknown sizes, such as the tokens of a plan, are None;
                 None for the whole shape if no size is known.
         """
         return f"it has no {op}"
@@ -353,7 +353,7 @@ def select(
         op: one of :data:`OPS`.
         recipe_or_spec: the CastSpec of a cast, the Recipe of a GEMM; ignored for adamw.
         device: where the operation will run.
-        shape: that of x for a cast, (M, N, K) for a GEMM, with None for unknown sizes; None if all are unknown.
+        shape: shape of x for a cast, (M, N, K) for a GEMM, with None for unknown sizes; None if all are unknown.
         requested: "auto", or the name of the required backend.
 
     Raises:

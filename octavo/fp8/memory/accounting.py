@@ -54,7 +54,7 @@ Blocks = Iterable[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Row:
-    """A live storage. ``shape`` and ``dtype`` are those of the tensor that it was created for (or the dtype that it was
+    """A live storage. ``shape`` and ``dtype`` describe the tensor that it was created for (or the dtype that it was
     saved with), ``op`` the operation that created it, ``block`` the block it was created in, or ""."""
 
     module: str

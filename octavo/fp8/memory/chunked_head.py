@@ -93,7 +93,7 @@ class ChunkedHead(SwappedModule):
     ) -> Iterator[TokenOutputs]:
         """Make one forward inside the context return losses [B, P] instead of logits [B, P, V].
 
-        ``target`` [B, P]: the class that each position predicts, for the positions that reach the head (those of
+        ``target`` [B, P]: the class that each position predicts, for the positions that reach the head (selected by
         ``logits_to_keep``, if the model gets it), or -100 for none. With targets on the CPU, positions without a target
         are skipped. Do not pass ``labels`` to the model, which would compute its loss from logits. For the options see
         :func:`~octavo.fp8.memory.chunked_loss.linear_cross_entropy`. Raises RuntimeError if contexts are nested.

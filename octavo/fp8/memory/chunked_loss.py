@@ -16,7 +16,7 @@ accumulated over blocks, in fp32.
 The three GEMMs of a block run in high precision or, for an FP8 head, with its recipe
 (:mod:`octavo.fp8.memory.head_gemms`), in blocks of a multiple of 128 rows.
 
-Logits equal those of the stock head: a GEMM in the compute dtype (autocast's, otherwise that of the hidden states),
+Logits equal the stock head's: a GEMM in the compute dtype (autocast's, otherwise that of the hidden states),
 rounded to it and converted to fp32. Losses therefore equal ``F.cross_entropy(head(h).float())`` except for the order of
 fp32 sums. The losses are computed from these statistics by plain differentiable PyTorch, and the incoming gradient is
 one number per token, so any weighting and reduction of the loss works. NaN and Inf propagate to the loss.
@@ -54,7 +54,7 @@ def linear_cross_entropy(
 
         (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
 
-    The loss is 0 if the target is ``ignore_index``. Label smoothing is that of Szegedy et al. 2016 (arXiv:1512.00567),
+    The loss is 0 if the target is ``ignore_index``. Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567),
     as in ``F.cross_entropy``; z-loss keeps log Z near 0, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, with
     1e-4).
 

@@ -62,7 +62,7 @@ def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
 
 
 def expand_to_rows(values: Tensor, groups: Groups) -> Tensor:
-    """Expand [E, N] to [R, N]: the values of each row's expert. Unused rows at the end get those of the first
+    """Expand [E, N] to [R, N]: the values of each row's expert. Unused rows at the end get the values of the first
     expert."""
     return values.index_select(0, groups.tiles.clamp(min=0).repeat_interleave(TILE))
 

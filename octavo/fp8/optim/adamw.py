@@ -85,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group; missing settings default to those of the optimizer."""
+        """Add a parameter group; missing settings default to the optimizer's."""
         super().add_param_group(param_group)
         try:
             _check_settings(self.param_groups[-1])

@@ -95,7 +95,7 @@ def set_low(optimizer: torch.optim.Optimizer, model: nn.Module, lows: Mapping[st
             )
         p = parameters[name]
         if p not in group_of:
-            continue
+            continue  # frozen: the model computes in BF16
         group, local = group_of[p], span(p)
         if group.get("master") != "bf16+16":
             raise ValueError(

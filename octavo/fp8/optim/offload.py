@@ -272,8 +272,8 @@ class OffloadedAdamW(AdamW):
     """:class:`octavo.fp8.AdamW` whose states are in pinned host memory, and on the GPU only for their update.
 
     A parameter's state is made on its device and moved away before the next one's is made. ``optimizer.state`` and
-    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results equal those of AdamW, bit
-    for bit. Raises ValueError for parameters that are not on a CUDA device.
+    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results equal AdamW's, bit for
+    bit. Raises ValueError for parameters that are not on a CUDA device.
     """
 
     def __init__(self, params: ParamsT, *args: Any, **settings: Any) -> None:

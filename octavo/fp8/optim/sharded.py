@@ -5,7 +5,7 @@ parameter, for instance with rows of 1176 or 40 elements, or 64 weights of a nor
 or more ranks, and some ranks have no elements. Each rank steps its own elements; only the extrema of a group are
 shared, because they scale its codes. They are exchanged for all cut groups of a call together, in int32: one all-reduce
 of the extrema of v (and of m, for coat), and one of the largest |r|, which needs the new codes of v (only fp8). Codes,
-scales and weights then equal those of one process, bit for bit.
+scales and weights then equal a single process's, bit for bit.
 
 Which groups are cut follows from shapes and the number of ranks, so all ranks know it without communication, and
 nothing is exchanged if no group is cut. Ranks without elements of a cut group take part as well, because collectives
@@ -26,7 +26,7 @@ from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.optim.engine import Engine
 from octavo.fp8.weights.shards import is_dtensor, shard_borders, sharded_over
 
-# Rows of each exchange: the extrema as (-lo, hi) of v, for coat before it those of m; then the largest |r|.
+# Rows of each exchange: the extrema as (-lo, hi) of v, for coat first of m and then of v; then the largest |r|.
 _ROUNDS = {"fp8": (2, 1), "coat": (4,), "bf16": (), "fp32": ()}
 _NEUTRAL = -(1 << 31)  # below every mark
 

@@ -1,4 +1,4 @@
-"""Load state dicts into `fp8.AdamW`: its own unchanged, those of torch's AdamW by encoding the moments.
+"""Load state dicts into `fp8.AdamW`: its own are used unchanged; for torch's AdamW the moments are encoded.
 
 `torch.optim.Optimizer.load_state_dict` casts floating states to the parameter's dtype, which would turn float8 codes
 and fp32 scales into BF16, and does not validate. Here everything is checked before any change, and values are copied,
@@ -112,7 +112,7 @@ def old_coat_note(optimizer: Optimizer) -> str | None:
 
 
 class _Entry(NamedTuple):
-    """A parameter, its group, and its values in the dict. `foreign`: the values are those of torch's AdamW."""
+    """A parameter, its group, and its values in the dict. `foreign`: the values come from torch's AdamW."""
 
     parameter: Tensor
     group: Group

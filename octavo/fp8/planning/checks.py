@@ -69,6 +69,7 @@ def make_notes(
         notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no saved input")
     if any(r.row.experts and not r.row.experts_per_token for r in rows):
         notes.append("the number of experts per token is unknown: FLOPs count all experts as active")
+    # Towers and decoders process different numbers of tokens, so shares with equal weights can mislead.
     if tokens is None and len({r.component for r in rows if r.kind not in OUTSIDE}) > 1:
         notes.append(
             "shares weight all components equally; set --tokens (tokens= in Python) to weight them by a real step"

@@ -11,9 +11,10 @@ the first and the last step of a line, or absent for all steps; ``backend`` is a
 to let the registry choose; ``why`` and ``ms`` are remarks.
 
 ``fuse_blocks`` is ``fuse`` of the policy. ``activations`` (bf16 or fp8) and ``param`` (true or false) have the setting
-of the whole model under "" and those of components that differ. ``weight_codes`` is keep, recast or both. ``model`` and
-``machine`` describe the model and the machine of the plan; :func:`load_plan` rejects other models and GPUs. Files of
-0.4.0 also have ``sisters``, layers that ran as one GEMM; they run separately now, and a note reports that.
+of the whole model under "" and the settings of components that differ. ``weight_codes`` is keep, recast or both.
+``model`` and ``machine`` describe the model and the machine of the plan; :func:`load_plan` rejects other models and
+GPUs. Files of 0.4.0 also have ``sisters``, layers that ran as one GEMM; they run separately now, and a note reports
+that.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Line(Rule):
 
 
 def parse_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
-    """Return the lines with their line numbers, which are those of the "match" keys in the text. ``backends``: whether
+    """Return the lines with their line numbers: where the text has their "match" keys. ``backends``: whether
     to use the backends of the lines. Raises PlanError for an invalid line."""
     start = text.find('"layers"')
     places = [text.count("\n", 0, m.start()) + 1 for m in re.finditer(r'"match"\s*:', text) if m.start() > start]

@@ -1,4 +1,4 @@
-"""Compare the precision of a reference model with that of a policy that trains in FP8.
+"""Compare the precision of a reference model and of a policy that trains in FP8.
 
 DPO and KL penalties compare the log-probabilities of two models. A reference loaded from disk computes in high
 precision, and a policy in FP8 does not: with equal weights they differ by the rounding of FP8, so KL and rewards do not
@@ -53,7 +53,7 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
     if delayed:
         return (
             f"the reference computes in FP8 as the policy does, by amax histories of its own in {delayed} layers "
-            "(delayed): those of the policy go on and its do not, so equal weights give different log-probabilities "
+            "(delayed). Only the policy's histories are updated, so equal weights give different log-probabilities "
             "after a few steps. Use tensorwise, which scales by the current amax, for both"
         )
     return (

@@ -354,7 +354,7 @@ def weight_cache_bytes(model: nn.Module) -> int:
     weights = (p.frozen for p in parameters if isinstance(p, Fp8Weight) and p.frozen is not None)
     frozen_codes = [q for stored in weights for q in stored.codes]
     frozen = {t.untyped_storage()._cdata for q in frozen_codes for t in (q.data, q.scale)}
-    tensors = [t for q in codes for t in (q.data, q.scale)]  # codes for dgrad can be views of those of the forward
+    tensors = [t for q in codes for t in (q.data, q.scale)]  # codes for dgrad can be views of the forward's codes
     sizes = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in tensors}
     return sum(size for (storage, _), size in sizes.items() if storage not in frozen) + sum(rows.values())
 

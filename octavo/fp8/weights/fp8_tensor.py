@@ -102,7 +102,7 @@ class Fp8Weight(Tensor):
 
     @property
     def is_transposed(self) -> bool:
-        """True if its codes are those of its transpose; False with a master."""
+        """True if its codes encode its transpose; False with a master."""
         return self.stored is not None and self.stored.is_transposed
 
     @property

@@ -483,7 +483,7 @@ def _translate_fp8(draft: Draft, lora: bool) -> None:
     gather = "fp8_enable_fsdp_float8_all_gather"
     if not draft.flag("fp8"):
         draft.mark_default("fp8", why="off")
-        draft.mark_ignored(gather, "fp8_config.recipe", why="fp8 is off, and this key alone has no effect")
+        draft.mark_ignored(gather, "fp8_config.recipe", why="fp8 is off, without which this key has no effect")
         model_and_data.disable_fp8_if_unset(draft)
         return
     recipe = choice(draft, "fp8_config.recipe", names_in_library("torchao")) or "tensorwise"

@@ -436,7 +436,7 @@ def _translate_fp8(draft: Draft, kind: str) -> None:
     backend = (draft.text("fp8_backend") or "auto").lower()
     inner = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
     if not draft.flag("fp8"):
-        draft.mark_ignored(*inner, why="fp8 is off, and these keys alone have no effect")
+        draft.mark_ignored(*inner, why="fp8 is off, without which these keys have no effect")
         draft.mark_default("fp8", why="off")
         model_and_data.disable_fp8_if_unset(draft)
         return

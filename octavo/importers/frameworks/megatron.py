@@ -424,6 +424,7 @@ def set_recompute(draft: Draft, u: PrefixedDraft, default: str = "none") -> None
         draft.set("train.recompute", word, u("recompute_granularity"))
     elif default != "none":
         draft.set("train.recompute", default, why="the framework's default")
+    # Set last: in Megatron the flag overrides recompute_granularity.
     if u.flag("recompute_activations"):
         draft.set("train.recompute", "selective", u("recompute_activations"))
 

@@ -7,8 +7,8 @@
 The function replaces ``sdpa`` and receives the same masks (sliding windows are part of them), in the text and the
 vision part, and once for each sample of a packed row (:mod:`octavo.models.forward.packed`). Vision towers of the
 Qwen-VL families call their attention once for each image, without a mask. Calls that the function does not support use
-stock attention: forwards without gradient, paged caches, position biases, and queries whose length differs from that of
-the keys (decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) are passed only with packed
+stock attention: forwards without gradient, paged caches, position biases, and queries whose length differs from the
+keys' (decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) are passed only with packed
 rows, and apply within each sample.
 """
 

@@ -161,7 +161,7 @@ def attend(
 
     ``attend_sample`` computes one sample, as [1, H, t, D]; it may receive only the last queries of the sample.
     ``allow_varlen``: whether flash attention may compute all samples in one call. ``attend_row``: computes all samples
-    instead, as [1, T, H, D]. Raises ModelError if the number of tokens differs from that of the segments.
+    instead, as [1, T, H, D]. Raises ModelError if the segments have a different number of tokens.
     """
     running = current_forward.get()
     # The caller later checks that every layer called this: a layer that ignored the segments would mix samples.
@@ -218,8 +218,8 @@ def varlen(
     keys: tuple[Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention [T, H, D] of q [1, H, T, D] over k and v [1, H_kv, S, D] by torch's ``varlen_attn``. ``keys``:
-    the ends of the keys of each span of queries and their maximum number, or None if they are those of the queries. The
-    last query of a span attends to all of its keys."""
+    the ends of the keys of each span of queries and their maximum number, or None if they equal the ends of the
+    queries. The last query of a span attends to all of its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))

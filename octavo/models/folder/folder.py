@@ -86,7 +86,7 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "b
 
 
 def is_weights(file: Path) -> bool:
-    """Return whether a file name is that of a weights file."""
+    """Return whether a file is a weights file, by its name."""
     return file.name.endswith(".safetensors")
 
 

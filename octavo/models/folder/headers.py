@@ -80,7 +80,7 @@ class Header:
 
 
 def is_pickle(file: Path) -> bool:
-    """Return whether the first bytes of a file are those of a pickle or torch's zip of one."""
+    """Return whether a file is a pickle or torch's zip of one, by its first bytes."""
     with safe_read.open_file(file) as opened:
         start = opened.read(4)
     return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)

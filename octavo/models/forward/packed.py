@@ -60,6 +60,7 @@ def _why_not(config: PreTrainedConfig) -> str | None:
     if windowed := sorted({kind for kind in kinds if kind not in ("full_attention", "attention")}):
         layers = ", ".join(windowed)
         return f"model_type {config.model_type!r} has layers of type {layers}, which attend to only part of a sample"
+    # Where kinds are listed they decide: configurations keep sliding_window even if no layer uses it.
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True) and not kinds:
         return f"model_type {config.model_type!r} attends to only {text.sliding_window} earlier tokens (sliding_window)"
     rope = getattr(text, "rope_parameters", None) or {}

@@ -29,7 +29,7 @@ class Vision:
     channels channels of a pixel times frames of a patch
     merge    patches per feature, in each direction (patches, whole)
     tile     (height, width) of a tile; `least`: of the smallest tile that the tower takes
-    prefix   patches that the tower prepends to those of a tile
+    prefix   patches that the tower prepends to the patches of a tile
     length   features of a tile; `ends`: placeholders for line breaks after them in the text, or their maximum
     scales   tiles of each of several scales as a square: the tower receives an image at all scales, or at one scale if
     it has fewer tiles than the last scale (NVILA) most     maximum number of tiles of an image, if the configuration

@@ -1,7 +1,7 @@
 """Shared parts of small checkpoints: their table, decoders and towers of a few hundred thousand parameters, and files
 of processors.
 
-Widths are multiples of 16, 32 and 64 if those of the published models are, and ragged otherwise. "small" trains well
+Widths are multiples of 16, 32 and 64 if the published models' are, and ragged otherwise. "small" trains well
 from scratch within minutes on a CPU; "mini" is for tests.
 """
 

@@ -404,7 +404,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
             return
         for buffer_name, buffer in meta_buffers.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        # Hide parameters from `_init_weights`, which would initialize them again; SigLIP's also draws those of a child.
+        # Hide parameters from `_init_weights`, which would initialize them again; SigLIP's also draws a child's.
         hidden = [(part, dict(part._parameters)) for part in module.modules()]
         for part, parameters in hidden:
             for parameter, value in parameters.items():

@@ -22,7 +22,7 @@ def group(rewards: Tensor, scale: bool = True) -> Tensor:
     """GRPO (DeepSeekMath, arXiv 2402.03300, 4.1.2): (r - mean of the group) / (its standard deviation + eps).
 
     Dr. GRPO (arXiv 2503.20783, 3.1) omits the division (``scale=False``), because it gives more weight to prompts that
-    are nearly solved or nearly hopeless. The deviation is that of a sample (G - 1), and 0 for a single completion.
+    are nearly solved or nearly hopeless. The deviation is the sample deviation (G - 1), and 0 for a single completion.
     """
     wide = _to_valid_fp64(rewards)
     centred = wide - wide.mean(dim=1, keepdim=True)

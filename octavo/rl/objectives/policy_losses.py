@@ -173,8 +173,7 @@ def rloo(b: Batch, clip: Clip, n: Counts) -> Terms:
     """RLOO (arXiv 2402.14740): a completion is one action; its ratio is the product of its tokens' ratios, clipped as
     in PPO.
 
-    In the first update on a rollout the ratio is 1 and the gradient is that of REINFORCE with the leave-one-out
-    baseline.
+    In the first update on a rollout the ratio is 1 and the gradient equals REINFORCE with the leave-one-out baseline.
     """
     product = _log_ratio(b).sum(dim=1, keepdim=True).clamp(-LARGEST, LARGEST).exp()
     return _clipped(b, product, clip, by_sequence(b.mask, n), "completions")

@@ -35,9 +35,8 @@ def evaluate_target(
     log: Log = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the figures of `octavo.train.artifacts.evaluate_target`, and those of generated answers: `reward`,
-    `length`,
-    `completions/clipped_ratio`, `rewards/NAME/mean`, `completions`.
+    """Return the figures of `octavo.train.artifacts.evaluate_target`, and figures of generated answers: `reward`,
+    `length`, `completions/clipped_ratio`, `rewards/NAME/mean`, `completions`.
 
     answers         number of rows to answer, from the first; 0 for all
     max_new_tokens  length limit of an answer, or None for the value in the section rl (64 without that section)

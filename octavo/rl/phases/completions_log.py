@@ -27,7 +27,7 @@ class CompletionsLog:
         truncate_metrics(self.file, step)
 
     def write(self, lines: list[str]) -> None:
-        """Append the first of a step's lines. `lines` are those of :func:`completion_lines` of all ranks, in rank
+        """Append the first of a step's lines. `lines` come from :func:`completion_lines` of all ranks, in rank
         order."""
         append_lines(self.file, lines[: self.count])
 

@@ -114,8 +114,8 @@ class Critic:
             yield Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def count_forwards(self, policy: Mapping[str, int]) -> dict[str, int]:
-        """Return the forwards of each component in an update, given those of the policy. A critic with separate layers
-        runs all components except the head a second time."""
+        """Return the forwards of each component in an update, given the policy's forwards. A critic with separate
+        layers runs all components except the head a second time."""
         return {name: n * 2 if self.has_separate_layers and name != "lm_head" else n for name, n in policy.items()}
 
     def _forward(self, batch: dict[str, Any], keep: Tensor) -> list[Tensor]:

@@ -55,7 +55,7 @@ class PreferencePhase(Phase):
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """Evaluate held-out data. In addition to the base figures, returns `preference_loss`, the figures of a step and
-        the number of held-out preferences; `loss` and `exact_match` are those of the chosen or good answers."""
+        the number of held-out preferences; `loss` and `exact_match` are computed on the chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)
         figures = super().evaluate(stepper, evalset, shown)
         return figures if self._held_out is None else {**figures, **stepper.evaluate_preferences(self._held_out)}
@@ -99,7 +99,7 @@ class PreferenceStepper(Stepper):
 
     @property
     def options(self) -> dict[str, float]:
-        """The options of the loss: those of the configuration, or else the defaults."""
+        """The options of the loss from the configuration, or else the defaults."""
         section = settings(self.cfg)
         configured = {name: getattr(section, name) for name in OPTIONS[section.loss]}
         return {**self.spec.options, **{name: value for name, value in configured.items() if value is not None}}

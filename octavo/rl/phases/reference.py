@@ -129,7 +129,7 @@ def batch_invariant_context(cfg: Config, model: nn.Module) -> AbstractContextMan
 
 
 def add_reference_memory(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
-    """Add memory to the result of a step: further `kinds` (name -> bytes) and, as `reference`, that of the reference.
+    """Add memory to the result of a step: further `kinds` (name -> bytes) and, as `reference`, the reference's memory.
     The result is unchanged if the step did not measure its memory."""
     if result.memory is None:
         return result

@@ -5,11 +5,11 @@ The answers are fixed and the reference never changes, so it contributes one num
 log-probabilities of its tokens. The initial weights compute it before the first step, so no second model is kept in
 memory.
 
-The batches are those of the run, read ahead until every pair that the run will use has occurred, and then the held-out
-pairs. In the first epoch a pair is in a batch with the same pairs as in training, so its sums equal those of `copy` bit
-for bit. In later epochs the stored sums are reused, while `copy` would see the pair with other pairs: sums are then
-taken in another order, and single FP8 codes differ where the rounding of GEMMs depends on the shape of a batch. With
-one pair per micro-batch nothing differs.
+The batches are the run's, read ahead until every pair that the run will use has occurred, and then the held-out pairs.
+In the first epoch a pair is in a batch with the same pairs as in training, so its sums equal `copy`'s bit for bit. In
+later epochs the stored sums are reused, while `copy` would see the pair with other pairs: sums are then taken in
+another order, and single FP8 codes differ where the rounding of GEMMs depends on the shape of a batch. With one pair
+per micro-batch nothing differs.
 
 The file is bound to settings, data, model folder, plan and initial weights; a file of another run is not used. A kill
 loses the sums of the last `WRITE_INTERVAL_S` seconds.

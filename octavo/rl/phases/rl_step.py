@@ -161,7 +161,7 @@ class RlStepper(Stepper):
 
     def sample_step(self, prompts: list[PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
         """Generate and score the completions of a step. Returns them with figures over all ranks; with dynamic sampling
-        the figures are those of the first draw."""
+        the figures describe the first draw."""
         first_draw = self._generate_and_score(prompts, step)
         rollout = self.add_length_penalty(first_draw)
         figures: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The training data of a rollout: prompts with their completions, in micro-batches.
 
 Rollout      all completions of a step on this rank, with their rewards
-Experience   the inputs of the objective for a micro-batch, in addition to those of the model's forward
+Experience   the inputs of the objective for a micro-batch, in addition to the inputs of the model's forward
 """
 
 from __future__ import annotations

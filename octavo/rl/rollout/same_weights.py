@@ -50,8 +50,8 @@ class SameWeights:
             self.sha256 = earlier.get("sha256") if last == step else None
 
     def after_rollout(self, step: int) -> None:
-        """Record the weights at the end of a rollout. Raises ProofError if they differ from those of the step's first
-        rollout, or from those after the previous update."""
+        """Record the weights at the end of a rollout. Raises ProofError if they differ from the weights of the step's
+        first rollout, or from the weights after the previous update."""
         if self._rollout_sums is not None:
             self._require_unchanged(step, self._rollout_sums, "its first rollout and a later one")
         elif self._updated_sums is not None:

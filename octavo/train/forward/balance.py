@@ -9,7 +9,7 @@ with F_e and N summed over the ranks, the loss is a sum over tokens, of which ea
 
     E * sum over e of F_e (sum of its probabilities over this rank's tokens) / N
 
-The parts and their gradients add up to those of one process.
+The parts and their gradients add up to the loss and the gradients of one process.
 """
 
 from __future__ import annotations

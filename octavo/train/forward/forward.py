@@ -48,7 +48,7 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def gathers_bf16(cfg: Config, ranks: int) -> bool:
-    """True if ranks gather fp32 parameters in BF16. The forward is then that of a BF16 model, without autocast."""
+    """True if ranks gather fp32 parameters in BF16. The forward then runs as in a BF16 model, without autocast."""
     return cfg.train.gather == "bf16" and ranks > 1
 
 

@@ -31,8 +31,7 @@ from octavo.train.forward.forward import real
 
 
 def aux_loss_coef(cfg: Config, model: nn.Module) -> float:
-    """Return the coefficient of the load-balancing loss: `train.router_aux_loss_coef`, by default that of the
-    checkpoint.
+    """Return the coefficient of the load-balancing loss: `train.router_aux_loss_coef`, by default the checkpoint's.
 
     If it is 0, the loss is not computed. Raises TrainError if it is set but the model has no such loss.
     """
@@ -84,7 +83,7 @@ class ExpertLoad:
 
     def begin(self, device: torch.device) -> None:
         """Start counting from zero."""
-        # The last entry counts indices that stand for no expert.
+        # The last entry counts indices that name no expert.
         self._counts = [torch.zeros(experts + 1, device=device) for experts in self._experts]
 
     def batch(self, batch: dict[str, Any], device: torch.device, part: slice = slice(None)) -> None:

@@ -87,6 +87,7 @@ def run(
         raise TrainError(
             f"callbacks must be a list of octavo.train.Callback, such as [MyCallback()], but is {callbacks!r}"
         )
+    # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
     cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
     phase.check(cfg)
@@ -168,7 +169,7 @@ def _start_run(
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=run_dir.read_json(start.directory / run_dir.GAIN),
         users=user_callbacks, callbacks=_callback_order(user_callbacks, job.precision_schedule, cfg),
-        watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
+        watchers=(*watchers, *trackers.make_trackers(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ FILE = "base.json"
 
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
-    """Freeze the weights that the run does not train: with LoRA the whole model, otherwise those of `model.freeze`."""
+    """Freeze the weights that the run does not train: with LoRA the whole model, otherwise the parts in
+    `model.freeze`."""
     if cfg.model.freeze:
         models.freeze(model, family, cfg.model.freeze)  # with LoRA too, so that unknown names are errors
     if cfg.lora is not None:

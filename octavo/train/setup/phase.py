@@ -74,7 +74,7 @@ class Phase:
         return evaluate(stepper.model, evalset, stepper.forward, stepper.world, shown=shown)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
-        """Return further evidence for proof.json, besides that of the GEMMs, as JSON; a collective."""
+        """Return further evidence for proof.json, in addition to the GEMM counts, as JSON; a collective."""
         return {}
 
     def close(self) -> None:

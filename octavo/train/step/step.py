@@ -282,7 +282,7 @@ class Stepper:
         return {}
 
     def load_state(self, extra: Mapping[str, Tensor]) -> None:
-        """Restore the tensors of :meth:`state` from `extra`, which also has those of other ranks and other parts."""
+        """Restore the tensors of :meth:`state` from `extra`, which also has tensors of other ranks and other parts."""
 
     def count_forwards(self, batches: Batches) -> dict[str, int]:
         """Return, by component, how many of this rank's micro-batches run it: vision runs for micro-batches with an

@@ -212,8 +212,8 @@ area(
     ),
     (
         "fit-of-a-full-card", "train/fit.py",
-        "fitting = [s for s in every if s.over(card) <= 0]",
-        "fitting = [s for s in every if s.footprint.total <= card.size]",
+        "fitting = [s for s in candidates if s.excess(card) <= 0]",
+        "fitting = [s for s in candidates if s.footprint.total <= card.size]",
         "fit counts on memory that is not free",
         "train/test_fit.py",
     ),
@@ -232,7 +232,7 @@ area(
     ),
     (
         "cache-without-its-slots", "train/estimate/memory/rollout.py",
-        '"kv_cache": chosen.held', '"kv_cache": chosen.cache',
+        '"kv_cache": selected.held', '"kv_cache": selected.cache',
         "what is kept of each sequence is not predicted",
         "rl/test_memory.py",
     ),

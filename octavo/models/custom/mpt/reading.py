@@ -69,8 +69,8 @@ def _tensor_names(folder: Path) -> set[str]:
 
 
 def find_disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
-    """Return how tensors of these names contradict a configuration, with the fix, or None if they agree or are not
-    those of a full model."""
+    """Return how tensors of these names contradict a configuration, with the fix, or None if they agree or are not a
+    full model."""
     # First names of layers that Octavo's MPT does not have; then the layers that depend on a field.
     if fused := sorted(name for name in names if _TE_NAME.search(name)):
         return (

@@ -22,8 +22,8 @@ _PUBLISHED = {
 """The default tower of both models."""
 _NEWLINE = 198  # "\n" of Qwen2's tokenizer
 MAX_TILES = 64
-"""The limit of tiles of an image, in addition to that of the configuration: every image is compared with all grids up
-to it."""
+"""The maximum number of tiles of an image, in addition to the configuration's limit: every image is compared with all
+grids up to it."""
 
 
 class NvilaLiteConfig(PreTrainedConfig):

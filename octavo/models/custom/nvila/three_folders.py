@@ -6,7 +6,7 @@ configuration.
     vision_tower/     config.json, weights, preprocessor_config.json
     mm_projector/     config.json, weights
 
-The parts are found by folder names, because the paths in config.json are those of the author's machine. If folders name
+The parts are found by folder names, because the paths in config.json are from the author's machine. If folders name
 Python code (`auto_map`), only their configuration and weights are read; the code never runs.
 """
 

@@ -79,9 +79,9 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         mm_token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the decoder's output. `pixel_values` and `image_grid_thw` are those of `RiceViT.forward` for the
-        images whose tokens are in `input_ids` [B, T], in order; `mm_token_type_ids`, which processors return, are
-        ignored. Raises ValueError if the numbers of tokens and features differ."""
+        """Return the decoder's output. `pixel_values` and `image_grid_thw` are as in `RiceViT.forward`, for the images
+        whose tokens are in `input_ids` [B, T], in order; `mm_token_type_ids`, which processors return, are ignored.
+        Raises ValueError if the numbers of tokens and features differ."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
         if inputs_embeds is None:
