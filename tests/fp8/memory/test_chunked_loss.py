@@ -333,7 +333,7 @@ def test_log_probabilities_are_minus_the_loss():
         (
             {"hidden": torch.zeros(19, 24).long(), "weight": torch.zeros(9, 24).long()},
             TypeError,
-            "a floating-point",
+            "a floating-point dtype",
         ),
         ({"weight": torch.zeros(0, 24), "target": torch.full((19,), IGNORE)}, ValueError, "has no classes"),
     ],
