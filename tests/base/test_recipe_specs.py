@@ -177,7 +177,7 @@ def _known() -> dict[str, bool]:
     cfg = config.load_config_text(text.format("{recipe: blockwise}"))
     gemms = tuple(Candidate("0", gemm, "foundation", 1.0) for gemm in ("fwd", "dgrad", "wgrad"))
     space = Space(cfg, gemms, (), ("0", "1"), {"0": "blockwise"})
-    coarse = {words: works for words, works in find_culprits._coarse(space) if works is not None}
+    coarse = {words: works for words, works in find_culprits._coarse_changes(space) if works is not None}
     rule = space.in_recipe(gemms, "tilewise").fp8.rules[0]
     every = "{recipe: tilewise, format: hybrid, lm_head: {recipe: tilewise}, candidates: [tilewise], "
     asked = config.load_config_text(text.format(every + "adapt: {every: 20, recipes: [tilewise]}}")).fp8

@@ -2,6 +2,7 @@
 
 import pytest
 
+from octavo.base import recipe_specs
 from octavo.config import ConfigError, load_config, load_config_text
 from octavo.config.yaml.problems import nearest
 
@@ -219,8 +220,7 @@ def test_components_may_differ_in_param(fp8):
         ("fp8: {plan: p.json, recipe: blockwise}", "x.yaml:4: fp8.recipe: has no effect with fp8.plan"),
         (
             "fp8: {recipe: aut}",
-            "fp8.recipe: found 'aut'; did you mean auto? one of off, tensorwise, rowwise, blockwise, "
-            "mxfp8, delayed, auto",
+            f"fp8.recipe: found 'aut'; did you mean auto? one of off, {', '.join(recipe_specs.NAMES)}, auto",
         ),
         ("fp8: {plan: p.json, fuse: on}", "fp8.fuse: has no effect with fp8.plan"),
         ("fp8: {fuse: maybe}", "x.yaml:4: fp8.fuse: found 'maybe'; one of off, on, auto"),

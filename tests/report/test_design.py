@@ -99,7 +99,7 @@ def test_earlier_answers_determine_the_spread_of_sources(cfg, tmp_path: Path) ->
     accuracy = claims.paired_accuracy(ours.pieces, theirs.pieces)
     assert told["accuracy"].seen and told["accuracy"].units == 400
     assert told["accuracy"].expected_half_width == pytest.approx(accuracy.half)
-    assert told[WEIGHTS].half == pytest.approx(claims.relative_loss(ours.pieces, theirs.pieces).half)
+    assert told[WEIGHTS].expected_half_width == pytest.approx(claims.relative_loss(ours.pieces, theirs.pieces).half)
     (tmp_path / "arms" / "fp8-blockwise" / "result.json").write_text('{"status": "finished", "steps": 120, "x": 1}')
     assert not of(design.design(cfg, None, tmp_path))["accuracy"].seen, "of other weights"
 

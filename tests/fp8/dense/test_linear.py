@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
+from octavo.base import recipe_specs
 from octavo.fp8.observe import uncounted
 
-RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
+RECIPES = recipe_specs.NAMES
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.base import recipe_specs
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning import document
 from tests.fp8.planning.layers import Block, Custom
@@ -116,8 +117,7 @@ EDITS = [
     (
         '"recipe": "rowwise"',
         '"recipe": "rowise"',
-        "recipe 'rowise' does not exist; did you mean 'rowwise'. use "
-        "one of off, tensorwise, rowwise, blockwise, mxfp8, delayed.$",
+        f"recipe 'rowise' does not exist; did you mean 'rowwise'. use one of off, {', '.join(recipe_specs.NAMES)}.$",
     ),
     ('"recipe": "rowwise", "format": "e4m3"', '"recipe": "off", "fwd": "fp8"', "fwd, wgrad has no effect if the"),
     ('"recipe": "rowwise"', '"recipe": "auto"', "recipe 'auto' is not allowed in a plan"),
