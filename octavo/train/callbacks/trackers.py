@@ -104,7 +104,7 @@ def _swanlab(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
 _OPEN = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "swanlab": _swanlab}
 
 
-def refuse_missing(cfg: Config) -> None:
+def check_installed(cfg: Config) -> None:
     """Raises TrainError for trackers whose package is not installed."""
     if why := environment.why_no_trackers(cfg.run.trackers):
         raise TrainError(why)

@@ -44,7 +44,7 @@ def describe_in_full(
     of: RunPlan, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
 ) -> list[str]:
     """The same with the plan layer by layer, formatted by `layers`, and all notes."""
-    off = not any(row.fp8 or row.decided for row in of.plan.rows)
+    off = not any(row.fp8 or row.automatic for row in of.plan.rows)
     table = [] if off else ["", *layers(of.plan), ""]
     notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else of.plan.notes), *of.notes])]
     return _beginning(of, planning.meta_model(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)

@@ -67,7 +67,7 @@ def refuse_plain_checkpoint(path: Path, cfg: Config) -> None:
 
 
 @contextmanager
-def hide_quotations(cfg: Config) -> Iterator[None]:
+def redact_data_in_errors(cfg: Config) -> Iterator[None]:
     """Context in which, with `run.encrypt`, an error whose message may quote the data is replaced by one without."""
     try:
         yield

@@ -107,7 +107,7 @@ def count_tokens(cfg: Config, processor: Any, family: models.Family, config: Any
     sound = 0
     if family.has_audio:
         hearing = models.audio_of(config)
-        heard = [batch for batch in batches if batch["meta"].has_sound]
+        heard = [batch for batch in batches if batch["meta"].has_audio]
         sound = hearing.positions if heard else 0
         sounds = _of_full(heard, [sum(batch["meta"].sounds) for batch in heard], rows) if heard else 0
         counts |= {"audio_encoder": sounds * sound, "audio_projector": sounds * hearing.features}

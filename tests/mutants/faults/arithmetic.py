@@ -405,7 +405,7 @@ area(
     ),
     (
         "gather-reduces-fp32", "parallel/shard.py",
-        "reduce_dtype=gather", "reduce_dtype=torch.float32",
+        "reduce_dtype=gather_dtype", "reduce_dtype=torch.float32",
         "gradients cross the wire in fp32 though BF16 was asked for",
         "parallel/test_gather.py",
     ),

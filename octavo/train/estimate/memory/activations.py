@@ -216,7 +216,7 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHe
     else:
         with head.losses(target, **smooth, chunk=target.numel()) as by_head:
             out = model(**batch, **trim, use_cache=False)
-            loss = by_head.take(out.logits).sum()
+            loss = by_head.checked_losses(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
 
@@ -230,7 +230,7 @@ def _of_log_probs(
     entropy = cfg.train.phase == "rl"
     if head is not None:
         with head.log_probs(target, entropy=entropy, chunk=target.numel()) as by_head:
-            return by_head.take(model(**batch, **options).logits).sum()
+            return by_head.checked_losses(model(**batch, **options).logits).sum()
     logits = model(**batch, **options).logits
     return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
