@@ -1,17 +1,16 @@
-"""Is a conversion between a Hugging Face folder and DCP about as fast as a plain copy of the folder?
+"""Times the conversion between a Hugging Face folder and DCP, compared with a plain copy of the folder.
 
     python benchmarks/convert.py [--gigabytes 1] [--shards 4] [--repeats 5] [--scratch FOLDER] [--out FILE]
 
-Makes a folder of BF16 and FP8 tensors in shards and times, by turns and in this order: shutil.copytree of it, the same
-with every file forced to the disk (which a conversion does, so that what appears is there after a power cut),
-`hf_to_dcp`, `dcp_to_hf` of what that made, and, for comparison, what is usual: all tensors loaded, then DCP's own
-`save`. Before the times count, what came back is compared byte by byte. A run of the default size writes
-results/convert_cpu.json; another prints its figures, and writes them where --out says.
+Writes a folder of BF16 and FP8 tensors in shards and times, in turn and in this order: shutil.copytree; a copy that
+syncs every file to disk (as a conversion does, so that its output survives a power failure); `hf_to_dcp`; `dcp_to_hf`
+of its output; and the usual way, which loads all tensors and calls DCP's own `save`. Before timing, the converted
+folder is compared with the original byte by byte. The default size writes results/convert_cpu.json; other sizes only
+print their figures, unless --out is given.
 
-The ratio is the speed against the copy that is forced to the disk, so 1 is its speed; of several turns the fastest
-counts, since others may be at work on the machine. CPU seconds are printed next to it: on a machine whose cores are all
-busy they decide. All reads are from the page cache, which is the harder case: a disk that reads slower than checksums
-are computed hides them.
+Ratios are speeds relative to the synced copy. The fastest of several turns counts, because other processes may use the
+machine. CPU seconds are also printed; they are decisive if all cores are busy. All reads come from the page cache,
+which is the harder case: a slow disk would hide the time of checksums.
 """
 
 from __future__ import annotations

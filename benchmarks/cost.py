@@ -1,13 +1,12 @@
-"""Fits the constants of `octavo plan --cluster` to published tokens/s, and judges them on others.
+"""Fits the constants of `octavo plan --cluster` to published tokens/s, and tests them on other published figures.
 
-    python benchmarks/cost.py --out benchmarks/results/cost.json            fit, judge, and print both halves
-    python benchmarks/cost.py --write                                        ... and let octavo/train/estimate/step_time
-    use the fit python benchmarks/cost.py --table --out benchmarks/results/meshes.json   best meshes from 8 to 4,096
-    GPUs
+    python benchmarks/cost.py --out benchmarks/results/cost.json               fit, test, and print both halves
+    python benchmarks/cost.py --write                                          also write the fit into the package
+    python benchmarks/cost.py --table --out benchmarks/results/meshes.json     best meshes from 8 to 4,096 GPUs
 
-Published figures are what others claim of their software; nothing here ran on a GPU. Every run is of FSDP, context
-and expert parallelism only: what this model of cost has no term for (tensor and pipeline parallelism) is left out. Of
-runs that differ in size, the smaller ones are fitted and the larger ones, and other software, are judged.
+The figures are published by other projects about their software; nothing here runs on a GPU. All runs use only FSDP,
+context and expert parallelism, because the cost model has no terms for tensor and pipeline parallelism. Of runs that
+differ in size, the smaller ones are fitted; the larger ones, and runs of other software, are the test set.
 """
 
 from __future__ import annotations
@@ -27,10 +26,21 @@ from octavo.config import load_config
 from octavo.config.sections.train import ParallelSection
 from octavo.models.structure import shapes
 from octavo.parallel import Layout
-from octavo.train.estimate.memory import Card, Footprints
-from octavo.train.estimate.step_time import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate, search, work_of
+from octavo.train.estimate.memory import Card, MemoryEstimator
+from octavo.train.estimate.step_time import (
+    Cluster,
+    Decoder,
+    Group,
+    Mesh,
+    Rows,
+    Speeds,
+    Work,
+    estimate,
+    estimate_work,
+    search,
+)
 from octavo.train.estimate.step_time.cluster import SPEEDS_FILE
-from octavo.train.estimate.step_time.search import in_short_rows
+from octavo.train.estimate.step_time.search import split_long_rows
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 
@@ -155,7 +165,10 @@ def work(run: Run) -> Work:
         s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.layers if s.experts else 0, s.experts, s.choices
     )
     flops = {kind: 3 * size for kind, size in forward.items()}
-    rows, elements = Rows(tokens, again=int(full), again_experts=int(full)), float(tokens * s.hidden * s.layers)
+    rows, elements = (
+        Rows(tokens, recomputed_attention=int(full), recomputed_experts=int(full)),
+        float(tokens * s.hidden * s.layers),
+    )
     return Work(decoder, rows, flops, forward, elements, groups, updated, again, compiled=True)
 
 
@@ -170,7 +183,7 @@ def predicted(run: Run, constants: dict[str, float]) -> float:
     power = constants["power"] if run.gpu == "h100-2.4" else 1.0
     cluster = Cluster(run.gpu, 989e12 * power, 1979e12 * power, memory, hbm, 450e9, 50e9, 8, -(-run.ranks // 8), speeds)
     layout = Layout.from_section(run.ranks, ParallelSection(context=run.context, expert=run.expert))
-    mesh = Mesh.of(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
+    mesh = Mesh.from_layout(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
     return estimate(work(run), mesh, cluster).rate
 
 
@@ -233,20 +246,20 @@ def table(most: int) -> list[dict[str, Any]]:
     out = []
     for title, name in MODELS.items():
         counts = {"foundation": PACK, "lm_head": PACK, "image_encoder": PACK, "image_projector": PACK // 4}
-        tokens = in_short_rows(Tokens(counts, PACK, 4096, SAMPLE))
+        tokens = split_long_rows(Tokens(counts, PACK, 4096, SAMPLE))
         model, family = shapes.shape_model(name)
         cfg = load_config(None, [f"model.path={name}", "data.train=[{path: none}]", "train.steps=1", *SETTINGS])
         plan, _, _ = planning.plan_model(cfg, model, family)
-        sizes = Footprints(cfg, model, family, plan, tokens)
-        decoder, ranks = work_of(sizes, cfg).decoder, 8
+        sizes = MemoryEstimator(cfg, model, family, plan, tokens)
+        decoder, ranks = estimate_work(sizes, cfg).decoder, 8
         while ranks <= most:
             sizes.cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": 4 * ranks})})
             best = search(sizes, Cluster.parse(f"h100x8x{ranks // 8}"), decoder)[0]
-            fits, chosen = best.over <= 0, best.estimate
+            fits, chosen = best.excess <= 0, best.estimate
             out.append({
                 "model": title, "gpus": ranks, "mesh": str(best.mesh) if fits else None,
                 "gib": round(best.memory / 2**30, 1), "tokens_per_second_per_gpu": round(chosen.rate) if fits else None,
-                "bound": chosen.bound if fits else best.why(best),
+                "bound": chosen.bound if fits else best.explain(best),
             })  # fmt: skip
             ranks *= 2
     return out

@@ -1,12 +1,11 @@
-"""What a data file costs a process: the first that opens it, and those after.
+"""Measures the time and memory to open a data file, in the first process that opens it and in later ones.
 
     python benchmarks/data_files.py [--mb 100] [--rounds 3] [--out FILE.json]
 
-Conversations are written as a list of JSON, as JSONL, as parquet and as `datasets` saves them. A process of its own
-opens each by `octavo.data.read` and reads 1,000 rows all over it, as the order of an epoch does; the first time into an
-empty cache, then again. Counted from before pyarrow is imported: seconds of the clock until the file is open, and MiB
-by which anonymous memory has grown, that is memory which no other process shares. `json.load` of the list, as a plain
-trainer would, is the last row.
+Conversations are written as a JSON list, as JSONL, as parquet and as saved by `datasets`. A separate process opens each
+file with `octavo.data.read` and reads 1,000 rows in random order, as an epoch does: first with an empty cache, then
+again. Measured from before the import of pyarrow: seconds until the file is open, and the growth in MiB of anonymous
+memory, which no other process shares. The last row is `json.load` of the list, as in a plain training script.
 """
 
 from __future__ import annotations

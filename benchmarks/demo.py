@@ -1,11 +1,11 @@
-"""Keeps the figures of a finished trial under benchmarks/results, with the machine, the versions and the commit.
+"""Copies the figures of a finished trial to benchmarks/results, with the machine, the versions and the commit.
 
     make demo && .venv/bin/python benchmarks/demo.py demo
     octavo compare examples/digits_everything.yaml --savings --forks 3 --jobs 2
-    python benchmarks/demo.py runs/digits_everything-compare savings      # and benchmarks/lora_base.py says how: lora
+    python benchmarks/demo.py runs/digits_everything-compare savings      # for lora, see benchmarks/lora_base.py
 
-Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora, rl, rl_lora or dpo) and the plots next to it,
-which README quotes.
+Writes results/NAME_cpu.json (or NAME_gpu.json), where NAME is demo, savings, lora, rl, rl_lora or dpo, and the plots
+that README shows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Write octavo/data/builtin/uci_digits/digits.npz, the handwriting of `octavo digits`, from scikit-learn's copy.
+"""Writes octavo/data/builtin/uci_digits/digits.npz, the data set of `octavo digits`, from scikit-learn.
 
     python benchmarks/digits_data.py octavo/data/builtin/uci_digits/digits.npz
 
-`levels` [1797, 8, 8] uint8, 0 to 16, and `labels` [1797] uint8: equal to `load_digits().images` and `.target`, which
-tests/data/test_digits.py holds. Needs scikit-learn, which Octavo itself does not.
+`levels` [1797, 8, 8] uint8, 0 to 16, and `labels` [1797] uint8 are equal to `load_digits().images` and `.target`, as
+tests/data/test_digits.py checks. Needs scikit-learn, which is not a dependency of Octavo.
 """
 
 from __future__ import annotations

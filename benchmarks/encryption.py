@@ -1,12 +1,12 @@
-"""What does encryption at rest cost: bytes a second of a file, and seconds of a save and a load of a run state?
+"""Measures the cost of encryption at rest: bytes per second of a file, and seconds to save and load a run state.
 
     python benchmarks/encryption.py [--megabytes 256] [--repeats 5] [--scratch FOLDER] [--out FILE]
 
-Times, by turns: random bytes written to a plain file that is forced to the disk, the same encrypted in chunks of 64
-KiB, 256 KiB (what Octavo writes), 1 MiB and 4 MiB, and each read back from the page cache; 4 KiB read at random places
-of each, which is what a row costs; and `checkpoint.save` and `load` of a state of the same size, plain and encrypted.
-What comes back is compared first. Of several turns the fastest counts, since others may be at work on the machine; CPU
-seconds are printed next to it. A run of the default size writes results/encryption_cpu.json.
+Times in turn: writing random bytes to a plain file that is synced to disk, and to files encrypted in chunks of 64 KiB,
+256 KiB (the default of Octavo), 1 MiB and 4 MiB; reading each from the page cache; reading 4 KiB at random offsets of
+each, which is the cost of a row; and `checkpoint.save` and `load` of a state of the same size, plain and encrypted.
+Contents are compared before timing. The fastest of several turns counts, because other processes may use the machine;
+CPU seconds are also printed. The default size writes results/encryption_cpu.json.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What Python's garbage collector does to the times of steps, by `train.gc`: one tiny training for each setting, in
-turns.
+"""Measures the effect of Python's garbage collector on step times, for each setting of `train.gc`.
 
     python benchmarks/gc_spread.py [--rounds 8] [--steps 150] [--out FILE.json]
 
-Each round trains a mini Qwen3-VL once with every setting, another one first each time, so that what else the machine
-does falls on all of them. Of each run the first 10 steps are left out. A step lasts from its beginning to the beginning
-of the next, so that what happens between steps counts, in CPU seconds of the process (one thread): on a machine with
-other work the clock on the wall tells of that alone. `p50`, `p99` and `max` are of all steps of a setting; `spread` is
-p99 over p50, with a 95 % interval by bootstrap over runs, and `against_default` the quotient of two such spreads, of
-the same rounds. What `gc.callbacks` tell: collections of each generation in 1,000 steps, the longest one, and the share
-of the time that all of them took. `objects` are those that the collector knows at the end.
+Each round trains a mini Qwen3-VL once per setting, starting with a different one each time, so that the load of the
+machine affects all of them. The first 10 steps of each run are dropped. A step lasts until the next one begins, so that
+work between steps counts, in CPU seconds of the process (one thread); on a shared machine, wall-clock time would show
+the load instead. `p50`, `p99` and `max` are over all steps of a setting; `spread` is p99 over p50, with a 95 % interval
+by bootstrap over runs, and `against_default` is the ratio of two spreads of the same rounds. `gc.callbacks` report the
+collections of each generation per 1,000 steps, the longest collection, and the share of time in collections. `objects`
+is the number of tracked objects at the end.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Sampling by the engine compared with `generate` of transformers: 64 prompts with an image, 8 answers each, on a CPU.
+"""Compares sampling by the engine with `generate` of transformers: 64 prompts with an image, 8 answers each, on a CPU.
 
     python benchmarks/generation.py [--rounds 8] [--new 32] [--prompts 64] [--group 8] [--out FILE.json]
 
-The model is `octavo tiny qwen3_vl` (1.2 M parameters) in fp32 on one thread, the same modules for everybody, by turns:
+The model is `octavo tiny qwen3_vl` (1.2 M parameters) in fp32 on one thread. All candidates run the same modules, in
+turn:
 
     engine               all prompts at once
-    transformers, batch  prompts padded on the left, `num_return_sequences` = group, the batch size that was the fastest
+    transformers, batch  left-padded prompts, `num_return_sequences` = group, at the fastest batch size
     transformers, each   one prompt at a time, its answers in one call
-    transformers, one    one answer at a time; as many of them as take a while, scaled up to all
+    transformers, one    one answer at a time; a sample of them, scaled up to all
 
-The token that ends answers is one that the vocabulary does not have, so that every answer has all its tokens and nobody
-gains by a short one. Ratios are
-of processor seconds, paired by round: the geometric mean and its 95 % interval over resampled rounds. Before that, the
-greedy answers of all prompts are compared token by token.
+The end token is not in the vocabulary, so that every answer has the maximum length. Ratios are of CPU seconds, paired
+by round: the geometric mean and its 95 % interval over resampled rounds. Before timing, the greedy answers of all
+prompts are compared token by token.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a head in FP8 costs at equal weights: losses and gradients of a trained run's own batches, by recipe.
+"""Measures the error of an FP8 head at equal weights: losses and gradients on the batches of a trained run, by recipe.
 
     python benchmarks/head.py runs/my                 # a finished run of octavo train, on its device
     python benchmarks/head.py runs/my --batches 16
 
-The hidden states come from the run's model on its own training data; its head then judges them in high precision and
-by each recipe (``fp8.lm_head``). A loss is paired with itself, token by token: the mean difference with 1.96 standard
-errors, next to the mean loss; gradients of the mean loss by the hidden states and by the weight as calc_diff. What that
-does to a training, only a trial says (``octavo compare`` of a configuration with ``fp8.lm_head``).
+The model of the run computes hidden states of its own training data; the head then computes losses in high precision
+and in each recipe (``fp8.lm_head``). Losses are paired token by token: the mean difference with 1.96 standard errors,
+next to the mean loss. Gradients of the mean loss by hidden states and by the weight are compared with calc_diff. The
+effect on training needs a trial (``octavo compare`` of a configuration with ``fp8.lm_head``).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What Python costs around the kernels of an FP8 linear layer, measured on any CPU: microseconds, compared with
-nn.Linear.
+"""Measures the Python overhead of an FP8 linear layer, on any CPU: microseconds, compared with nn.Linear.
 
     python benchmarks/host.py [--rounds 15] [--out results/host_cpu.json]
 
-Backends are chosen as on a GPU with cuBLAS, and no kernel runs: a launch of Triton and a product of cuBLAS are
-stand-ins that give an empty result. What is left is what the host does for one layer, forward and backward, while a
-GPU would compute: this overlaps with kernels where they take longer, and decides the speed where they do not (short
-sequences, vision towers). Tensors are real and small; their size does not matter, since nothing is computed.
+Backends are chosen as on a GPU with cuBLAS, but no kernel runs: Triton launches and cuBLAS GEMMs are replaced by stubs
+that return empty results. The rest is the work of the host for the forward and backward of one layer. It overlaps with
+kernels if these take longer, and otherwise determines the speed (short sequences, vision towers). Tensors are real but
+small; their size does not matter because nothing is computed.
 
-Thread time, so that other work on the machine counts little; everybody by turns, the median of the rounds. The last
-rows are single launches, through a driver that does nothing: as Triton launches, and as Octavo does.
+Times are thread CPU times, so that other work on the machine matters little; candidates run in turn, and the median of
+the rounds counts. The last rows are single launches through a driver that does nothing: by Triton, and by Octavo.
 """
 
 from __future__ import annotations

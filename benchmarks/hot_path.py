@@ -1,25 +1,24 @@
-"""Through how many files Octavo's code goes: what a reader must hold to follow one call, or one trip through a run.
+"""Counts the files of Octavo that one call, or one trip through a run, passes through.
 
     python benchmarks/hot_path.py [--recipe blockwise] [--json FILE]      one call of an FP8 linear layer
     python benchmarks/hot_path.py --trip row|grpo|yaml|cast [--json FILE]      one trip through a run
 
-**A layer.** Counts what ``sys.setprofile`` sees of Octavo's own Python functions in one forward and one backward of a
-warm layer, as it trains: a change of file is a call into, or a return to, a function of another file than the one
-before.
+**A layer.** ``sys.setprofile`` counts Octavo's own Python functions in one forward and one backward of a warm layer in
+training. A change of file is a call to, or a return from, a function in a different file.
 
 **A trip** counts the files of ``octavo/`` in which a function ran, on the CPU, with tiny Qwen3-VL. A comprehension or
-a lambda belongs to its file. Bodies of modules and classes do not count, nor does what runs while a module is imported,
-so a count does not depend on what was imported before. It is of the thread that takes the trip: others, such as the one
-that keeps the run's lock fresh, run when the clock says so. Other processes are not counted either: a reward file runs
-in one of its own, and workers of the data (here none) would.
+a lambda belongs to its file. Bodies of modules and classes, and code that runs during an import, are not counted, so a
+count does not depend on earlier imports. Only the thread of the trip is counted: other threads, such as the one that
+renews the run lock, run at arbitrary times. Other processes are not counted either: a reward file has its own process,
+and so would data workers (there are none here).
 
     row    a row with an image becomes a batch: the second one that ``octavo.data.train_loader`` gives
     grpo   the second step of GRPO with a reward file: rollout, rewards, advantages, loss, backward, update, from the
-           callbacks' ``before_step`` to their ``after_step``. Assembling the run, reading the step's prompts, writing
-           its row and checkpoints are outside
+           callbacks' ``before_step`` to their ``after_step``; without assembling the run, reading the prompts of the
+           step, and writing its row and checkpoints
     yaml   ``octavo train FILE``, from the command line until a file of ``octavo.fp8.kernels`` is entered, where the
-           plan asks which kernels there are
-    cast   the same until the first FP8 cast of a tensor with values
+           plan lists the available kernels
+    cast   as yaml, until the first FP8 cast of a tensor with values
 """
 
 from __future__ import annotations

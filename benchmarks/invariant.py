@@ -1,10 +1,10 @@
-"""What `fp8.batch_invariant` costs: a training step and a decode step inside and outside of it, by turns.
+"""Measures the cost of `fp8.batch_invariant`: a training step and a decode step with and without it, in turn.
 
     python benchmarks/invariant.py [--rounds 9] [--json FILE]
 
-Small checkpoints of two families on the CPU, one thread, in high precision and in FP8. A training step is a forward of
-8 rows of 128 tokens with their log-probabilities and its backward; a decode step is one token of each of 16 sequences
-over 128 cached ones, by transformers' own cache. The least of all turns counts.
+Small checkpoints of two families run on the CPU with one thread, in high precision and in FP8. A training step is the
+forward of 8 rows of 128 tokens with their log-probabilities, and its backward; a decode step is one token for each of
+16 sequences with 128 cached tokens, with the cache of transformers. The minimum over all turns counts.
 """
 
 from __future__ import annotations

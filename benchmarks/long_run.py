@@ -1,12 +1,12 @@
-"""A longer trial: text and images, several seeds, high precision compared with FP8 with every memory saving.
+"""Runs a longer trial: text and images, several seeds, high precision compared with FP8 with every memory saving.
 
     python benchmarks/long_run.py [--steps 3000] [--seeds 3] [--jobs 2] [--dir build/long]
 
 Trains a tiny Qwen3-VL on pictures of handwritten digits and on digits drawn in characters, each seed once in high
-precision and once with FP8 activations, FP8 weights, FP8 optimizer states and stochastically rounded BF16 weights. What
-is finished is read, what was stopped goes on. Writes results/long_run_cpu.json (or _gpu) and a plot;
-docs/lab/studies.md quotes them. Weights are updated after backward: updating in backward gives the same bits and takes
-a second pass.
+precision and once with FP8 activations, FP8 weights, FP8 optimizer states and stochastically rounded BF16 weights.
+Finished runs are read and stopped runs are resumed. Writes results/long_run_cpu.json (or _gpu) and a plot, which
+docs/lab/studies.md quotes. Weights are updated after the backward: updating during the backward gives the same bits and
+takes a second pass.
 """
 
 from __future__ import annotations

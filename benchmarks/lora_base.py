@@ -1,11 +1,11 @@
-"""What the trial of LoRA goes on from: a small base model that reads handwriting, and data that ask for something new.
+"""Trains the base model of the LoRA trial, which reads handwriting, and writes the data of the new task.
 
-    python benchmarks/lora_base.py                                       # build/lora, about four minutes on one core
-    octavo compare examples/digits_lora.yaml --savings --forks 3 --jobs 2                    # FP8 base compared with
-    BF16 base python benchmarks/demo.py runs/digits_lora-compare lora              # keeps the figures
+    python benchmarks/lora_base.py                                           # build/lora, about four minutes on a core
+    octavo compare examples/digits_lora.yaml --savings --forks 3 --jobs 2    # FP8 base compared with BF16 base
+    python benchmarks/demo.py runs/digits_lora-compare lora                  # copies the figures
 
-The base is a tiny Qwen3-VL whose every parameter was trained to answer with numerals ("Third?" "7"). LoRA then teaches
-it to answer in words ("seven"), which it never did. What is finished is kept, what was stopped goes on.
+The base is a tiny Qwen3-VL whose parameters were all trained to answer with numerals ("Third?" "7"). LoRA then teaches
+it to answer in words ("seven"), which it never did before. Finished runs are kept and stopped runs are resumed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Losses to the last bit: a change that is not about numerics must leave every one of them as it was.
+"""Checks that losses are unchanged to the last bit, as they must be after a change that does not concern numerics.
 
-    python benchmarks/losses.py --check                      # train again, compare; exit code 1 where a bit differs
+    python benchmarks/losses.py --check                      # train again and compare; exit code 1 if a bit differs
     python benchmarks/losses.py --check --only qwen3_text    # only one run; --only can be repeated
-    python benchmarks/losses.py                              # train and write the file, with the version that it is of
+    python benchmarks/losses.py                              # train and write the file, with this version
 
-A projector runs as in version 0.4.0, of which the file is: in high precision unless a run's file names it.
+Projectors run as in version 0.4.0, which wrote the file: in high precision, unless the configuration of a run names
+them.
 
-The runs: every file of examples/tiny as its head says (20 steps), and the first 50 of the demo's 500 steps, in high
-precision and in FP8. They use the command line only, one thread and no GPU, so the script serves any version.
-Bits depend on the kernels of the CPU as well: on another platform than the file's nothing is judged (exit code 2).
-Another version of transformers is judged and named: its models compute the same until one of them is changed.
+The runs are every file of examples/tiny, as the comment at its top describes (20 steps), and the first 50 of the 500
+steps of the demo, in high precision and in FP8. They only use the command line, one thread and no GPU, so the script
+works with any version. Bits also depend on the kernels of the CPU: on a platform different from the file's, nothing is
+compared (exit code 2). A different version of transformers is only reported, because its models compute the same until
+one of them is changed.
 """
 
 from __future__ import annotations

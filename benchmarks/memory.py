@@ -1,16 +1,15 @@
-"""What a full-parameter step of a 0.5 B model takes in resident memory: torch's AdamW in fp32 compared with Octavo's
-modes.
+"""Measures the resident memory of a full-parameter step of a 0.5 B model: torch's AdamW in fp32 and Octavo's settings.
 
     python benchmarks/memory.py                     every run, one process each, one after the other
     python benchmarks/memory.py tokens=1024 steps=4
 
-The model has the sizes of Qwen2.5-0.5B (24 layers, 896 wide, 14 heads of 64, 4,864 in the MLP, 151,936 words, tied) and
-random weights, the same in all runs; so is the batch, one sequence of random words that every step learns again. What
-is read is the most memory that a run's process ever held (VmHWM of /proc/self/status), from building the model to the
-last update, and its contents at that moment: counted tensors, and the rest.
+The model has the sizes of Qwen2.5-0.5B (24 layers, hidden size 896, 14 heads of 64, MLP size 4,864, 151,936 words,
+tied) and random weights. All runs have the same weights and the same batch, one random sequence that every step
+repeats. Measured are the peak resident memory of the process (VmHWM of /proc/self/status) from building the model to
+the last update, and what it consisted of: counted tensors, and the rest.
 
-Writes results/memory_cpu.json and .png; exit code 1 where a loss is not finite or does not fall, or where `bf16+sr` or
-update in backward stays below 2.2 times less than the baseline. Linux only; wants about 12 GB for the baseline.
+Writes results/memory_cpu.json and .png. Exit code 1 if a loss is not finite or does not fall, or if `bf16+sr` or update
+in backward saves less than a factor of 2.2 compared with the baseline. Linux only; the baseline needs about 12 GB.
 """
 
 from __future__ import annotations

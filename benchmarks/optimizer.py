@@ -1,18 +1,18 @@
-"""Does AdamW with 8-bit moments go where AdamW with fp32 moments goes, and at what speed on the CPU?
+"""Compares AdamW with 8-bit moments to AdamW with fp32 moments: the weights that it reaches, and its speed on the CPU.
 
     python benchmarks/optimizer.py [closed_loop] [training] [speed]
 
-Writes results/optimizer_cpu.json and optimizer_cpu.png. Three parts:
+Writes results/optimizer_cpu.json and optimizer_cpu.png. It has three parts:
 
-closed loop   Every optimizer gets the same gradients for hundreds of steps: how far are its weights from those of fp32
-              moments, relative to the distance these travelled, and how many second moments became zero? The error of
-              one step does not show this: what a format loses adds up, or does not.
-training      A small transformer reads scikit-learn's digits: loss curves and held-out accuracy.
-speed         A step compared with torch's own AdamW, by turns in one run: only the ratio means something.
+closed loop   Every optimizer gets the same gradients for hundreds of steps. Reported are the distance of its weights
+              from those of fp32 moments, relative to the distance that these moved, and the number of second moments
+              that became zero. Errors of single steps do not show whether they accumulate.
+training      A small transformer learns scikit-learn's digits: loss curves and held-out accuracy.
+speed         A step compared with torch's own AdamW, in turn in one run; only the ratio is meaningful.
 
-COAT is measured as published ("COAT", `published_coat.py`) and in our format of its kind ("octavo coat"). torchao's
-8-bit optimizers take part where it is installed (pip install torchao). Where it is not, its rows of an earlier run stay
-in the file and say of which.
+COAT is measured as published ("COAT", `published_coat.py`) and in Octavo's format of this kind ("octavo coat").
+torchao's 8-bit optimizers are included if torchao is installed (pip install torchao). Otherwise the file keeps their
+rows of an earlier run, with its version.
 """
 
 from __future__ import annotations

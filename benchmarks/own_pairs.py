@@ -1,10 +1,10 @@
-"""Preference pairs out of a model's own samples: of each prompt, an answer that is right and one that is wrong.
+"""Writes preference pairs from a model's own samples: for each prompt a right and a wrong answer.
 
     octavo train examples/digits_rl_base.yaml
     python benchmarks/own_pairs.py runs/digits_rl_base/hf build/digits/train_prompts.json build/digits/pairs.json
     octavo train examples/digits_dpo.yaml
 
-A prompt whose samples are all right, or all wrong, gives no pair. The same for the same seed.
+A prompt whose samples are all right or all wrong gives no pair. The same seed gives the same pairs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What packing wastes, by the rows that are packed together: only plans, of synthetic lengths; no model runs.
+"""Measures the padding of packed rows by the window of rows that are packed together, with synthetic lengths.
 
     python benchmarks/packing.py [--rows 40000] [--out FILE.json]
 
@@ -6,10 +6,10 @@
     images   one to three images of 64 to 1,280 tokens each, and a log-normal text of median 100
     mixed    half of each, shuffled
 
-Of a set and a capacity (`train.seq_length`), rows that are longer left out, for each window (`data.window`): `waste`,
-the share of places that hold no token, were every pack filled up to its capacity; `padding`, the share of places that
-are padding in the rows that are trained on, each filled up to a multiple of 128; packs; and seconds for 1,000 rows on
-one core. `padded` is what rows of one micro-batch of 8, padded to the longest of them, hold of padding.
+For each set, capacity (`train.seq_length`, without longer rows) and window (`data.window`): `waste` is the share of
+positions without a token if every pack were filled to its capacity; `padding` is the share of padding in training rows,
+which are padded to a multiple of 128; and the number of packs and the seconds per 1,000 rows on one core. `padded` is
+the share of padding without packing, in micro-batches of 8 rows padded to the longest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What plots look like: the canvas and colours of the report and of the scripts in ``benchmarks/``."""
+"""The canvas and colours shared by the plots of the scripts in ``benchmarks/`` and of the report."""
 
 from __future__ import annotations
 

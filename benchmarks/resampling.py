@@ -1,11 +1,12 @@
-"""Sounds at other rates than a model's: Octavo's samples compared with transformers' and with another filter's.
+"""Compare resampled sounds with the results of transformers and of another filter.
 
     python benchmarks/resampling.py [--out FILE.json]
 
-Three seconds of 40 tones of random pitch and some noise, 1, 2 and 6 channels, at common rates, become 16 kHz by
-`octavo.data.encoding.audio.load` and by transformers' `load_audio(backend="soundfile")`: the largest difference of
-samples. The same by SciPy's `resample_poly` says what a filter is worth: the difference's root mean square over the
-sound's, and the mean difference of the features that a Whisper tower is given, over their range.
+Sounds of three seconds, with 40 tones of random pitch and some noise, 1, 2 and 6 channels, at common rates, are
+resampled to 16 kHz by `octavo.data.encoding.audio.load` and by transformers' `load_audio(backend="soundfile")`; the
+largest difference of samples is reported. SciPy's `resample_poly` shows the effect of a different filter: the root mean
+square of the difference over that of the sound, and the mean difference of the features of a Whisper tower over their
+range.
 """
 
 from __future__ import annotations

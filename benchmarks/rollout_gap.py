@@ -1,9 +1,9 @@
-"""How far log-probabilities of rollout and trainer are apart, by recipe, cache and precision: |d log p| in nats.
+"""Measures the difference of log-probabilities between rollout and trainer, |d log p| in nats, by recipe and cache.
 
     octavo train examples/digits_rl_base.yaml
     python benchmarks/rollout_gap.py --json benchmarks/results/rollout_gap.json
 
-A few steps of examples/digits_rl.yaml each; the model is the same everywhere, and moves as it trains.
+Each case trains a few steps of examples/digits_rl.yaml from the same model.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Training from files, compared with a plain loop and HF Trainer: tokens a CPU second, of rows not read before.
+"""Compares training from files with a plain loop and HF Trainer: tokens per CPU second, on new rows.
 
     python benchmarks/rows.py [--sets text,digits,photographs] [--rounds 5] [--out FILE.json]
 
-    text         handwriting drawn in characters, 83 tokens a row (`octavo digits`), the tiny Qwen3
+    text         handwriting drawn in characters, 83 tokens per row (`octavo digits`), the tiny Qwen3
     digits       images of 16 x 16 pixels with four questions and answers, the tiny Qwen3-VL
     photographs  crops of the pictures that scikit-learn and matplotlib ship, JPEG, 0.1 to 0.3 megapixels, one question
 
-Everybody takes the same rows (each once, shuffled), the same weights, batches of 8, fp32 on one thread, AdamW, the same
-clipping, and prepares rows in the training process. By turns, each with a model of its own:
+All candidates use the same rows (each once, shuffled), the same initial weights, batches of 8, fp32 on one thread,
+AdamW and the same clipping, and prepare rows in the training process. They run in turn:
 
     octavo       octavo.train.run, recipe off, as `octavo train` calls it; metrics.jsonl is written
     plain loop   a DataLoader whose collate calls the stock chat template and processor for the batch; labels are all
-                 tokens but padding and images; forward, backward, clip, step
-    Trainer      HF Trainer over the same DataLoader's rows and collate
+                 tokens except padding and images; forward, backward, clip, step
+    Trainer      HF Trainer with the rows and collate of this DataLoader
 
-Octavo's labels are only the answers, which it has to find; the others' are all but free. Seconds are those of the
-process on all its threads, from the end of the third step on. Ratios are paired by round: the geometric mean and its
-95 % interval. `path` is the same without a model: milliseconds of a row until its batch is there. What FILE.json says
-of other sets stays.
+Octavo's labels are only the answers, which it must locate; the labels of the others cost almost nothing. Times are CPU
+seconds of the process over all threads, from the end of the third step on. Ratios are paired by round: the geometric
+mean and its 95 % interval. `path` is measured without a model: milliseconds per row until its batch is ready. Other
+sets in FILE.json are kept.
 """
 
 from __future__ import annotations

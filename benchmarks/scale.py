@@ -1,11 +1,11 @@
-"""What a rank holds, reads and receives on several processes, compared with what is expected.
+"""Measures the memory, reads and communication of a rank on several processes, compared with the expected values.
 
-    python benchmarks/scale.py --ranks 1 2 --out scale.json                  a model is loaded and written
+    python benchmarks/scale.py --ranks 1 2 --out scale.json                  loads and writes a model
     python benchmarks/scale.py --steps --out benchmarks/results/scale.json   a step of packs, on 1, 2 and 4 processes
 
-A Qwen3 of 1.07e9 random parameters in BF16 is written to a temporary folder, and then loaded and written again as hf/
-by 1, 2, ... processes of this machine (gloo). Memory is the rise of a rank's peak (VmHWM) over what it held before, in
-which a small model of the family has been loaded; only Linux counts it. One process loads as `models.load` does.
+A Qwen3 with 1.07e9 random parameters in BF16 is written to a temporary folder, and then loaded and written again as hf/
+by 1, 2, ... processes of this machine (gloo). Memory is the increase of a rank's peak (VmHWM, Linux only), measured
+after a small model of the family was loaded. A single process loads like `models.load`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from octavo.fp8.weights import frozen_bytes, is_frozen
 from octavo.fp8.weights.shards import local_of
 from octavo.models.tiny import tiny
 from octavo.train.estimate import step_time
-from octavo.train.estimate.memory import Footprints
+from octavo.train.estimate.memory import MemoryEstimator
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 
@@ -177,12 +177,12 @@ def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) ->
     plan, _, _ = planning.plan_model(cfg, model, family, size)
     counts = {"foundation": 512, "lm_head": 512, "image_encoder": patches, "image_projector": patches // 4}
     tokens = Tokens(counts, 512, 64)
-    sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
+    sizes = MemoryEstimator(cfg, model, family, plan, tokens, device="cpu")
     layout = parallel.Layout.from_section(size, cfg.parallel)
-    work = step_time.work_of(sizes, cfg)
-    mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
-    moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
-    kinds = sizes.of(cfg, size).kinds
+    work = step_time.estimate_work(sizes, cfg)
+    mesh = step_time.Mesh.from_layout(layout, cfg.parallel.ulysses, work.decoder.heads)
+    moved = step_time.total_bytes(work.groups(layout), work.decoder, work.rows, mesh, work.two_backwards)
+    kinds = sizes.estimate(cfg, size).kinds
     return step_time.by_collective(moved), sum(kinds[kind] for kind in HELD)
 
 

@@ -1,19 +1,18 @@
-"""Sealed compared with plain: by how much a permuted twin's losses differ, and how many tokens an attack by frequency
-finds.
+"""Compares sealed with plain training: the loss differences of a permuted twin, and a frequency attack on its tokens.
 
-    python benchmarks/sealed.py              # writes benchmarks/results/sealed.json; some minutes of one core
+    python benchmarks/sealed.py              # writes benchmarks/results/sealed.json; some minutes on one core
 
-Runs. examples/sealed.yaml and its plain twin, ten steps, by recipe; in FP8 also with a second key, since
-what another order of sums does to roundings is no more between plain and sealed than between two sealed runs.
+Runs: examples/sealed.yaml and its plain twin train ten steps in each recipe; in FP8 also with a second key, because
+reordered sums change roundings as much between two sealed runs as between a plain and a sealed one.
 
-Attack. Whoever holds sealed rows counts how often each token comes and ranks them; a public text of the same kind,
-which the plain tokenizer makes tokens of, gives another ranking; equal ranks are taken for equal tokens. Here rows are
-one half of the files of Python's own documentation and source, and the public text the other half. Given are shares of
-all tokens in the rows, and of the different ones, that are found, with an interval of 95 % over files
-(bootstrap, 1000 draws). Control tokens, whose places the twin's config.json tells, are not counted.
+Attack: someone who has sealed rows ranks tokens by frequency, does the same for a public text of the same kind with the
+plain tokenizer, and assumes that equal ranks are equal tokens. The rows are one half of the files of Python's
+documentation and source, and the public text is the other half. Reported are the shares of all tokens and of distinct
+tokens that are identified, with 95 % intervals over files (bootstrap, 1000 draws). Control tokens, whose positions are
+in the config.json of the twin, are not counted.
 
-Attack with the plain weights, where these are public: a row of the table of embeddings holds the same numbers in the
-twin, in another order. Sorted they are equal, and so each sealed token is identified.
+Attack with the plain weights, if these are public: a row of the embedding table has the same numbers in the twin, in a
+different order. Sorted rows are equal, so every sealed token is identified.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a set of very many rows costs a process: until its first row is there, and while rows come in their order.
+"""Measures the cost of a very large data set: time and memory until the first row, and while training reads rows.
 
     python benchmarks/stream.py [--rows 1000000] [--shards 100] [--steps 500] [--out FILE.json]
 
-Conversations of about 200 bytes lie in a folder of shards, as JSONL, parquet and tar, each read in the ways that there
-are. A process of its own opens each by `octavo.data.read`, first with an empty cache, then again, and takes steps of 8
-rows from a Loader in the order of a training. Counted from before pyarrow is imported: seconds of the clock until the
-first step is there, seconds a step after it, and the most MiB by which anonymous memory has grown, that is memory which
-no other process shares. `shuffle_buffer` is that many rows; without, all are shuffled together.
+Conversations of about 200 bytes are written to a folder of shards as JSONL, parquet and tar, and read in each supported
+way. A separate process opens each with `octavo.data.read`, first with an empty cache, then again, and takes steps of 8
+rows from a Loader in training order. Measured from before the import of pyarrow: seconds until the first step, seconds
+per step after it, and the largest growth in MiB of anonymous memory, which no other process shares. `shuffle_buffer`
+is that many rows; without it, all rows are shuffled together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Long work on a CPU, by turns: seconds of the wall clock and of the processor, of which the least counts.
+"""Times long work on a CPU in turns: the minimum of wall-clock and CPU seconds counts.
 
-What else the machine does only adds to a time, so of several turns the fastest is nearest to the work itself. Short
-calls, and calls on a GPU, are timed by :mod:`octavo.fp8.measuring.timing`, whose medians need many rounds.
+Other work on the machine only adds time, so the fastest of several turns is closest to the true cost. Short calls, and
+calls on a GPU, are timed by :mod:`octavo.fp8.measuring.timing`, whose medians need many rounds.
 """
 
 from __future__ import annotations

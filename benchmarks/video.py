@@ -1,10 +1,10 @@
-"""Videos of real handwriting: a tiny Qwen3-VL learns which digits a clip shows, in FP8 and in high precision.
+"""Trains a tiny Qwen3-VL on videos of real handwriting, in FP8 and in high precision, to name the digits of a clip.
 
     python benchmarks/video.py [--jobs 2] [--dir build/video]
 
-Trains examples/digits_video.yaml twice, with the same data in the same order, and holds both against the clips of
-handwriting that neither saw. What is finished is read, what was stopped goes on. Writes results/video_cpu.json (or
-_gpu), which docs/data.md quotes.
+Trains examples/digits_video.yaml twice with the same data in the same order, and evaluates both on clips of held-out
+handwriting. Finished runs are read and stopped runs are resumed. Writes results/video_cpu.json (or _gpu), which
+docs/data.md quotes.
 """
 
 from __future__ import annotations

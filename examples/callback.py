@@ -1,4 +1,4 @@
-"""Callbacks: a column of one's own in metrics.jsonl with a line at the end, and an early end.
+"""Two callbacks: an additional column in metrics.jsonl with a summary line, and early stopping.
 
 python examples/callback.py run.yaml
 """
@@ -14,7 +14,7 @@ from octavo.config import load_config
 
 
 class BestLoss(train.Callback):
-    """The lowest loss so far. What a callback remembers is in no checkpoint, so a resumed run reads it again."""
+    """Logs the lowest loss so far. Checkpoints have no callback state, so a resumed run takes it from the last row."""
 
     def begin(self, run: train.Run) -> None:
         self.best = run.row.get("best_loss", float("inf"))
@@ -28,7 +28,7 @@ class BestLoss(train.Callback):
 
 
 class EarlyStop(train.Callback):
-    """Ends the run once `patience` evaluations in a row were no better than the best of this session."""
+    """Stops the run after `patience` consecutive evaluations without a better loss in this session."""
 
     def __init__(self, patience: int) -> None:
         self.patience, self.worse, self.best = patience, 0, float("inf")

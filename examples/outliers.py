@@ -1,6 +1,8 @@
-"""One channel of an MLP a million times larger, and the weights behind it as much smaller: in high precision the model
-computes what it computed, and one scale for a whole tensor has no codes left for the other channels. Trained models
-have such channels (M. Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517).
+"""Makes one channel of an MLP a million times larger, and the weights that read it a million times smaller.
+
+In high precision the outputs of the model do not change, but with one scale per tensor the other channels underflow in
+FP8. Trained models have such channels (M. Fishman et al., Scaling FP8 training to trillion-token LLMs,
+arXiv:2409.12517).
 
 python examples/outliers.py FOLDER OUT [LAYER]
 """
@@ -21,9 +23,9 @@ def plant(folder: Path, out: Path, layer: int) -> None:
     for file in out.glob("*.safetensors"):
         weights = load_file(file)
         if f"{mlp}.up_proj.weight" in weights:
-            weights[f"{mlp}.up_proj.weight"][0] *= FACTOR  # a row makes the channel
+            weights[f"{mlp}.up_proj.weight"][0] *= FACTOR  # this row computes the channel
         if f"{mlp}.down_proj.weight" in weights:
-            weights[f"{mlp}.down_proj.weight"][:, 0] /= FACTOR  # a column reads it
+            weights[f"{mlp}.down_proj.weight"][:, 0] /= FACTOR  # this column reads it
         save_file(weights, file, metadata={"format": "pt"})
 
 

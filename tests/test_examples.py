@@ -14,7 +14,7 @@ from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.models.structure import shapes
 from octavo.models.tiny import tiny
-from octavo.train.estimate.memory import Card, Footprints
+from octavo.train.estimate.memory import Card, MemoryEstimator
 from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.token_counts import assume_tokens
 
@@ -71,7 +71,9 @@ def table(path: Path) -> list[str]:
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens, _ = assume_tokens(cfg, family.components, model.config)
     usable = Card.parse(card).usable
-    sizes = Footprints(cfg, model, family, plan, tokens, copy=rl.reference_kind(cfg) == "copy", usable=usable).of(cfg)
+    sizes = MemoryEstimator(
+        cfg, model, family, plan, tokens, copy=rl.reference_kind(cfg) == "copy", usable=usable
+    ).estimate(cfg)
     assert sizes.total <= usable
     moments = {"update": sizes.kinds}
     if sizes.rollout is not None:

@@ -102,7 +102,7 @@ ANY = {
     "octavo.data.Encoder.encode_all return": _ROWS,
     "octavo.data.Encoder.encoding conversation": _ROWS,
     "octavo.data.Encoder.encoding return": _ROWS,
-    "octavo.data.Encoder.written row": _ROWS,
+    "octavo.data.Encoder.tokenizer_input row": _ROWS,
 }
 
 

@@ -1,14 +1,14 @@
-"""Everything that wants a GPU: the tests of tests/gpu and all suites of `octavo bench`, each a process of its own.
+"""Runs everything that needs a GPU: the tests of tests/gpu and all suites of `octavo bench`, each in its own process.
 
-    make gpu PART=1         the most telling third, in 8 minutes: cuBLAS, casts, GEMMs, linear layers
+    make gpu PART=1         the most informative third, in 8 minutes: cuBLAS, casts, GEMMs, linear layers
     make gpu PART=2         the other tests, experts, the optimizer
     make gpu PART=3         blocks, steps, memory
-    make gpu                all of it in 8 minutes, each cut short
+    make gpu                all parts in 8 minutes, each cut short
     make gpu ONLY=cast,test_gemms BUDGET=120 OUT=DIR GPU_PYTHON=python SMALL=1
 
-Needs torch, triton, transformers, pytest, hypothesis and numpy, nothing else. Writes tests.json and suites.json into
-DIR after each case, parts side by side; `python -m octavo.bench report DIR` reads them. A case that crashes or
-hangs is the only one lost, and the end names it with what it printed last. Exit code 0: nothing was lost, no test
+Only needs torch, triton, transformers, pytest, hypothesis and numpy. Writes tests.json and suites.json into DIR after
+each case, with the results of all parts; `python -m octavo.bench report DIR` reads them. If a case crashes or hangs,
+only that case is lost, and the summary lists it with its last output. Exit code 0: nothing was lost, and no test
 failed.
 """
 

@@ -1,9 +1,9 @@
-"""What `make gpu` runs: every test file of tests/gpu and every suite of `octavo bench`, in three parts.
+"""The jobs of `make gpu`: every test file of tests/gpu and every suite of `octavo bench`, in three parts.
 
-A job is a process, or several where one is lost. Its seconds are about what it took on an H200 with 16 cores that
-compiled for all of them at once, and a share: what a call has for it follows from the call's budget. Part 1 tells most:
-whether cuBLAS takes our layouts, whether casts are exact, what casts, GEMMs and linear layers are worth. Part 2 holds
-the other tests and the small suites, part 3 what compiles for minutes.
+A job is one process, or several if one crashes. Its seconds are its approximate time on an H200 with 16 cores, and
+serve as weights: the time limit of a job is its share of the budget of the call. Part 1 is the most informative: cuBLAS
+layouts, exactness of casts, and the speed of casts, GEMMs and linear layers. Part 2 has the other tests and the small
+suites, and part 3 the suites that compile for minutes.
 """
 
 from __future__ import annotations

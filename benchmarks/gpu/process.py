@@ -1,4 +1,4 @@
-"""A process of a job as its parent sees it: its events, what it printed last, how it ended, and its end by force."""
+"""The process of a job as seen by its parent: its events, its last output, how it ended, and how to kill it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Figures of a GPU against those to reach: a table with measured figure, limit and verdict, and a plot of it.
+"""Compares GPU figures with their targets: a table with the measured figure, limit and verdict, and a plot.
 
-    python -m octavo.bench report DIR [DIR ...]      what make gpu, or octavo bench --out DIR, left there
+    python -m octavo.bench report DIR [DIR ...]      folders written by make gpu or octavo bench --out DIR
 
-A speed is seconds of the baseline over seconds of the fastest candidate of a recipe, as a plan by measurement chooses,
-summed over the cases. Each device has a table of its own; the plot is written to the first folder. Figures of a CPU are
-shown, to see that all of them are found, and get no verdict.
+A speed is the time of the baseline over the time of the fastest candidate of a recipe, as a measured plan would choose
+it, summed over the cases. Each device has its own table; the plot is written to the first folder. Figures of a CPU are
+shown without a verdict, to check that all of them exist.
 """
 
 from __future__ import annotations

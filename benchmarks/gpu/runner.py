@@ -1,5 +1,6 @@
-"""Runs jobs as processes, each with limits of its own. A crash or a hang costs the case that was under way: it is named
-with the last lines that were printed, and a new process goes on with the cases that are left."""
+"""Runs jobs as processes, each with its own limits. A crash or a hang only loses the case that was running:
+it is listed with the last lines of output, and a new process continues with the remaining cases.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a call found, in two files that are whole at every moment: tests.json and suites.json.
+"""Stores the results of a call in two files that are complete at any time: tests.json and suites.json.
 
-Both hold calls (when, which budget, which machine) and jobs by name; a job that runs again takes the place of its
-former self, jobs of other calls stay. Everything that happens is an event, and the files are what the events add up to:
-where the folder cannot be written, the events are printed instead, as lines of JSON, and `collect` makes files of them.
+Both contain calls (time, budget, machine) and jobs by name. A job that runs again replaces its earlier results; jobs of
+other calls are kept. All changes are events, and the files are the sum of the events: if the folder is not writable,
+the events are printed as JSON lines instead, and `collect` makes files from them.
 """
 
 from __future__ import annotations

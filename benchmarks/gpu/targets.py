@@ -1,7 +1,7 @@
-"""The figures to reach on a GPU: ratios on the same work in one run, or bytes that an allocator counts.
+"""The targets on a GPU: ratios on the same work in one run, or bytes counted by an allocator.
 
-Set for one H200, with the best published figure of others next to each, and its source. What no benchmark of `make gpu`
-says stands there as well, with what does say it.
+They are set for one H200, next to the best published figure of other projects and its source. Figures that no benchmark
+of `make gpu` measures are also listed, with the command that does.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""One process of a job: runs a test file or a suite, and reports each case before and after it as a line of JSON.
+"""A process of a job: runs a test file or a suite, and reports each case before and after it as a JSON line.
 
-The order comes on stdin; the lines go to a pipe of their own, which nothing that is printed, and no full disk, can
-disturb. The events:
+The job is read from stdin; events are written to a separate pipe, so that output and a full disk cannot disturb them.
+The events:
 
-    {"device", "machine"}              where it runs
-    {"begins": [case, candidates]}     under way from now on, and lost if the process is
-    {"rows", "absent", "cut"}          what a case of a suite came to
-    {"collected": how many tests there are}, then of each {"test": [node, outcome, seconds, why]}
-    {"broken": why}                    the GPU is lost to this process, which ends: the rest needs a new one
-    {"over": exit code}                it came to its end by itself
+    {"device", "machine"}              the device and machine
+    {"begins": [case, candidates]}     these run now, and are lost if the process is
+    {"rows", "absent", "cut"}          the results of a case of a suite
+    {"collected": number of tests}, then for each test {"test": [node, outcome, seconds, why]}
+    {"broken": why}                    the GPU is lost to this process, which exits; the rest needs a new process
+    {"over": exit code}                the process finished by itself
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Studies: questions that a single trial cannot decide, each one command, with the power of its design printed first.
+"""Runs studies of questions that a single trial cannot decide; the power of the design is printed first.
 
     python -m benchmarks.studies pretraining [--jobs 2] [--hours 6] [--dir build/studies]
-    python -m benchmarks.studies pretraining --power     what it can decide, and nothing is trained
-    python -m benchmarks.studies tables                  the tables of docs/studies.md, out of the result files
+    python -m benchmarks.studies pretraining --power     print the power of the design without training
+    python -m benchmarks.studies tables                  write the tables of docs/studies.md from the result files
 
-A study that was cut off goes on by the same command; what is there is judged at any time. Writes
-results/study_NAME.json and its plot; docs/studies.md quotes them.
+The same command continues an interrupted study; finished units can be judged at any time. Writes
+results/study_NAME.json and a plot, which docs/studies.md quotes.
 """
 
 from __future__ import annotations

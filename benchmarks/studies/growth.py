@@ -1,4 +1,4 @@
-"""How the gap of forks grows with their length, drawn: mean and 95 % interval by recipe."""
+"""Plots how the gap of forks grows with their length: mean and 95 % interval by recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a unit's trained weights make of held-out data, judged before the run is gone."""
+"""Evaluates the trained weights of a unit on held-out data before the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study is, and the figures that all of them share: gaps to high precision, their intervals, their verdicts."""
+"""The structure of a study, and the figures that all studies share: gaps to high precision, intervals and verdicts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The tables of docs/studies.md, written from the result files into the places that the page marks.
+"""Writes the tables of docs/studies.md from the result files, at the places that the page marks.
 
     python -m benchmarks.studies tables
 
-A place begins with `<!-- table: NAME -->` and ends with `<!-- end -->`: NAME is a study (its rows), or a study and a
-word: `NAME power` (the estimate of the last design), `NAME cost`, or what else :data:`MORE` knows.
+A place begins with `<!-- table: NAME -->` and ends with `<!-- end -->`. NAME is a study (its rows), `STUDY power` (the
+estimate of the last design), `STUDY cost`, or another name in :data:`MORE`.
 """
 
 from __future__ import annotations

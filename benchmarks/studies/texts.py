@@ -1,8 +1,7 @@
-"""What the studies of text train: a small decoder from nothing, on source and documentation of the installed Python.
+"""The training of the text studies: a small decoder trained from scratch on source and documentation of Python.
 
-1.09 million parameters (Qwen3; the other families are of other sizes), split by file: documents of the training set are
-not in the held-out one. Held-out text is the middle of each held-out file, so that no licence header is judged 55
-times.
+It has 1.09 million parameters (Qwen3; other families differ in size). Documents are split by file into a training and a
+held-out set. Held-out text is the middle of each held-out file, so that the licence header is not evaluated 55 times.
 """
 
 from __future__ import annotations

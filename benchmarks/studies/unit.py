@@ -1,4 +1,4 @@
-"""One unit of a study: a training, and what its weights make of held-out data."""
+"""A unit of a study: one training, and the evaluation of its weights on held-out data."""
 
 from __future__ import annotations
 

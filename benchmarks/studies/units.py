@@ -1,9 +1,10 @@
-"""The units of a study: each is trained once, and read from its file after that.
+"""Trains the units of a study, each once; later calls read it from its file.
 
-    HOME/units/NAME/unit.json    losses by step, held-out figures, processor seconds; or the sentence it failed with
+    HOME/units/NAME/unit.json    losses by step, held-out figures, CPU seconds; or the error message of a failed unit
 
-A unit without that file is trained from its beginning, so a study that was cut off, in whatever way, goes on by the
-same command. Units run one a process and thread, several in parallel; units that others begin from come first.
+A unit without that file is trained from the beginning, so the same command continues a study that was interrupted in
+any way. Each unit has its own process with one thread, and several run in parallel; units that others begin from come
+first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One measurement session: builds the candidates of a case, times them by turns, records rows and refusals."""
+"""Runs benchmark cases: builds the candidates of a case, times them in turn, and records rows and failures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Call = Callable[[], Any]
 
 
 class Unavailable(RuntimeError):
-    """A candidate that cannot run here; the message says why (a package, an architecture, a shape)."""
+    """Raised if a candidate cannot run here; the message gives the reason (a package, an architecture, a shape)."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a call: operations, bytes that it must read and write, tokens that it consumes; 0: not counted."""
+    """The work of a call: operations, bytes that it must read and write, and tokens; 0 if not counted."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -34,16 +34,16 @@ class Work:
 
 @dataclass
 class Bench:
-    """The session that suites run in.
+    """Times the cases of suites and collects their results.
 
-    small          sizes that a CPU finishes in seconds
-    budget         seconds that a suite may take; it starts no case and builds no candidate that would exceed them by
-                   the mean of the earlier ones (None: no limit)
-    shape, tokens  the model of the layer and step suites, and the tokens of a call; None: the suite's defaults
+    small          use sizes that a CPU finishes in seconds
+    budget         seconds per suite, or None for no limit; a case or candidate is skipped if, by the mean time of the
+                   earlier candidates, it would exceed the budget
+    shape, tokens  the model of the layer and step suites, and the tokens of a call; None for the defaults of the suite
     log            called with each case when it begins
     on_candidates  called with the case and the candidates that are built or timed next
     on_result      called with the result after each case
-    skip           (case, name) of candidates that are skipped, because an earlier process timed them or died of them
+    skip           (case, name) of candidates that are skipped, because an earlier process timed them or crashed in them
     """
 
     device: torch.device
@@ -66,7 +66,7 @@ class Bench:
         self.start_budget()
 
     def start_budget(self) -> None:
-        """Start a suite's budget."""
+        """Start the time budget of a suite."""
         self._began, self._built = time.perf_counter(), 0
 
     @property
@@ -76,7 +76,7 @@ class Bench:
 
     @property
     def high(self) -> str:
-        """That precision's name, the baseline of most cases."""
+        """The name of high precision, the baseline of most cases."""
         return "bf16" if self.dtype is torch.bfloat16 else "fp32"
 
     def case(
@@ -89,15 +89,15 @@ class Bench:
         memory: bool | Mapping[str, int] = False,
         parts: Callable[[Any], Mapping[str, float]] = lambda call: {},
     ) -> None:
-        """Time the candidates of one case in one run, both orders, and keep a row for each.
+        """Time the candidates of one case in one run, in both orders, and record a row for each.
 
         Args:
             candidates: name -> builder; a builder makes its inputs and returns the call to time. Its error is recorded
                 as the reason why the candidate is absent.
-            work: one for all, or one for each candidate.
-            memory: record the device's peak of each candidate (in a separate call of each); or bytes by kind, which the
-                builder fills in.
-            parts: returns the seconds of each part of a call; called after timing.
+            work: the work of all candidates, or of each.
+            memory: True records the peak memory of each candidate in a separate call; a mapping has bytes by kind,
+                filled in by the builder.
+            parts: returns the seconds by part of a call; called after timing.
         """
         candidates = {key: build for key, build in candidates.items() if (name, key) not in self.skip}
         if not candidates:
@@ -152,7 +152,7 @@ class Bench:
         self.on_result(self.result)
 
     def _exceeds_budget(self, count: int) -> bool:
-        """Whether the budget is too short for this many further candidates."""
+        """Return whether the budget is too short for this many more candidates."""
         spent = time.perf_counter() - self._began
         return self.budget is not None and spent * (1 + count / self._built if self._built else 1) > self.budget
 
@@ -166,7 +166,7 @@ class Bench:
         return accelerator.peak_bytes(self.device)
 
     def randn(self, *shape: int, grad: bool = False) -> torch.Tensor:
-        """Standard normal input on the device, in the bench's precision."""
+        """Return standard normal values on the device, in high precision."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype).requires_grad_(grad)
 
 

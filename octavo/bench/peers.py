@@ -1,7 +1,7 @@
-"""Linear layers to compare: high precision, Octavo by recipe and backend, and other libraries.
+"""Builds the linear layers to compare: high precision, Octavo by recipe and backend, and other libraries.
 
 Other libraries are included if they are installed; nothing here is needed to use Octavo. Each function returns a module
-with a weight [N, K] in the bench's precision on its device, or raises :class:`Refusal`.
+with a weight [N, K] in the bench's precision on its device, or raises :class:`Unavailable`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from octavo.base.recipe_specs import CANDIDATES, SPECS, names_in_library
 from octavo.bench.bench import Bench, Unavailable
 from octavo.fp8 import kernels
 
-# Recipes that more GPUs multiply natively come first, because a time budget drops the last.
+# Recipes that more GPUs multiply natively come first, because a time budget drops the last ones.
 RECIPES = tuple(sorted(CANDIDATES, key=lambda name: SPECS[name].native))
-#: recipes with one layout of a weight, which a GPU may also keep transposed for dgrad; they represent all when time is
-#: short
+#: recipes with one layout of a weight, which a GPU may also keep transposed for dgrad; the compiled rows are limited to
+#: these
 SHARED = tuple(name for name in RECIPES if SPECS[name].layouts == 1)
 
 
 def high_precision_linear(bench: Bench, n: int, k: int) -> nn.Module:
-    """A plain ``nn.Linear``."""
+    """Return a plain ``nn.Linear``."""
     return nn.Linear(k, n, bias=False, device=bench.device, dtype=bench.dtype)
 
 
 def octavo_linear(
     bench: Bench, n: int, k: int, recipe: str, backend: str = "auto", weight_codes: str = "keep"
 ) -> nn.Module:
-    """A linear layer in FP8, converted by a plan as in a training run."""
+    """Return a linear layer in FP8, converted by a plan as in a training run."""
     model = nn.Sequential(high_precision_linear(bench, n, k))
     try:
         return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, backend=backend, weight_codes=weight_codes)))
@@ -44,10 +44,10 @@ def octavo_linear(
 
 
 def compile_module(make: Callable[[], nn.Module], whole: bool = True) -> nn.Module:
-    """The module of ``make`` under torch.compile; ``whole``: as one graph, else it raises.
+    """Return the module of ``make`` under torch.compile; ``whole`` makes graph breaks an error.
 
-    Beyond the limit of recompilations it raises in either case: dynamo would continue in eager mode and be timed as if
-    it were compiled. If graph breaks are allowed, the code between graphs runs eagerly as in a training run.
+    Exceeding the recompilation limit is always an error, because dynamo would continue in eager mode and be timed as if
+    it were compiled. If graph breaks are allowed, the code between graphs runs eagerly, as in a training run.
     """
     if importlib.util.find_spec("torch._inductor") is None:
         raise Unavailable("this build of torch has no inductor")
@@ -57,10 +57,10 @@ def compile_module(make: Callable[[], nn.Module], whole: bool = True) -> nn.Modu
 
 
 def torchao_linear(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
-    """torchao's float8 training layer, compiled, as its documentation asks."""
+    """Return torchao's float8 training layer, compiled as its documentation recommends."""
     if importlib.util.find_spec("torchao") is None:
         raise Unavailable("torchao is not installed")
-    from torchao_linear.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = nn.Sequential(high_precision_linear(bench, n, k))
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
@@ -68,7 +68,7 @@ def torchao_linear(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
 
 
 class _Autocast(nn.Module):
-    """TransformerEngine's layer inside its autocast, which every forward needs."""
+    """Runs a TransformerEngine layer inside its autocast, which every forward needs."""
 
     def __init__(self, layer: nn.Module, enter: Callable[[], object]) -> None:
         super().__init__()
@@ -80,20 +80,21 @@ class _Autocast(nn.Module):
 
 
 def transformer_engine_linear(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
-    """TransformerEngine's Linear under one of its recipes: DelayedScaling, Float8CurrentScaling, Float8BlockScaling."""
+    """Return TransformerEngine's Linear under one of its recipes: DelayedScaling, Float8CurrentScaling or
+    Float8BlockScaling."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise Unavailable("transformer_engine is not installed")
-    import transformer_engine_linear.pytorch as te
-    from transformer_engine_linear.common import recipe as recipes
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
 
     layer = te.Linear(k, n, bias=False, params_dtype=bench.dtype, device=bench.device)
     return _Autocast(layer, partial(te.fp8_autocast, enabled=True, fp8_recipe=getattr(recipes, recipe)()))
 
 
 def supported_backends(bench: Bench, recipe: str) -> list[str]:
-    """The backends that can run all three GEMMs of a recipe on the bench's device and that `auto` may choose; on a CPU
-    only the reference. A recipe is included where tensor cores multiply by its scales (MXFP8 from Blackwell on):
-    elsewhere it is emulated, cannot win, and would take a fifth of a suite's time."""
+    """Return the backends that can run all three GEMMs of a recipe on the device and that `auto` may choose; on a CPU
+    only the reference. Recipes whose scales the tensor cores do not support (MXFP8 before Blackwell) have none: they
+    are emulated, cannot win, and would take a fifth of the time of a suite."""
     native, capability = SPECS[recipe].native, accelerator.compute_capability(bench.device)
     if not SPECS[recipe].is_native_on_all and capability is not None and capability < native:
         return []
@@ -108,12 +109,12 @@ def supported_backends(bench: Bench, recipe: str) -> list[str]:
 
 
 def linear_builders(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable[[], nn.Module]]:
-    """All linear layers to compare, row name -> builder; ``compiling`` adds those under torch.compile."""
+    """Return the builders of all linear layers by row name; ``compiling`` adds layers under torch.compile."""
     builders: dict[str, Callable[[], nn.Module]] = {bench.high: partial(high_precision_linear, bench, n, k)}
     for recipe in RECIPES:
         for backend in supported_backends(bench, recipe):
             builders[f"{recipe} {backend}"] = partial(octavo_linear, bench, n, k, recipe, backend)
-    if accelerator.is_gpu(bench.device):  # the reference reads codes either setup round
+    if accelerator.is_gpu(bench.device):  # the reference reads codes in either layout
         for recipe in SHARED:
             for backend in supported_backends(bench, recipe)[:1]:
                 layer = partial(octavo_linear, bench, n, k, recipe, backend, "both")

@@ -1,8 +1,8 @@
 """The results of a suite: rows of seconds with bytes and operations, absent candidates with reasons, and the machine.
 
 A ratio always compares two rows of one case in one run, timed by turns if the candidates fit on the device together
-(``step``'s do not and run one after another). Rates follow from counted work: bytes that the operation must read and
-write, and 2 M N K operations for a GEMM; any further work of a kernel counts as overhead.
+(whole training steps do not and run one after another). Rates are computed from counted work: bytes that the operation
+must read and write, and 2 M N K operations for a GEMM; any further work of a kernel counts as overhead.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ BF16_PEAK = {
 class Row:
     """One candidate in one case.
 
-    ``seconds`` is the median, ``spread`` the distance of the quartiles divided by it, ``host`` the median time of
-    Python and launches. ``bytes`` and ``flops`` are the counted work of the case. ``baseline``: the candidate of the
-    same case that the ratio refers to. ``peak_bytes``: the most that the device held, ``memory``: bytes of it by kind,
-    ``tokens``: the tokens of a step, each if they apply. ``parts``: seconds by part of another, instrumented call,
+    ``seconds`` is the median, ``spread`` the interquartile range divided by the median, ``host`` the median time of
+    Python and kernel launches. ``bytes`` and ``flops`` are the counted work. ``baseline`` is the candidate of the same
+    case that the ratio refers to. ``peak_bytes`` is the peak memory of the device, ``memory`` its bytes by kind, and
+    ``tokens`` the tokens of a step, if they apply. ``parts`` has the seconds by part of a separate, instrumented call,
     which may have taken slightly longer; they add up to that call.
     """
 
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """The counted work per second, as text."""
+        """The counted work per second as text."""
         if self.seconds <= 0:
             return ""
         parts = []
@@ -91,7 +91,7 @@ class AbsentCandidate:
 
 @dataclass
 class Result:
-    """All results of one ``octavo bench``. ``cut``: what the time budget left out."""
+    """All results of one ``octavo bench``; ``cut`` lists the cases that did not fit into the time budget."""
 
     device: str
     small: bool
@@ -101,7 +101,8 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def ratio(self, row: Row) -> float | None:
-        """The speed relative to the baseline, by rate if the two count different bytes; None without a baseline."""
+        """Return the speed relative to the baseline, or None without a baseline. Rows that count different bytes are
+        compared by rate."""
         base = next(
             (r for r in self.rows if (r.suite, r.case, r.candidate) == (row.suite, row.case, row.baseline)), None
         )
@@ -112,8 +113,8 @@ class Result:
         return base.seconds / row.seconds
 
     def mfu(self, row: Row) -> float | None:
-        """Model FLOPs utilization: the counted operations of a step over the GPU's dense BF16 peak (also for FP8, as
-        is usual, so that it can exceed 1 there); None for other rows and unknown GPUs."""
+        """Return model FLOPs utilization: the counted operations of a step over the dense BF16 peak of the GPU, also
+        for FP8, where it can exceed 1. None for other rows and unknown GPUs."""
         peak = next((p for name, p in BF16_PEAK.items() if name in self.device), None)
         return row.flops / row.seconds / peak if peak and row.tokens and row.flops and row.seconds > 0 else None
 
@@ -131,7 +132,7 @@ class Result:
 
 
 def table(result: Result) -> list[tuple[str, ...]]:
-    """Cells under :data:`COLUMNS`."""
+    """Return the table of the results, with columns :data:`COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     for r in result.rows:
         ratio, mfu = result.ratio(r), result.mfu(r)
@@ -146,7 +147,7 @@ def table(result: Result) -> list[tuple[str, ...]]:
 
 
 def budget_table(result: Result) -> list[tuple[str, ...]]:
-    """The time of steps by part: a heading, and a line for each row with parts; empty without such a row."""
+    """Return the table of step times by part, with a header; empty if no row has parts."""
     cut = [r for r in result.rows if r.parts]
     lines = []
     for row in cut:
@@ -157,12 +158,12 @@ def budget_table(result: Result) -> list[tuple[str, ...]]:
 
 
 def noisy_rows(result: Result) -> list[Row]:
-    """Rows with a spread so large that their ratios mean little."""
+    """Return the rows with a spread so large that their ratios mean little."""
     return [r for r in result.rows if r.spread > NOISE]
 
 
 def select_suite(result: Result, suite: str) -> Result:
-    """The results of one suite."""
+    """Return the results of one suite."""
     cut = [line for line in result.cut if line.split()[0] == suite]
     rows = [r for r in result.rows if r.suite == suite]
     absent = [a for a in result.absent if a.suite == suite]
@@ -174,12 +175,12 @@ def _format_seconds(seconds: float) -> str:
 
 
 def write(result: Result, path: Path) -> Path:
-    """Write the result to a file."""
+    """Write the result to a JSON file."""
     return save(result.to_json(), path)
 
 
 def describe_machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Machine, versions and commit, as :data:`MACHINE` lists them: of this process, or of a run's description."""
+    """Return the fields :data:`MACHINE` of a run's environment; of this process if ``described`` is None."""
     described = environment.describe() if described is None else described
     return {key: described[key] for key in MACHINE if key in described}
 
@@ -192,11 +193,11 @@ def save(figures: Mapping[str, Any], path: Path) -> Path:
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """A result that :func:`write` wrote."""
+    """Load a result that :func:`write` wrote."""
     result: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return result
 
 
 def suite_names(rows: Sequence[Row]) -> list[str]:
-    """The suites that have rows, in order."""
+    """Return the suites that have rows, in order."""
     return list(dict.fromkeys(r.suite for r in rows))

@@ -1,4 +1,4 @@
-"""``cast``: casts and fused layers against the bandwidth of a plain copy.
+"""``cast``: the bandwidth of casts and fused layers, compared with a plain copy.
 
 A copy reads and writes 2 bytes per element in BF16; a cast into both layouts reads 2 and writes 1 + 1, so at the same
 bandwidth both take the same time. The ratio of a row is its bandwidth over the copy's.
@@ -59,7 +59,7 @@ def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str
 
 
 def _run_fused(bench: Bench, m: int, k: int) -> None:
-    """RMSNorm and SwiGLU with their casts in one kernel, compared with torch's own function followed by the cast."""
+    """Measure RMSNorm and SwiGLU fused with their casts, compared with torch's function followed by the cast."""
     recipe = fp8.recipe("blockwise")
     assert recipe.fwd is not None and recipe.wgrad is not None and recipe.dgrad is not None
     row, col, dy_row, dy_col = recipe.fwd.a, recipe.wgrad.b, recipe.dgrad.a, recipe.wgrad.a

@@ -1,5 +1,6 @@
-"""``gemm``: only the three GEMMs on operands that are already FP8, against the same product in high precision; and
-forwards of few rows without a gradient, as decoding runs them, which are worth the bytes of their weights."""
+"""``gemm``: the three GEMMs alone on operands that are already FP8, compared with the same GEMM in high precision.
+
+Also forwards of few rows without gradients, as in decoding, whose time is determined by the bytes of the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ ROWS, SMALL_ROWS = (1, 8, 32, 64), (1, 8)
 
 
 def run(bench: Bench) -> None:
-    """fwd, dgrad and wgrad of every recipe and backend."""
+    """Measure fwd, dgrad and wgrad of every recipe and backend."""
     m = bench.tokens or (FEW if bench.small else TOKENS)
     for label, n, k in SMALL if bench.small else SHAPES:
         for gemm in GEMMS:
@@ -46,8 +47,8 @@ def run(bench: Bench) -> None:
 
 
 def _run_decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:
-    """One forward of few rows; where a backend has a kernel for them, its product of many rows stands beside it. Bytes
-    are those that FP8 has to move, for all candidates, so that ratios are ratios of time."""
+    """Measure a forward of few rows; if a backend has a kernel for few rows, its general GEMM is also measured. All
+    candidates count the bytes that FP8 must move, so that ratios are ratios of time."""
     candidates = {bench.high: partial(_make_plain_call, bench, "fwd", m, n, k)}
     work = Work(flops=2.0 * m * n * k, bytes=float(n * k + m * k + m * n * bench.dtype.itemsize))
     for name in peers.RECIPES:

@@ -1,7 +1,6 @@
-"""``layer``: one decoder block and one block of the vision tower as transformers ships them, and the head with its loss
-in chunks; forward and backward.
+"""``layer``: forward and backward of a decoder block, of a vision tower block, and of the head with its chunked loss.
 
-The block's arguments (positions, masks, lengths) are those that its own model hands it in a real forward.
+The arguments of a block (positions, masks, lengths) are captured from a real forward of its model.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def run(bench: Bench) -> None:
 
 
 def run_head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
-    """Losses of all positions without full logits, the head in high precision and by each recipe (``fp8.lm_head``).
-    FLOPs are three GEMMs; recomputing logits in backward is not counted."""
+    """Measure the losses of all positions without full logits, with the head in high precision and in each recipe
+    (``fp8.lm_head``). FLOPs are the FLOPs of three GEMMs; the logits recomputed in the backward are not counted."""
     weight = model.get_output_embeddings().weight
     recipes = [None, *(r for r in peers.RECIPES if peers.supported_backends(bench, r))]
     builders = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
@@ -57,7 +56,7 @@ def run_head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
 
 
 class _HeadOnlyModel(nn.Module):
-    """A model that consists of its head only."""
+    """A model that only has a head."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -91,12 +90,12 @@ def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int)
 
 
 def case_label(bench: Bench) -> str:
-    """The shape's name in a case."""
+    """Return the name of the shape for case names."""
     return "tiny qwen3_vl" if bench.small else bench.shape or SHAPE
 
 
 def build_model(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
-    """The model of the suite: the requested shape, cut to ``layers``; for small sizes the tiny Qwen3-VL."""
+    """Build the model of the suite: the requested shape with ``layers`` blocks, or the tiny Qwen3-VL if small."""
     if bench.small:
         config = models.tiny_config("qwen3_vl")
         model = models.random_model(config, bench.device, bench.dtype, layers, 1)
@@ -106,7 +105,7 @@ def build_model(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, 
 
 
 def decoder_inputs(model: PreTrainedModel, tokens: int) -> None:
-    """One forward over random text."""
+    """Run a forward over random text."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     vocabulary = embedding.num_embeddings
@@ -115,7 +114,7 @@ def decoder_inputs(model: PreTrainedModel, tokens: int) -> None:
 
 
 def vision_inputs(model: PreTrainedModel, patches: int) -> None:
-    """One forward of the tower over one square image with this many patches."""
+    """Run a forward of the tower over one square image with this many patches."""
     config = model.config.vision_config
     side = max(round(patches**0.5) // config.spatial_merge_size, 1) * config.spatial_merge_size
     pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -124,11 +123,11 @@ def vision_inputs(model: PreTrainedModel, patches: int) -> None:
 
 
 class _CaptureDone(Exception):
-    """Carries a block's arguments out of a forward that can stop there."""
+    """Raised to end a forward once the arguments of a block are captured."""
 
 
 def capture_arguments(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which ``forward`` calls ``block``. Raises Refusal if it never does."""
+    """Return the arguments with which ``forward`` calls ``block``. Raises Unavailable if it does not call it."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,8 +153,8 @@ def capture_arguments(block: nn.Module, forward: Callable[[], None]) -> tuple[tu
 def make_candidates(
     bench: Bench, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = True
 ) -> dict[str, Callable[[], Call]]:
-    """High precision and every recipe, each eager and compiled (as one graph if ``whole``), recipes also with norms and
-    gated MLPs fused by the plan; all on the same weights."""
+    """Return the candidates: high precision and every recipe, eager and compiled (as one graph if ``whole``), recipes
+    also with norms and gated MLPs fused by the plan. All have the same weights."""
     recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.supported_backends(bench, r))]
     builders: dict[str, Callable[[], Call]] = {}
     for how in ("", "compiled", "fused", "fused compiled"):

@@ -1,8 +1,8 @@
-"""``linear``: one layer as training runs it, quantization included: forward, dgrad, wgrad, and their sum.
+"""``linear``: one layer as in training, including quantization: forward, dgrad, wgrad, and their sum.
 
-``fwd`` is a forward that keeps what backward needs. ``fwd+dgrad`` has a frozen weight, ``fwd+wgrad`` an input that asks
-for no gradient, ``sum`` is the whole. The weight's codes are kept between calls, as they are between the micro-steps of
-one optimizer step; ``sum, new weight`` casts them anew each time.
+``fwd`` is a forward that saves tensors for the backward. ``fwd+dgrad`` has a frozen weight, ``fwd+wgrad`` an input that
+needs no gradient, and ``sum`` has both gradients. The codes of the weight are cached between calls, as between the
+micro-steps of an optimizer step; ``sum, new weight`` casts the weight in every call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GEMMS = {"fwd": 1, "fwd+dgrad": 2, "fwd+wgrad": 2, "sum": 3, "sum, new weight":
 
 
 def run(bench: Bench) -> None:
-    """Measure every layer of :mod:`octavo.bench.peers`, every part, every shape."""
+    """Measure every part of every layer of :mod:`octavo.bench.peers`, for all shapes."""
     m = bench.tokens or (FEW if bench.small else TOKENS)
     shapes = SMALL[:1] if bench.small else SHAPES
     for part in PARTS:

@@ -1,17 +1,17 @@
-"""``memory``: the memory of a stack of decoder blocks of a published size in training, with and without each saving.
+"""``memory``: the training memory of a stack of decoder blocks of a published size, with and without each saving.
 
-Four blocks, no embedding and no head: 0.77 B parameters at the width of 8 B. Each row is a setup to train them, the
-first in plain PyTorch (fp32 weights under autocast, fused AdamW); those above the line of :data:`LEAN` add one saving
-each to the row before, those below exchange one thing of the leanest. Bytes are the allocator's, as tensors asked for
-them:
+The stack has four blocks without embedding and head: 0.77 B parameters at the width of an 8 B model. Each row is one
+setup. The first is plain PyTorch (fp32 weights under autocast, fused AdamW); the rows down to :data:`LEAN` each add one
+saving to the row before, and the others each change one setting of :data:`LEAN`. Bytes are those that tensors requested
+from the allocator:
 
     weights       parameters
-    states        what lies there between two steps beside them: moments, halves of weights, cached FP8 codes
-    activations   what a forward left for the backward
-    gradients     what lies there after a backward
-    peak          the most that was there in a step, beside what lay there before the stack was made
+    states        allocated between steps in addition to weights: moments, low halves of weights, cached FP8 codes
+    activations   saved by the forward for the backward
+    gradients     allocated after the backward
+    peak          the peak of a step, without memory that was allocated before the stack was built
 
-Where there is no allocator to ask, on a CPU, steps are timed alone. One setup at a time is on the device.
+On a CPU, which has no allocator statistics, steps are only timed. Only one setup is on the device at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Setup:
     codes: str = "keep"
     param: bool = False
     recompute: str = "none"
-    offload: str = ""  # what is kept in host memory: "states", "activations"
+    offload: str = ""  # kept in host memory: "states" or "activations"
 
 
 FP8 = Setup(recipe="blockwise")
@@ -151,36 +151,36 @@ def _make_call(
     update()
     if memory.measures:
         bytes_by_kind.update(
-            weights=weights, states=between_steps - before, activations=saved, gradients=gradients, peak=memory.most()
+            weights=weights, states=between_steps - before, activations=saved, gradients=gradients, peak=memory.peak()
         )
     return step
 
 
 class _AllocatedMemory:
-    """Memory allocated on the device since this object was created."""
+    """Measures the memory allocated on the device since this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._asked, self._held = 0, 0
-        self._asked, self._held = self.now(), self._allocated()
+        self._requested_before, self._allocated_before = 0, 0
+        self._requested_before, self._allocated_before = self.now(), self._allocated()
 
     @property
     def measures(self) -> bool:
         return accelerator.requested_bytes(self._device) is not None
 
     def now(self) -> int:
-        """Bytes requested by live tensors."""
+        """Return the bytes requested by live tensors."""
         if not self.measures:
             return 0
         accelerator.synchronize(self._device)
-        return (accelerator.requested_bytes(self._device) or 0) - self._asked
+        return (accelerator.requested_bytes(self._device) or 0) - self._requested_before
 
     def reset(self) -> None:
         accelerator.reset_peak(self._device)
 
-    def most(self) -> int:
-        """Peak bytes since `reset`."""
-        return (accelerator.peak_bytes(self._device) or 0) - self._held
+    def peak(self) -> int:
+        """Return the peak bytes since `reset`."""
+        return (accelerator.peak_bytes(self._device) or 0) - self._allocated_before
 
     def _allocated(self) -> int:
         return accelerator.allocated_bytes(self._device) or 0
@@ -200,11 +200,11 @@ def _build_stack(blocks: list[nn.Module], setup: Setup) -> nn.ModuleList:
 
 def _copy_attention(block: nn.Module, model: Any) -> None:
     """Make a copied block compute attention as its model does."""
-    wanted = model.config.get_text_config()._attn_implementation
+    implementation = model.config.get_text_config()._attn_implementation
     for module in block.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = wanted
+            config._attn_implementation = implementation
 
 
 def _make_optimizer(stack: nn.Module, setup: Setup) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""``moe``: a layer of experts, forward and backward, against transformers' own grouped BF16 experts."""
+"""``moe``: forward and backward of an expert layer, compared with the grouped BF16 experts of transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, FEW = 8192, 24
 
 
 def run(bench: Bench) -> None:
-    """Qwen3-30B-A3B's experts: 128 of them, 8 a token, hidden 2048, inner 768."""
+    """Measure the experts of Qwen3-30B-A3B: 128 experts, 8 per token, hidden size 2048, inner size 768."""
     config = _config(bench.small)
     experts, active = config.num_experts, config.num_experts_per_tok
     hidden, inner = config.hidden_size, config.moe_intermediate_size

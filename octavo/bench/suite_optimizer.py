@@ -1,8 +1,8 @@
-"""``optimizer``: a whole step of ``fp8.AdamW``, for every format of states and masters, against torch's fused AdamW.
+"""``optimizer``: a step of ``fp8.AdamW`` for every format of states and masters, compared with torch's fused AdamW.
 
-Nothing is computed that would take time: a step reads weights, gradients and states and writes weights and states back,
-and is as fast as memory lets it. The ratio of a row is its bandwidth divided by the bandwidth of torch's fused AdamW,
-whose states and weights are fp32; the time next to it shows what the smaller formats save.
+A step is limited by memory bandwidth: it reads weights, gradients and states, and writes weights and states. The ratio
+of a row is its bandwidth divided by the bandwidth of torch's fused AdamW, whose states and weights are fp32; its time
+shows the gain from smaller formats.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LARGE, SMALL = (4096, 12288, 1024), (64, 160, 32)
 
 
 def shapes(small: bool) -> list[tuple[int, ...]]:
-    """Matrices and norms of a decoder layer of width h: q and o, k and v, gate, up and down, four norms."""
+    """Return the shapes of a decoder layer of width h: q and o, k and v, gate, up and down, four norms."""
     h, i, kv = SMALL if small else LARGE
     return [(h, h), (h, h), (kv, h), (kv, h), (i, h), (i, h), (h, i), (h,), (h,), (128,), (128,)]
 
 
 def run(bench: Bench) -> None:
-    """One case: time a step of every candidate on the same shapes."""
+    """Time a step of every candidate on the same shapes."""
     sizes = shapes(bench.small)
     count = sum(torch.Size(size).numel() for size in sizes)
     candidates = {BASELINE: partial(_make_torch_step, bench, sizes)}

@@ -1,20 +1,20 @@
 """``step``: whole training steps of a published size with random weights: tokens/s, TFLOP/s, MFU, peak memory.
 
-Forward, loss over all positions, backward, and torch's fused AdamW with states in the weights' precision, so that an
-8 B model fits one GPU of 141 GB. High precision, eager and compiled, beside every recipe, eager and compiled block by
-block, unfused and fused by the plan, and on a GPU with forward and backward as one CUDA graph; one after the other,
-since two such models do not fit beside each other. FLOPs are 6 a parameter and token for linear layers plus causal
-attention's; recomputation counts for nothing.
+A step is the forward, the loss over all positions, the backward, and torch's fused AdamW with states in the precision
+of the weights, so that an 8 B model fits on one GPU of 141 GB. Candidates are high precision and every recipe, each
+eager and compiled block by block, recipes also fused by the plan, and on a GPU with forward and backward in one CUDA
+graph. They run one after another, because two such models do not fit in memory. FLOPs are 6 per parameter and token for
+linear layers, plus the FLOPs of causal attention; recomputation is not counted.
 
-Of each step that runs eagerly a few more are cut into parts (:class:`Budget`): linear layers, attention, the head,
-norms, the optimizer, the rest. One part ends where another begins, by CUDA events on a GPU, by the clock on a CPU. What
-is called for a part (a module's forward, the loss, the optimizer's step) opens and closes it; so do, in backward, the
-autograd nodes that its forward made. Every moment belongs to exactly one part, and the parts add up to the step. What
-no part claims is the rest: embeddings, residual sums, activation functions, waiting.
+For eager candidates, a few more steps are timed by part (:class:`Budget`): linear layers, attention, the head, norms,
+the optimizer, and the rest (embeddings, residual sums, activation functions, idle time). Times are measured with CUDA
+events on a GPU and with the clock on a CPU. A part runs during the calls wrapped for it (the forward of a module, the
+loss, the optimizer step), and in the backward during the autograd nodes that these calls created. At any time exactly
+one part runs, so the parts add up to the step.
 
-Modules get nothing but their usual arguments: no hooks, which would take fused ones apart, and no tensors in place of
-theirs. The events cost the host a few microseconds each; a GPU that waits for its host shows that in the part under
-setup. What runs compiled has no modules inside and cannot be cut so.
+Modules are neither hooked, which would disable fusions, nor called with different tensors. Each event costs the host a
+few microseconds; if the GPU waits for the host, the time counts for the current part. Compiled blocks have no modules
+to instrument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from octavo.bench.bench import Bench, Work
 from octavo.bench.suite_layer import SHAPE, build_model, case_label
 
 TOKENS, FEW = 8192, 24
-#: parts in the order in which they are shown; the last is what no other claims
+#: parts in the order in which they are shown; the last is all time of no other part
 PARTS = ("linears", "attention", "head", "norms", "optimizer", "rest")
 LINEARS, ATTENTION, HEAD, NORMS, OPTIMIZER, REST = PARTS
 
@@ -47,7 +47,7 @@ _MLP = re.compile(r"(^|_)(mlp|ffn|feed_forward)$", re.IGNORECASE)
 
 
 def run(bench: Bench) -> None:
-    """One case: the shape, text only, one sequence."""
+    """Measure one case: one text-only sequence of the shape."""
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     layers = bench.layers or (2 if bench.small else None)
     name = f"{case_label(bench)}{'' if layers is None else f' ({layers} blocks)'}, {tokens} tokens"
@@ -73,11 +73,11 @@ def _build_model(bench: Bench, layers: int | None, meta: bool = False) -> PreTra
 
 
 def step_flops(model: PreTrainedModel, tokens: int) -> float:
-    """Operations of a text-only training step of ``tokens`` in one sequence.
+    """Return the operations of a text-only training step with one sequence of ``tokens``.
 
-    Linear layers: 2 operations a weight and token forward, 4 backward; of experts those that work on a token. Causal
-    attention: two products of T^2 / 2 x (heads x head dim) forward, twice that backward: 6 T^2 (heads x head dim) a
-    block. Source: PaLM, appendix B, with the causal half.
+    Linear layers: 2 operations per weight and token in the forward, 4 in the backward; only active experts count.
+    Causal attention: two products of T^2 / 2 x (heads x head dim) in the forward, twice that in the backward, which is
+    6 T^2 (heads x head dim) per block. Source: PaLM, appendix B, with the causal half.
     """
     config = model.config.get_text_config()
     tower = models.describe(model).tower
@@ -121,12 +121,12 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> None:
-        """Forward, loss and backward."""
+        """Run forward, loss and backward."""
         hidden = self.model.get_decoder()(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
         self.loss(hidden[0], self.model.get_output_embeddings().weight, self.ids[0, 1:]).backward()
 
     def capture_graph(self) -> Callable[[], None]:
-        """The same captured as a CUDA graph, including the casts of weights."""
+        """Capture `gradients` as a CUDA graph, including the casts of weights; returns its replay."""
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with models.disable_masks(self.model):
@@ -140,7 +140,7 @@ class Step:
         return graph.replay
 
     def parts(self, steps: int = 3) -> dict[str, float]:
-        """Seconds by part of the median of ``steps`` steps; empty if blocks cannot be instrumented."""
+        """Return the seconds by part of the median of ``steps`` steps; empty if blocks cannot be instrumented."""
         if "compiled" in self.how or self.how == "graph":
             return {}
         budget = Budget(self.device)
@@ -154,7 +154,7 @@ class Step:
 
 
 def _chunked_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
-    """Mean cross-entropy in chunks of the sequence, so that 8 000 x 152 000 logits never exist at once."""
+    """Return the mean cross-entropy, computed in chunks so that 8 000 x 152 000 logits never exist at once."""
     total = hidden.new_zeros((), dtype=torch.float32)
     for part, target in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         total = total + torch.utils.checkpoint.checkpoint(
@@ -167,12 +167,8 @@ def _chunk_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) 
     return torch.nn.functional.cross_entropy((hidden @ head.t()).float(), labels, reduction="sum")
 
 
-# --- the time of a step by part
-# ----------------------------------------------------------------------------------------
-
-
 class Budget:
-    """Seconds of one step by part. ``calls`` around it, then :meth:`step`."""
+    """Measures the seconds of a step by part: wrap functions with :meth:`wrap`, then call :meth:`step`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -211,7 +207,7 @@ class Budget:
         return seconds
 
     def _mark(self, part: str) -> None:
-        """Mark that ``part`` runs from here on."""
+        """Record that ``part`` starts now."""
         if self._has_events:
             moment: Any = accelerator.new_event(self.device, timing=True)
             moment.record(accelerator.current_stream(self.device))
@@ -241,8 +237,8 @@ class Budget:
 
 @contextmanager
 def measure_parts(model: nn.Module, budget: Budget) -> Iterator[None]:
-    """Context in which the modules of a model count as parts: linear layers, MLPs (as a whole, so that fused ones are
-    comparable), norms, and attention, which is everything in it but linear layers and norms."""
+    """Context in which the modules of a model count as parts: linear layers, MLPs (as a whole, to compare with fused
+    MLPs), norms, and attention without its linear layers and norms."""
     changed = list(_iter_parts(model, ""))
     for part, module in changed:
         module.forward = budget.wrap(part, module.forward)
@@ -254,7 +250,7 @@ def measure_parts(model: nn.Module, budget: Budget) -> Iterator[None]:
 
 
 def _iter_parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """(part, module) of the modules that count as parts, outermost first."""
+    """Iterate over (part, module) of the modules that count as parts, outermost first."""
     if isinstance(module, nn.Linear) or _MLP.search(name):
         yield LINEARS, module
     elif "norm" in type(module).__name__.lower():

@@ -1,4 +1,4 @@
-"""Run suites one after another, write their results, and compare results with the goals.
+"""Runs suites, writes their results, and compares results with the goals.
 
 The suites are the files ``suite_*.py`` of this folder; each is imported when it is run.
 """
@@ -27,7 +27,7 @@ SUITES: Mapping[str, str] = {
 
 
 class BenchError(ValueError):
-    """A suite that does not exist, or an invalid setting."""
+    """Raised for an unknown suite or an invalid setting."""
 
 
 def run(names: list[str], bench: Bench) -> Result:
@@ -54,7 +54,7 @@ def report(words: list[str]) -> int:
 
 
 def check_folder(path: Path) -> Path:
-    """``path`` as a writable folder, created if necessary. Raises BenchError before anything is timed."""
+    """Return ``path`` as a writable folder, created if necessary. Raises BenchError before anything is timed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".octavo-bench"

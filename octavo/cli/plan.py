@@ -155,7 +155,7 @@ def _run(args: argparse.Namespace) -> int:
             extra["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **extra})
     else:
-        print("\n".join(summary.verdict(plan)))
+        print("\n".join(summary.describe_plan(plan)))
         for sentence in [
             *planning.describe_spans(plans),
             *steps,
@@ -194,7 +194,7 @@ def _show_layers_only(args: argparse.Namespace, plan: Any, family: Any, notes: S
     if args.json:
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes)})
     else:
-        print("\n".join([*summary.verdict(plan), ""]))
+        print("\n".join([*summary.describe_plan(plan), ""]))
         show(plan, notes, everything=args.all, why=args.why)
     if args.save is not None:
         fp8.save_plan(plan, args.save)

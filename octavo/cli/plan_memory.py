@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.cli import arguments, terminal
-from octavo.train.estimate.memory import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
+from octavo.train.estimate.memory import (
+    ASSUMED,
+    KINDS,
+    Card,
+    MemoryEstimator,
+    configured_settings,
+    gb,
+    propose,
+    savings,
+)
 from octavo.train.setup.token_counts import assume_tokens
 
 RL_KINDS = ("reference", "kv_cache")  # only in phases rl and preference
@@ -24,17 +33,17 @@ def predicted(
         counts = ", ".join(f"{name} {n}" for name, n in counted.counts.items())
         tokens, message = counted, f"tokens of one micro-batch: {counts}"
     usable = None if card is None else Card.parse(card).usable
-    return Footprints(cfg, model, family, plan, tokens, copy=reference == "copy", usable=usable), message
+    return MemoryEstimator(cfg, model, family, plan, tokens, copy=reference == "copy", usable=usable), message
 
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Return the content of `show` as JSON."""
-    report: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
+    report: dict[str, Any] = {"tokens": message, **sizes.estimate(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
-        report["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
+        report["per_rank"] = sizes.estimate(sizes.cfg, args.ranks).to_json()
     card = Card.parse(args.card) if args.card else None
     if card is not None:
-        over = sizes.of(sizes.cfg, args.ranks).total - card.usable
+        over = sizes.estimate(sizes.cfg, args.ranks).total - card.usable
         report["card"] = {
             "name": card.name,
             "bytes": card.size,
@@ -48,7 +57,7 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
 
 def line(sizes: Any, args: Any) -> str:
     """Return one line: the predicted memory, and whether it fits."""
-    total = sizes.of(sizes.cfg, args.ranks).total
+    total = sizes.estimate(sizes.cfg, args.ranks).total
     where = f"each of {args.ranks} GPUs" if args.ranks > 1 else "one GPU"
     return (
         f"memory: {gb(total)} on {where}, predicted"
@@ -59,10 +68,10 @@ def line(sizes: Any, args: Any) -> str:
 
 def show(sizes: Any, message: str, args: Any) -> None:
     """Print the table, whether the run fits, and the savings of each switch."""
-    one = sizes.of(sizes.cfg, 1)
+    one = sizes.estimate(sizes.cfg, 1)
     footprints = {"one GPU": one}
     if args.ranks > 1:
-        footprints[f"each of {args.ranks}"] = sizes.of(sizes.cfg, args.ranks)
+        footprints[f"each of {args.ranks}"] = sizes.estimate(sizes.cfg, args.ranks)
     _table(footprints)
     print()
     print(message)
@@ -149,8 +158,8 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
                 "tried": proposal.tried,
                 "best": None if proposal.best is None else proposal.best.to_json(),
                 "reasons": list(proposal.reasons),
-                "exacter": [s.to_json() for s in proposal.exacter],
-                "faster": [{**s.to_json(), "over": s.over(card)} for s in proposal.faster],
+                "exacter": [s.to_json() for s in proposal.more_exact],
+                "faster": [{**s.to_json(), "over": s.excess(card)} for s in proposal.faster],
                 "smallest": proposal.smallest.to_json(),
                 "ranks": proposal.ranks,
             }
@@ -159,37 +168,37 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
     print(f"{message}; {ASSUMED}{'; the time of rollouts is not included' if sizes.cfg.train.phase == 'rl' else ''}")
     if proposal.best is None:
         small = proposal.smallest
-        print(f"nothing fits: of {proposal.tried} settings, the smallest needs {gb(small.over(card))} more:")
-        print("\n".join(f"  {line}" for line in small.yaml()))
+        print(f"nothing fits: of {proposal.tried} settings, the smallest needs {gb(small.excess(card))} more:")
+        print("\n".join(f"  {line}" for line in small.to_yaml()))
         print(
             f"it fits on {proposal.ranks} GPUs: --ranks {proposal.ranks}"
             if proposal.ranks
             else "a larger card, shorter rows (train.seq_length) or fewer images would help"
         )
         return 1
-    best, now = proposal.best, settings_of(sizes.cfg)
+    best, now = proposal.best, configured_settings(sizes.cfg)
     print(fits(card, best.footprint.total, args.ranks))
     print(f"the fastest of {proposal.tried} settings that fit, by an estimate of FLOPs and bytes (not measured):")
     print()
-    changes = best.yaml(now)
+    changes = best.to_yaml(now)
     print("\n".join(changes) if changes else "the configuration unchanged")
     print()
     if changes and args.file is not None:
         # Overrides of keys that the proposal changes are left out of the command.
-        remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
-        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *remaining])} {best.words(now)}")
+        remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differences(now)]
+        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *remaining])} {best.to_overrides(now)}")
     for reason in proposal.reasons:
         print(reason)
-    if proposal.exacter:
+    if proposal.more_exact:
         print("also fits, with less rounding:")
-    for s in proposal.exacter:
-        free = gb(-s.over(card))
-        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.words(best.settings)}")
+    for s in proposal.more_exact:
+        free = gb(-s.excess(card))
+        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.to_overrides(best.settings)}")
     if proposal.faster:
         print("faster by the same estimate, but too large:")
     for s in proposal.faster:
-        over = gb(s.over(card))
-        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {over} too much: with {s.words(best.settings)}")
+        over = gb(s.excess(card))
+        print(f"  {_percent(s.seconds / best.seconds - 1)} time, {over} too much: with {s.to_overrides(best.settings)}")
     return 0
 
 

@@ -10,7 +10,7 @@ from octavo.cli import terminal
 from octavo.cli.arguments import UsageError
 from octavo.train.estimate import step_time
 from octavo.train.estimate.memory import gb
-from octavo.train.estimate.memory.mesh import layout_of
+from octavo.train.estimate.memory.mesh import make_layout
 
 ASSUMED = "from data sheets and constants fitted to published figures (docs/scale.md); not measured by this project"
 MAX_MESHES = 8  # in the table
@@ -39,15 +39,15 @@ def cluster_of(args: argparse.Namespace) -> Any:
 def work_and_mesh(sizes: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     """Return (work of a micro-batch, mesh) of the configuration. Raises TrainError for a mesh of a different number of
     ranks."""
-    layout = layout_of(sizes.cfg, args.ranks)
-    work = step_time.work_of(sizes, sizes.cfg)
-    return work, step_time.Mesh.of(layout, sizes.cfg.parallel.ulysses, work.decoder.heads)
+    layout = make_layout(sizes.cfg, args.ranks)
+    work = step_time.estimate_work(sizes, sizes.cfg)
+    return work, step_time.Mesh.from_layout(layout, sizes.cfg.parallel.ulysses, work.decoder.heads)
 
 
 def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the content of `show` as JSON: bytes and FLOPs of one micro-batch on one rank."""
     work, mesh = work_and_mesh(sizes, args)
-    moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
+    moved = step_time.total_bytes(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.two_backwards)
     sharers = mesh.layout.context
     report: dict[str, Any] = {
         "mesh": {**vars(mesh.layout), "ulysses": mesh.ulysses},
@@ -76,9 +76,10 @@ def show(sizes: Any, cluster: Any, args: argparse.Namespace) -> None:
         f"{work.model_flops / sharers / 1e12:.4g} TFLOP of the model ({work.model_flops / max(1, tokens) / 1e9:.4g} "
         f"GFLOP per token), {recomputed:+.0%} recomputed"
     )
-    moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
+    moved = step_time.total_bytes(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.two_backwards)
     rows = [
-        (kind, gb(size), step_time.CARRIED[kind], OVERLAP.get(kind, "not overlapped")) for kind, size in moved.items()
+        (kind, gb(size), step_time.COLLECTIVES[kind], OVERLAP.get(kind, "not overlapped"))
+        for kind, size in moved.items()
     ]
     if rows:
         terminal.show_table(("exchange", "bytes to each rank", "collective", ""), rows, right=(1,))
@@ -95,17 +96,17 @@ def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
         f"{configured.estimate.seconds:.3g} s per micro-batch, {configured.estimate.bound}"
     )
     print(f"({ASSUMED})")
-    if best.over > 0:
+    if best.excess > 0:
         print(f"no mesh fits {cluster.memory.name}: {best.mesh} needs the least memory")
-    fitting = [f for f in results[1:] if f.over <= 0][: MAX_MESHES - 2]
-    too_large = [f for f in results[1:] if f.over > 0][: MAX_MESHES - len(fitting)]
+    fitting = [f for f in results[1:] if f.excess <= 0][: MAX_MESHES - 2]
+    too_large = [f for f in results[1:] if f.excess > 0][: MAX_MESHES - len(fitting)]
     rows = [
         (
             str(f.mesh),
             gb(f.memory),
             f"{f.estimate.rate:,.0f}",
             f.estimate.bound,
-            "best" if f is best else f.why(best),
+            "best" if f is best else f.explain(best),
         )
         for f in (best, *fitting, *too_large)
     ]
@@ -118,9 +119,9 @@ def _result_json(result: Any, best: Any = None) -> dict[str, Any]:
     return {
         "mesh": {**vars(result.mesh.layout), "ulysses": result.mesh.ulysses},
         "memory": result.memory,
-        "over": result.over,
+        "over": result.excess,
         "seconds": estimate.seconds,
         "tokens_per_second_per_gpu": estimate.rate,
         "shares": estimate.shares,
-        **({} if best is None or best is result else {"why": result.why(best)}),
+        **({} if best is None or best is result else {"why": result.explain(best)}),
     }

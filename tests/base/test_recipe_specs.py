@@ -183,7 +183,7 @@ def _known() -> dict[str, bool]:
     asked = config.load_config_text(text.format(every + "adapt: {every: 20, recipes: [tilewise]}}")).fp8
     return {
         "note of the plan": "tilewise cast weights twice: 2 bytes of codes per parameter" in plan.notes,
-        "memory figure": states.codes(plan, states.backward_reaches(model)) == fp8.weight_cache_bytes(trained)
+        "memory figure": states.code_bytes(plan, states.reached_by_backward(model)) == fp8.weight_cache_bytes(trained)
         == 3 * (one + scales),  # the first layer has no dgrad
         "measured plan": all(r.recipe is not None and r.recipe.name == "tilewise" for r in by_time.rows)
         and any("tilewise cast weights twice" in note for note in by_time.notes),

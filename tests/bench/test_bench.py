@@ -37,7 +37,7 @@ def gemms() -> Result:
 
 
 @pytest.mark.parametrize("suite", ["cast", "gemm", "linear", "moe"])
-def test_a_suite_times_every_recipe_on_small_sizes(suite: str, request: pytest.FixtureRequest) -> None:
+def test_suite_times_every_recipe_on_small_sizes(suite: str, request: pytest.FixtureRequest) -> None:
     result = request.getfixturevalue("gemms") if suite == "gemm" else bench.run([suite], session())
     assert {r.suite for r in result.rows} == {suite} and not result.cut
     names = {r.candidate.split()[0] for r in result.rows}
@@ -49,7 +49,7 @@ def test_a_suite_times_every_recipe_on_small_sizes(suite: str, request: pytest.F
         assert (result.ratio(row) is None) == (row.baseline == "")
 
 
-def test_the_optimizer_suite_times_every_format_against_torch() -> None:
+def test_optimizer_suite_times_every_format() -> None:
     result = bench.run(["optimizer"], session())
     assert not result.absent and not result.cut
     names = {f"{s} x {m}" for s in ("fp8", "coat", "bf16", "fp32") for m in ("fp32", "bf16+16", "bf16+sr")}
@@ -62,7 +62,7 @@ def test_the_optimizer_suite_times_every_format_against_torch() -> None:
 
 
 @pytest.mark.long
-def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
+def test_memory_suite_trains_every_setup(monkeypatch) -> None:
     """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
     figures = iter(range(10**6))
     monkeypatch.setattr(suite_memory._AllocatedMemory, "now", lambda self: next(figures))
@@ -82,7 +82,7 @@ def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("suite", ["layer", "step"])
-def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_suites_time_every_recipe_eager_and_compiled(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs that run as they were traced; through inductor: fp8/dense/test_compiled.py, train/test_compile.py."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     result = bench.run([suite], session())
@@ -94,7 +94,7 @@ def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str, m
     assert len({r.case for r in result.rows}) == {"layer": 3, "step": 1}[suite]
 
 
-def test_who_cannot_take_part_says_why_and_the_others_go_on() -> None:
+def test_unavailable_candidate_is_reported_and_the_others_run() -> None:
     there = session()
 
     def refuses() -> object:
@@ -116,7 +116,7 @@ def test_who_cannot_take_part_says_why_and_the_others_go_on() -> None:
     ]
 
 
-def test_a_candidate_is_gone_before_the_next_is_built() -> None:
+def test_candidate_is_freed_before_the_next_is_built() -> None:
     """Two models of 8 B do not fit beside each other: neither one that was timed nor one that failed may stay."""
     alive: list[weakref.ref[Any]] = []
 
@@ -137,12 +137,12 @@ def test_a_candidate_is_gone_before_the_next_is_built() -> None:
     assert [a.why for a in bench.result.absent] == ["RuntimeError: out of memory"]
 
 
-def test_a_spent_budget_leaves_cases_out_and_says_so() -> None:
+def test_exhausted_budget_skips_and_reports_cases() -> None:
     result = bench.run(["gemm"], session(budget=0.0))
     assert not result.rows and len(result.cut) == 8 and "time budget of 0 s" in result.cut[0]
 
 
-def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_that_would_exceed_the_budget_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate takes 10 s: two fill 20 of 45, the next two fit, three more do not; in a case, the rest is cut."""
     now = [0.0]
     monkeypatch.setattr("octavo.bench.bench.time.perf_counter", lambda: now[0])
@@ -169,7 +169,7 @@ def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pyte
     assert [line.rpartition(" ")[2] for line in there.result.cut] == ["c", "d", "e"]
 
 
-def test_what_an_earlier_process_did_takes_no_part() -> None:
+def test_candidates_of_an_earlier_process_are_skipped() -> None:
     begun: list[str] = []
     there = session(
         on_candidates=lambda case, names: begun.append(case), skip={("one", "a"), ("one", "b"), ("two", "a")}
@@ -179,7 +179,7 @@ def test_what_an_earlier_process_did_takes_no_part() -> None:
     assert [(r.case, r.candidate) for r in there.result.rows] == [("two", "b")] and set(begun) == {"two"}
 
 
-def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
+def test_ratios_compare_times_or_bandwidths_within_a_case() -> None:
     rows = [
         Row("gemm", "one", "bf16", 4.0, flops=8e12),
         Row("gemm", "one", "fp8", 2.0, flops=8e12, baseline="bf16"),
@@ -196,7 +196,7 @@ def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
 
 
 @pytest.mark.parametrize(("capability", "takes_part"), [((9, 0), False), ((8, 9), False), ((10, 0), True)])
-def test_mxfp8_takes_part_where_it_can_win(capability, takes_part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mxfp8_is_timed_only_on_native_hardware(capability, takes_part, monkeypatch: pytest.MonkeyPatch) -> None:
     class Able:
         supports = staticmethod(lambda *a: None)
         why_not_auto = staticmethod(lambda device: None)
@@ -236,7 +236,7 @@ def test_json_and_table(gemms: Result, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp_path: Path) -> None:
+def test_suite_replaces_only_its_own_file(tmp_path: Path) -> None:
     both = Result("cpu", True, rows=[Row("gemm", "a", "x", 2.0), Row("gemm", "a", "y", 1.0, baseline="x")])
     bench.write_suites(both, tmp_path)
     bench.write_suites(Result("cpu", True, rows=[Row("cast", "a", "x", 2.0)]), tmp_path)
@@ -245,21 +245,19 @@ def test_a_later_suite_leaves_the_files_of_earlier_ones_and_replaces_its_own(tmp
     assert len(record.load(tmp_path / "bench_cpu_gemm.json")["rows"]) == 1
 
 
-def test_rows_that_vary_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_noisy_rows_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     result = Result("cpu", False, rows=[Row("gemm", "a", "x", 2.0, spread=3.0), Row("gemm", "a", "y", 1.0, spread=0.1)])
     assert record.noisy_rows(result) == result.rows[:1]
     command._show(result)
-    assert "1 of 2 rows vary by more than 50 % between quartiles" in capsys.readouterr().out
+    assert "1 of 2 rows are noisy: they vary by more than 50 % between quartiles" in capsys.readouterr().out
 
 
-def test_a_budget_that_leaves_everything_out_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_that_skips_everything_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--budget", "0", "--out", str(tmp_path)]) == 1
     assert "nothing was timed" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_folder_is_rejected_before_timing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         assert main(["bench", "gemm", "--out", str(place)]) in (1, 2)
@@ -269,7 +267,7 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_time
 
 
 @pytest.mark.long
-def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_the_printed_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "small sizes; FP8 on a CPU is emulated" in out and "M=8" in out
@@ -292,7 +290,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
         (["step", "--shape", "qwen3_vl_9b"], "unknown shape 'qwen3_vl_9b' (did you mean"),
     ],
 )
-def test_wrong_usage_is_reported_before_anything_is_timed(
+def test_usage_errors_are_reported_before_timing(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments]) in (1, 2)
@@ -300,18 +298,18 @@ def test_wrong_usage_is_reported_before_anything_is_timed(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cuda"]) == 1
     assert "--device cuda is not available; use cpu" in capsys.readouterr().err
 
 
-def test_the_command_knows_the_suites() -> None:
+def test_command_lists_all_suites() -> None:
     assert tuple(bench.SUITES) == command.SUITES
     with pytest.raises(bench.BenchError, match="there is no suite 'speed'"):
         bench.run(["speed"], session())
 
 
-def test_nothing_that_fell_back_to_eager_is_timed_as_compiled(monkeypatch) -> None:
+def test_eager_fallback_is_not_timed_as_compiled(monkeypatch) -> None:
     """Graph breaks are allowed where a block has them; running on past the limit of recompilations never is."""
     asked = []
 
@@ -351,7 +349,7 @@ def test_experts_are_timed_grouped_on_both_sides(monkeypatch) -> None:
     assert seen == ["|", "theirs", "theirs", "|", "|", "ours", "ours"]
 
 
-def test_turns_go_round_and_forget_the_first() -> None:
+def test_turns_rotate_and_drop_the_warmup() -> None:
     """What benchmarks/ time: everybody once a round, with what belongs around a turn, and the warm-up left out."""
     order: list[str] = []
     ways = {name: lambda name=name: order.append(name) for name in ("a", "b")}
@@ -360,7 +358,7 @@ def test_turns_go_round_and_forget_the_first() -> None:
     assert all(len(each.seconds) == len(each.cpu_seconds) == 3 and each.spread >= 0 for each in taken.values())
 
 
-def test_a_record_names_its_machine_and_is_written_whole(tmp_path: Path) -> None:
+def test_record_names_its_machine_and_is_written_atomically(tmp_path: Path) -> None:
     described = {"torch": "2.13", "unread": {}, "gpus": []}
     path = record.save(
         {"machine": record.describe_machine(described), "path": tmp_path}, tmp_path / "new" / "kept.json"
@@ -370,7 +368,7 @@ def test_a_record_names_its_machine_and_is_written_whole(tmp_path: Path) -> None
     assert {"octavo", "python", "cpu", "torch", "packages"} <= record.describe_machine().keys()
 
 
-def test_rows_of_an_absent_peer_stay_those_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_absent_library_are_kept_with_their_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks/optimizer.py` where torchao is not installed: its rows are neither lost nor taken for new ones."""
     old = {"octavo": {"version": "0.3.0"}}
     rows = [{"case": case, "steps": 600, "distance": 0.1, "optimizer": "torchao AdamWFp8"} for case in optimizer.CASES]
@@ -390,7 +388,7 @@ def test_rows_of_an_absent_peer_stay_those_of_their_run(tmp_path: Path, monkeypa
         assert len(found["closed_loop"]) > len(kept) and found["absent"] == {"torchao": "not installed"}
 
 
-def test_coat_goes_where_coats_own_code_goes_and_fp8_is_nearer() -> None:
+def test_coat_matches_published_coat_and_fp8_is_closer() -> None:
     """The claim of `docs/results.md` in small: 100 steps, 8 groups. With an exact power `coat` is twice as far away."""
     makers = optimizer.contenders()[0]
     names = ("octavo fp32", "octavo fp8", "octavo coat", "COAT")
@@ -402,7 +400,7 @@ def test_coat_goes_where_coats_own_code_goes_and_fp8_is_nearer() -> None:
             assert row["over_coat"] < 0.7, row
 
 
-def test_the_conversions_of_another_size_leave_the_result_file_alone(
+def test_conversions_of_other_sizes_keep_the_result_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(convert, "RESULT", tmp_path / "convert_cpu.json")

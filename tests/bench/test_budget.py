@@ -70,7 +70,7 @@ class Block(nn.Module):
         return Spend.apply(x + self.mlp(x), 1000.0)
 
 
-def test_every_moment_of_a_step_is_one_part_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.bench.suite_step.time.perf_counter", lambda: now[0])
     block, budget = Block(), Budget(torch.device("cpu"))
     head = budget.wrap(HEAD, lambda x: Spend.apply(x, 10_000.0).sum())
@@ -92,7 +92,7 @@ def test_every_moment_of_a_step_is_one_part_s(monkeypatch: pytest.MonkeyPatch) -
     assert not any("forward" in m.__dict__ for m in block.modules()), "it stays behind"
 
 
-def test_a_step_is_cut_and_trains_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_by_part_does_not_change_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights move alike, and gated MLPs run fused: hooks inside them would take them apart."""
     fused: list[bool] = []
     ask = GatedMlp._can
@@ -111,7 +111,7 @@ def test_a_step_is_cut_and_trains_as_before(monkeypatch: pytest.MonkeyPatch) -> 
     assert Step(Bench(torch.device("cpu"), small=True), 1, 24, None, "compiled").parts() == {}
 
 
-def test_parts_are_shown_with_their_shares_and_survive_the_file() -> None:
+def test_parts_are_printed_with_shares_and_saved() -> None:
     half = dict.fromkeys(PARTS, 0.0) | {"linears": 0.003, "rest": 0.001}
     found = Result("cpu", True, rows=[Row("step", "tiny", "blockwise", 0.1, parts=half), Row("step", "tiny", "c", 1)])
     head, line = record.budget_table(found)

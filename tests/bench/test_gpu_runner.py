@@ -118,7 +118,7 @@ def rows(entry: dict) -> list[tuple[str, str]]:
     return [(row["case"], row["candidate"]) for row in entry["rows"]]
 
 
-def test_parts_cover_every_test_file_and_suite_once_the_telling_ones_first() -> None:
+def test_parts_cover_every_test_file_and_suite_once() -> None:
     every = jobs.chosen(None, [])
     assert [job.name for job in every][:3] == ["test_torch_backend", "test_casts", "test_gemms"]
     assert [job.name for job in every if job.kind == "suite"][:3] == ["cast", "gemm", "linear"]
@@ -134,7 +134,7 @@ def test_parts_cover_every_test_file_and_suite_once_the_telling_ones_first() -> 
     assert {path.name for path in marked} - {Path(__file__).name} == files
 
 
-def test_a_new_test_file_is_run_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
+def test_new_test_file_is_run_and_unknown_name_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     (tmp_path / "tests" / "gpu" / "test_new.py").write_text("")
     assert "test_new" in [job.name for job in jobs.chosen(2, [], tmp_path)]
@@ -144,7 +144,7 @@ def test_a_new_test_file_is_run_and_a_wrong_name_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("what", "why"), [("crash", "crashed: SIGABRT"), ("leave", "ended with exit code 3")])
-def test_a_crash_costs_one_candidate_of_one_case(what: str, why: str, run, messages: list[str]) -> None:
+def test_crash_loses_one_candidate_of_one_case(what: str, why: str, run, messages: list[str]) -> None:
     job = fake("planted", ("one", ""), ("two", what), ("three", ""))
     found, code = run(job, fake("next", ("one", "")))
     assert rows(found["planted"]) == [("one", "a"), ("one", "b"), ("two", "a"), ("three", "a"), ("three", "b")]
@@ -156,7 +156,7 @@ def test_a_crash_costs_one_candidate_of_one_case(what: str, why: str, run, messa
     assert "2 of 2 jobs ran, 1 cases lost" in summary
 
 
-def test_a_hang_costs_one_case_and_its_children_end_with_it(run) -> None:
+def test_hang_loses_one_case_and_kills_its_children(run) -> None:
     found, code = run(fake("planted", ("one", ""), ("two", "hang"), ("three", ""), stall=0.8))
     assert ("three", "b") in rows(found["planted"]) and ("two", "b") not in rows(found["planted"]) and code == 1
     (lost,) = found["planted"]["lost"]
@@ -178,26 +178,26 @@ def alive(pid: int) -> bool:
 CUT = [("one", ""), *((str(i), "nap") for i in range(99))]  # never silent, and too long
 
 
-def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, messages: list[str]) -> None:
+def test_job_over_its_limit_is_killed_and_the_next_keeps_its_time(run, messages: list[str]) -> None:
     found, code = run(fake("slow", *CUT, seconds=1), fake("next", ("one", "")), seconds=10)
     assert found["slow"]["state"] == "cut off" and found["slow"]["lost"][0]["why"] == "its limit of 1 s was reached"
     assert rows(found["slow"])[:2] == [("one", "a"), ("one", "b")] and found["next"]["state"] == "done" and code == 1
 
 
-def test_a_test_that_fails_as_it_is_ended_is_lost_and_no_failure(run) -> None:
+def test_test_that_fails_while_killed_counts_as_lost(run) -> None:
     found, code = run(fake("slow", ("one", "break"), seconds=1), fake("next", ("one", "")), seconds=10)
     (lost,) = found["slow"]["lost"]
     assert lost["case"] == "one" and "limit" in lost["why"] and "tests" not in found["slow"] and code == 1
 
 
-def test_shares_add_up_to_what_is_left_and_spared_time_goes_on(run) -> None:
+def test_shares_divide_the_remaining_time_with_unused_time(run) -> None:
     work = [fake(name, ("one", ""), seconds=share) for name, share in (("x", 1), ("y", 1), ("z", 2))]
     found, code = run(*work, seconds=8)
     given = [found[job.name]["rows"][0]["seconds"] / (1 - runner.MARGIN) for job in work]
     assert given == [pytest.approx(share, abs=0.6) for share in (2, 8 / 3, 8)] and code == 0
 
 
-def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, messages: list[str]) -> None:
+def test_skipped_jobs_are_listed_and_earlier_results_kept(run, messages: list[str]) -> None:
     late = fake("late", ("one", ""))
     run(late)
     found, code = run(late, fake("new", ("one", "")), seconds=0.1, call="two")
@@ -205,7 +205,7 @@ def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, m
     assert code == 1 and any("NOT BEGUN: late, new" in line for line in messages)
 
 
-def test_no_file_says_where_a_machine_keeps_its_packages(tmp_path: Path) -> None:
+def test_result_files_contain_no_package_paths(tmp_path: Path) -> None:
     kept = Store(tmp_path / "out", print)
     lines = [f'File "{ROOT}/octavo/fp8/plan.py"', 'File "/some/.venv/lib/python3.12/site-packages/torch/x.py", line 1']
     kept.apply("tests", "t", {"lost": [{"case": "c", "last lines": lines}]})
@@ -216,7 +216,7 @@ def test_no_file_says_where_a_machine_keeps_its_packages(tmp_path: Path) -> None
     assert text.count('File \\"octavo/fp8/plan.py') == text.count('File \\"torch/x.py') == 2
 
 
-def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, tmp_path: Path) -> None:
+def test_parts_share_a_file_and_a_repeated_job_replaces_its_results(run, tmp_path: Path) -> None:
     run(fake("x", ("one", "crash"), ("two", "")))
     run(fake("y", ("one", "")), call="two")
     found, code = run(fake("x", ("two", "")), call="three")
@@ -225,7 +225,7 @@ def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, 
     assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
 
 
-def test_test_files_run_several_at_a_time_and_some_alone(messages: list[str], tmp_path: Path, command, clock) -> None:
+def test_test_files_run_in_parallel_except_exclusive_ones(messages: list[str], tmp_path: Path, command, clock) -> None:
     kept = Store(tmp_path / "out", messages.append)
     naps = json.dumps([[str(i), "nap"] for i in range(20)])
     work = [Job(f"t{i}", "tests", 1, '[["c", "nap"]]', 9.0, alone=i == 4) for i in range(5)]
@@ -263,9 +263,7 @@ def test_last(x): assert "torch" not in sys.modules
 """
 
 
-def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
-    messages: list[str], tmp_path: Path, clock, monkeypatch
-) -> None:
+def test_crashed_or_hung_test_loses_only_itself(messages: list[str], tmp_path: Path, clock, monkeypatch) -> None:
     """The real worker, in four processes."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
     job = Job("planted", "tests", 1, str(tmp_path / "test_planted.py"), 60.0, stall=6.0)
@@ -296,7 +294,7 @@ def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
     kept.close()
 
 
-def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_loses_no_results(run, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be written is printed, each result once, and the log makes the files that found no room."""
     writes = []
     real = atomic_write.write_text
@@ -326,7 +324,7 @@ def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, mon
     assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
 
 
-def test_a_folder_that_cannot_be_used_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_unusable_folder_is_rejected_before_any_job(tmp_path: Path) -> None:
     first = Store(tmp_path / "out", print)
     with pytest.raises(StoreError, match="another call writes to"):
         Store(tmp_path / "out", print)
@@ -350,7 +348,7 @@ Runner(kept, print, "one", "cpu", True, 4, 0.1, sys.argv[3:]).run([job], time.mo
 """
 
 
-def test_a_kill_of_the_runner_leaves_what_was_done(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_killed_runner_keeps_finished_results(tmp_path: Path, command: tuple[str, ...]) -> None:
     cases = json.dumps([(str(i), "nap") for i in range(200)])
     words = [sys.executable, "-c", RUNS, str(tmp_path / "out"), cases, *command]
     killed = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -377,7 +375,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]):
         signal.signal(number, handler)
 
 
-def test_the_command_records_its_call_and_ends_with_the_report(command_line, tmp_path: Path, capsys) -> None:
+def test_command_records_its_call_and_prints_the_report(command_line, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     assert command_line(["--small", "--out", str(out), "--part", "2", "--budget", "60"]) == 0
     file = json.loads((out / "suites.json").read_text())
@@ -386,14 +384,14 @@ def test_the_command_records_its_call_and_ends_with_the_report(command_line, tmp
     assert capsys.readouterr().out.endswith("report of out\n")
 
 
-def test_a_call_that_is_asked_to_end_says_what_it_has(command_line, tmp_path: Path, capsys) -> None:
+def test_terminated_call_reports_its_results(command_line, tmp_path: Path, capsys) -> None:
     assert command_line(["--small", "--out", str(tmp_path / "out"), "--only", "terminate"]) == 1
     shown = capsys.readouterr().out
     assert "STOPPED by SIGTERM" in shown and "LOST x in two with a: the call was stopped" in shown
     assert rows(json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]["x"]) == [("one", "a"), ("one", "b")]
 
 
-def test_wrong_usage_and_a_missing_gpu_are_refused_at_once(command_line, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_usage_errors_and_missing_gpu_are_rejected(command_line, tmp_path: Path, monkeypatch, capsys) -> None:
     assert command_line(["--out", str(tmp_path / "out")]) == 2
     assert "make gpu needs an NVIDIA GPU" in capsys.readouterr().out and not (tmp_path / "out").exists()
     for words in (["--part", "4"], ["--budget", "10"], ["--collect", "log"]):
@@ -403,7 +401,7 @@ def test_wrong_usage_and_a_missing_gpu_are_refused_at_once(command_line, tmp_pat
     assert command_line(["--small"]) == 2 and "lacks no_such_package" in capsys.readouterr().out
 
 
-def test_a_suite_reports_each_case_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_reports_each_case_when_it_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's half: what Bench says becomes events, and candidates of earlier processes are left out."""
     sent: list[dict] = []
 
@@ -437,7 +435,7 @@ print(report.main(sys.argv[1:]), "octavo.models.processors.image" in sys.modules
 
 
 @pytest.mark.long
-def test_nothing_is_needed_that_a_gpu_machine_may_lack(tmp_path: Path) -> None:
+def test_runner_needs_only_the_documented_packages(tmp_path: Path) -> None:
     row = {"suite": "moe", "case": "c", "candidate": "bf16", "seconds": 2.0}
     (tmp_path / "bench.json").write_text(
         json.dumps({"command": "octavo bench", "device": "NVIDIA H200", "small": False, "rows": [row]})
@@ -448,7 +446,7 @@ def test_nothing_is_needed_that_a_gpu_machine_may_lack(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_small_form_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_small_run_works_on_a_cpu(tmp_path: Path) -> None:
     """A test file and a suite, as typed; what all others do: see below."""
     words = ["make", "gpu", "SMALL=1", "PART=1", "ONLY=test_gemms,cast", f"OUT={tmp_path}", "BUDGET=600"]
     done = subprocess.run([*words, f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
@@ -471,7 +469,7 @@ def _work(job: Job, file: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["tests", "suite"])
-def test_every_job_does_its_work_on_a_cpu(kind: str, tmp_path: Path) -> None:
+def test_every_job_works_on_a_cpu(kind: str, tmp_path: Path) -> None:
     """In processes that have torch already; the suites of part 3 have long tests of their own (test_bench.py)."""
     for job in jobs.every():
         if job.kind != kind or job.part == 3:

@@ -55,7 +55,7 @@ def lines(result: Result) -> dict[str, tuple[str, ...]]:
     return {line[0]: line[2:] for line in report.table(result)}
 
 
-def test_figures_get_their_verdicts() -> None:
+def test_figures_get_verdicts() -> None:
     found = lines(Result("NVIDIA H200", False, rows=CARD))
     assert found["linear, blockwise"] == ("2.00x", ">= 1.65x", "reached")  # (2 + 4) / (1 + 2): the fastest of each case
     assert found["training step, 8B, 8k tokens"] == ("1.30x", ">= 1.4x", "missed")
@@ -67,7 +67,7 @@ def test_figures_get_their_verdicts() -> None:
     assert len(found) == len(TARGETS) and all(target.known or target.what.startswith("...") for target in TARGETS)
 
 
-def test_the_host_is_at_most_and_a_baseline_that_is_missing_is_no_figure() -> None:
+def test_host_time_is_an_upper_limit_and_missing_baseline_has_no_figure() -> None:
     rows = [
         Row("linear", "small sum M=64", "fp32", 1.0, host=1.0),
         Row("linear", "small sum M=64", "blockwise reference", 1.0, baseline="fp32", host=5.5),
@@ -78,13 +78,13 @@ def test_the_host_is_at_most_and_a_baseline_that_is_missing_is_no_figure() -> No
 
 
 @pytest.mark.parametrize(("device", "small"), [("cpu", True), ("NVIDIA H200", True)])
-def test_figures_that_say_nothing_get_no_verdict(device: str, small: bool) -> None:
+def test_noisy_and_cpu_figures_get_no_verdict(device: str, small: bool) -> None:
     result = Result(device, small, rows=CARD)
     assert {cells[2] for cells in lines(result).values()} == {"none", "not measured"}
     assert report.page(result)[-1].endswith(report.NONE)
 
 
-def test_folders_devices_and_tests_come_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_merges_folders_devices_and_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parts that ran apart are one report, each device with a table; what octavo bench wrote is read as well."""
     write(tmp_path / "one", "suites.json", CARD[:7], "NVIDIA H200")
     tests = {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}}
@@ -100,7 +100,7 @@ def test_folders_devices_and_tests_come_together(tmp_path: Path, capsys: pytest.
     assert all((tmp_path / "one" / name).stat().st_size > 5000 for name in plots)
 
 
-def test_what_cannot_be_reported_is_explained(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_results_are_explained(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.report([]) == 2 and "usage: python -m octavo.bench report DIR" in capsys.readouterr().out
     assert bench.report([str(tmp_path)]) == 1 and "no figures in" in capsys.readouterr().out
     write(tmp_path, "suites.json", CARD, "NVIDIA H200")

@@ -222,7 +222,7 @@ def test_each_finding_has_a_sentence_and_a_consequence() -> None:
                 fields = [field for _, field, _, _ in Formatter().parse(SENTENCES[kind]) if field]
                 wanted = {re.split(r"[.\[]", field)[0] for field in fields}
                 assert not given - wanted - {"tensor"}, kind
-                assert wanted - given <= {"file", "name"} or wanted - given <= {"held", "shape"}, kind
+                assert wanted - given <= {"file", "name"} or wanted - given <= {"tensor", "shape"}, kind
     kinds |= {kind.partition("/")[0] for kind in SENTENCES if not kind.startswith("adapter-")}
     assert kinds <= verify_loaders.CONSEQUENCES.keys()
     for does in verify_loaders.CONSEQUENCES.values():

@@ -90,7 +90,7 @@ def test_half_of_the_kv_cache_scales_is_reported(copy: Good) -> None:
     add_scales(folder, ("k_scale",))
     scheme(folder)
     [finding] = verify(folder).findings
-    assert finding.kind == "cache-scales" and "is there without 'model.layers.0.self_attn.v_scale'" in finding.text
+    assert finding.kind == "cache-scales" and "exists without 'model.layers.0.self_attn.v_scale'" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_other_names_are_not_kv_cache_scales(copy: Good) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "said"), [("layers.0", "layers.1 has none"), ("layers.9", "layers.9, and the folder has no such layer")]
+    ("layer", "said"), [("layers.0", "layers.1 has none"), ("layers.9", "layers.9, but the folder has no such layer")]
 )
 def test_kv_cache_scales_of_some_layers_are_reported(copy: Good, layer: str, said: str) -> None:
     folder = copy("ct-row")

@@ -77,7 +77,7 @@ def test_train_prints_at_most_fifteen_lines_before_the_first_step(here, capsys):
     first = next(n for n, line in enumerate(lines) if line.startswith("step 1/2"))
     assert first <= 15 and lines[0].startswith("qwen3_vl of ") and lines[0].endswith(" all trained: model")
     assert any(line.startswith("memory, predicted: ") for line in lines[:first])
-    assert "printed: a checkpoint at the end (the newest 2 stay), hf/ at the end" in lines[:first]
+    assert "printed: a checkpoint at the end (keeps the newest 2), hf/ at the end" in lines[:first]
     assert lines[-2].startswith("wrote printed/hf, printed/page.html, printed/metrics.jsonl") and lines[-1].startswith(
         "next: octavo export printed "
     )
@@ -100,7 +100,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
     "argv, code, message",
     [
         (["eval", "nowhere"], 2, "there is no folder nowhere"),
-        (["eval", "model"], 1, "model is no run, so it names no held-out data: give the configuration that does"),
+        (["eval", "model"], 1, "model is not a run, so it has no held-out data: give a configuration"),
         (["eval", "run", "--step", "7"], 1, "no checkpoint of step 7; there are 1, 2"),
         (["eval", "run", "--recipe", "blok"], 2, "invalid choice: 'blok'"),
         (["generate", "nowhere", "--prompt", "a"], 2, "there is no folder nowhere"),
@@ -112,7 +112,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (["generate", "model"], 2, "the following arguments are required: --prompt"),
         (["plan"], 2, "name a configuration file, or a published model"),
         (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit only proposes settings"),
-        (["plan", "run.yaml", "--card", "big"], 1, "a card is given by its memory, as in 80GB"),
+        (["plan", "run.yaml", "--card", "big"], 1, "cannot parse the card 'big': give its memory, e.g. 80GB"),
         (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 2, "did you mean qwen3_vl_8b?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
         (["plan", "run.yaml", "model.path=nowhere"], 2, "model.path: there is no folder"),

@@ -54,7 +54,7 @@ def test_contradictory_meshes_are_rejected(capsys) -> None:
         (["--parallel", "shard=8"], "add their number, e.g. --ranks 64"),
         (["--ranks", "8", "--parallel", "shards=8"], "axes are replicate, shard, context, ulysses, expert"),
         (["--ranks", "8", "--parallel", "context=2,context=4"], "expected each axis once, found context twice"),
-        (["--cluster", "h100"], "(did you mean h100x8x8?): give a kind of GPU"),
+        (["--cluster", "h100"], "(did you mean h100x8x8?): give the GPU, the number per node"),
         (["--ranks", "8", "--parallel", "expert=8"], "LlamaForCausalLM has no experts that are stacked"),
         (["--ranks", "8", "--parallel", "context=3,shard=1,replicate=1"], "but there are 8 ranks"),
         (["--ranks", "6", "--parallel", "context=6,ulysses=6"], "ulysses is 6, which does not divide the model's 32"),

@@ -118,8 +118,9 @@ def test_rollout_pages_are_planned_and_too_few_are_rejected(capsys, monkeypatch)
         capsys.readouterr().out
     )
     assert main([*command, "rl.pages=63"]) == 0
-    assert "memory is not predicted: rl.pages is 63, pages of 8 tokens, and one completion of a prompt, 128 tokens" in (
-        capsys.readouterr().err
+    assert (
+        "memory is not predicted: rl.pages is 63 pages of 8 tokens, but one completion of a prompt with 128 tokens"
+        in (capsys.readouterr().err)
     )
 
 

@@ -196,7 +196,7 @@ def made_of(content: str, folder: Path) -> Translation:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_corner_becomes_what_it_was(case: str, tmp_path: Path) -> None:
+def test_corner_case_is_translated(case: str, tmp_path: Path) -> None:
     content, values, kinds = CASES[case]
     made = made_of(content, tmp_path)
     cfg = load_config_text(made.content, base=tmp_path)
@@ -223,7 +223,7 @@ def test_a_corner_becomes_what_it_was(case: str, tmp_path: Path) -> None:
         (FOUNDRY.format(more="").replace("hf_causal_lm", "hf_t5"), "'hf_t5' cannot be translated"),
     ],
 )
-def test_a_run_of_another_kind_is_refused(content: str, said: str, tmp_path: Path) -> None:
+def test_unsupported_kind_of_run_is_rejected(content: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(TranslateError, match=said):
         made_of(content, tmp_path)
 
@@ -234,12 +234,12 @@ def test_a_run_of_another_kind_is_refused(content: str, said: str, tmp_path: Pat
     + [swift(f"--{key}_model_parallel_size 0", base=MEGATRON) for key in ("tensor", "pipeline", "expert")]
     + [swift("--sequence_parallel_size 0"), mind(parallel=", ulysses_parallel_size: 0")],
 )
-def test_a_parallel_size_of_0_is_not_one_of_1(content: str, tmp_path: Path) -> None:
+def test_parallel_size_0_is_not_treated_as_1(content: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a whole number of at least 1"):
         made_of(content, tmp_path)
 
 
-def test_config_json_decides_where_it_is_here(tmp_path: Path) -> None:
+def test_local_config_json_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     vision = {"patch_size": 16, "spatial_merge_size": 2}
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": vision}))
@@ -251,6 +251,6 @@ def test_config_json_decides_where_it_is_here(tmp_path: Path) -> None:
     assert "image_projector" in load_config_text(reached.content, base=tmp_path).lora.targets
 
 
-def test_processes_that_the_start_decides(tmp_path: Path) -> None:
+def test_launcher_determines_the_number_of_processes(tmp_path: Path) -> None:
     made = made_of(LOONG.replace("torchrun", "torchrun --nproc_per_node gpu --nnodes 1:4"), tmp_path)
     assert sum("--world N" in note for note in made.notes) >= 2

@@ -52,7 +52,7 @@ moe_modules: ["model.language_model.layers.{{*}}.mlp.experts"]
 """
 
 
-def test_the_file_of_fsdp2_is_followed_from_the_folder_or_from_beside_the_yaml(tmp_path: Path) -> None:
+def test_fsdp2_file_is_found_from_the_folder_or_the_yaml(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     text = FSDP2.format(reduce="fp32", towers='"model.language_model.layers.{*}"')
     for folder in (tmp_path, tmp_path / "inner"):
@@ -89,7 +89,7 @@ def test_qwen3_vl_of_the_older_trainer_is_always_recomputed(tmp_path: Path) -> N
         ("glm4.1v", "null", "", ""),
     ],
 )  # fmt: skip
-def test_enable_thinking_is_a_rule_about_reasoning(
+def test_enable_thinking_becomes_a_reasoning_setting(
     template: str, thinking: str | None, line: str, kind: str, tmp_path: Path
 ) -> None:
     more = f", template: {template}" + (f", enable_thinking: {thinking}" if thinking else "")
@@ -101,7 +101,7 @@ def test_enable_thinking_is_a_rule_about_reasoning(
     cfg_of(made)
 
 
-def test_the_hybrid_algorithm_is_context_with_a_part_that_exchanges_heads(tmp_path: Path) -> None:
+def test_hybrid_algorithm_becomes_context_parallelism_with_ulysses(tmp_path: Path) -> None:
     for algo, degree, expected in (
         ("hybrid_cp_algo", 2, 2), ("hybrid_cp_algo", None, "auto"), ("ulysses_cp_algo", None, 4),
         ("megatron_cp_algo", None, 1), ("hybrid_adaptive_cp_algo", 2, 2),
@@ -112,7 +112,7 @@ def test_the_hybrid_algorithm_is_context_with_a_part_that_exchanges_heads(tmp_pa
         assert not [key for key in made.lost_keys if "parallel" in key or "ulysses" in key]
 
 
-def test_a_base_of_adapters_is_the_model_and_what_is_loaded_are_the_adapters(tmp_path: Path) -> None:
+def test_adapter_base_becomes_the_model(tmp_path: Path) -> None:
     lora = "lora_args: {lora_r: 4, lora_alpha: 8, lora_target_modules: q_proj}"
     made = made_of(
         tmp_path, old(load="lora", gpt=", load_base_model: ./ckpt/mm/Qwen3-VL-8B, no_load_optim: true", more=lora)
@@ -125,7 +125,7 @@ def test_a_base_of_adapters_is_the_model_and_what_is_loaded_are_the_adapters(tmp
     assert "gpt_args.load" in made_of(tmp_path, old(load="another")).lost_keys
 
 
-def test_the_collector_and_flags_with_two_files_of_json(tmp_path: Path) -> None:
+def test_flags_with_two_json_files_and_gc_are_translated(tmp_path: Path) -> None:
     model = '"preprocess_parameters": {"model_name_or_path": "./Qwen2.5-VL-7B"}'
     rows = f'{{"dataset_param": {{"basic_parameters": {{"dataset": "./rows.json"}}, {model}}}}}'
     (tmp_path / "data.json").write_text(rows)
@@ -153,7 +153,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_one_json_list_is_not_streamed_and_lines_are(name: str, tmp_path: Path) -> None:
+def test_json_lines_are_streamed_but_json_lists_are_not(name: str, tmp_path: Path) -> None:
     content, key = LISTS[name]
     for rows, text, streamed in (
         ("rows.jsonl", '{"a": 1}\n', True), ("rows.jsonl", '\ufeff [{"a": 1}]', False), ("rows.json", "[]", False),
@@ -181,7 +181,7 @@ SCRIPT += (
 )
 
 
-def test_a_composed_model_is_refused_by_name(tmp_path: Path, capsys) -> None:
+def test_composed_model_is_rejected_by_name(tmp_path: Path, capsys) -> None:
     made_of(tmp_path, LOONG.format(tower="qwen2_5_vit", folder="qwen2.5", language="qwen2_5_3b", kind="qwen2_5_vl"))
     script = tmp_path / "a.sh"
     for tower, folder, language in (
@@ -204,7 +204,7 @@ def test_a_composed_model_is_refused_by_name(tmp_path: Path, capsys) -> None:
     assert "config_file" in translate([script], tmp_path / "o.yaml", root=tmp_path).lost_keys
 
 
-def test_a_run_that_loads_nothing_begins_with_random_weights(tmp_path: Path) -> None:
+def test_run_without_checkpoint_starts_from_random_weights(tmp_path: Path) -> None:
     plain = SCRIPT.replace("--config-file {config} ", "")
     made = made_of(tmp_path, plain + "--init-method-std 0.01 --dataloader-save there\n", "a.sh")
     assert (cfg_of(made).model.init, cfg_of(made).model.init_std) == ("random", 0.01)
@@ -229,7 +229,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_dropout_that_their_trainer_switches_off_is_not_written(name: str, tmp_path: Path) -> None:
+def test_dropout_disabled_by_the_trainer_is_not_written(name: str, tmp_path: Path) -> None:
     content, file = PAIRS[name]
     made = made_of(tmp_path, content, file)
     assert "dropout" not in made.content.replace("lora_dropout", "") and cfg_of(made).lora.dropout == 0
@@ -243,13 +243,13 @@ def test_dropout_that_their_trainer_switches_off_is_not_written(name: str, tmp_p
     assert cfg_of(made_of(tmp_path, plain, file)).lora.dropout == 0.1
 
 
-def test_dropout_of_trainers_that_keep_it_is_lost(tmp_path: Path) -> None:
+def test_dropout_kept_by_the_trainer_is_lost(tmp_path: Path) -> None:
     run = "megatron rlhf --rlhf_type dpo --model ./m --dataset org/d --max_length 8 --train_iters 2 --lora_dropout 0.1 "
     made = made_of(tmp_path, run + "--train_type lora --micro_batch_size 1 --global_batch_size 2\n", "a.sh")
     assert made.lost_keys == ("lora_dropout",) and cfg_of(made).lora.dropout == 0
 
 
-def test_mds_shards_are_said_to_be_converted(tmp_path: Path) -> None:
+def test_mds_shards_need_conversion(tmp_path: Path) -> None:
     content = "max_seq_len: 8\nmodel: {name: hf_causal_lm, pretrained_model_name_or_path: ./m}\nmax_duration: 8ba\n"
     content += "train_loader: {name: text, dataset: {local: ./shards, split: train, remote: s3://b/x}}\n"
     made = made_of(tmp_path, content + "global_train_batch_size: 8\nprecision: amp_bf16\n")

@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_a_file_of_another_framework_trains_here(path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_file_trains(path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     typed = commands(path)
     rows_by = "text" if path.name == MPT else "digits"
@@ -60,7 +60,7 @@ def test_a_file_of_another_framework_trains_here(path: Path, home: Path, monkeyp
         assert json.loads((run / "proof.json").read_text())["share"] > 0
 
 
-def test_the_examples_are_of_every_framework_and_mpt_becomes_a_folder(tmp_path: Path) -> None:
+def test_examples_cover_every_framework_and_mpt_becomes_a_folder(tmp_path: Path) -> None:
     more = {"loongforge.yaml": [IMPORT / "loongforge.sh"]}
     made = [translate([path, *more.get(path.name, [])], tmp_path / "out.yaml", root=tmp_path) for path in FILES]
     assert {one.framework for one in made} == set(FRAMEWORKS) and not any(one.problems for one in made)

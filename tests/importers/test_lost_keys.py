@@ -18,7 +18,7 @@ PLAIN += "max_steps: 10\noutput_dir: x\nlogging_steps: 5\noverwrite_cache: true\
 PLAIN += "ddp_timeout: 180000000\ntrust_remote_code: true\nplot_loss: true\nreport_to: none\nuse_dft_loss: false\n"
 
 
-def test_exit_code_4_and_the_last_line_count_the_lost(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_exit_code_4_and_last_line_report_lost_keys(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     asks = ["import", "a.yaml", "-o", "o.yaml", "--force"]
     for more, names in (
@@ -45,14 +45,14 @@ def test_exit_code_4_and_the_last_line_count_the_lost(tmp_path: Path, monkeypatc
         assert all(f"- `{name}`" in page for name in names)
 
 
-def test_a_file_that_octavo_refuses_ends_with_1_whatever_is_lost(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_invalid_translation_exits_with_1_despite_lost_keys(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(PLAIN + "learning_rate: -1\nval_size: 0.1\n")
     assert main(["import", "a.yaml", "-o", "o.yaml", "--allow-lost"]) == 1
     assert capsys.readouterr().out.rstrip().endswith("1 key that affects training was not translated: val_size")
 
 
-def test_what_a_script_leaves_open_is_lost_where_it_decides_numbers(tmp_path: Path) -> None:
+def test_unset_script_variables_count_as_lost_if_they_affect_training(tmp_path: Path) -> None:
     run = "swift sft --model $MODEL --dataset org/d --max_length 64 --max_steps 4 --torch_dtype bfloat16 "
     run += "--learning_rate $LR --output_dir $OUT --master_port $PORT\n"
     (tmp_path / "a.sh").write_text("export PYTHONPATH=$HERE:$THERE\nNPROC_PER_NODE=$GPUS " + run)
@@ -62,7 +62,7 @@ def test_what_a_script_leaves_open_is_lost_where_it_decides_numbers(tmp_path: Pa
     assert known.lost_keys == ("model",)
 
 
-def test_what_a_line_that_is_not_followed_may_change_counts_as_open(tmp_path: Path) -> None:
+def test_variables_changed_by_skipped_lines_count_as_unset(tmp_path: Path) -> None:
     run = "swift sft --model ./m --dataset org/d --max_length 64 --max_steps 4 --learning_rate $LR --output_dir $OUT\n"
     line = '[ "$BIG" = 1 ] && { LR=1e-3; OUT=big; }\n'
     (tmp_path / "a.sh").write_text(f"LR=1e-5\nOUT=small\n{line}{run}")
@@ -89,7 +89,7 @@ training.manual_gc_interval overlap_grad_reduce train_loader.num_workers load_in
 
 
 @pytest.mark.parametrize("key", DECIDE.split())
-def test_a_key_that_decides_numbers_counts(key: str) -> None:
+def test_key_that_affects_training_counts(key: str) -> None:
     for kind in ("none", "unknown"):
         assert lost_keys.is_lost(Row(SourceKey(key, 0.5, Place("a", 1)), kind))
         assert not lost_keys.is_lost(Row(SourceKey(key, False, Place("a", 1)), kind))  # it asks for nothing
@@ -98,15 +98,15 @@ def test_a_key_that_decides_numbers_counts(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", NO_EFFECT_ON_TRAINING.split())
-def test_a_key_that_decides_no_number_does_not(key: str) -> None:
+def test_key_without_effect_on_training_does_not_count(key: str) -> None:
     assert not lost_keys.is_lost(Row(SourceKey(key, 7, Place("a", 1)), "none"))
 
 
-def test_shuffling_that_is_off_asks_for_something() -> None:
+def test_disabled_shuffling_counts() -> None:
     assert lost_keys.is_lost(Row(SourceKey("dataset_shuffle", False, Place("a", 1)), "none"))
 
 
-def test_no_example_loses_a_key(tmp_path: Path) -> None:
+def test_examples_lose_no_key(tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[2] / "examples" / "import"
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".yaml", ".sh") and p.name != "loongforge.sh"):
         more = [folder / "loongforge.sh"] if path.name == "loongforge.yaml" else []

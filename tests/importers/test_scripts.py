@@ -26,7 +26,7 @@ def row(made: Translation, key: str):
     + [(text, None) for text in ("1 / 0", "2 ** 9", "1 << 3", "n / 2", "'a' * 9", "9" * 300, "9" * 30, "")]
     + [(text, None) for text in ("++7", "--7", "16#9")],
 )
-def test_sums_are_worked_out_as_a_shell_does(text: str, value: int | None) -> None:
+def test_arithmetic_matches_the_shell(text: str, value: int | None) -> None:
     assert evaluate(text) == value
 
 
@@ -37,7 +37,7 @@ swift sft --model org/m --dataset org/d --max_length 64 --max_steps 4 {flags}
 """
 
 
-def test_a_batch_that_is_a_sum_is_worked_out(tmp_path: Path) -> None:
+def test_batch_size_expression_is_evaluated(tmp_path: Path) -> None:
     flags = "--per_device_train_batch_size $((64 / ${nodes} / 8)) --gradient_accumulation_steps $(expr 16 / $nodes)"
     made = script(tmp_path, RUN.format(flags=flags))
     cfg = load_config_text(made.content, base=tmp_path)
@@ -46,7 +46,7 @@ def test_a_batch_that_is_a_sum_is_worked_out(tmp_path: Path) -> None:
     assert load_config_text(backquotes.content, base=tmp_path).train.global_batch == 8 * 8
 
 
-def test_what_a_script_leaves_open_stands_in_the_file_as_to_be_filled_in(tmp_path: Path) -> None:
+def test_unset_script_variables_become_todos(tmp_path: Path) -> None:
     flags = "--per_device_train_batch_size $((64 / SLURM_NODES)) --output_dir $(date) --seed $1"
     made = script(tmp_path, RUN.format(flags=flags))
     assert "--set SLURM_NODES=VALUE" in row(made, "per_device_train_batch_size").why
@@ -64,7 +64,7 @@ def test_what_a_script_leaves_open_stands_in_the_file_as_to_be_filled_in(tmp_pat
     assert any("$NODES" in note and "--world N" in note for note in made.notes)
 
 
-def test_a_file_that_is_sourced_and_lies_here_is_read(tmp_path: Path) -> None:
+def test_sourced_local_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "setup").mkdir()
     text = 'GPUS=${SLURM_GPUS:-$USUAL}\nBATCH=$((TOTAL / GPUS / 2))\nexport PORT=7\nif [ -n "$X" ]; then exit 1; fi\n'
     (tmp_path / "setup" / "all.sh").write_text(text + "source setup/all.sh\n")
@@ -80,7 +80,7 @@ def test_a_file_that_is_sourced_and_lies_here_is_read(tmp_path: Path) -> None:
     assert ("source setup/all.sh", "another file, which is not read") in {tuple(line[1:]) for line in gone.unread}
 
 
-def test_scripts_that_have_no_end_have_one(tmp_path: Path) -> None:
+def test_endless_scripts_are_bounded(tmp_path: Path) -> None:
     """One that sources itself, many that source each other, defaults in defaults, a variable that doubles."""
     run = "swift sft --model org/m --dataset org/d --max_length 64 --max_steps 1\n"
     own = script(tmp_path, f"source a.sh\n. ./a.sh\n{run}")
@@ -97,7 +97,7 @@ def test_scripts_that_have_no_end_have_one(tmp_path: Path) -> None:
             script(tmp_path, f"\n{text}\n{run}")
 
 
-def test_a_script_that_trains_from_a_file_of_keys_asks_for_it(tmp_path: Path) -> None:
+def test_script_with_a_config_file_asks_for_the_file(tmp_path: Path) -> None:
     run = "NNODES=2 NPROC_PER_NODE=4 llamafactory-cli train there/b.yaml \\\n  learning_rate=1e-5 output_dir=out\n"
     with pytest.raises(TranslateError, match="octavo import there/b.yaml SCRIPT"):
         script(tmp_path, run)
@@ -108,7 +108,7 @@ def test_a_script_that_trains_from_a_file_of_keys_asks_for_it(tmp_path: Path) ->
     assert (cfg.train.lr, cfg.run.dir, cfg.train.global_batch) == (1e-5, "out", 8 * 8) and not made.unread
 
 
-def test_words_that_look_like_another_thing_are_what_they_are(tmp_path: Path) -> None:
+def test_ambiguous_words_are_parsed_by_the_shell_grammar(tmp_path: Path) -> None:
     flags = "--external_plugins code/plugin.py --system '' --seed ${EMPTY:-5} \\\n --lr_scheduler_type linear \\\n"
     made = script(tmp_path, "EMPTY=\n" + RUN.format(flags=flags + " # --save_steps 7 \\\n --save_steps 9"))
     assert row(made, "external_plugins").source_key.value == "code/plugin.py"

@@ -43,7 +43,7 @@ def import_of(folder: Path, content: str, framework: str | None = None) -> Trans
         ("x {a,b} '{c,d}'", ["x", "a", "b", "{c,d}"]),
     ],
 )  # fmt: skip
-def test_words_are_split_after_they_are_expanded(written: str, words: list[str]) -> None:
+def test_words_are_split_after_expansion(written: str, words: list[str]) -> None:
     assert [word.text for word in shell_script.read(written + "\n", {}, "a.sh").commands[-1].words] == words
 
 
@@ -61,7 +61,7 @@ DOCUMENTS = (
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_here_document_is_no_part_of_the_script(document: str) -> None:
+def test_here_document_is_not_parsed_as_script(document: str) -> None:
     text = f"LR=1\n{document}\nBS=2\n{RUN}"
     assert of(text) == {"--lr": "1", "--size": "2"}
     assert shell_script.read(text, {}, "a.sh").commands[-1].words[0].line == text.count("\n")
@@ -77,12 +77,12 @@ def test_a_here_document_is_no_part_of_the_script(document: str) -> None:
         *[(line, "9") for line in ('[ "$LR" = 1 ] && LR=9', "if [[ $LR == 1* ]]; then LR=9; else LR=8; fi", ": ${LR:=2}; LR=9")],
     ],
 )  # fmt: skip
-def test_what_a_shell_certainly_carries_out_is_taken_and_nothing_else(line: str, value: str) -> None:
+def test_only_unconditional_commands_are_followed(line: str, value: str) -> None:
     assert of(f"LR=1\n{line}\n{RUN}")["--lr"] == value
 
 
 @pytest.mark.parametrize("change", ["LR+=1", "((LR++))", "LR+=(1)", "LR=$((LR + 1))", "LR=${#LR}", "LR=${LR:-1}"])
-def test_what_adds_to_a_variable_that_may_be_set_is_unsure(change: str) -> None:
+def test_appending_to_a_possibly_set_variable_is_uncertain(change: str) -> None:
     """It was unset for sure, and a line that was not followed may have set it."""
     script = shell_script.read(f'unset LR\nif [ "$BIG" = 1 ]; then LR=4; fi\n{change}\nrun --lr "$LR"\n', {}, "a.sh")
     assert script.commands[-1].words[-1].unsure == (2,)
@@ -101,7 +101,7 @@ def test_what_adds_to_a_variable_that_may_be_set_is_unsure(change: str) -> None:
         '[ -f x ] && f() { LR=3; }; f',
     ],
 )  # fmt: skip
-def test_what_only_a_run_decides_is_listed_and_not_taken(line: str, tmp_path: Path) -> None:
+def test_runtime_values_are_listed_and_not_followed(line: str, tmp_path: Path) -> None:
     read = shell_script.read(f"LR=1\n{line}\n{RUN}", {}, "a.sh")
     assert (read.commands[-1].words[3].text, read.commands[-1].words[3].unsure) == ("1", (2,))
     assert 2 in [number for number, _, _ in read.unread]
@@ -111,14 +111,14 @@ def test_what_only_a_run_decides_is_listed_and_not_taken(line: str, tmp_path: Pa
     assert "a.sh:2 is not evaluated and may change learning_rate; the translated values ignore that line" in made.notes
 
 
-def test_lines_that_are_passed_over_are_named() -> None:
+def test_skipped_lines_are_listed() -> None:
     text = f"false && LR=8\ntrue || LR=6\nnever() {{ LR=9; }}\nif [ 1 = 2 ]; then LR=9; fi\nfalse && echo\nLR=1\n{RUN}"
     assert listed(text) == [
         (1, "false && LR=8"), (2, "true || LR=6"), (3, "never()"), (4, "if [ 1 = 2 ];")
     ]  # fmt: skip
 
 
-def test_a_training_in_a_condition_is_taken_where_no_other_is(tmp_path: Path) -> None:
+def test_conditional_launch_is_used_if_it_is_the_only_one(tmp_path: Path) -> None:
     swift = "swift sft --model org/m --dataset org/d --max_length 64 --max_steps {}"
     made = import_of(tmp_path, f"cd somewhere && {swift.format(4)} 2>&1 | tee log\n")
     assert load_config_text(made.content, base=tmp_path).train.steps == 4
@@ -129,7 +129,7 @@ def test_a_training_in_a_condition_is_taken_where_no_other_is(tmp_path: Path) ->
     assert load_config_text(only.content, base=tmp_path).train.steps == 5
 
 
-def test_files_are_sourced_from_within_the_root_alone(tmp_path: Path) -> None:
+def test_only_files_within_the_root_are_sourced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "in").mkdir()
     (tmp_path / "out" / "a.sh").write_text("STEPS=9\n")
@@ -142,7 +142,7 @@ def test_files_are_sourced_from_within_the_root_alone(tmp_path: Path) -> None:
         assert bool(made.unread) == (steps == 4)
 
 
-def test_a_shell_reads_up_to_what_it_cannot_read(tmp_path: Path) -> None:
+def test_parsing_stops_at_the_first_syntax_error(tmp_path: Path) -> None:
     read = shell_script.read("LR=1\nBS=2\nif true; then\nLR=9\n", {}, "a.sh")
     assert [(line, why) for line, _, why in read.unread][0][1].startswith("a shell stops reading here: fi was expected")
     with pytest.raises(TranslateError, match=r"no command that trains .* Line 2: a shell stops reading here"):
@@ -171,7 +171,7 @@ def test_length_steps_and_depth_are_bounded(text: str, refusal: str) -> None:
         shell_script.read(text, {}, "a.sh")
 
 
-def test_the_environment_is_that_of_the_command(tmp_path: Path) -> None:
+def test_environment_assignments_apply_to_the_command(tmp_path: Path) -> None:
     read = shell_script.read("export A=1 B=2\nC=3\nA=4\nunset B\n( export D=5 )\nE=6 python prepare.py\nF=7 torchrun train.py\nexport A=9\n",
                       {}, "a.sh")  # fmt: skip
     assert {name: word.text for name, word in read.environment(read.commands[-1]).items()} == {"A": "4", "F": "7"}
@@ -191,7 +191,7 @@ TRAINING_ARGS=(
 """
 
 
-def test_an_array_of_flags_without_a_launch_is_read_and_recognised(tmp_path: Path) -> None:
+def test_array_of_flags_without_launch_is_recognized(tmp_path: Path) -> None:
     made = import_of(tmp_path, LOONGFORGE)
     cfg = load_config_text(made.content, base=tmp_path)
     assert made.framework == "loongforge" and (cfg.train.lr, cfg.train.seq_length) == (3e-4, 4096)
@@ -243,7 +243,7 @@ torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \\
 """
 
 
-def test_flags_in_quoted_texts_are_those_of_the_run(tmp_path: Path) -> None:
+def test_flags_in_quoted_strings_are_used(tmp_path: Path) -> None:
     made = import_of(tmp_path, MINDSPEED)
     cfg = load_config_text(made.content, base=tmp_path)
     assert made.framework == "mindspeed-mm"
@@ -253,7 +253,7 @@ def test_flags_in_quoted_texts_are_those_of_the_run(tmp_path: Path) -> None:
     assert next(row.source_key.place.line for row in made.rows if row.source_key.key == "lr") == 20
 
 
-def test_what_a_script_was_called_with_is_no_value_of_the_flag_before_it(tmp_path: Path) -> None:
+def test_script_arguments_are_not_values_of_the_preceding_flag(tmp_path: Path) -> None:
     made = import_of(tmp_path, 'swift sft $FIRST --model org/m --dataset org/d --max_length 64 --max_steps 4 "$@"\n')
     assert load_config_text(made.content, base=tmp_path).train.steps == 4
     assert [text for _, text, _ in made.unread] == ["$FIRST", "$@"]
@@ -281,7 +281,7 @@ def test_what_a_script_was_called_with_is_no_value_of_the_flag_before_it(tmp_pat
         ("shopt -s nocasematch; case Q in q) A=1;; *) A=2;; esac; [[ Q == q ]] && B=3; x $A $B", ["x", "1", "3"]),
     ],
 )  # fmt: skip
-def test_words_are_those_of_bash(written: str, words: list[str]) -> None:
+def test_words_match_bash(written: str, words: list[str]) -> None:
     files = {"by_set.sh": "set -- z\n", "by_shift.sh": "shift\n"}
     script = shell_script.read(written + "\n", {}, "a.sh", files.get)
     assert [word.text for word in script.commands[-1].words] == words
@@ -303,7 +303,7 @@ def test_words_are_those_of_bash(written: str, words: list[str]) -> None:
         ("if [ -f a ]; then shopt -s nocasematch; fi; x", "listed"),
     ],
 )
-def test_what_is_not_followed_is_open_or_listed(written: str, how: str) -> None:
+def test_skipped_code_is_unset_or_listed(written: str, how: str) -> None:
     script = shell_script.read(written + "\n", {}, "a.sh")
     words = script.commands[-1].words
     assert {"open": any(w.open for w in words), "unsure": any(w.unsure for w in words)}.get(how, script.unread)

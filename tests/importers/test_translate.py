@@ -78,7 +78,7 @@ def text(tmp_path: Path, name: str, content: str, **more) -> Translation:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_key_of_a_published_set_is_one_of_five_things(name: str, tmp_path: Path) -> None:
+def test_every_published_key_has_an_outcome(name: str, tmp_path: Path) -> None:
     made = translate(sources(name), tmp_path / "out.yaml", root=tmp_path)
     expected = {key: kind for kind, keys in CLASSES[name].items() for key in keys.split()}
     assert become(made) == {**expected, **{k: v for k, v in become(made).items() if " " in k}}
@@ -96,7 +96,7 @@ def test_every_key_of_a_published_set_is_one_of_five_things(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
-def test_a_key_that_nobody_knows_is_told(name: str, tmp_path: Path) -> None:
+def test_unknown_key_is_reported(name: str, tmp_path: Path) -> None:
     """Wherever it stands in their file, and however deep."""
     content = (THEIRS / name).read_text(encoding="utf-8")
     if name.endswith(".sh"):
@@ -119,7 +119,7 @@ def test_a_key_that_nobody_knows_is_told(name: str, tmp_path: Path) -> None:
         assert len(made.rows) == len({row.source_key.key for row in made.rows})
 
 
-def test_the_nearest_name_is_given_for_a_slip(tmp_path: Path) -> None:
+def test_misspelled_key_gets_a_suggestion(tmp_path: Path) -> None:
     content = (THEIRS / "llama_factory_vl.yaml").read_text().replace("learning_rate:", "learnig_rate:")
     made = text(tmp_path, "a.yaml", content)
     assert become(made)["learnig_rate"] == "unknown" and "learning_rate?" in why(made, "learnig_rate")
@@ -158,7 +158,7 @@ def test_amp_fp8_does_nothing_without_layers_of_transformer_engine(tmp_path: Pat
     assert "norm_2" in why(fused, "model.ffn_config.ffn_type")
 
 
-def test_an_mpt_described_by_numbers_is_a_folder_with_all_defaults_written_out(tmp_path: Path) -> None:
+def test_mpt_model_keys_become_a_folder_with_explicit_defaults(tmp_path: Path) -> None:
     more = ", no_bias: true, attn_config: {alibi: true, clip_qkv: 6, rope: false, qk_ln: true}"
     more += ", logit_scale: inv_sqrt_d_model"
     made = text(tmp_path, "a.yaml", MPT.format(model=more, precision="amp_bf16"))
@@ -183,7 +183,7 @@ def _config_of(tmp_path: Path, model: str) -> tuple[Translation, MPTConfig]:
     return made, MPTConfig(**json.loads(content))
 
 
-def test_what_octavos_mpt_computes_is_translated_with_its_values(tmp_path: Path) -> None:
+def test_supported_mpt_settings_are_translated(tmp_path: Path) -> None:
     more = ", resid_pdrop: 0.1, emb_pdrop: 0.2, embedding_fraction: 0.5, logit_scale: 0.25, attn_config: "
     more += "{qk_gn: true, attn_pdrop: 0.3}, ffn_config: {ffn_hidden_size: 96, ffn_act_fn: {name: relu}}"
     made, config = _config_of(tmp_path, more)
@@ -200,7 +200,7 @@ def test_what_octavos_mpt_computes_is_translated_with_its_values(tmp_path: Path)
 @pytest.mark.parametrize("field", ["attn_config: {attn_logit_softcapping: 30}", "final_logit_softcapping: 30",
                                    "attn_config: {attn_type: grouped_query_attention, kv_n_heads: 2}",
                                    "block_overrides: {order: [{name: default}]}"])  # fmt: skip
-def test_an_mpt_that_octavo_does_not_compute_is_refused_and_never_another_model(field: str, tmp_path: Path) -> None:
+def test_unsupported_mpt_is_rejected(field: str, tmp_path: Path) -> None:
     made = text(tmp_path, "a.yaml", MPT.format(model=f", {field}", precision="amp_bf16"))
     assert "rejects" in " ".join(made.notes) and "none" in become(made).values()
     (content,) = made.extra.values()
@@ -211,7 +211,7 @@ def test_an_mpt_that_octavo_does_not_compute_is_refused_and_never_another_model(
 @pytest.mark.parametrize(
     ("word", "steps"), [("50ba", 50), ("10240tok", 10), ("40sp", 10)], ids=["batches", "tokens", "samples"]
 )
-def test_durations_of_composer(word: str, steps: int, tmp_path: Path) -> None:
+def test_composer_durations_are_translated(word: str, steps: int, tmp_path: Path) -> None:
     made = text(tmp_path, "a.yaml", MPT.format(model="", precision="fp32").replace("10ba", word))
     assert load_config_text(made.content, base=tmp_path).train.steps == steps
 
@@ -227,7 +227,7 @@ max_steps: 1000
 """
 
 
-def test_what_axolotl_multiplies_into_a_batch_and_takes_where_nothing_is_said(tmp_path: Path) -> None:
+def test_axolotl_batch_size_and_defaults_are_translated(tmp_path: Path) -> None:
     """Ranks of tensor parallelism see the same rows; batch_size is of one process; warm-up is 0.03 of the steps."""
     more = "tensor_parallel_size: 2\nbatch_size: 32\nfreeze_mm_modules: true\nattn_implementation: eager"
     made = text(tmp_path, "a.yaml", AXOLOTL.format(more=more), world=8)
@@ -255,14 +255,14 @@ def test_preferences_keep_their_weights(tmp_path: Path) -> None:
         assert (cfg.beta, cfg.gamma, cfg.sft) == expected
 
 
-def test_the_default_accumulation_of_swift_counts_all_processes(tmp_path: Path) -> None:
+def test_swift_default_accumulation_counts_all_processes(tmp_path: Path) -> None:
     """16 over all processes, also those that share rows: 2 accumulated by 4 ranks that see different ones."""
     line = "swift sft --model a/b --dataset rows.jsonl --max_steps 5 --sequence_parallel_size 2 --torch_dtype bfloat16"
     cfg = load_config_text(text(tmp_path, "a.sh", line, world=8).content, base=tmp_path)
     assert cfg.train.global_batch == 8
 
 
-def test_megatron_sft_of_ms_swift_4_has_other_names(tmp_path: Path) -> None:
+def test_ms_swift_4_megatron_names_are_translated(tmp_path: Path) -> None:
     line = (
         "megatron sft --model a/b --dataset rows.jsonl --global_batch_size 16 --num_train_epochs 3 --output_dir there "
     )
@@ -277,7 +277,7 @@ def test_megatron_sft_of_ms_swift_4_has_other_names(tmp_path: Path) -> None:
     assert become(pairs)["moe_aux_loss_coeff"] == "none" and not pairs.problems
 
 
-def test_a_zero_is_not_taken_for_the_default(tmp_path: Path) -> None:
+def test_zero_is_not_treated_as_the_default(tmp_path: Path) -> None:
     made = text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("1e-5", "0"))
     assert " lr: 0 " in made.content
     adapters = text(tmp_path, "b.yaml", AXOLOTL.format(more="adapter: lora\nlora_alpha: 0\n"))
@@ -286,7 +286,7 @@ def test_a_zero_is_not_taken_for_the_default(tmp_path: Path) -> None:
         text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("size: 4", "size: 0"))
 
 
-def test_adapters_of_llama_factory_lie_where_it_looks_for_layers(tmp_path: Path) -> None:
+def test_llama_factory_adapters_get_its_target_layers(tmp_path: Path) -> None:
     """`all` leaves the projector out; modules by name are of the tower too where it is not frozen."""
     content = "model_name_or_path: Qwen/Qwen3-VL-2B-Instruct\nstage: sft\nfinetuning_type: lora\ndataset: a\n"
     content += "cutoff_len: 64\nmax_steps: 2\nfreeze_multi_modal_projector: false\n"
@@ -298,7 +298,7 @@ def test_adapters_of_llama_factory_lie_where_it_looks_for_layers(tmp_path: Path)
         assert tuple(load_config_text(made.content, base=tmp_path).lora.exclude) == excluded
 
 
-def test_ring_and_usp_become_context_and_say_why(tmp_path: Path) -> None:
+def test_ring_and_usp_become_context_parallelism_with_a_note(tmp_path: Path) -> None:
     file = (THEIRS / "mindspeed.yaml").read_text()
     ring = text(tmp_path, "a.yaml", file.replace("ulysses_parallel_size: 2", "ulysses_parallel_size: 1"))
     assert "gathers" in why(ring, "parallel.ring_attention_size") and "context: 2" in ring.content
@@ -315,7 +315,7 @@ def test_ring_and_usp_become_context_and_say_why(tmp_path: Path) -> None:
     assert become(off)["parallel.ring_attention_size"] == "default" and "context" not in off.content
 
 
-def test_no_load_optim_without_a_checkpoint_did_nothing(tmp_path: Path) -> None:
+def test_no_load_optim_without_checkpoint_had_no_effect(tmp_path: Path) -> None:
     file = (THEIRS / "mindspeed.yaml").read_text()
     assert become(text(tmp_path, "a.yaml", file))["training.no_load_optim"] == "dead"
     loaded = text(tmp_path, "a.yaml", file.replace("save_interval: 400", "save_interval: 400\n  load: ./ckpt"))
@@ -329,12 +329,12 @@ def test_no_load_optim_without_a_checkpoint_did_nothing(tmp_path: Path) -> None:
     ("kind", "ours"),
     [("default", "microbatch"), ("per_sample_loss", "sample"), ("per_token_loss", "token"), ("raw", "microbatch")],
 )
-def test_the_four_losses_of_mindspeed(kind: str, ours: str, tmp_path: Path) -> None:
+def test_mindspeed_losses_are_translated(kind: str, ours: str, tmp_path: Path) -> None:
     made = text(tmp_path, "a.yaml", (THEIRS / "mindspeed.yaml").read_text().replace("per_token_loss", kind))
     assert load_config_text(made.content, base=tmp_path).train.loss == ours
 
 
-def test_the_yaml_of_loongforge_wins_over_its_flags_and_flags_are_of_the_whole_model(tmp_path: Path) -> None:
+def test_loongforge_yaml_overrides_flags(tmp_path: Path) -> None:
     flags = (
         (THEIRS / "loongforge.sh")
         .read_text()
@@ -347,7 +347,7 @@ def test_the_yaml_of_loongforge_wins_over_its_flags_and_flags_are_of_the_whole_m
     assert cfg.fp8.image_projector.recipe == "off"  # built outside any FP8 context there
 
 
-def test_vilas_linear_layers_that_are_too_small_never_ran_in_fp8(tmp_path: Path) -> None:
+def test_small_vila_layers_stay_in_high_precision(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     file = (THEIRS / "vila.sh").read_text().replace('"some/vila-qwen2-7b"', "model")
     sizes = {"num_attention_heads": 28, "num_key_value_heads": 4}
@@ -358,7 +358,7 @@ def test_vilas_linear_layers_that_are_too_small_never_ran_in_fp8(tmp_path: Path)
         assert ("k_proj" in made.content) == (kind == "translated")
 
 
-def test_a_variable_that_the_chat_template_does_not_read_is_left_out(tmp_path: Path) -> None:
+def test_unused_chat_template_variable_is_omitted(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     file = "model_name_or_path: model\nstage: sft\nfinetuning_type: full\ncutoff_len: 8\nenable_thinking: false\n"
     for template, kind in (("{{ messages }}", "dead"), ("{% if enable_thinking %}", "translated")):
@@ -366,7 +366,7 @@ def test_a_variable_that_the_chat_template_does_not_read_is_left_out(tmp_path: P
         assert become(text(tmp_path, "a.yaml", file))["enable_thinking"] == kind
 
 
-def test_batches_epochs_and_shares_follow_from_processes_and_rows(tmp_path: Path) -> None:
+def test_batches_and_epochs_are_computed_from_processes_and_rows(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(
         json.dumps(
@@ -409,7 +409,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_nonsense_is_an_error_with_its_line(case: str, tmp_path: Path) -> None:
+def test_invalid_syntax_is_an_error_with_its_line(case: str, tmp_path: Path) -> None:
     name, before, after, said = BAD[case]
     content = (THEIRS / name).read_text()
     assert before in content
@@ -418,7 +418,7 @@ def test_nonsense_is_an_error_with_its_line(case: str, tmp_path: Path) -> None:
     assert f"{name}:" in str(error.value)
 
 
-def test_a_file_that_nobody_wrote_or_several_could_have(tmp_path: Path) -> None:
+def test_unrecognized_and_ambiguous_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TranslateError, match="the framework of this file was not recognized.*--from NAME"):
         text(tmp_path, "a.yaml", "a: 1\nb: 2\n")
     with pytest.raises(TranslateError, match="several frameworks"):
@@ -444,7 +444,7 @@ def test_a_file_that_nobody_wrote_or_several_could_have(tmp_path: Path) -> None:
         translate([tmp_path / "gone.yaml"], tmp_path / "out.yaml")
 
 
-def test_a_script_is_read_and_never_run(tmp_path: Path) -> None:
+def test_scripts_are_parsed_and_not_executed(tmp_path: Path) -> None:
     made = text(tmp_path, "a.sh", f"""
 FLAG={tmp_path}/ran
 touch $FLAG; MODEL=$(touch {tmp_path}/ran; echo org/other)
@@ -462,7 +462,7 @@ swift sft --model org/$NAME --train_type lora --dataset 'a b.jsonl' --seed $SEED
     assert any("max_steps 9" in line for _, line, _ in made.unread)
 
 
-def test_the_command_writes_whole_files_and_overwrites_none(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_command_writes_atomically_and_does_not_overwrite(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     file = str(THEIRS / "llm_foundry_mpt.yaml")
     assert main(["import", file, "-o", "build/run.yaml", "--json"]) == 0
@@ -489,11 +489,11 @@ def test_the_command_writes_whole_files_and_overwrites_none(tmp_path: Path, monk
     assert capsys.readouterr().err.count("octavo import:") == 4
 
 
-def test_no_torch_is_needed() -> None:
+def test_import_does_not_need_torch() -> None:
     code = "import sys, octavo.importers; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-def test_every_framework_is_of_a_published_key_set_and_knows_its_own(tmp_path: Path) -> None:
+def test_every_framework_has_a_published_key_set(tmp_path: Path) -> None:
     seen = {translate(sources(name), tmp_path / "out.yaml", root=tmp_path).framework for name in CLASSES}
     assert seen == set(FRAMEWORKS)

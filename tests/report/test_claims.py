@@ -28,7 +28,7 @@ def pieces(right: np.ndarray, sources: np.ndarray, loss: np.ndarray | None = Non
     ]  # fmt: skip
 
 
-def test_accuracy_counts_sources_and_not_questions() -> None:
+def test_accuracy_interval_counts_sources() -> None:
     """1,000 questions about 50 images that are right or wrong together tell as much as 50."""
     rng = np.random.default_rng(0)
     sources, covered, narrow = np.repeat(np.arange(50), 20), 0, 0
@@ -43,7 +43,7 @@ def test_accuracy_counts_sources_and_not_questions() -> None:
 
 
 @pytest.mark.parametrize(("questions", "within"), [(10, False), (100, False), (400, True)])
-def test_no_difference_seen_is_no_certainty(questions: int, within: bool) -> None:
+def test_zero_observed_difference_has_nonzero_interval(questions: int, within: bool) -> None:
     same = pieces(np.ones(questions), np.arange(questions))
     found = claims.paired_accuracy(same, same)
     assert found is not None and found.estimate == 0
@@ -58,7 +58,7 @@ def test_no_difference_seen_is_no_certainty(questions: int, within: bool) -> Non
     assert claims.paired_accuracy(pieces(np.ones(9), np.zeros(9)), pieces(np.ones(9), np.zeros(9))) is None
 
 
-def test_loss_of_the_same_tokens() -> None:
+def test_relative_loss_pairs_the_same_tokens() -> None:
     rng = np.random.default_rng(1)
     sources, covered = np.repeat(np.arange(100), 5), 0
     for _ in range(200):
@@ -72,14 +72,14 @@ def test_loss_of_the_same_tokens() -> None:
     assert claims.relative_loss(pieces(one, sources, ours * np.nan), pieces(one, sources, theirs)) is None
 
 
-def test_gaps_of_forks() -> None:
+def test_mean_gap_of_forks_has_student_interval() -> None:
     found = claims.mean_gap([0.001, 0.002, 0.003])
     assert found is not None
     assert (found.estimate, found.half, found.units) == (pytest.approx(0.002), pytest.approx(0.002484, abs=1e-6), 3)
     assert claims.mean_gap([0.001]) is None and claims.mean_gap([0.001, float("nan")]) is None
 
 
-def test_other_questions_are_not_compared() -> None:
+def test_different_questions_are_rejected() -> None:
     with pytest.raises(ReportError, match="to different questions"):
         claims.paired_accuracy(pieces(np.ones(4), np.arange(4)), pieces(np.ones(5), np.arange(5)))
 
@@ -97,19 +97,19 @@ def say(low: float, high: float, **more: Any) -> Any:
         (0.0026, 0.004, FAIL), (-0.004, -0.0026, WARN), (-0.003, 0.001, PASS),
     ],
 )  # fmt: skip
-def test_no_greater_harm_nothing_less_or_undecided(low: float, high: float, status: str) -> None:
+def test_decision_follows_interval_and_margin(low: float, high: float, status: str) -> None:
     check = say(low, high)
     assert (check.status, check.low, check.high, check.margin) == (status, low, high, 0.0025)
     assert ("more forks would" in check.sentence) == (status == UNDECIDED)
 
 
-def test_a_reason_not_to_pass_never_hides_a_harm() -> None:
+def test_reason_not_to_pass_does_not_hide_harm() -> None:
     assert say(-0.001, 0.001, why_not="nothing was learned").status == UNDECIDED
     assert say(0.003, 0.004, why_not="nothing was learned").status == FAIL
     assert say(-0.004, -0.003, worse=-1).status == FAIL  # of accuracies less is worse
 
 
-def test_how_much_more_would_decide() -> None:
+def test_undecided_claim_reports_required_units() -> None:
     few, many = (int(say(0.001 - h, 0.001 + h).sentence.split("about ")[1].split()[0]) for h in (0.002, 0.004))
     assert 70 <= few <= 85 and 590 <= many <= 640  # (h / 0.0015)^2 times a hundred, less the hundred
     assert "more than 100,000 forks would be needed" in say(0.0015, 0.0035).sentence
@@ -145,7 +145,7 @@ def verdict_of(cfg: Any, tmp_path: Path):
     return make
 
 
-def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
+def test_sound_trial_passes_all_claims(verdict_of) -> None:
     verdict, told = verdict_of(seeds=3)
     assert told == dict.fromkeys(("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories"), PASS)
     assert verdict.exit_code == 0 and verdict.line.startswith(
@@ -175,7 +175,7 @@ def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
         ({"proof": {**GOOD_PROOF, "fp8_gemms": 0}}, {"accuracy": PASS}, "no FP8 GEMM was counted"),
     ],
 )  # fmt: skip
-def test_planted_trials_get_the_verdict_they_deserve(verdict_of, planted, expected, sentence: str) -> None:
+def test_planted_trials_get_expected_verdicts(verdict_of, planted, expected, sentence: str) -> None:
     verdict, told = verdict_of(**planted)
     assert {name: told[name] for name in expected} == expected
     assert any(sentence in line for line in verdict.lines)
@@ -184,7 +184,7 @@ def test_planted_trials_get_the_verdict_they_deserve(verdict_of, planted, expect
     assert verdict.status == worst and verdict.exit_code == {FAIL: 1, UNDECIDED: 3, PASS: 0}[worst]
 
 
-def test_none_of_ten_against_none_of_ten(verdict_of) -> None:
+def test_constant_answers_are_uninformative(verdict_of) -> None:
     """What nobody answers tells nothing, with ten questions or 2,000; nor does one answer to everything."""
     for n in (10, 2000):
         none = judged(0.0, questions=n)
@@ -194,7 +194,7 @@ def test_none_of_ten_against_none_of_ten(verdict_of) -> None:
     assert not claims.beats_constant_answer(same) and claims.beats_constant_answer(constant.pieces)
 
 
-def test_plain_text_asks_nothing(cfg, tmp_path: Path) -> None:
+def test_plain_text_has_no_accuracy_claim(cfg, tmp_path: Path) -> None:
     runs = make_runs(cfg, ["blockwise"], tmp_path / "trial")
     found = held(runs)
     for judged_of in (found.runs, found.high):
@@ -209,7 +209,7 @@ def test_plain_text_asks_nothing(cfg, tmp_path: Path) -> None:
     assert [claim.name for claim in verdict.claims][0] == "loss_same_weights" and verdict.claims[0].status == PASS
 
 
-def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
+def test_unsound_fork_fails_the_claim(cfg, tmp_path: Path) -> None:
     runs = make_runs(override(cfg, ["train.steps=120"]), ["blockwise"], tmp_path / "trial", forks=2)
     for run in runs:
         extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
@@ -232,7 +232,7 @@ def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
     assert claim.status == FAIL and "fork 2: step 90: weights" in claim.sentence
 
 
-def test_a_model_that_could_it_before_shows_nothing(cfg, tmp_path: Path) -> None:
+def test_model_that_was_already_accurate_is_undecided(cfg, tmp_path: Path) -> None:
     runs = make_runs(cfg, ["blockwise"], tmp_path / "trial")
     found = held(runs)
     found.before = judged(0.98, 3.0)

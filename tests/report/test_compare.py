@@ -61,7 +61,7 @@ def test_runs(cfg, tmp_path: Path) -> None:
     assert all(a.cfg.run.resume == "auto" and a.cfg.run.dir == str(tmp_path / "arms" / a.name) for a in runs)
 
 
-def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -> None:
+def test_high_precision_drops_fp8_components_and_rules(tmp_path: Path) -> None:
     text = CONFIG + "fp8: {recipe: off, image_encoder: {recipe: rowwise}, rules: [{match: '**.a', recipe: mxfp8}]}\n"
     cfg = load_config_text(text)
     assert own_recipe(cfg) == "by-component"
@@ -79,7 +79,7 @@ def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -
         ([], [], "no recipe is named"),
     ],
 )
-def test_nothing_to_compare(cfg, tmp_path: Path, overrides, recipes, message: str) -> None:
+def test_configuration_without_fp8_is_rejected(cfg, tmp_path: Path, overrides, recipes, message: str) -> None:
     with pytest.raises(ReportError, match=message):
         compare(override(cfg, overrides), recipes, tmp_path)
     assert not list(tmp_path.iterdir()), "a refused trial leaves nothing behind"
@@ -107,7 +107,7 @@ def test_trial_runs_reuses_and_continues(cfg, tmp_path: Path, trained, undrawn) 
     assert trained == ["fp8-rowwise"], "a run that stopped half-way is handed to train, which continues it"
 
 
-def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, trained, undrawn) -> None:
+def test_changed_configuration_is_rejected_or_retrained(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     (tmp_path / "mine.txt").write_text("not the trial's")
     trained.clear()
@@ -119,14 +119,14 @@ def test_another_configuration_is_refused_or_made_again(cfg, tmp_path: Path, tra
     assert len(trained) == 8 and (tmp_path / "mine.txt").is_file()
 
 
-def test_watching_differently_is_the_same_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
+def test_tracking_settings_do_not_change_the_trial(cfg, tmp_path: Path, trained, undrawn) -> None:
     compare(cfg, None, tmp_path)
     trained.clear()
     compare(override(cfg, ["run.keep=5", "run.tensorboard=false", "run.save_every=50"]), None, tmp_path)
     assert trained == []
 
 
-def test_a_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
     import octavo.train
 
     stopped = SimpleNamespace(status="stopped", steps=7)
@@ -136,14 +136,14 @@ def test_a_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None
     assert not (tmp_path / "report").exists()
 
 
-def test_one_process(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_compare_under_torchrun_is_rejected(cfg, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ReportError, match="started on 2 processes, but it runs in one"):
         compare(cfg, None, tmp_path)
 
 
 @pytest.mark.parametrize("kept", [pytest.param(0, marks=pytest.mark.long), 37])
-def test_a_recipe_that_diverges_is_judged_and_the_others_go_on(cfg, tmp_path: Path, trained, monkeypatch, kept) -> None:
+def test_diverged_recipe_fails_and_the_others_continue(cfg, tmp_path: Path, trained, monkeypatch, kept) -> None:
     import octavo.train
 
     usual = octavo.train.run
@@ -167,7 +167,7 @@ def test_a_recipe_that_diverges_is_judged_and_the_others_go_on(cfg, tmp_path: Pa
     assert trained[-1] == "fp8-blockwise" and both.status == "fail" and "; FP8 blockwise (pass)" in both.line
 
 
-def test_high_precision_that_fails_ends_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_failed_high_precision_run_ends_the_trial(cfg, tmp_path: Path, monkeypatch) -> None:
     import octavo.train
 
     def run(cfg, **_):
@@ -187,7 +187,7 @@ def test_pairs_of_seeds(cfg, tmp_path: Path) -> None:
     assert {run.of for run in runs if run.kind == "seed"} == {"fp8-blockwise"}
 
 
-def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trained, undrawn) -> None:
+def test_impossible_forks_are_reported_and_not_trained(cfg, tmp_path: Path, trained, undrawn) -> None:
     short = compare(override(cfg, ["train.steps=10"]), None, tmp_path / "short")
     assert not any(name.startswith("fork") for name in trained)
     claim = next(claim for claim in short.claims if claim.name == "loss_forks")
@@ -205,7 +205,7 @@ def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trai
     )
 
 
-def test_forks_store_what_the_checkpoint_holds(tmp_path: Path) -> None:
+def test_forks_use_the_storage_of_the_checkpoint(tmp_path: Path) -> None:
     text = (
         CONFIG + "fp8: {recipe: blockwise, param: true, activations: fp8}\noptimizer: {states: fp8, master: bf16+16}\n"
     )
@@ -216,7 +216,7 @@ def test_forks_store_what_the_checkpoint_holds(tmp_path: Path) -> None:
     assert fork.fp8.activations == "fp8" and fork.fp8.recipe == "blockwise"
 
 
-def test_data_that_changed_between_two_calls_are_refused(cfg, tmp_path: Path, trained, undrawn) -> None:
+def test_data_changed_between_calls_is_rejected(cfg, tmp_path: Path, trained, undrawn) -> None:
     data = tmp_path / "train.json"
     data.write_text("[]")
     changing = override(cfg, [f"data.train=[{{path: {data}}}]"])
@@ -227,7 +227,7 @@ def test_data_that_changed_between_two_calls_are_refused(cfg, tmp_path: Path, tr
     compare(changing, None, tmp_path / "trial", forks=0, fresh=True)
 
 
-def test_nothing_to_run_in_fp8_is_told_before_anything_trains(cfg, tmp_path: Path, trained) -> None:
+def test_plan_without_fp8_is_rejected_before_training(cfg, tmp_path: Path, trained) -> None:
     from octavo import fp8
     from octavo.models.tiny import tiny
 

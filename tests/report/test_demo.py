@@ -26,7 +26,7 @@ def interview(image: Image.Image) -> DemoAnswers:
     return DemoAnswers(image, (Answer("First?", "7", "7"), Answer("Second?", "", "1")), gemms=168)
 
 
-def test_embedded_configuration_is_whole(tmp_path: Path, monkeypatch) -> None:
+def test_embedded_configuration_uses_paths_of_the_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.data.builtin.digits.write", lambda directory, **_: None)
     monkeypatch.setattr("octavo.models.tiny.tiny.write", lambda *_, **__: None)
     monkeypatch.setattr(demo, "_tokenizer_texts", lambda file: [])
@@ -36,27 +36,27 @@ def test_embedded_configuration_is_whole(tmp_path: Path, monkeypatch) -> None:
     assert cfg.data.eval[0].path == str(tmp_path / "demo" / "digits" / "test.json")
 
 
-def test_a_changed_configuration_stays(tmp_path: Path, monkeypatch) -> None:
-    test_embedded_configuration_is_whole(tmp_path, monkeypatch)
+def test_changed_configuration_is_kept(tmp_path: Path, monkeypatch) -> None:
+    test_embedded_configuration_uses_paths_of_the_folder(tmp_path, monkeypatch)
     file = tmp_path / "demo" / "demo.yaml"
     file.write_text(file.read_text().replace("lr: 2e-3", "lr: 5e-4"))
     assert demo.write_inputs(tmp_path / "demo", steps=40, console=None).train.lr == 5e-4
 
 
-def test_texts_come_from_the_conversations(tmp_path: Path) -> None:
+def test_tokenizer_texts_come_from_conversations(tmp_path: Path) -> None:
     row = {"conversations": [{"from": "human", "value": "<image>First?"}, {"from": "gpt", "value": "7"}]}
     (tmp_path / "train.json").write_text(json.dumps([row]))
     assert demo._tokenizer_texts(tmp_path / "train.json") == ["First?", "7"]
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-def test_no_steps(tmp_path: Path, steps: int) -> None:
+def test_zero_steps_are_rejected(tmp_path: Path, steps: int) -> None:
     with pytest.raises(ReportError, match=f"steps={steps}: the demo needs at least one step"):
         demo.run(tmp_path / "demo", steps=steps)
     assert not (tmp_path / "demo").exists()
 
 
-def test_picture_in_colour_and_without(image: Image.Image) -> None:
+def test_image_renders_with_and_without_colour(image: Image.Image) -> None:
     coloured = demo.render_image(image, colour=True)
     lines = coloured.plain.splitlines()
     assert len(lines) == 16 and all(line == "▀" * 32 for line in lines)
@@ -66,7 +66,7 @@ def test_picture_in_colour_and_without(image: Image.Image) -> None:
     assert plain[0].strip() == "" and plain[-1] == "▓▓" * 15 + "██"
 
 
-def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch) -> None:
+def test_questions_follow_earlier_answers_of_the_model(tmp_path: Path, monkeypatch) -> None:
     heard: list[list[dict]] = []
 
     def answers(model, processor, conversations, sampling):
@@ -90,7 +90,7 @@ def test_asking_goes_on_with_the_models_own_answers(tmp_path: Path, monkeypatch)
     assert heard[1][1]["content"][0]["text"] == "1"
 
 
-def test_answer_is_saved_and_shown_as_it_is(interview: DemoAnswers, tmp_path: Path) -> None:
+def test_answers_are_saved_and_printed(interview: DemoAnswers, tmp_path: Path) -> None:
     demo.save_figure(interview, tmp_path / "answer.png")
     assert Image.open(tmp_path / "answer.png").size[0] > 800
     out = io.StringIO()
@@ -101,7 +101,7 @@ def test_answer_is_saved_and_shown_as_it_is(interview: DemoAnswers, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_the_whole_demo_in_small(tmp_path: Path, monkeypatch) -> None:
+def test_small_demo_runs_end_to_end(tmp_path: Path, monkeypatch) -> None:
     """Real digits, a real model, real runs of a few steps; the second run reads everything and trains nothing."""
     from octavo import train
     from octavo.data.builtin import digits

@@ -50,7 +50,7 @@ def played(cfg: Any, directory: Path, *, seeds: int, forks: int, but: tuple[str,
         write_run(Path(run.cfg.run.dir), curve, config=to_yaml(run.cfg), begins=run.begins, **extra)
 
 
-def test_without_earlier_runs_spreads_are_assumed_and_say_so(cfg, tmp_path: Path) -> None:
+def test_spreads_are_assumed_without_earlier_runs(cfg, tmp_path: Path) -> None:
     found = design.design(cfg, None, tmp_path / "trial", forks=3, seeds=2)
     told = of(found)
     assert list(told) == ["accuracy", WEIGHTS, FORKS, SEEDS] and not any(e.seen for e in told.values())
@@ -67,7 +67,7 @@ def test_without_earlier_runs_spreads_are_assumed_and_say_so(cfg, tmp_path: Path
     assert "held-out data cannot be counted: " in lost[WEIGHTS].line and "gone.json" in lost[WEIGHTS].line
 
 
-def test_earlier_runs_say_how_far_gaps_scatter(cfg, tmp_path: Path) -> None:
+def test_earlier_runs_determine_the_spread_of_gaps(cfg, tmp_path: Path) -> None:
     played(cfg, tmp_path, seeds=3, forks=3)
     told = of(design.design(cfg, None, tmp_path, forks=5, seeds=6))
     for claim, units in ((SEEDS, 6), (FORKS, 5)):
@@ -78,7 +78,7 @@ def test_earlier_runs_say_how_far_gaps_scatter(cfg, tmp_path: Path) -> None:
     assert not again[SEEDS].seen and not again[FORKS].seen, "what is trained again shows nothing yet"
 
 
-def test_runs_whose_partner_is_not_there_make_no_gap(cfg, tmp_path: Path) -> None:
+def test_unpaired_runs_have_no_gap(cfg, tmp_path: Path) -> None:
     played(cfg, tmp_path, seeds=3, forks=3, but=("high-precision-seed-2", "fork-2-high-precision"))
     told = of(design.design(cfg, None, tmp_path, forks=3, seeds=3))
     two = float(np.std(GAPS[:2], ddof=1))
@@ -86,7 +86,7 @@ def test_runs_whose_partner_is_not_there_make_no_gap(cfg, tmp_path: Path) -> Non
     assert told[FORKS].source == "seen in 2 forks here" and told[FORKS].spread == pytest.approx(two, rel=0.02)
 
 
-def test_answers_that_were_judged_say_how_sources_scatter(cfg, tmp_path: Path) -> None:
+def test_earlier_answers_determine_the_spread_of_sources(cfg, tmp_path: Path) -> None:
     played(cfg, tmp_path, seeds=1, forks=0)
     ours, theirs = judged(0.97, gemms=30, seed=1), judged(0.98, 0.101)
     for name, found in (("fp8-blockwise", ours), ("fp8-blockwise-high", theirs), ("high-precision", theirs)):
@@ -104,13 +104,13 @@ def test_answers_that_were_judged_say_how_sources_scatter(cfg, tmp_path: Path) -
     assert not of(design.design(cfg, None, tmp_path))["accuracy"].seen, "of other weights"
 
 
-def test_what_does_not_scatter_says_nothing(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_zero_spread_is_ignored(cfg, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.report.trial.design.pair_gaps", lambda sides: [0.0, 0.0])
     played(cfg, tmp_path, seeds=2, forks=0)
     assert not of(design.design(cfg, None, tmp_path, seeds=2))[SEEDS].seen
 
 
-def test_phases_have_the_claims_that_they_have(cfg, tmp_path: Path) -> None:
+def test_phases_have_their_claims(cfg, tmp_path: Path) -> None:
     words = of(design.design(override(cfg, ["train.phase=pretrain"]), None, tmp_path, seeds=3))
     assert list(words) == [WEIGHTS, SEEDS], "plain text asks nothing"
     over = ["train.phase=preference", "preference={}"]
@@ -121,13 +121,13 @@ def test_phases_have_the_claims_that_they_have(cfg, tmp_path: Path) -> None:
         design.design(override(cfg, over), None, tmp_path, forks=2)
 
 
-def test_forks_that_cannot_be_have_no_estimate(cfg, tmp_path: Path) -> None:
+def test_impossible_forks_have_no_estimate(cfg, tmp_path: Path) -> None:
     found = design.design(override(cfg, ["train.steps=10"]), None, tmp_path, forks=3)
     assert found.forks == 0 and "cannot diverge" in of(found)[FORKS].line
     assert not [run for run in found.runs if run.kind == "fork"] and of(found)[FORKS].to_json()["why_not"]
 
 
-def test_what_was_expected_first_stays_and_stands_beside_what_came(cfg, tmp_path: Path, monkeypatch, sound_answers):
+def test_expectation_is_kept_and_shown_with_the_result(cfg, tmp_path: Path, monkeypatch, sound_answers):
     import octavo.train
 
     monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
@@ -148,7 +148,7 @@ def test_what_was_expected_first_stays_and_stands_beside_what_came(cfg, tmp_path
     assert len(json.loads((tmp_path / "power.json").read_text())["designs"]) == 2
 
 
-def test_what_is_assumed_has_its_source() -> None:
+def test_assumed_spreads_have_sources() -> None:
     """The figures that the demo's trial was recorded with, and those of the page that tells them."""
     checks = json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())["checks"]
     for claim, spread in (("accuracy", design.ANSWER_SPREAD), (WEIGHTS, design.WEIGHTS_SPREAD)):

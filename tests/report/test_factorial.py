@@ -47,14 +47,14 @@ def test_planted_effects_are_found(k: int) -> None:
     assert [effect.is_main for effect in found] == [True] * k + [False] * (2**k - k - 1)
 
 
-def test_costs_that_add_up_have_no_interaction() -> None:
+def test_additive_costs_have_no_interaction() -> None:
     figures = {NONE: 0.0, Cell("a"): 0.01, Cell("b"): 0.03, Cell("ab"): 0.04}
     assert [compute_contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.01, 0.03, 0.0])
     figures[Cell("ab")] = 0.06  # two points more together: half of them is the interaction
     assert [compute_contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.02, 0.04, 0.01])
 
 
-def test_intervals_are_over_seeds_and_hold_what_was_planted() -> None:
+def test_intervals_over_seeds_cover_planted_effects() -> None:
     rng, planted, covered = np.random.default_rng(0), {("a",): 0.01, ("b",): 0.0, ("a", "b"): 0.002}, 0
     spreads = []
     for _ in range(200):
@@ -71,7 +71,7 @@ def test_intervals_are_over_seeds_and_hold_what_was_planted() -> None:
     assert math.sqrt(np.mean(spreads)) == pytest.approx(effect_spread(pair, 2), rel=0.1)
 
 
-def test_a_seed_that_lacks_a_cell_is_no_seed() -> None:
+def test_seed_with_missing_cell_is_ignored() -> None:
     with pytest.raises(ValueError, match="seed 1 has 1 of the 4 cells of a, b"):
         compute_effects([table({}, ("a", "b")), {NONE: 0.0}], ("a", "b"))
     (alone,) = [e for e in compute_effects([table({("a",): 1.0}, ("a", "b"))], ("a", "b")) if e.of == ("a",)]
@@ -101,7 +101,7 @@ def fp8_of(run: Any) -> set[str]:
     return set(factorial_cells.fp8_layers(run.cfg))
 
 
-def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None:
+def test_cells_differ_only_in_fp8_components(cfg, tmp_path: Path) -> None:
     found, left_out = factorial_cells.make_runs(cfg, PARTS, None, tmp_path, 0, 2)
     assert [(run.name, run.cfg.run.seed, run.factors) for run in found] == [
         ("high-precision", 0, ()), ("high-precision-seed-1", 1, ()),
@@ -120,11 +120,11 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
     assert found[2].cfg.run.health_every == 0 and found[6].cfg.run.health_every == 2
 
 
-def test_components_named_the_other_way_round_are_the_same_cells() -> None:
+def test_component_order_does_not_change_cells() -> None:
     assert factorial_cells.check_components(("foundation", "image_encoder")) == ("image_encoder", "foundation")
 
 
-def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: Path) -> None:
+def test_cell_with_all_components_is_the_configured_run(cfg, tmp_path: Path) -> None:
     found, left_out = factorial_cells.make_runs(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert left_out == () and len(found) == 2 + 6 + 1 and found[-1].name == "fp8-blockwise"
     saving = override(cfg, ["optimizer.states=fp8"])  # in no cell
@@ -132,13 +132,13 @@ def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: 
     assert {run.cfg.optimizer.states for run in found} == {"fp32"} and found[-1].name != "fp8-blockwise"
 
 
-def test_forks_are_of_the_cell_of_all(cfg, tmp_path: Path) -> None:
+def test_forks_use_the_cell_with_all_components(cfg, tmp_path: Path) -> None:
     found, _ = factorial_cells.make_runs(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
     forks = [run for run in found if run.kind == "fork" and run.of]
     assert [run.of for run in forks] == [f"fp8-blockwise-{BOTH}"] * 2 and fp8_of(forks[1]) == set(PARTS)
 
 
-def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, tmp_path: Path) -> None:
+def test_cells_keep_rules_and_recipes_of_their_components(cfg, tmp_path: Path) -> None:
     rules = ['fp8.rules=[{match: "**.layers.0.**", recipe: rowwise}]', "fp8.image_encoder={recipe: tensorwise}"]
     changed = override(cfg, [*rules, "fp8.recipe=off", "fp8.foundation={recipe: mxfp8}"])
     found, _ = factorial_cells.make_runs(changed, PARTS, None, tmp_path, 0, 1)
@@ -161,13 +161,13 @@ def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, t
         (PARTS, ["fp8.recipe=auto"], {}, "recipe auto would be measured in each cell"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_a_run(cfg, tmp_path: Path, asked, over, more, message: str) -> None:
+def test_impossible_designs_are_rejected_before_training(cfg, tmp_path: Path, asked, over, more, message: str) -> None:
     with pytest.raises(ReportError, match=message):
         compare(override(cfg, over), directory=tmp_path / "trial", factorial=asked, **more)
     assert not (tmp_path / "trial").exists()
 
 
-def test_phases_whose_answers_say_nothing_of_a_component_are_refused(cfg) -> None:
+def test_factorial_trials_of_preference_are_rejected(cfg) -> None:
     with pytest.raises(ReportError, match="phase preference: .*Use phase sft or pretrain"):
         factorial_cells.check_settings(SimpleNamespace(train=SimpleNamespace(phase="preference")), None, False)
 
@@ -200,7 +200,7 @@ def planted(monkeypatch, sound_answers) -> list[str]:
     return trained
 
 
-def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+def test_costly_component_is_found_and_earlier_design_is_read(cfg, tmp_path: Path, planted, monkeypatch) -> None:
     cfg = override(cfg, ["train.steps=100"])
     verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3)
     told = {(check.name, check.run): check for check in verdict.effects}
@@ -234,7 +234,7 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
     assert effect["seen"] and effect["source"] == "seen in 3 seeds here" and effect["spread"] < 5e-4
 
 
-def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+def test_single_seed_and_failed_cell_decide_nothing(cfg, tmp_path: Path, planted, monkeypatch) -> None:
     import octavo.train
 
     monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
@@ -264,7 +264,7 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
     assert factorial_cells.costly_components(broken.effects) == []  # which is no price
 
 
-def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+def test_effects_cannot_pass_with_too_few_questions(cfg, tmp_path: Path, planted, monkeypatch) -> None:
     monkeypatch.setattr("octavo.report.trial.report_page.draw_plots", lambda *_: ({"loss": "", "gap": ""}, []))
     monkeypatch.setattr("octavo.report.trial.held_out.evaluate_model", lambda *_: judged(0.1, 3.0, questions=80))
     monkeypatch.setattr("octavo.report.trial.held_out.evaluate_run", lambda *_, **__: judged(gemms=30, questions=80))
@@ -281,7 +281,7 @@ def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_pages")
-def test_a_real_trial_of_two_components(cfg, tmp_path: Path) -> None:
+def test_factorial_trial_of_two_components_trains(cfg, tmp_path: Path) -> None:
     """Two steps of real training in each cell: FP8 ran where a cell says, and effects are of the runs' figures."""
     verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=2)
     proofs = {run["name"]: run["proof"].get("shares", {}) for run in verdict.data["arms"]}

@@ -27,7 +27,7 @@ def config(more: str = ", load_in_fp8: block", lora: str = "{}", path: str | Pat
     return load_config_text(TEXT.format(path=path, more=more, lora=lora) + rest)
 
 
-def test_high_precision_trains_the_same_adapters_beside_a_bf16_base(tmp_path: Path) -> None:
+def test_high_precision_trains_the_same_adapters_on_a_bf16_base(tmp_path: Path) -> None:
     cfg = config(lora="{rank: 4, dtype: bf16}", rest="optimizer: {master: bf16+sr}\n")
     trial = make_runs(cfg, None, tmp_path)
     record = read(write_run(tmp_path / "run", losses(50)))
@@ -42,7 +42,7 @@ def test_high_precision_trains_the_same_adapters_beside_a_bf16_base(tmp_path: Pa
     assert runs["high-precision-seed-1"].run.seed == 1
 
 
-def test_the_base_in_fp8_is_a_setting_of_the_ablation() -> None:
+def test_fp8_base_is_a_setting_of_the_ablation() -> None:
     cfg = config(lora="{dtype: bf16}", rest="optimizer: {master: bf16+sr, states: fp8}\n")
     found = ablation(cfg)
     assert [words for words, _ in found] == [
@@ -56,13 +56,13 @@ def test_the_base_in_fp8_is_a_setting_of_the_ablation() -> None:
     assert ablation(config(more="")) == []
 
 
-def test_other_recipes_get_the_codes_that_they_multiply_by(tmp_path: Path) -> None:
+def test_each_recipe_quantizes_the_base_to_its_codes(tmp_path: Path) -> None:
     runs = {run.name: run.cfg for run in make_runs(config(), ["rowwise", "delayed", "mxfp8"], tmp_path)}
     kinds = {name: cfg.model.load_in_fp8.foundation for name, cfg in runs.items() if name.startswith("fp8-")}
     assert kinds == {"fp8-rowwise": "rowwise", "fp8-delayed": "tensorwise", "fp8-mxfp8": None}
 
 
-def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -> None:
+def test_fp8_checkpoint_is_dequantized_for_high_precision(tmp_path: Path) -> None:
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": block}))
     cfg = config(more="", path=tmp_path)
@@ -72,13 +72,13 @@ def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("rest", "words"), [("", ""), ("fp8: {recipe: off}\n", "")])
-def test_without_adapters_nothing_is_reported(rest: str, words: str) -> None:
+def test_full_training_has_no_base_description(rest: str, words: str) -> None:
     cfg = load_config_text("model: {path: ./m}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 10}\n" + rest)
     assert describe_lora_base(cfg) == words and ablation(cfg) == []
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_layers_that_are_all_frozen_have_no_weight_gradients_to_judge(tmp_path: Path, frozen: bool) -> None:
+def test_frozen_layers_have_no_weight_gradient_checks(tmp_path: Path, frozen: bool) -> None:
     """Neither a run of LoRA nor one whose only FP8 layers are frozen lacks a figure; one that trains them does."""
     recipe = {"name": "blockwise", "format": "e4m3", "fwd": "fp8", "dgrad": "fp8", "wgrad": "fp8"}
     row = {"name": "layers.0.q_proj", "component": "foundation", "kind": "linear", "shape": [8, 8], "recipe": recipe}

@@ -45,7 +45,7 @@ def test_settings_add_one_saving_at_a_time(saving) -> None:
     assert last.fp8 == saving.fp8 and last.optimizer.update == "step"
 
 
-def test_a_head_in_fp8_is_held_against_the_same_without() -> None:
+def test_fp8_head_is_a_setting_of_the_ablation() -> None:
     cfg = load_config_text(CONFIG + "fp8: {lm_head: {recipe: rowwise}}\n")
     ((words, before),) = ablation(cfg)
     assert words == "FP8 without savings" and before.fp8.lm_head is None and before.fp8.recipe == cfg.fp8.recipe
@@ -54,11 +54,11 @@ def test_a_head_in_fp8_is_held_against_the_same_without() -> None:
     assert own_recipe(alone) == "by-component" and high_precision_config(alone).fp8.lm_head is None
 
 
-def test_a_configuration_without_savings_has_no_ablation() -> None:
+def test_configuration_without_savings_has_no_ablation() -> None:
     assert ablation(load_config_text(CONFIG)) == []
 
 
-def test_high_precision_has_no_saving_and_computes_as_the_model_does(saving, tmp_path: Path) -> None:
+def test_high_precision_has_no_savings_and_keeps_the_model_dtype(saving, tmp_path: Path) -> None:
     runs = {a.name: a for a in make_runs(saving, None, tmp_path)}
     reference = runs["high-precision"].cfg
     assert reference.fp8.recipe == "off" and reference.fp8.activations == "bf16"
@@ -76,7 +76,7 @@ def _run(label: str, size: int, gap: float, speed: float, failure: str | None = 
     return {"label": label, "memory": memory, "gap": gap, "speed_ratio": speed, "eval": None, "failure": failure}
 
 
-def test_each_setting_is_held_against_the_last_that_was_trained() -> None:
+def test_each_setting_is_compared_with_the_last_trained_one() -> None:
     first, second, third = cost_rows(
         [_run("plain", 100, 0.01, 0.5), _run("+ a", 60, math.nan, math.nan, "diverged")],
         _run("FP8 blockwise", 40, -0.01, 0.25),
@@ -88,7 +88,7 @@ def test_each_setting_is_held_against_the_last_that_was_trained() -> None:
     assert third["speed_change"] == -0.5
 
 
-def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch, sound_answers) -> None:
+def test_page_shows_the_cost_of_each_saving(saving, tmp_path: Path, monkeypatch, sound_answers) -> None:
     order = [words for words, _ in ablation(saving)]
 
     def run(cfg, *, console=None, label=None, phase=None, describe_plan=None, watchers=()):

@@ -30,7 +30,7 @@ def sleeping(marker: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> None:
+def test_failed_run_is_reported_with_its_last_lines(cfg, tmp_path: Path) -> None:
     """The model folder of the synthetic configuration does not exist, so the real command fails."""
     with pytest.raises(
         ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*model\.path: there is no folder"
@@ -40,7 +40,7 @@ def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> 
     assert log.strip()
 
 
-def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
     runs = make_runs(cfg, ["blockwise"], tmp_path)[1:]
     real, started = subprocess.Popen, []
 
@@ -67,7 +67,7 @@ def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> Non
     assert started[1][1].read_text() == "asked" and started[1][0].poll() == 143
 
 
-def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None:
+def test_progress_counts_recorded_steps(cfg, tmp_path: Path) -> None:
     runs = make_runs(cfg, ["blockwise"], tmp_path)
     run = Path(runs[0].cfg.run.dir)
     run.mkdir(parents=True)
@@ -79,12 +79,12 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
-def test_no_jobs(cfg, tmp_path: Path, jobs: int) -> None:
+def test_zero_jobs_are_rejected(cfg, tmp_path: Path, jobs: int) -> None:
     with pytest.raises(ReportError, match=f"jobs={jobs}, nproc=1, seeds=1"):
         compare(cfg, ["blockwise"], tmp_path, jobs=jobs)
 
 
-def test_each_run_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_runs_train_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> None:
     """They are ``octavo train FILE --nproc N``, one after the other; beside each other they would share the cards."""
     asked, real = [], subprocess.Popen
 
@@ -137,7 +137,7 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_runs_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> None:
+def test_runs_exit_with_their_trial(tmp_path: Path, number: signal.Signals) -> None:
     """Asked to leave, the trial asks its runs and tells by its exit code; killed outright, its runs see that."""
     trial = trial_of_sleepers(tmp_path)
     try:
@@ -150,7 +150,7 @@ def test_runs_leave_with_their_trial(tmp_path: Path, number: signal.Signals) -> 
     assert code == (-number if number == signal.SIGKILL else 128 + number)
 
 
-def test_an_fp8_run_that_failed_in_training_leaves_the_others_alone(cfg, tmp_path: Path, monkeypatch) -> None:
+def test_failed_fp8_run_does_not_stop_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
     runs = make_runs(cfg, ["blockwise"], tmp_path)[1:]
     real = subprocess.Popen
 
@@ -169,6 +169,6 @@ def test_an_fp8_run_that_failed_in_training_leaves_the_others_alone(cfg, tmp_pat
         parallel_runs.train_together(runs, 2)
 
 
-def test_a_trial_waits_for_its_runs_without_torch() -> None:
+def test_waiting_trial_does_not_import_torch() -> None:
     code = "import octavo.report, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,7 +11,7 @@ from octavo.report.evidence import claims, power
 
 
 @pytest.mark.parametrize(("units", "gap"), [(3, 0.0), (6, 0.001), (6, 0.0025)])
-def test_the_chance_is_the_share_of_drawn_designs_that_pass(units: int, gap: float) -> None:
+def test_pass_probability_matches_simulated_designs(units: int, gap: float) -> None:
     spread, margin, draws = 0.002, 0.0025, 1500
     drawn = np.random.default_rng(0).normal(gap, spread, (draws, units))
     found = [claims.mean_gap(list(row)) for row in drawn]
@@ -22,7 +22,7 @@ def test_the_chance_is_the_share_of_drawn_designs_that_pass(units: int, gap: flo
         assert expected == pytest.approx(0.025, abs=1e-6)
 
 
-def test_how_many_units_a_design_needs() -> None:
+def test_required_units_reach_the_power() -> None:
     needed = power.required_units(0.011, 0.0025)  # pairs of seeds that scatter by 1.1 %
     assert power.pass_probability(0.011, needed, 0.0025) >= 0.8 > power.pass_probability(0.011, needed - 1, 0.0025)
     assert needed == 154  # (t of 97.5 % + t of 80 %)^2 * (1.1 / 0.25)^2 is 152
@@ -30,7 +30,7 @@ def test_how_many_units_a_design_needs() -> None:
     assert power.required_units(0.001, 0.0025, gap=0.0025) is None  # a gap at the margin never passes
 
 
-def test_designs_without_an_interval() -> None:
+def test_single_unit_has_no_interval() -> None:
     assert power.half_width(0.01, 1) == math.inf and power.pass_probability(0.01, 1, 0.1) == 0.0
     assert power.pass_probability(0.0, 3, 0.1, 0.2) == 0.0 and power.pass_probability(0.0, 3, 0.1) == 1.0
     for spread, units in ((math.nan, 3), (-1.0, 3), (0.1, -1)):

@@ -59,7 +59,7 @@ def test_verdict_is_in_the_first_line(page) -> None:
     assert 'class="pill untried">untried' in body and "use --forks 3" in body
 
 
-def test_every_section_is_there(page) -> None:
+def test_page_has_every_section(page) -> None:
     heads = re.findall(r"<h2>(.*?)</h2>", page["html"])
     assert heads == [
         "Claims", "Checks", "Loss", "Accuracy", "The plan", "Health of the FP8 layers", "Memory", "Speed",
@@ -69,20 +69,20 @@ def test_every_section_is_there(page) -> None:
         assert text in page["html"]
 
 
-def test_no_underflow_at_all_is_0_and_not_a_rounded_0(trial, tmp_path: Path) -> None:
+def test_zero_underflow_is_shown_as_exact_zero(trial, tmp_path: Path) -> None:
     records = records_of(trial(tables={1: health(underflow=0.0)}))
     html = write(judge(records), records, tmp_path / "report")[0].read_text()
     assert '<td class="n">0</td>' in html and '"n">0.000 %' not in html
 
 
-def test_opens_offline(page) -> None:
+def test_page_opens_offline(page) -> None:
     assert not re.findall(r"""(?:https?:)?//[\w.]""", page["html"])
     links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page["html"])
     assert links and all(link.startswith("#") for link in links)
     assert "<script" not in page["html"]
 
 
-def test_is_well_formed_and_escaped(page) -> None:
+def test_page_is_well_formed_and_escaped(page) -> None:
     class Checker(HTMLParser):
         open: list[str] = []
         ids: list[str] = []
@@ -103,14 +103,14 @@ def test_is_well_formed_and_escaped(page) -> None:
     assert "some &lt;cpu&gt;" in page["html"]
 
 
-def test_follows_dark_mode(page) -> None:
+def test_page_follows_dark_mode(page) -> None:
     drawings = re.findall(r"<svg.*?</svg>", page["html"], flags=re.DOTALL)
     assert len(drawings) == 6  # claims, loss, gap, health of each recipe, memory
     for drawing in drawings:
         assert "var(--ink)" in drawing and "#22262b" not in drawing
 
 
-def test_json_holds_everything(page) -> None:
+def test_json_contains_all_measurements(page) -> None:
     data = page["json"]
     assert data["verdict"] == {"status": "pass", "line": page["verdict"].line, "reasons": [], "exit_code": 0}
     assert [run["kind"] for run in data["arms"]] == ["reference", "noise", "fp8", "fp8"]
@@ -123,13 +123,13 @@ def test_json_holds_everything(page) -> None:
     assert accuracy["low"] < accuracy["figure"] < accuracy["high"] and accuracy["margin"] == 0.01
 
 
-def test_plots_lie_beside_the_page(page) -> None:
+def test_plots_are_written_next_to_the_page(page) -> None:
     names = {"claims.png", "loss.png", "gap.png", "memory.png", "health-fp8-blockwise.png", "health-fp8-tensorwise.png"}
     assert set(page["images"]) == names
     assert all(width > 800 and height > 200 for width, height in page["images"].values())
 
 
-def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
+def test_page_renders_with_missing_figures(trial, tmp_path: Path) -> None:
     """No health, no proof, no evaluation, no memory, no environment, a NaN: said, and never a pass."""
     made = trial(tables=None, proof=None, plan_json=None, environment={})
     records = [
@@ -176,7 +176,7 @@ def test_one_fault_decides_the_verdict(trial, change: dict, status: str, reason:
     assert verdict.data["arms"][2]["status"] == status
 
 
-def test_hybrid_holds_dy_to_its_own_threshold(trial) -> None:
+def test_hybrid_uses_e5m2_threshold_for_dy(trial) -> None:
     """22 dB are fine for E5M2 dy and too few for E4M3: the plan says which operand is which."""
     table = health()
     for row in table.values():
@@ -185,7 +185,7 @@ def test_hybrid_holds_dy_to_its_own_threshold(trial) -> None:
     assert judge(records_of(trial(tables={1: table}))).status == "warn"
 
 
-def test_runs_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> None:
+def test_runs_with_different_log_steps_are_matched_by_step(trial) -> None:
     """A run with log_every=10 also writes its health steps: the gap must not shift by them."""
     records = records_of(trial())
     thinned = []
@@ -199,7 +199,7 @@ def test_runs_that_wrote_lines_at_different_steps_are_matched_by_step(trial) -> 
     assert verdict.data["arms"][2]["gap"] == pytest.approx(0.001)
 
 
-def test_cut_metrics_fail(trial) -> None:
+def test_truncated_metrics_fail(trial) -> None:
     """Lines taken out of a run's metrics shift its mean without a trace in the steps that both runs have."""
     made = trial()
     file = Path(made.runs[2].cfg.run.dir) / "metrics.jsonl"
@@ -210,7 +210,7 @@ def test_cut_metrics_fail(trial) -> None:
     assert any("Steps recorded: metrics.jsonl is missing 50 steps (10, 11" in reason for reason in verdict.reasons)
 
 
-def test_a_verdict_needs_all_three_kinds(trial) -> None:
+def test_verdict_needs_reference_noise_and_fp8_runs(trial) -> None:
     records = records_of(trial())
     with pytest.raises(ReportError, match="missing: noise"):
         judge([r for r in records if r[0].kind != "noise"])
@@ -228,7 +228,7 @@ def test_smooth_and_running_gap() -> None:
     assert running_noise(other, reference)[-1] == pytest.approx(seed_noise(other, reference))
 
 
-def test_each_component_is_named_once_however_its_layers_are_mixed() -> None:
+def test_interleaved_components_are_labelled_once() -> None:
     """Qwen3-VL's projector lies between blocks of its tower: names would lie over each other."""
     layers = [f"{name}.{n}" for name in ("tower", "merger", "tower2", "merger2", "decoder") for n in range(3)]
     health = [LayerHealth(name, {"x": 31.0}, {"x": 0.0}, {}, None, 0) for name in layers]
@@ -237,7 +237,7 @@ def test_each_component_is_named_once_however_its_layers_are_mixed() -> None:
     assert sorted(name for name in names if name in components.values()) == ["decoder", "merger", "tower"]
 
 
-def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
+def test_plan_groups_merge_layers_that_differ_in_number() -> None:
     groups = plan_groups(plan())
     assert [g["count"] for g in groups] == [2] * 5 + [1]
     assert groups[0]["pattern"] == "model.visual.blocks.*.attn.qkv" and groups[0]["recipe"] == "blockwise e4m3"
@@ -248,7 +248,7 @@ def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
     assert group["recipe"] == "tensorwise (fwd rowwise; dgrad, wgrad in high precision)"
 
 
-def test_bytes_for_people() -> None:
+def test_bytes_are_formatted_with_units() -> None:
     assert [format_bytes(n) for n in (0, 512, 2048, 3 * 2**20, 5 * 2**30)] == [
         "0",
         "0.5 KiB",
@@ -268,5 +268,5 @@ def test_bytes_for_people() -> None:
         ({"gpus": [], "accelerator": {"type": "npu"}}, "npu"),
     ],
 )
-def test_what_a_page_says_of_the_device_is_what_computed(environment: dict, kind: str) -> None:
+def test_page_names_the_device_that_computed(environment: dict, kind: str) -> None:
     assert _computed_on(environment) == kind

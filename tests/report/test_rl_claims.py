@@ -114,7 +114,7 @@ def test_worse_answers_fail_and_better_ones_warn(planted) -> None:
     assert judge(records, Trial(answers(records, high=0.88), seeds=3, accuracy_margin=0.02)).status == "warn"
 
 
-def test_one_bad_seed_of_three_is_in_the_accuracy(planted) -> None:
+def test_accuracy_includes_one_bad_seed_of_three(planted) -> None:
     records = planted()
     held = answers(records)
     worst = next(run.name for run, _ in records if run.kind == "seed")
@@ -125,7 +125,7 @@ def test_one_bad_seed_of_three_is_in_the_accuracy(planted) -> None:
     assert seeds.low < -0.2 < seeds.high and seeds.status == "reported"
 
 
-def test_nothing_learned_is_undecided(planted) -> None:
+def test_training_without_learning_is_undecided(planted) -> None:
     records = planted()
     verdict = judge(records, Trial(answers(records, before=0.95), seeds=3, accuracy_margin=0.02))
     assert verdict.status == "undecided" and "before training answers as well" in verdict.claims[0].sentence
@@ -138,14 +138,14 @@ def test_nothing_learned_is_undecided(planted) -> None:
     assert still.status == "undecided" and "no step of high precision changed a weight" in still.claims[0].sentence
 
 
-def test_without_held_out_data_the_verdict_says_what_is_missing(planted) -> None:
+def test_verdict_names_missing_held_out_data(planted) -> None:
     verdict = judge(planted(), Trial(seeds=3))
     assert verdict.status == "undecided" and verdict.exit_code == 3
     assert "set data.eval: only held-out answers decide in phase rl" in verdict.claims[0].sentence
     assert by_name(verdict)["reward_gap"].low is not None  # is reported all the same
 
 
-def test_gap_of_rewards_is_of_the_last_third_over_pairs_of_seeds(planted) -> None:
+def test_reward_gap_uses_last_third_and_pairs_of_seeds(planted) -> None:
     gaps = (0.01, -0.02, 0.04)
     found = by_name(judge(planted(gaps=gaps), Trial(seeds=3)))["reward_gap"]
     low, high = stats.t.interval(0.95, 2, np.mean(gaps), stats.sem(gaps))
@@ -155,7 +155,7 @@ def test_gap_of_rewards_is_of_the_last_third_over_pairs_of_seeds(planted) -> Non
     assert one.low is None and one.shown == "+0.03" and "gives no interval: use --seeds 3" in one.sentence
 
 
-def test_what_training_gained(planted) -> None:
+def test_accuracy_gain_is_relative_to_the_initial_model(planted) -> None:
     records = planted()
     held = answers(records, before=0.5)
     found = by_name(judge(records, Trial(held, seeds=3)))["accuracy_gained"]
@@ -165,7 +165,7 @@ def test_what_training_gained(planted) -> None:
     )
 
 
-def test_a_seed_that_failed_fails_the_claim(planted, tmp_path: Path) -> None:
+def test_failed_seed_fails_the_claim(planted, tmp_path: Path) -> None:
     records = planted()
     unproven = [(run, replace(record, proof={}) if run.kind == "seed" else record) for run, record in records]
     verdict = judge(unproven, Trial(answers(records), seeds=3, accuracy_margin=0.02))
@@ -182,7 +182,7 @@ def test_a_seed_that_failed_fails_the_claim(planted, tmp_path: Path) -> None:
     assert reward.get_title() == "Reward" and len(reward.get_lines()) == (2 + 1) + (3 + 1)  # seeds, and their mean
 
 
-def test_prompts_are_held_together_and_tokens_are_not(planted) -> None:
+def test_same_data_compares_prompts_instead_of_tokens(planted) -> None:
     data = {c.name: c for c in judge(planted(), Trial(seeds=3)).checks}["same_data"]
     assert data.status == "pass" and "recorded prompts of all 30 steps" in data.sentence
     other = next(c for c in judge(planted(row=4), Trial(seeds=3)).checks if c.name == "same_data")
@@ -224,7 +224,7 @@ def test_page_of_preferences(planted, tmp_path: Path) -> None:
     assert "margin, this saving" in costs and re.search(r"\+ optimizer.*?0\.0100", costs, flags=re.DOTALL)
 
 
-def test_completions_of_other_prompts_are_told_apart(tmp_path: Path) -> None:
+def test_completions_are_matched_by_prompt(tmp_path: Path) -> None:
     loss = np.zeros(4)
     many = [{"role": "user", "content": "?"}]
     a = write_run(tmp_path / "a", loss, completions=[said(1, "x", prompt=many), said(2, "y"), said(4, "z")])
@@ -240,13 +240,13 @@ def test_completions_of_other_prompts_are_told_apart(tmp_path: Path) -> None:
     assert side_by_side(read(a), read(write_run(tmp_path / "c", loss))) == []
 
 
-def test_a_completion_without_a_reward_is_refused(tmp_path: Path) -> None:
+def test_completion_without_reward_is_rejected(tmp_path: Path) -> None:
     home = write_run(tmp_path / "a", np.zeros(2), completions=[said(1, "x"), said(2, "x", reward=None)])
     with pytest.raises(ReportError, match=r"completions\.jsonl:2.*reward"):
         read(home)
 
 
-def test_figures_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_non_numeric_figures_are_rejected(tmp_path: Path) -> None:
     home = write_run(tmp_path / "a", np.zeros(2), figures={"reward": [0.0, 1.0]})
     assert read(home).figures["reward"].tolist() == [0.0, 1.0] and "kl" not in read(home).figures
     file = home / "metrics.jsonl"
@@ -255,7 +255,7 @@ def test_figures_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         read(home)
 
 
-def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
+def test_rl_trial_has_pairs_of_seeds_and_no_forks(tmp_path: Path, monkeypatch) -> None:
     asked: list[str] = []
     told: list[str] = []
 

@@ -30,7 +30,7 @@ def page_of(*runs: Path, out: Path) -> str:
     return page.read_text()
 
 
-def test_the_page_of_one_run(tmp_path: Path) -> None:
+def test_page_of_one_run(tmp_path: Path) -> None:
     home = run_of(tmp_path / "first")
     row = {"step": 50, "file": "t.json", "row": 0, "prompt": "<b>?", "wanted": "9", "said": "0", "right": False,
            "reward": None}  # fmt: skip
@@ -50,7 +50,7 @@ def test_the_page_of_one_run(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids)), "two elements share an id"
 
 
-def test_several_runs_side_by_side(tmp_path: Path) -> None:
+def test_page_of_several_runs(tmp_path: Path) -> None:
     """Runs of one configuration but for the seed get an interval: here of (1, 3) around 2."""
     homes = [run_of(tmp_path / name / "run", seed) for name, seed in (("a", 0), ("b", 1))]
     other = run_of(tmp_path / "c/run", config=CONFIG.replace("tiny}", "tiny}\nfp8: {recipe: rowwise}"))
@@ -74,7 +74,7 @@ def test_runs_of_version_0_4_0_have_a_page(name: str, tmp_path: Path) -> None:
     assert "Seconds per step" not in html and "Tokens per second" in html
 
 
-def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     good = run_of(tmp_path / "good")
 
     def refused(*runs: Path) -> str:
@@ -98,14 +98,14 @@ def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:
     assert "at most 24 runs" in refused(*(run_of(tmp_path / f"many-{n}") for n in range(25)))
 
 
-def test_half_a_line_at_the_end_costs_that_line(tmp_path: Path) -> None:
+def test_truncated_last_line_is_dropped(tmp_path: Path) -> None:
     home = run_of(tmp_path / "killed")
     with (home / "metrics.jsonl").open("a") as file:
         file.write('{"step": 101, "loss": 0.0')
     assert History.read(home).step == 100
 
 
-def test_a_long_run_is_as_many_points_as_a_short_one() -> None:
+def test_number_of_points_is_bounded() -> None:
     series, values = Series(), np.sin(np.arange(50_001) / 900)
     for step, value in enumerate(values, 1):
         series.add(step, float(value))
@@ -116,7 +116,7 @@ def test_a_long_run_is_as_many_points_as_a_short_one() -> None:
     assert found[-1] == pytest.approx(values[series.width * (len(found) - 1) :].mean())
 
 
-def test_a_long_run_has_a_bounded_page(tmp_path: Path) -> None:
+def test_page_size_is_bounded(tmp_path: Path) -> None:
     home = run_of(tmp_path / "long")
     history = History.begin(home)
     for step in range(1, 4001):

@@ -58,7 +58,7 @@ def test_infinite_sqnr_and_missing_cosine(tmp_path: Path) -> None:
     assert layer.sqnr == {} and layer.underflow == {"x": 0.0} and layer.cosine is None
 
 
-def test_half_a_last_line_is_what_a_kill_leaves(run_dir: Path) -> None:
+def test_truncated_last_line_is_ignored(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "lo')
     assert len(read(run_dir).steps) == 20
@@ -110,18 +110,18 @@ def place(file: Path, what: str) -> None:
         (lambda d: (d / "proof.json").write_text("[]"), r"proof\.json contains a list; expected an object"),
     ],
 )
-def test_damaged(run_dir: Path, damage, message: str) -> None:
+def test_damaged_file_is_rejected(run_dir: Path, damage, message: str) -> None:
     damage(run_dir)
     with pytest.raises(ReportError, match=message):
         read(run_dir)
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_missing_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="is not a directory; give the run directory"):
         read(tmp_path / "nowhere")
 
 
-def test_missing_companions_are_left_to_the_verdict(tmp_path: Path) -> None:
+def test_missing_optional_files_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
     record = read(tmp_path)
     assert record.plan == {} and record.proof == {} and record.health == () and record.eval is None

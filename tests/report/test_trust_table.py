@@ -13,19 +13,19 @@ from octavo.report.evidence.trust_table import FAIL, PASS, WARN
 NAN = math.nan
 
 
-def test_loss_gap_is_of_the_means() -> None:
+def test_loss_gap_compares_means() -> None:
     reference = np.array([4.0, 2.0, 2.0])
     assert trust_table.loss_gap(reference * 1.01, reference) == pytest.approx(0.01)
     assert trust_table.loss_gap(reference - np.array([0.4, 0, 0]), reference) == pytest.approx(-0.05)
 
 
-def test_loss_gap_leaves_skipped_steps_out_of_both() -> None:
+def test_loss_gap_ignores_skipped_steps_of_either_run() -> None:
     assert trust_table.loss_gap(np.array([1.0, NAN, 3.0]), np.array([1.0, 100.0, 3.0])) == 0.0
     assert math.isnan(trust_table.loss_gap(np.array([NAN]), np.array([1.0])))
     assert math.isnan(trust_table.loss_gap(np.array([]), np.array([])))
 
 
-def test_seed_noise_is_what_seeds_really_do() -> None:
+def test_seed_noise_covers_gaps_of_simulated_seeds() -> None:
     """Of pairs of runs that differ by noise alone, nearly all lie within the noise estimated from one other pair."""
     rng = np.random.default_rng(0)
     base = 3 * np.exp(-np.arange(400) / 80) + 0.5
@@ -43,7 +43,7 @@ def test_seed_noise_is_what_seeds_really_do() -> None:
     assert abs(trust_table.loss_gap(lucky, base)) < 1e-9 and trust_table.seed_noise(lucky, base) > 0.001
 
 
-def test_seed_noise_of_a_pair_that_lies_far_apart_is_its_gap() -> None:
+def test_seed_noise_is_at_least_the_gap_of_the_pair() -> None:
     base = np.full(100, 2.0)
     assert trust_table.seed_noise(base * 1.1, base) == pytest.approx(0.1, rel=0.01)
     assert trust_table.seed_noise(base, base) == 0.0
@@ -109,7 +109,7 @@ def test_nan_codes() -> None:
     ],
     ids=lambda c: c.name,
 )
-def test_what_was_not_measured_is_no_pass(check: trust_table.Check) -> None:
+def test_unmeasured_checks_do_not_pass(check: trust_table.Check) -> None:
     assert check.status == WARN
     assert "run.health_every" in check.sentence
 

@@ -13,7 +13,7 @@ from octavo.rl.phases import preference_phase, rl_step
 from octavo.rl.rollout import rollout
 from octavo.rl.rollout.rollout import slots_for
 from octavo.train import TrainError
-from octavo.train.estimate.memory.footprint import Footprint, Footprints
+from octavo.train.estimate.memory.footprint import Footprint, MemoryEstimator
 from octavo.train.estimate.memory.switches import savings
 from octavo.train.forward import losses
 from octavo.train.run_dir.run_dir import read_rows
@@ -48,7 +48,9 @@ def predicted(cfg: Config, batches: list[dict]) -> Footprint:
     model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens = Tokens(counts, length, patches // images)
-    return Footprints(cfg, model, family, plan, tokens, device="cpu", copy=rl.reference_kind(cfg) == "copy").of(cfg)
+    return MemoryEstimator(
+        cfg, model, family, plan, tokens, device="cpu", copy=rl.reference_kind(cfg) == "copy"
+    ).estimate(cfg)
 
 
 def assert_matches(measured: dict[str, int], prediction: Footprint) -> None:
@@ -158,6 +160,8 @@ def test_savings_exclude_switches_that_phase_rl_rejects(rl_config: Make):
     cfg = rl_config()
     model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
-    sizes = Footprints(cfg, model, family, plan, assume_tokens(cfg, family.components, model.config)[0], device="cpu")
+    sizes = MemoryEstimator(
+        cfg, model, family, plan, assume_tokens(cfg, family.components, model.config)[0], device="cpu"
+    )
     keys = [switch.key for switch in savings(sizes)]
     assert "optimizer.states" in keys and "optimizer.update" not in keys

@@ -73,8 +73,8 @@ def test_async_checkpoints_equal_synchronous_ones(make, monkeypatch, over) -> No
 
     class Listener(train.Callback):
         def begin(self, run: train.Run) -> None:
-            of = states.held(run.model, run.job.stepper.family)
-            self.predicted = states.saved(run.cfg, of)
+            of = states.list_parameters(run.model, run.job.stepper.family)
+            self.predicted = states.checkpoint_bytes(run.cfg, of)
 
         def saved(self, run: train.Run, path: Path) -> None:
             heard.append((run.step, path.name))

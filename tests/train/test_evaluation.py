@@ -78,5 +78,5 @@ def test_the_batch_size_changes_no_figure_and_the_mode_returns(learned):
 def test_a_run_without_held_out_data_says_so(make):
     result = train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
     assert result.eval is None
-    with pytest.raises(train.TrainError, match="names no held-out data; give a configuration"):
+    with pytest.raises(train.TrainError, match="has no held-out data; give a configuration"):
         train.evaluate_run(result.dir)

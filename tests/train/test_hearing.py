@@ -15,7 +15,7 @@ from octavo.cli.main import main
 from octavo.data import BadSample
 from octavo.models.tiny import tiny
 from octavo.train.estimate.memory import states
-from octavo.train.estimate.memory.footprint import Footprints, changed
+from octavo.train.estimate.memory.footprint import MemoryEstimator, with_settings
 from octavo.train.estimate.memory.switches import savings
 from octavo.train.setup import planning, token_counts
 from octavo.train.setup.checks import check_family
@@ -132,10 +132,10 @@ def test_the_plan_counts_sounds(hears):
     assert token_counts.assume_tokens(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
     silent = token_counts.complete_tokens(cfg, family, {"foundation": 256, "audio_encoder": 0})
     assert token_counts.attention_flops(config, asked) > token_counts.attention_flops(config, silent)
-    sizes = Footprints(cfg, planning.meta_model(cfg)[0], family, plan, assumed, device="cpu")
-    full = sizes.of(changed(cfg, {"train.logits": "full"})).kinds  # which chunked cannot better here, nor is it offered
-    assert sizes.of(cfg).kinds == full and "train.logits" not in {one.key for one in savings(sizes)}
-    reached = states.backward_reaches(models.empty(cfg.model.path))  # whose first projection is k
+    sizes = MemoryEstimator(cfg, planning.meta_model(cfg)[0], family, plan, assumed, device="cpu")
+    full = sizes.estimate(with_settings(cfg, {"train.logits": "full"})).kinds  # chunked is not possible here
+    assert sizes.estimate(cfg).kinds == full and "train.logits" not in {one.key for one in savings(sizes)}
+    reached = states.reached_by_backward(models.empty(cfg.model.path))  # whose first projection is k
     assert {f"model.audio_tower.layers.0.self_attn.{name}_proj" for name in "qkv"} <= reached
 
 

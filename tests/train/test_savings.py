@@ -97,7 +97,10 @@ def test_second_moments_that_became_zero_are_counted(make, over, monkeypatch):
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        (("optimizer.update=backward",), "takes one micro-batch a step and process, and 4 samples .* are 2 of 2 on 1"),
+        (
+            ("optimizer.update=backward",),
+            "takes one micro-batch per step and process, but 4 samples .* are 2 of 2 on 1",
+        ),
         (("optimizer.offload=true", "optimizer.states=fp8"), "optimizer.offload needs a GPU: on cpu everything is"),
         (("train.offload_activations=true",), "train.offload_activations needs a GPU.*=false"),
         (("train.synchronize_per_layer=true",), "train.synchronize_per_layer needs a GPU"),

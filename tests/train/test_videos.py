@@ -17,7 +17,7 @@ from octavo.data.tasks.pairs import collate_pairs, parse_pair
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
 from octavo.rl.phases import reference_cache
-from octavo.train.estimate.memory import Footprints
+from octavo.train.estimate.memory import MemoryEstimator
 from octavo.train.setup import planning, token_counts
 from octavo.train.setup.resolve_config import resolve_video
 
@@ -167,7 +167,7 @@ def test_rows_that_are_left_out_count_for_no_prediction(here):
             resolve_video(cfg), models.load_processor(here / "model"), family, model.config
         )
         plan, _, _ = planning.plan_model(cfg, model, family)
-        found.append((counted, Footprints(cfg, model, family, plan, counted, device="cpu").of(cfg).total))
+        found.append((counted, MemoryEstimator(cfg, model, family, plan, counted, device="cpu").estimate(cfg).total))
     assert found[0] == found[1] and found[0][0].rows == 4 and found[0][0].counts["image_encoder"] > 0
 
 

@@ -45,7 +45,7 @@ def test_failing_watcher_does_not_stop_the_run(make):
 
     train.run(cfg, console=console, watchers=[Page(), Breaks()], callbacks=[Stop()])
     told = [line for line in console.lines if "left out" in line]
-    assert told == ["warning: the one that breaks failed and is left out; the run continues (OSError: no network)"]
+    assert told == ["warning: the one that breaks failed and was removed; the run continues (OSError: no network)"]
     page = Path(cfg.run.dir) / "page.html"
     assert 'warn">stopped</span> run: step 2 of 4' in page.read_text()
     answers = (page.parent / "answers.jsonl").read_text().splitlines()
@@ -155,7 +155,7 @@ def test_a_tracker_gets_configuration_rows_and_the_page_and_goes_on_after_a_resu
 def test_failing_tracker_is_reported_once(make, wandb):
     wandb.breaks, console = 3, Lines()
     assert train.run(make("run.trackers=[wandb]"), console=console).status == "finished"
-    told = [line for line in console.lines if "the tracker wandb failed and is left out" in line]
+    told = [line for line in console.lines if "the tracker wandb failed and was removed" in line]
     assert len(told) == 1 and "ConnectionError: gone" in told[0]
     assert [row["step"] for row in wandb.rows["id1"]] == [1, 2]
 

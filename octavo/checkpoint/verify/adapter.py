@@ -27,7 +27,7 @@ _VECTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_magnitude_vector(\
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder is an adapter: it has adapter_config.json and no config.json of a model."""
+    """Return True if a folder is an adapter: it has adapter_config.json and no config.json of a model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
@@ -44,7 +44,7 @@ def check_adapter(folder: Path, base: Path | None, findings: Findings) -> tuple[
         return headers, {}
     _check_config(config, findings)
     if any(finding.file == "adapter_config.json" and finding.status == FAIL for finding in findings):
-        config |= {"target_modules": None, "rank_pattern": None}  # unusable: do not judge layers by them
+        config |= {"target_modules": None, "rank_pattern": None}  # unusable: do not check layers against them
     parts = _adapter_pairs(headers, findings)
     for layer, pair in parts.items():
         _check_pair(layer, pair, config, findings)
@@ -74,10 +74,10 @@ def _check_config(config: Mapping[str, Any], findings: Findings) -> None:
     try:
         for expression in [*(patterns or {}), *([targets] if isinstance(targets, str) else [])]:
             re.compile(expression)
-        good = isinstance(targets, str) or all(isinstance(name, str) for name in targets or ())
+        are_names = isinstance(targets, str) or all(isinstance(name, str) for name in targets or ())
     except (re.error, TypeError):
-        good = False
-    if not good or not isinstance(patterns, dict | None):
+        are_names = False
+    if not are_names or not isinstance(patterns, dict | None):
         findings.fail("config/targets", file, targets=targets, patterns=patterns)
     if not config.get("base_model_name_or_path"):
         findings.warn("adapter-base", file)
@@ -85,13 +85,13 @@ def _check_config(config: Mapping[str, Any], findings: Findings) -> None:
 
 def _adapter_pairs(headers: Headers, findings: Findings) -> dict[str, dict[str, FileTensor]]:
     parts: dict[str, dict[str, FileTensor]] = {}
-    for name, held in headers.tensors.items():
+    for name, tensor in headers.tensors.items():
         if match := _PART.match(name):
-            parts.setdefault(match["layer"], {})[match["part"]] = held
+            parts.setdefault(match["layer"], {})[match["part"]] = tensor
         elif not _VECTOR.match(name) and "lora_" in name:
-            findings.fail("adapter-names", held)
-        if held.dtype not in ("F32", "BF16", "F16"):
-            findings.fail("adapter-dtype", held)
+            findings.fail("adapter-names", tensor)
+        if tensor.dtype not in ("F32", "BF16", "F16"):
+            findings.fail("adapter-dtype", tensor)
     return parts
 
 
@@ -100,7 +100,7 @@ def _check_pair(layer: str, pair: Mapping[str, FileTensor], config: Mapping[str,
     if a is None or b is None:
         half = a or b
         assert half is not None
-        findings.fail("adapter-half", half, lacks="lora_B" if b is None else "lora_A")
+        findings.fail("adapter-half", half, missing="lora_B" if b is None else "lora_A")
         return
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         findings.fail("adapter-shape", a, b=b, other=list(b.shape))
@@ -111,8 +111,8 @@ def _check_pair(layer: str, pair: Mapping[str, FileTensor], config: Mapping[str,
 
 
 def _is_targeted(layer: str, config: Mapping[str, Any]) -> bool:
-    """Return whether target_modules select a layer, by PEFT's rule: a regular expression for the whole name, or a list
-    of names and suffixes of names. For target_parameters and all-linear, PEFT needs the model, so True is returned."""
+    """Return True if target_modules select a layer by PEFT's rule: a regular expression for the whole name, or a list
+    of names and suffixes of names. For target_parameters and all-linear, which need the model, return True."""
     targets = config.get("target_modules")
     if not targets or config.get("target_parameters") or targets == "all-linear":
         return True
@@ -142,7 +142,7 @@ def _check_base(parts: Mapping[str, Mapping[str, FileTensor]], base: Path, findi
         module = layer.removesuffix(".base_layer")
         weight = stock.state.get(f"{module}.weight")
         if weight is None and module.endswith(".experts"):
-            continue  # stacked experts: the name does not tell which of their two parameters it adapts
+            continue  # stacked experts: the name does not identify which of their two parameters is adapted
         if weight is None:
             findings.fail("adapter-layer", a, module=module, base=base)
         elif (b.shape[0], a.shape[-1]) != tuple(weight.shape[:2]) and len(weight.shape) == 2:
@@ -151,32 +151,33 @@ def _check_base(parts: Mapping[str, Mapping[str, FileTensor]], base: Path, findi
 
 
 def check_factors(headers: Headers, zero: Mapping[str, bool], findings: Findings) -> None:
-    """Warn about an adapter that was never trained: all its B are zero. `zero`: name -> whether all values are zero."""
-    seen = [name for name in zero if ".lora_B" in name]
-    if seen and all(zero[name] for name in seen):
-        findings.warn("adapter-untrained", headers.tensors[seen[0]])
+    """Warn about an adapter that was never trained: all its B are zero. `zero` maps names to "all values are zero"."""
+    b_names = [name for name in zero if ".lora_B" in name]
+    if b_names and all(zero[name] for name in b_names):
+        findings.warn("adapter-untrained", headers.tensors[b_names[0]])
 
 
 def adapter_verdicts(findings: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:
-    """Return the verdicts of PEFT, vLLM and SGLang: the first failure decides, then features that servers lack."""
-    broken = next((f for f in findings if f.status == FAIL), None) or next(
-        (f for f in findings if f.kind == "encrypted"), None
-    )
+    """Return the verdicts of PEFT, vLLM and SGLang: the first failure decides, then features that servers do not
+    support."""
+    encrypted = next((f for f in findings if f.kind == "encrypted"), None)
+    broken = next((f for f in findings if f.status == FAIL), encrypted)
     warned = next((f for f in findings if f.status == WARN), None)
-    out = []
+    verdicts = []
     for loader in ("transformers", "vLLM", "SGLang"):
         source = "run: PEFT on transformers" if loader == "transformers" else f"read from {loader}'s code, not run"
         if broken is not None:
             garbage = broken.kind in ("nan-values", "adapter-rank", "adapter-dtype")
-            out.append(Verdict(loader, "loads garbage" if garbage else "refuses", broken.text, source))
+            verdicts.append(Verdict(loader, "loads garbage" if garbage else "refuses", broken.text, source))
         elif loader != "transformers" and (config.get("use_dora") or config.get("modules_to_save")):
-            what = "DoRA" if config.get("use_dora") else "modules_to_save"
-            out.append(Verdict(loader, "refuses", f"{what} is not served; merge the adapter (octavo merge)", source))
+            feature = "DoRA" if config.get("use_dora") else "modules_to_save"
+            reason = f"{feature} is not served; merge the adapter (octavo merge)"
+            verdicts.append(Verdict(loader, "refuses", reason, source))
         elif warned is not None:
-            out.append(Verdict(loader, "warns", warned.text, source))
+            verdicts.append(Verdict(loader, "warns", warned.text, source))
         else:
-            out.append(Verdict(loader, "ok", "PEFT's names, shapes and dtypes", source))
-    return tuple(out)
+            verdicts.append(Verdict(loader, "ok", "PEFT's names, shapes and dtypes", source))
+    return tuple(verdicts)
 
 
 def describe_adapter(config: Mapping[str, Any]) -> str:

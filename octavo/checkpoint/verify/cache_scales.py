@@ -28,28 +28,29 @@ _KEYS_OF = re.compile(rf"({_LAYER.pattern})\.(?:self_attn|attention|attn)\.(?:k|
 def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, findings: Findings) -> str:
     """Compare the scales of a KV cache with `kv_cache_scheme`, and check their values unless `quick`.
 
-    block  the quantization_config, if config.json has one
+    Args:
+        block: the quantization_config, or None if config.json has none.
 
     Returns a description of the scales, "" if there are none.
     """
-    scales = {name: held for name, held in headers.tensors.items() if is_cache_scale(name)}
+    scales = {name: tensor for name, tensor in headers.tensors.items() if is_cache_scale(name)}
     scheme = (block or {}).get("kv_cache_scheme")
-    computed = isinstance(scheme, Mapping) and bool(scheme.get("dynamic"))  # computed at run time, so none are stored
+    is_dynamic = isinstance(scheme, Mapping) and bool(scheme.get("dynamic"))  # computed at run time, not stored
     first = next(iter(scales.values()), None)
     if first is None:
-        if scheme is not None and not computed:
+        if scheme is not None and not is_dynamic:
             findings.warn("cache-scales/none", "config.json")
         return ""
     if scheme is None:
         findings.warn("cache-scales/no-scheme", first, count=len(scales))
     _check_halves(scales, findings)
     _check_layers(scales, headers, findings)
-    for held in scales.values():
-        if held.dtype not in _DTYPES:
-            findings.fail("scale-dtype/cache", held)
-        elif not quick and (bad := _why_bad(held)):
-            findings.fail(f"scale-{bad[0]}", held, text=f"is {bad[1]}: keys or values divided by it are not numbers; a "
-                       "scale of a KV cache is positive: calibrate it again.")  # fmt: skip
+    for tensor in scales.values():
+        if tensor.dtype not in _DTYPES:
+            findings.fail("scale-dtype/cache", tensor)
+        elif not quick and (problem := _find_bad_value(tensor)):
+            text = f"is {problem[1]}, but a scale of a KV cache must be finite and positive: calibrate it again."
+            findings.fail(f"scale-{problem[0]}", tensor, text=text)
     leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in scales))
     return f"{len(scales)} scales of an FP8 KV cache ({leaves})"
 
@@ -57,34 +58,34 @@ def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, 
 def _check_layers(scales: Mapping[str, FileTensor], headers: Headers, findings: Findings) -> None:
     """Report layers without scales if others of the same decoder have them, and scales of missing layers."""
     layers = dict.fromkeys(match[1] for name in headers.tensors if (match := _KEYS_OF.match(name)))
-    having = {match[0]: name for name in scales if (match := _LAYER.match(name))}
-    if not layers or not having:  # another family's names
+    layers_with_scales = {match[0]: name for name in scales if (match := _LAYER.match(name))}
+    if not layers or not layers_with_scales:  # names of an unknown family
         return
-    for layer, name in having.items():
+    for layer, name in layers_with_scales.items():
         if layer not in layers:
             findings.warn("cache-scales/stray", scales[name], layer=layer)
             return
-    stacks = {layer.rpartition(".")[0] for layer in having}
-    bare = [layer for layer in layers if layer.rpartition(".")[0] in stacks and layer not in having]
-    if bare:
-        findings.warn("cache-scales/layers", scales[next(iter(scales))], layer=bare[0], count=len(bare))
+    decoders = {layer.rpartition(".")[0] for layer in layers_with_scales}
+    without = [layer for layer in layers if layer.rpartition(".")[0] in decoders and layer not in layers_with_scales]
+    if without:
+        findings.warn("cache-scales/layers", scales[next(iter(scales))], layer=without[0], count=len(without))
 
 
 def _check_halves(scales: Mapping[str, FileTensor], findings: Findings) -> None:
     """Report scales of keys without scales of values, and vice versa."""
     for key, value in (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")):
         for leaf, other in ((key, value), (value, key)):
-            for name, held in scales.items():
+            for name, tensor in scales.items():
                 if not name.endswith(f".{leaf}") or name.endswith((f"k_proj.{leaf}", f"v_proj.{leaf}")):
                     continue
                 if (missing := name.removesuffix(leaf) + other) not in scales:
-                    findings.warn("cache-scales/half", held, other=missing)
+                    findings.warn("cache-scales/half", tensor, other=missing)
                     return
 
 
-def _why_bad(held: FileTensor) -> tuple[str, str] | None:
+def _find_bad_value(tensor: FileTensor) -> tuple[str, str] | None:
     """Return (kind of finding, description) of a scale that is not finite and positive; None if it is."""
-    values = held.read().float()
+    values = tensor.read().float()
     if not values.numel():
         return "nan", "empty"
     if not bool(values.isfinite().all()):

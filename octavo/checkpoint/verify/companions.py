@@ -113,9 +113,9 @@ def _check_ids(loaded: Any, stock: StockModel | None, folder: Path, findings: Fi
         return
     assert isinstance(embeddings.weight, Tensor)
     rows = embeddings.weight.shape[0]
-    never = set(loaded.image_token_ids if getattr(stock.model, "media_outside", False) else ())
+    without_row = set(loaded.image_token_ids if getattr(stock.model, "media_outside", False) else ())
     tokenizer = getattr(loaded, "tokenizer", loaded)
-    largest = max((number for number in tokenizer.get_vocab().values() if number not in never), default=-1)
+    largest = max((number for number in tokenizer.get_vocab().values() if number not in without_row), default=-1)
     if largest >= rows:
         findings.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)
     check_vocabulary(loaded, rows, folder)
@@ -162,7 +162,7 @@ def _check_template(loaded: Any, folder: Path, part: str | None, findings: Findi
         try:
             if _QUESTION in chat.render(loaded, messages, add_generation_prompt=True):
                 return
-            problem = problem or "the rendered text lacks the question"
+            problem = problem or "the rendered text does not contain the question"
         except ModelError as error:
             problem = problem or str(error)
     findings.fail("template", "chat template", problem=problem)

@@ -44,12 +44,12 @@ _F32_BOUND = 2.0**-20
 class Source:
     """One matrix of a folder: its bytes, its scales, and its part of a stack.
 
-    block   (rows, columns) that share a scale, -1 for the whole side
-    transposed  whether it is stored as [K, N] (experts of some families)
-    part    its rows of the stored matrix; None: all
+    block       (rows, columns) that share a scale; -1 means the whole side
+    transposed  True if it is stored as [K, N] (experts of some families)
+    part        its rows of the stored matrix, or None for all
     """
 
-    held: FileTensor
+    tensor: FileTensor
     scale: Tensor | None = None
     block: tuple[int, int] = (-1, -1)
     transposed: bool = False
@@ -57,7 +57,7 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.held.matrix
+        rows, columns = self.tensor.matrix
         if self.transposed:
             rows, columns = columns, rows
         return (self.part[1] - self.part[0], columns) if self.part else (rows, columns)
@@ -66,11 +66,11 @@ class Source:
         """Return rows first to last in fp32, and the scale of each element (None without scales)."""
         base = self.part[0] if self.part else 0
         if self.transposed:
-            whole = self.held.window(0, self.held.matrix[0])
+            whole = self.tensor.window(0, self.tensor.matrix[0])
             return whole.float().T[base + first : base + last].contiguous(), None
-        raw = self.held.window(base + first, base + last)
+        raw = self.tensor.window(base + first, base + last)
         if scale is None:
-            return (decode(raw) if self.held.dtype == "F8_E4M3" else raw.float()), None
+            return (decode(raw) if self.tensor.dtype == "F8_E4M3" else raw.float()), None
         s = self._spread(scale, first, last)
         return decode(raw) * s, s
 
@@ -85,31 +85,31 @@ def collect_sources(known: Mapping[str, FileTensor], pairs: Iterable[Pair], stoc
     """Return every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
     out: dict[str, Source] = {}
     paired = {pair.weight.name: pair for pair in pairs}
-    for name, held in known.items():
+    for name, tensor in known.items():
         if name in stock.tied_on_disk:
             continue
         singles = stock.stacked.get(name)
-        pair = paired.get(held.name)
-        if singles and pair is None and len(held.shape) == 3:
-            out.update(_unstack_experts(name, held, singles, stock))
-        elif len(held.shape) < 3 or pair is None:
+        pair = paired.get(tensor.name)
+        if singles and pair is None and len(tensor.shape) == 3:
+            out.update(_unstack_experts(name, tensor, singles, stock))
+        elif len(tensor.shape) < 3 or pair is None:
             scale = None if pair is None else scales_fp32(pair.scale)
             if pair is not None and scale is not None:
                 if scale.numel() != math.prod(pair.grid):
                     continue  # another grid, which was reported
                 scale = scale.reshape(pair.grid)
-            out[name] = Source(held, scale, pair.block if pair else (-1, -1))
+            out[name] = Source(tensor, scale, pair.block if pair else (-1, -1))
     return out
 
 
 def _unstack_experts(
-    name: str, held: FileTensor, singles: tuple[str, ...], stock: StockModel
+    name: str, tensor: FileTensor, singles: tuple[str, ...], stock: StockModel
 ) -> Iterator[tuple[str, Source]]:
     wanted = tuple(stock.state[stock.to_module(name)].shape)
-    transposed = held.shape != wanted
+    transposed = tensor.shape != wanted
     each = len(singles) // wanted[0]
     rows = wanted[1] // each
-    for i, matrix in enumerate(split_experts(held)):
+    for i, matrix in enumerate(split_experts(tensor)):
         for j in range(each):
             yield singles[i * each + j], Source(matrix, transposed=transposed, part=(j * rows, (j + 1) * rows))
 
@@ -117,30 +117,30 @@ def _unstack_experts(
 def compare(
     here: Mapping[str, Source], reference: Mapping[str, Source], findings: Findings, progress: Progress | None = None
 ) -> list[TensorComparison]:
-    """Compare the tensors that both have, worst first; adds findings for names, shapes and errors."""
+    """Compare the tensors that both folders have, worst first, and report differences of names, shapes and values."""
     for name in here.keys() - reference.keys():
-        findings.fail("against-names/extra", here[name].held.file, name)
+        findings.fail("against-names/extra", here[name].tensor.file, name)
     for name in reference.keys() - here.keys():
-        findings.fail("against-names/missing", tensor=name, reference=reference[name].held)
-    both = [name for name in here if name in reference]
-    total, done, out = sum(here[n].held.size for n in both), 0, []
-    for name in both:
+        findings.fail("against-names/missing", tensor=name, reference=reference[name].tensor)
+    common = [name for name in here if name in reference]
+    total, done, compared = sum(here[n].tensor.size for n in common), 0, []
+    for name in common:
         a, b = here[name], reference[name]
         if progress is not None:
             progress(done, total, f"against: {name}")
-        done += a.held.size
+        done += a.tensor.size
         if a.shape != b.shape:
-            findings.fail("against-shape", a.held.file, name, shape=list(a.shape), other=list(b.shape))
+            findings.fail("against-shape", a.tensor.file, name, shape=list(a.shape), other=list(b.shape))
             continue
-        out.append(_compare_one(name, a, b, findings))
-    return sorted(out, key=lambda c: (_ORDER[c.status], -(math.inf if c.error is None else c.error)))
+        compared.append(_compare_one(name, a, b, findings))
+    return sorted(compared, key=lambda c: (_ORDER[c.status], -(math.inf if c.error is None else c.error)))
 
 
 def compare_unplaced(
     here: Mapping[str, FileTensor], reference: Mapping[str, FileTensor], stock: StockModel, findings: Findings
 ) -> list[TensorComparison]:
-    """Compare, by their names on disk, tensors that the model has no place for (layers for multi-token prediction,
-    heads, adapters), and report those that only one folder has.
+    """Compare tensors that the model does not use (layers for multi-token prediction, heads, adapters) by their names
+    on disk, and report those that only one folder has.
 
     A tensor that the family's loaders leave out (`_keys_to_ignore_on_load_unexpected`) gets a warning, because it
     changes no answer; any other is a failure.
@@ -164,7 +164,7 @@ def compare_unplaced(
     return out
 
 
-_MAX_LISTED = 4  # names in one sentence
+_MAX_LISTED = 4  # names per sentence
 _VALUE_DTYPES = {"F64", "F32", "F16", "BF16"}
 _ORDER = {"bad": 0, "suspicious": 1, "ok": 2}
 
@@ -173,22 +173,20 @@ def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> TensorC
     codes = ""
     # Codes are compared only in the same blocks: in other blocks they differ by design.
     if a.scale is not None and b.scale is not None and a.block == b.block:
-        same = a.held.size == b.held.size and all(
+        is_equal = a.tensor.size == b.tensor.size and all(
             x.view(torch.uint8).equal(y.view(torch.uint8))
-            for (_, x), (_, y) in zip(a.held.rows(), b.held.rows(), strict=True)
+            for (_, x), (_, y) in zip(a.tensor.rows(), b.tensor.rows(), strict=True)
         )
-        codes = "identical" if same else "differ"
+        codes = "identical" if is_equal else "differ"
     error, ratio, bound = _measure_error(a, b, a.scale)
     status = "ok" if ratio <= 1 else "suspicious" if ratio <= 2 else "bad"
     cause = _find_cause(a, b) if status == "bad" and a.scale is not None else ""
     sqnr = math.inf if error == 0 else -math.inf if error is None else -20 * math.log10(error)
-    file = a.held.file
+    file = a.tensor.file
     if status == "bad":
-        much = (
-            f"differs from the reference by {error:.3g} of its norm"
-            if error is not None
-            else "is not zero as in the reference"
-        )
+        much = "is not zero as in the reference"
+        if error is not None:
+            much = f"differs from the reference by {error:.3g} of its norm"
         worst = f"worst row {ratio:.3g} times its bound" if ratio < math.inf else "rows that should be equal differ"
         if cause:
             findings.fail("error", file, name, much=much, bound=bound, worst=worst, cause=cause)
@@ -217,7 +215,7 @@ def _measure_error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | 
         for spread in (s, t):
             if spread is not None:
                 limit = limit + SUBNORMAL * spread.double().square().sum(1).sqrt()
-        share = torch.where(difference == 0, 0.0, difference.sqrt() / limit)  # infinite where nothing may differ
+        share = torch.where(difference == 0, 0.0, difference.sqrt() / limit)  # infinite where the bound is 0
         worst = max(worst, float(share.nan_to_num(math.inf, math.inf, math.inf).max()) if share.numel() else 0.0)
         noise += float(difference.sum())
         power += float(reference.sum())
@@ -236,7 +234,7 @@ def _relative_bound(a: Source, b: Source) -> float:
         return 2 * (NORMAL + BF16)
     if a.scale is not None:
         return NORMAL + BF16
-    high = max(_HIGH.get(a.held.dtype, _F32_BOUND), _HIGH.get(b.held.dtype, _F32_BOUND))
+    high = max(_HIGH.get(a.tensor.dtype, _F32_BOUND), _HIGH.get(b.tensor.dtype, _F32_BOUND))
     return max(high, BF16) if codes else high
 
 
@@ -250,7 +248,7 @@ def _find_cause(a: Source, b: Source) -> str:
     ]
     if a.scale.shape[0] == a.scale.shape[1] and a.scale.shape[0] > 1:
         tries.insert(0, ("its grid of scales is transposed", a.scale.T.contiguous()))
-    for words, scale in tries:
+    for cause, scale in tries:
         if _measure_error(a, b, scale)[1] <= 1:
-            return words
+            return cause
     return ""

@@ -1,5 +1,4 @@
-"""The results of a verification: findings, verdicts of loaders, errors against a reference, and `VerifyResult` with
-all.
+"""The results of a verification: findings, verdicts of loaders, and errors against a reference (`VerifyResult`).
 
 A finding is one sentence that names the file and the tensor and ends with the fix. ``fail`` means that something is
 wrong; ``warn`` that the folder loads, with a consequence that the user should know.
@@ -62,7 +61,7 @@ class TensorComparison:
     bound   the error that a correct cast cannot exceed (`verify/compare_source.py`)
     status  ok, suspicious or bad
     codes   "identical" or "differ" if both sides are FP8 codes in the same blocks, else ""
-    cause   what explains a bad error, e.g. "its grid of scales is transposed"; "" if no explanation fits
+    cause   the cause of a bad error, e.g. "its grid of scales is transposed"; "" if unknown
     """
 
     tensor: str
@@ -88,7 +87,7 @@ class Located(Protocol):
 
 @dataclass
 class Findings:
-    """Collects findings; `fail` and `warn` add one."""
+    """A list of findings, to which `fail` and `warn` add."""
 
     items: list[Finding] = field(default_factory=list)
 
@@ -107,10 +106,10 @@ class Findings:
 
     def _add(self, status: str, kind: str, at: Located | str, tensor: str, values: dict[str, object]) -> None:
         if isinstance(at, str):
-            file, about = at, {"file": at, "name": tensor, **values}
+            file, fields = at, {"file": at, "name": tensor, **values}
         else:
-            file, tensor, about = at.file, at.name, {"held": at, "shape": list(at.shape), **values}
-        text = str(values["text"]) if "text" in values else SENTENCES[kind].format(**about)
+            file, tensor, fields = at.file, at.name, {"tensor": at, "shape": list(at.shape), **values}
+        text = str(values["text"]) if "text" in values else SENTENCES[kind].format(**fields)
         if not isinstance(at, str):
             text = f"{at.name!r} in {at.file} {text}"
         self.items.append(Finding(status, kind.partition("/")[0], file, tensor, printable(text)))
@@ -137,7 +136,7 @@ class VerifyResult:
 
     form      form of the weights, e.g. "plain BF16", "PEFT adapter, rank 8"
     tensors   number of tensors in the headers; size: their bytes; fp8: how many of them are FP8 codes
-    scanned   whether values were read (not with quick)
+    scanned   True if values were read; False with quick
     findings  worst first
     verdicts  one per loader
     compared  one per tensor if a reference was given, worst first
@@ -189,7 +188,7 @@ class VerifyResult:
     def sentence(self) -> str:
         """Return the first failure and how many more there are, for the error message of a command that stops."""
         if self.ok:
-            return f"{self.directory} is sound."
+            return f"{self.directory} passes all checks."
         kinds = Counter(f.kind for f in self.failures)
         others = f" ({len(self.failures) - 1} more: {', '.join(kinds)})" if len(self.failures) > 1 else ""
         return f"{self.failures[0].text}{others} See `octavo verify {self.directory}`."

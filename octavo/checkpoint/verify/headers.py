@@ -95,7 +95,7 @@ class FileTensor:
 
 @dataclass
 class Headers:
-    """All tensors of a folder's weight files by name; `doubles` lists tensors that a second file holds as well."""
+    """All tensors of a folder's weight files by name; `doubles` lists pairs of tensors with one name in two files."""
 
     folder: Path
     tensors: dict[str, FileTensor] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Headers:
 
     @property
     def size(self) -> int:
-        return sum(held.size for held in self.tensors.values())
+        return sum(tensor.size for tensor in self.tensors.values())
 
 
 def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Headers:
@@ -148,25 +148,25 @@ def _check_pickles(folder: Path, findings: Findings, safetensors: bool) -> None:
 
 def _read_shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, findings: Findings) -> None:
     missing: set[str] = set()
-    for name in sorted(set(placed.values())):
-        if os.path.lexists(folder / name):
-            _read_file(headers, folder / name, findings)
+    for file in sorted(set(placed.values())):
+        if os.path.lexists(folder / file):
+            _read_file(headers, folder / file, findings)
         else:
-            tensors = sorted(t for t, shard in placed.items() if shard == name)
-            findings.fail("missing-shard", name, tensors[0], index=index, others=len(tensors) - 1)
-            missing.add(name)
-    names = {path.name for path in headers.files}
-    for tensor, shard in placed.items():
-        held = headers.tensors.get(tensor)
-        if shard in missing or (shard not in names and held is None):
+            tensors = sorted(name for name, shard in placed.items() if shard == file)
+            findings.fail("missing-shard", file, tensors[0], index=index, others=len(tensors) - 1)
+            missing.add(file)
+    files_read = {path.name for path in headers.files}
+    for name, shard in placed.items():
+        tensor = headers.tensors.get(name)
+        if shard in missing or (shard not in files_read and tensor is None):
             continue
-        if held is None:
-            findings.fail("index-tensor", shard, tensor, index=index)
-        elif held.file != shard and not any(held.name == second.name for _, second in headers.doubles):
-            findings.fail("index-entry/elsewhere", index.name, tensor, shard=shard, held=held)
-    for tensor, held in headers.tensors.items():
-        if tensor not in placed:
-            findings.fail("index-entry/none", held, index=index)
+        if tensor is None:
+            findings.fail("index-tensor", shard, name, index=index)
+        elif tensor.file != shard and not any(tensor.name == second.name for _, second in headers.doubles):
+            findings.fail("index-entry/elsewhere", index.name, name, shard=shard, file_with_it=tensor.file)
+    for name, tensor in headers.tensors.items():
+        if name not in placed:
+            findings.fail("index-entry/none", tensor, index=index)
     for first, second in headers.doubles:
         findings.fail("duplicate", second, first=first)
 
@@ -176,15 +176,14 @@ def _read_file(headers: Headers, path: Path, findings: Findings) -> None:
     try:
         header = read(path)
     except HeaderError as error:
-        kind, what = {"truncated": (error.kind, "truncated"), "unread": ("header", "unreadable")}.get(
-            error.kind, (error.kind, "damaged")
-        )
-        findings.fail(kind, path.name, text=f"{path.name} is {what}: {error}.")
+        kind = "header" if error.kind == "unread" else error.kind
+        state = {"truncated": "truncated", "unread": "unreadable"}.get(error.kind, "damaged")
+        findings.fail(kind, path.name, text=f"{path.name} is {state}: {error}.")
         return
     start = len(header.head)
     for entry in header.entries:
-        held = FileTensor(entry.name, path, entry.dtype, entry.shape, start + entry.begin, entry.size)
-        if held.name in headers.tensors:
-            headers.doubles.append((headers.tensors[held.name], held))
+        tensor = FileTensor(entry.name, path, entry.dtype, entry.shape, start + entry.begin, entry.size)
+        if tensor.name in headers.tensors:
+            headers.doubles.append((headers.tensors[tensor.name], tensor))
         else:
-            headers.tensors[held.name] = held
+            headers.tensors[tensor.name] = tensor

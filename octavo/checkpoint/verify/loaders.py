@@ -24,7 +24,7 @@ WARNS, GARBAGE, REFUSES = VERDICTS[1:]
 
 
 class Consequence(NamedTuple):
-    """What a loader does, and why. `run`: whether the loader was run, or only its code read."""
+    """A loader's verdict and its reason. `run` is True if the loader was run, False if only its code was read."""
 
     verdict: str
     reason: str
@@ -51,14 +51,14 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "missing-shard": _all(REFUSES, "a shard is missing", True),
     "index-entry": _all(WARNS, "whole files are read; a program that reads by the index misses a tensor", True),
     "index-tensor": {
-        _HF: Consequence(GARBAGE, "a tensor that its file lacks gets random numbers, with a warning", True),
+        _HF: Consequence(GARBAGE, "a tensor that is missing in its file gets random numbers, with a warning", True),
         **_servers(REFUSES, "a parameter gets no weights"),
     },
     "extra-shard": _servers(REFUSES, "every *.safetensors is read, including the stray one"),
     "two-layouts": _all(WARNS, "the single file and the index may not agree"),
     "duplicate": _all(WARNS, "the later of two tensors with the same name is used"),
     "config": _all(REFUSES, "config.json cannot be used"),
-    "quantization": _all(WARNS, "quantization_config is of a form that Octavo does not judge"),
+    "quantization": _all(WARNS, "quantization_config has a form that Octavo does not check"),
     "fp8-tensor": {
         _HF: Consequence(WARNS, "reads one scale per tensor only as weight_scale_inv", True),
         **_servers(REFUSES, "one scale per tensor is read as weight_scale, and transformers writes weight_scale_inv"),
@@ -67,16 +67,18 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "cache-scales": _servers(WARNS, "the KV cache is cast with the scale 1, or kept in 16 bits"),
     "quantization-lost": _all(GARBAGE, "codes are taken for values, without their scales", True),
     "quantization-without-codes": {
-        _HF: Consequence(WARNS, "layers are built for codes and hold values (on a CPU they are plain)", True),
+        _HF: Consequence(WARNS, "layers are built for codes but get values (on a CPU they are plain)", True),
         **_servers(REFUSES, "scales are expected that do not exist"),
     },
     "config-dtype": _all(WARNS, "values are rounded to another dtype while loading"),
     "own-family": {
-        _HF: Consequence(WARNS, "octavo must be imported first: the model's class is its own", True),
+        _HF: Consequence(WARNS, "octavo, which defines the model's class, must be imported first", True),
         **_servers(WARNS, "its code was not read for this family"),
     },
     "mpt-fields": {
-        _HF: Consequence(GARBAGE, "its own MPT silently computes another model; octavo.models.load reads it", True),
+        _HF: Consequence(
+            GARBAGE, "its MPT class silently computes a different model; octavo.models.load reads it", True
+        ),
         **_servers(WARNS, "its code for those fields was not read"),
     },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
@@ -84,13 +86,13 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "template": _servers(REFUSES, "chat requests cannot be rendered as a prompt"),
     "token-ids": _all(WARNS, "a token beyond the embeddings makes the forward fail"),
     "adapter-beside": {_HF: Consequence(GARBAGE, "the base model of the adapter is loaded instead of this one")},
-    "name": _all(WARNS, "a file's name holds control characters"),
+    "name": _all(WARNS, "a file's name contains control characters"),
     "special": _all(WARNS, "a pipe, a device or a socket is among the files"),
     "link": _all(WARNS, "a link leads out of the folder, or nowhere"),
     "encrypted": _all(REFUSES, "files are encrypted, and only Octavo opens them", True),
     "sum": _all(GARBAGE, "a file differs from what was exported"),
     "export-note": {},
-    "letters": _all(WARNS, "letters without tokens vanish from prompts"),
+    "letters": _all(WARNS, "letters without tokens are dropped from prompts"),
     "end-token": _all(WARNS, "generation does not stop at the token that ends answers in the chat template"),
     "end-token-of-tokenizer": {
         _HF: Consequence(WARNS, "generation does not stop at the token that ends answers in the chat template")
@@ -104,7 +106,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         _HF: Consequence(WARNS, "an unexpected tensor is left out", True),
         **_servers(REFUSES, "there is no parameter of that name"),
     },
-    "shape": _all(REFUSES, "a tensor has another shape than the model", True),
+    "shape": _all(REFUSES, "a tensor's shape differs from the model's", True),
     "dtype": _all(WARNS, "a tensor is cast from a dtype that weights do not have", True),
     "e5m2": {
         _HF: Consequence(WARNS, "E5M2 codes are dequantized as they are on a CPU", True),
@@ -153,11 +155,11 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "skip-missing": {},
     "skip-covers-fp8": {},
     "skip-nothing": {},
-    "fused-mixed": _servers(REFUSES, "shards of one fused matrix are not of one kind"),
+    "fused-mixed": _servers(REFUSES, "some parts of a fused matrix are FP8 and others are not"),
     "block-k": _servers(REFUSES, "block kernels quantize activations in whole groups along K"),
     "block-n": _servers(REFUSES, "blocks of fused shards would not match"),
     "block-ragged": {_HF: Consequence(WARNS, "on a CPU a ragged N is refused or read in blocks of another size", True)},
-    "nan-codes": _all(GARBAGE, "NaN codes make NaN", True),
+    "nan-codes": _all(GARBAGE, "NaN codes give NaN results", True),
     "nan-values": _all(GARBAGE, "NaN or infinite values", True),
     "scale-nan": _all(GARBAGE, "a scale is NaN or infinite", True),
     "scale-zero": _all(GARBAGE, "a scale is zero: its block is lost, or NaN once requantized", True),
@@ -170,7 +172,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "reciprocal": _all(GARBAGE, "reciprocals are used as multipliers", True),
     "double-scaled": _all(GARBAGE, "scales seem to be applied twice", True),
     "magnitude": _all(WARNS, "weights are larger than trained ones"),
-    "unfilled": _all(WARNS, "codes and scales may be of different casts"),
+    "unfilled": _all(WARNS, "codes and scales may come from different casts"),
     "scale-unshared": _servers(WARNS, "fused layers are quantized again under the largest of their scales"),
     "against-names": {},
     "against-dropped": _servers(WARNS, "layers for multi-token prediction differ from the reference"),
@@ -183,7 +185,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
 #: transformers dequantizes all weights of method fp8 on a CPU, and uses the skip list only on a GPU
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
-#: warnings that a loader does not survive, though the folder is right for the others, or for Octavo
+#: warnings that make one loader fail, although the folder is correct for the others or for Octavo
 _SURE = ("encrypted", "experts-apart", "of-sound", "autofp8")
 
 
@@ -226,7 +228,7 @@ def _accepted(loader: str, q: Quantization | None) -> Consequence:
             )
         return Consequence("ok", "with the package compressed-tensors installed; decompressed by default", True)
     if q.method == "fp8" and q.kind == "tensor":
-        return Consequence("ok", "AutoFP8's layout, one scale a tensor, from compute capability 8.9")
+        return Consequence("ok", "AutoFP8's layout, one scale per tensor, from compute capability 8.9")
     if q.method == "fp8":
         return Consequence("ok", "block kernels; on Blackwell scales are turned into powers of two while loading")
     return Consequence("ok", "compressed-tensors W8A8 FP8 from compute capability 8.9")

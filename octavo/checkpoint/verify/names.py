@@ -24,8 +24,8 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 def scale_of(name: str) -> str | None:
-    """Return the weight that scales on disk belong to by their name, "" for scales of a KV cache, which belong to none;
-    None if the name is not one of scales."""
+    """Return the name of the weight that a scale on disk belongs to, "" for scales of a KV cache, which have no weight,
+    or None if this is not the name of a scale."""
     if is_cache_scale(name):
         return ""
     for suffix in SCALES:
@@ -38,30 +38,30 @@ def check_names(headers: Headers, stock: StockModel, findings: Findings) -> dict
     """Return the tensors by the stock model's names on disk, without scales, and report differences."""
     known: dict[str, FileTensor] = {}
     present = headers.tensors
-    for name, held in present.items():
+    for name, tensor in present.items():
         if scale_of(name) is not None and name not in stock.shapes:
             continue
         # Layers and tied names are known as they are; other names may be aliases that the loader accepts.
         known_as = name if name in stock.linears or name in stock.tied_on_disk else stock.alias(name, present)
         if known_as is None:
             if not stock.is_ignored(name):
-                findings.fail("extra", held)
+                findings.fail("extra", tensor)
             continue
-        known[known_as] = held
-        _check_shape(known_as, held, stock, findings)
-        if held.dtype not in _FLOATS:
-            findings.fail("dtype", held)
-        elif held.dtype == "F8_E5M2":
-            findings.fail("e5m2", held)
+        known[known_as] = tensor
+        _check_shape(known_as, tensor, stock, findings)
+        if tensor.dtype not in _FLOATS:
+            findings.fail("dtype", tensor)
+        elif tensor.dtype == "F8_E5M2":
+            findings.fail("e5m2", tensor)
     _check_stacked_twice(known, stock, findings)
     for name, shape in stock.shapes.items():
         if name in known:
             continue
         singles = stock.stacked.get(name, ())
         separate = any(single in known for single in singles)
-        for one in [single for single in singles if single not in known] if separate else [name]:
-            wanted = list(stock.linears[one].shape if one in stock.linears else shape)
-            findings.fail("missing", tensor=one, wanted=wanted, folder=headers.folder)
+        for missing in [single for single in singles if single not in known] if separate else [name]:
+            wanted = list(stock.linears[missing].shape if missing in stock.linears else shape)
+            findings.fail("missing", tensor=missing, wanted=wanted, folder=headers.folder)
     return known
 
 
@@ -72,15 +72,15 @@ def _check_stacked_twice(known: Mapping[str, FileTensor], stock: StockModel, fin
             findings.fail("duplicate/stacked", known[name].file, name, other=known[double[0]], single=double[0])
 
 
-def _check_shape(name: str, held: FileTensor, stock: StockModel, findings: Findings) -> None:
+def _check_shape(name: str, tensor: FileTensor, stock: StockModel, findings: Findings) -> None:
     if name in stock.tied_on_disk:
         wanted = stock.shapes[stock.tied_on_disk[name]]
     else:
         wanted = stock.shapes.get(name) or (stock.linears[name].shape if name in stock.linears else ())
-    transposed = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
-    if held.shape != tuple(wanted) and not transposed:
-        hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
-        findings.fail("shape", held, wanted=list(wanted), hint=hint)
+    transposed = name in stock.stacked and tensor.shape == (*wanted[:-2], wanted[-1], wanted[-2])
+    if tensor.shape != tuple(wanted) and not transposed:
+        hint = " (it is transposed)" if tensor.shape == tuple(wanted)[::-1] else ""
+        findings.fail("shape", tensor, wanted=list(wanted), hint=hint)
 
 
 def check_fields(model: PreTrainedModel, findings: Findings) -> None:
@@ -91,28 +91,28 @@ def check_fields(model: PreTrainedModel, findings: Findings) -> None:
 
 def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, findings: Findings) -> None:
     """Compare quantization_config, dtype and architectures of config.json with the files."""
-    codes = [held for held in headers.tensors.values() if held.fp8]
+    codes = [tensor for tensor in headers.tensors.values() if tensor.fp8]
     if codes and block is None:
-        dangling = "scales" if any(scale_of(name) for name in headers.tensors) else "none"
-        findings.fail(f"quantization-lost/{dangling}", codes[0].file, codes[0].name, count=len(codes))
+        case = "scales" if any(scale_of(name) for name in headers.tensors) else "none"
+        findings.fail(f"quantization-lost/{case}", codes[0].file, codes[0].name, count=len(codes))
     if block is not None and not codes and headers.tensors:
         findings.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
         findings.fail("architectures", "config.json")
     if is_custom(raw.get("model_type")):
         findings.warn("own-family", "config.json", family=raw["model_type"])
-    _config_dtype(raw, headers, findings)
+    _check_config_dtype(raw, headers, findings)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
         findings.fail("config-dtype/float8", "config.json")
 
 
-def _config_dtype(raw: Mapping[str, Any], headers: Headers, findings: Findings) -> None:
+def _check_config_dtype(raw: Mapping[str, Any], headers: Headers, findings: Findings) -> None:
     text = raw.get("text_config") if isinstance(raw.get("text_config"), Mapping) else {}
     dtype = next((d[k] for d in (raw, text or {}) for k in ("dtype", "torch_dtype") if d.get(k)), None)
     sizes: Counter[str] = Counter()
-    for held in headers.tensors.values():
-        if held.dtype in _DTYPES and scale_of(held.name) is None:
-            sizes[held.dtype] += held.size
+    for tensor in headers.tensors.values():
+        if tensor.dtype in _DTYPES and scale_of(tensor.name) is None:
+            sizes[tensor.dtype] += tensor.size
     if not sizes:
         return
     most = _DTYPES[sizes.most_common(1)[0][0]]
@@ -126,15 +126,15 @@ def check_ties(
     headers: Headers, known: Mapping[str, FileTensor], stock: StockModel, quick: bool, findings: Findings
 ) -> None:
     """Report tied weights that are on disk twice: a warning if they have the same bytes, else a failure."""
-    for second, first in stock.tied_on_disk.items():
-        two, one = known.get(second), known.get(first)
-        if two is None or one is None:
+    for name, tied_to in stock.tied_on_disk.items():
+        second, first = known.get(name), known.get(tied_to)
+        if second is None or first is None:
             continue
-        same = two.dtype == one.dtype and two.shape == one.shape
-        if same and not quick:
-            pairs = zip(two.rows(), one.rows(), strict=True)
-            same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for (_, a), (_, b) in pairs)
-        if same:
-            findings.warn("tied-twice", two, one=one)
+        is_equal = second.dtype == first.dtype and second.shape == first.shape
+        if is_equal and not quick:
+            pairs = zip(second.rows(), first.rows(), strict=True)
+            is_equal = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for (_, a), (_, b) in pairs)
+        if is_equal:
+            findings.warn("tied-twice", second, first=first)
         else:
-            findings.fail("tied", two, one=one)
+            findings.fail("tied", second, first=first)

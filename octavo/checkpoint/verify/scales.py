@@ -23,7 +23,7 @@ _SCALE_DTYPES = ("F32", "BF16")
 
 @dataclass(frozen=True)
 class Pair:
-    """FP8 codes and their scales. block: (rows, columns) that share a scale, -1 for the whole side."""
+    """FP8 codes and their scales. `block` is the (rows, columns) that share a scale; -1 means the whole side."""
 
     weight: FileTensor
     scale: FileTensor
@@ -43,43 +43,43 @@ def pair_weights_and_scales(headers: Headers, q: Quantization | None, findings: 
     Without a quantization_config (`q` None) the layout is guessed from the scales, so that values can still be checked.
     """
     pairs = []
-    for held in headers.tensors.values():
-        if held.dtype != "F8_E4M3" or scale_of(held.name) is not None:
+    for tensor in headers.tensors.values():
+        if tensor.dtype != "F8_E4M3" or scale_of(tensor.name) is not None:
             continue
-        if (scale := _scales_of(held, headers, q, findings)) and (block := _find_block(held, scale, q, findings)):
-            pairs.append(Pair(held, scale, block))
+        if (scale := _scales_of(tensor, headers, q, findings)) and (block := _find_block(tensor, scale, q, findings)):
+            pairs.append(Pair(tensor, scale, block))
     _check_dangling(headers, q, findings)
     return pairs
 
 
-def _scales_of(held: FileTensor, headers: Headers, q: Quantization | None, findings: Findings) -> FileTensor | None:
-    by_suffix = {suffix: headers.tensors.get(held.name + suffix) for suffix in _OTHER}
+def _scales_of(tensor: FileTensor, headers: Headers, q: Quantization | None, findings: Findings) -> FileTensor | None:
+    by_suffix = {suffix: headers.tensors.get(tensor.name + suffix) for suffix in _OTHER}
     if q is None:
         return by_suffix["_scale_inv"] or by_suffix["_scale"]
     right, wrong = q.scale_suffix, _OTHER[q.scale_suffix]
     scale, stray = by_suffix[right], by_suffix[wrong]
     if scale is None and stray is not None:
         findings.fail(
-            "scale-name", stray, weight=held, q=q, right=held.name + right, wrong=wrong, method=_METHOD[wrong]
+            "scale-name", stray, weight=tensor, q=q, right=tensor.name + right, wrong=wrong, method=_METHOD[wrong]
         )
         return stray
     if scale is None:
-        findings.fail("scale-missing", held, right=held.name + right)
+        findings.fail("scale-missing", tensor, right=tensor.name + right)
         return None
     if stray is not None:
-        findings.fail("scale-both", stray, weight=held, scale=scale, q=q)
+        findings.fail("scale-both", stray, weight=tensor, scale=scale, q=q)
     return scale
 
 
 def _find_block(
-    held: FileTensor, scale: FileTensor, q: Quantization | None, findings: Findings
+    tensor: FileTensor, scale: FileTensor, q: Quantization | None, findings: Findings
 ) -> tuple[int, int] | None:
     """Return the block of the config if the scales fit it, else one that fits the scales; None if none does."""
     _check_scale_dtype(scale, q, findings)
-    if len(held.shape) < 2:
-        findings.fail("fp8-elsewhere/vector", held, dimensions=len(held.shape))
+    if len(tensor.shape) < 2:
+        findings.fail("fp8-elsewhere/vector", tensor, dimensions=len(tensor.shape))
         return None
-    lead, (n, k) = held.shape[:-2], held.shape[-2:]
+    lead, (n, k) = tensor.shape[:-2], tensor.shape[-2:]
     shape = scale.shape
     if q is None:
         return _guess_block(n, k, shape[len(lead) :])
@@ -88,15 +88,15 @@ def _find_block(
         return q.spec.block
     guessed = _guess_block(n, k, shape[len(lead) :])
     what = "x".join(str(side) for side in q.block) if q.block else q.kind
-    of, grid = list(held.shape), list(wanted)
+    of, grid = list(tensor.shape), list(wanted)
     if shape == (*lead, *wanted[:-3:-1]):
-        findings.fail("scale-transposed", scale, weight=held, of=of, what=what, wanted=grid)
+        findings.fail("scale-transposed", scale, weight=tensor, of=of, what=what, wanted=grid)
         return None
-    findings.fail("scale-grid", scale, weight=held, of=of, what=what, wanted=grid, fits=_as_if(guessed))
+    findings.fail("scale-grid", scale, weight=tensor, of=of, what=what, wanted=grid, fits=_describe_fit(guessed))
     return guessed
 
 
-def _as_if(block: tuple[int, int] | None) -> str:
+def _describe_fit(block: tuple[int, int] | None) -> str:
     if block is None:
         return ""
     named = {(1, -1): "one per row (strategy channel)", (-1, -1): "one per tensor"}
@@ -104,7 +104,7 @@ def _as_if(block: tuple[int, int] | None) -> str:
 
 
 def _guess_block(n: int, k: int, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Return the block that a grid of scales implies, trying the usual ones first; None if no block fits."""
+    """Return the block that a grid of scales implies, trying common ones first; None if no block fits."""
     if tuple(shape) in {(), (1,)}:
         return (-1, -1)
     if len(shape) == 1 and shape[0] == n:
@@ -123,33 +123,33 @@ def _check_scale_dtype(scale: FileTensor, q: Quantization | None, findings: Find
     powers = q is not None and q.scale_format == "ue8m0"
     if scale.dtype in _SCALE_DTYPES or (scale.dtype == "F8_E8M0" and powers):
         return
-    case = {"F8_E8M0": "/unsaid", "F16": "/half"}.get(scale.dtype, "")
+    case = {"F8_E8M0": "/no-scale-fmt", "F16": "/half"}.get(scale.dtype, "")
     findings.fail(f"scale-dtype{case}", scale)
 
 
 def _check_dangling(headers: Headers, q: Quantization | None, findings: Findings) -> None:
     static = q is not None and q.activations == "static"
-    for name, held in headers.tensors.items():
+    for name, tensor in headers.tensors.items():
         weight = scale_of(name)
         if weight is None:
             wanted = f"{name.removesuffix('.weight')}.input_scale"
-            if static and held.fp8 and wanted not in headers.tensors:
-                findings.fail("scale-missing/input", held, wanted=wanted)
+            if static and tensor.fp8 and wanted not in headers.tensors:
+                findings.fail("scale-missing/input", tensor, wanted=wanted)
         elif not weight:
             continue  # scales of a KV cache: see `cache_scales`
         elif name.endswith(".input_scale"):
             if q is not None and not static:
-                findings.fail("scale-dangling/input", held, q=q)
+                findings.fail("scale-dangling/input", tensor, q=q)
         elif (scaled := headers.tensors.get(weight)) is None or not scaled.fp8:
             case = "/value" if scaled is not None else ""
-            findings.fail(f"scale-dangling{case}", held, weight=weight, scaled=scaled)
+            findings.fail(f"scale-dangling{case}", tensor, weight=weight, scaled=scaled)
 
 
 def check_fp8_places(known: Mapping[str, FileTensor], stock: StockModel, findings: Findings) -> None:
     """Report FP8 where no loader dequantizes (embeddings, norms, routers), and in lm_head, which servers do not
     quantize."""
-    for name, held in known.items():
-        if not held.fp8:
+    for name, tensor in known.items():
+        if not tensor.fp8:
             continue
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf == "gate" or "router" in leaf:
@@ -162,7 +162,7 @@ def check_fp8_places(known: Mapping[str, FileTensor], stock: StockModel, finding
             kind = "head"
         else:
             continue
-        findings.fail(kind, held, single=next(iter(stock.stacked.get(name, ())), ""))
+        findings.fail(kind, tensor, single=next(iter(stock.stacked.get(name, ())), ""))
 
 
 def check_audio_fp8(known: Mapping[str, FileTensor], stock: StockModel, findings: Findings) -> None:
@@ -172,9 +172,9 @@ def check_audio_fp8(known: Mapping[str, FileTensor], stock: StockModel, findings
     family = describe(stock.model)
     parts = {name: family.component_of(layer.module) for name, layer in stock.linears.items()}
     for component in ("audio_encoder", "audio_projector"):
-        held = next((held for name, held in known.items() if held.fp8 and parts.get(name) == component), None)
-        if held is not None:
-            findings.warn("of-sound", held, component=component)
+        tensor = next((tensor for name, tensor in known.items() if tensor.fp8 and parts.get(name) == component), None)
+        if tensor is not None:
+            findings.warn("of-sound", tensor, component=component)
 
 
 def check_blocks(
@@ -187,22 +187,22 @@ def check_blocks(
         return
     r, c = q.block
     inner = {layer.disk for group in stock.fused_groups for layer in (group if group[0].expert else group[:-1])}
-    for name, held in known.items():
+    for name, tensor in known.items():
         layer = stock.linears.get(name)
-        if not held.fp8 or layer is None:
+        if not tensor.fp8 or layer is None:
             continue
-        n, k = held.shape[-2:]
+        n, k = tensor.shape[-2:]
         if k % c:
-            findings.fail("block-k", held, k=k, c=c)
+            findings.fail("block-k", tensor, k=k, c=c)
         if n % r and layer.disk in inner:
-            findings.fail("block-n", held, n=n, r=r)
+            findings.fail("block-n", tensor, n=n, r=r)
         elif n % r and n > r:
-            findings.warn("block-ragged", held, n=n, r=r, rows=n // -(-n // r))
+            findings.warn("block-ragged", tensor, n=n, r=r, rows=n // -(-n // r))
 
 
 def _check_one_kind(group: tuple[Linear, ...], known: Mapping[str, FileTensor], findings: Findings) -> None:
-    held = [known.get(f"{layer.disk}.weight") for layer in group]
-    weights = [h for h in held if h is not None]
+    tensor = [known.get(f"{layer.disk}.weight") for layer in group]
+    weights = [h for h in tensor if h is not None]
     codes = [h for h in weights if h.fp8]
     if codes and len(codes) < len(weights):
         other = next(h for h in weights if not h.fp8)

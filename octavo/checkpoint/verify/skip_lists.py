@@ -27,29 +27,24 @@ _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
 def layer_names(layer: Linear) -> tuple[str, ...]:
     """Return the names that a server may use for a layer: in the model, on disk, and for towers without `model.`."""
-    both = dict.fromkeys((layer.disk if layer.expert else layer.module, layer.disk))
-    bare = [name.removeprefix("model.") for name in both]
-    return (*both, *(name for name in bare if name.startswith(_TOWERS) and name not in both))
+    names = dict.fromkeys((layer.disk if layer.expert else layer.module, layer.disk))
+    without_prefix = [name.removeprefix("model.") for name in names]
+    return (*names, *(name for name in without_prefix if name.startswith(_TOWERS) and name not in names))
 
 
 def is_skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ...]) -> bool:
-    """Return whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for
-    transformers."""
+    """Return True if a loader leaves a layer in high precision. `moved` is the skip list in the names of the model,
+    which transformers uses."""
     if q.method == "compressed-tensors":
-        names = (
-            layer_names(layer)
-            if loader != "transformers"
-            else (layer.disk if layer.expert else layer.module, layer.disk)
-        )
-        chosen = any(matches_target(name, q.targets, layer.types) for name in names)
-        return not chosen or any(matches_target(name, q.skipped, layer.types) for name in names)
+        module_and_disk = (layer.disk if layer.expert else layer.module, layer.disk)
+        names = module_and_disk if loader == "transformers" else layer_names(layer)
+        is_target = any(matches_target(name, q.targets, layer.types) for name in names)
+        return not is_target or any(matches_target(name, q.skipped, layer.types) for name in names)
     if loader == "transformers":
         return matches_pattern(layer.module, moved)
-    names = (
-        (*layer_names(layer), layer.disk.rpartition(".experts.")[0] + ".experts")
-        if layer.expert
-        else layer_names(layer)
-    )
+    names = layer_names(layer)
+    if layer.expert:
+        names = (*names, layer.disk.rpartition(".experts.")[0] + ".experts")
     rule = matches_exactly if loader == "vLLM" else matches_parts
     return any(rule(name, q.skipped) for name in names)
 
@@ -59,39 +54,40 @@ def check_skips(
 ) -> None:
     """Check each layer by each loader's rule, and report entries of the list that match nothing.
 
-    listed   whether config.json has a skip list
+    Args:
+        listed: True if config.json has a skip list.
     """
     key = "modules_to_not_convert" if q.method == "fp8" else "ignore"
     moved = tuple(stock.to_module_prefix(name) for name in q.skipped)
     head = stock.head and stock.head.removesuffix(".weight")
     done: set[str] = set()
     for name, layer in _layers(known, stock):
-        held = known.get(name)
-        codes = held is not None and held.fp8
-        if held is None and layer.disk != head:
+        tensor = known.get(name)
+        codes = tensor is not None and tensor.fp8
+        if tensor is None and layer.disk != head:
             continue  # missing, which `check_names` reports; only the head can be tied
         if layer.disk == head and q.method == "fp8" and not listed:
-            continue  # transformers keeps the head by itself where no list is given; servers always do
+            continue  # without a list, transformers leaves the head unquantized; servers always do
         wrong = [loader for loader in LOADERS if is_skipped_by(loader, layer, q, moved) == codes]
         if layer.disk == head and not codes:  # servers never quantize it, listed or not
             wrong = [loader for loader in wrong if loader == "transformers"]
         if not wrong or layer.disk in done:
             continue
         done.add(layer.disk)
-        file = held.file if held is not None else "config.json"
-        about = {"who": _join_names(wrong), "s": "s" * (len(wrong) == 1), "key": key}
+        file = tensor.file if tensor is not None else "config.json"
+        fields = {"who": _join_names(wrong), "s": "s" * (len(wrong) == 1), "key": key}
         if codes:
-            findings.fail("skip-covers-fp8", file, name, **about, culprit=_matching_entry(layer, q))
+            findings.fail("skip-covers-fp8", file, name, **fields, culprit=_matching_entry(layer, q))
         else:
-            findings.fail("skip-missing", file, name, **about, dtype=held.dtype if held else "tied", layer=layer)
+            findings.fail("skip-missing", file, name, **fields, dtype=tensor.dtype if tensor else "tied", layer=layer)
     _check_entries(stock, q, key, findings)
 
 
 def _layers(known: Mapping[str, FileTensor], stock: StockModel) -> Iterable[tuple[str, Linear]]:
-    """Yield the layers of the model: experts one by one if they are stored so, else the stack as one layer."""
-    single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
+    """Yield the layers of the model: separate experts if they are stored separately, else each stack as one layer."""
+    stacked = {single for name, singles in stock.stacked.items() if name in known for single in singles}
     for name, layer in stock.linears.items():
-        if name not in single:
+        if name not in stacked:
             yield name, layer
     seen: set[str] = set()
     for name in stock.stacked:

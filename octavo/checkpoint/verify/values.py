@@ -45,9 +45,11 @@ _MANY = 16  # distinct magnitudes below which a weight may lie on the grid by co
 class _ScaleStats:
     """Medians over the non-zero blocks of an FP8 weight.
 
-    code     largest code; peak: the same times the scale
-    inverse  peak if the scale were its reciprocal; root: if it were its square root
-    ones     whether all scales are 1
+    code     largest code
+    peak     largest code times the scale
+    inverse  peak if the scale were its reciprocal
+    root     peak if the scale were its square root
+    ones     True if all scales are 1
     """
 
     pair: Pair
@@ -66,22 +68,22 @@ def scan(
     progress: Progress | None,
 ) -> None:
     """Check every value. Without `stock` the model is unknown, and checks that need a weight's role are skipped."""
-    total = sum(held.size for held in known.values())
+    total = sum(tensor.size for tensor in known.values())
     done = 0
     by_name = {pair.weight.name: pair for pair in pairs}
     scanned: list[_ScaleStats] = []
-    for name, held in known.items():
+    for name, tensor in known.items():
         if progress is not None:
-            progress(done, total, held.name)
-        if held.dtype == "F8_E4M3":
-            if seen := _scan_codes(held, by_name.get(held.name), findings):
-                scanned.append(seen)
-        elif held.dtype in ("F32", "BF16", "F16", "F64"):
-            _scan_values(held, stock is not None and name in {**stock.linears, **stock.stacked}, findings)
-        done += held.size
+            progress(done, total, tensor.name)
+        if tensor.dtype == "F8_E4M3":
+            if stats := _scan_codes(tensor, by_name.get(tensor.name), findings):
+                scanned.append(stats)
+        elif tensor.dtype in ("F32", "BF16", "F16", "F64"):
+            _scan_values(tensor, stock is not None and name in {**stock.linears, **stock.stacked}, findings)
+        done += tensor.size
     if progress is not None:
         progress(total, total, "")
-    _judge_peaks(scanned, findings)
+    _check_peaks(scanned, findings)
     if stock is not None:
         _check_shared_scales(by_name, known, stock, findings)
 
@@ -94,33 +96,33 @@ def scales_fp32(scale: FileTensor) -> Tensor:
 
 def scan_inputs(headers: Headers, findings: Findings) -> None:
     """Check static scales of activations. They are independent of the values of the weights."""
-    for name, held in headers.tensors.items():
-        if not name.endswith(".input_scale") or held.dtype not in ("F32", "BF16", "F16"):
+    for name, tensor in headers.tensors.items():
+        if not name.endswith(".input_scale") or tensor.dtype not in ("F32", "BF16", "F16"):
             continue
-        values = held.read().float()
+        values = tensor.read().float()
         if not bool(values.isfinite().all()):
-            findings.fail("scale-nan", held, text="is NaN or infinite: calibrate it again.")
+            findings.fail("scale-nan", tensor, text="is NaN or infinite: calibrate it again.")
         elif not bool((values > 0).all()):
             kind = "negative" if bool((values < 0).any()) else "zero"
-            findings.fail(
-                f"scale-{kind}", held, text=f"is {kind}: a scale of activations is positive; calibrate it again."
-            )
+            text = f"is {kind}, but a scale of activations must be positive; calibrate it again."
+            findings.fail(f"scale-{kind}", tensor, text=text)
 
 
-def split_experts(held: FileTensor) -> list[FileTensor]:
+def split_experts(tensor: FileTensor) -> list[FileTensor]:
     """Return the matrices of a weight: itself, or each expert of a stack."""
-    if len(held.shape) < 3:
-        return [held]
-    count, size = held.shape[0], held.size // max(1, held.shape[0])
+    if len(tensor.shape) < 3:
+        return [tensor]
+    count, size = tensor.shape[0], tensor.size // max(1, tensor.shape[0])
     return [
-        FileTensor(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size) for i in range(count)
+        FileTensor(tensor.name, tensor.path, tensor.dtype, tensor.shape[1:], tensor.start + i * size, size)
+        for i in range(count)
     ]
 
 
-def _scan_codes(held: FileTensor, pair: Pair | None, findings: Findings) -> _ScaleStats | None:
+def _scan_codes(tensor: FileTensor, pair: Pair | None, findings: Findings) -> _ScaleStats | None:
     peaks, nans = [], 0
     block = (1, -1) if pair is None else pair.block
-    for matrix in split_experts(held):
+    for matrix in split_experts(tensor):
         step = block[0] if block[0] > 0 else 1
         rows = []
         for _, piece in matrix.rows(step):
@@ -132,24 +134,24 @@ def _scan_codes(held: FileTensor, pair: Pair | None, findings: Findings) -> _Sca
             grid = torch.cat(rows)
             peaks.append(grid.amax(0, keepdim=True) if block[0] == -1 else grid)
     if nans:
-        findings.fail("nan-codes", held, nans=nans)
+        findings.fail("nan-codes", tensor, nans=nans)
     if pair is None or not peaks:
         return None
-    codes = torch.stack(peaks) if len(held.shape) > 2 else peaks[0]
+    codes = torch.stack(peaks) if len(tensor.shape) > 2 else peaks[0]
     scale = scales_fp32(pair.scale)
     if scale.numel() != codes.numel():
         return None  # another grid, which `scales` reports
     scale = scale.reshape(codes.shape)
-    bad = _check_scale_values(pair, scale, codes, findings)
-    alive = (codes > 0) & (scale > 0) & scale.isfinite()
+    has_bad_scales = _check_scale_values(pair, scale, codes, findings)
+    usable = (codes > 0) & (scale > 0) & scale.isfinite()
     zero = int((codes == 0).sum())
-    if zero and not bad:
+    if zero and not has_bad_scales:
         where = torch.nonzero(codes == 0)[0].tolist()
-        findings.warn("zero-block", held, zero=zero, blocks=codes.numel(), where=where)
-    if not bool(alive.any()):
+        findings.warn("zero-block", tensor, zero=zero, blocks=codes.numel(), where=where)
+    if not bool(usable.any()):
         return None
-    value = decode(codes[alive].view(E4M3.dtype))
-    s = scale[alive]
+    value = decode(codes[usable].view(E4M3.dtype))
+    s = scale[usable]
     code, peak, inverse, root = (float(x.median()) for x in (value, value * s, value / s, value * s.sqrt()))
     return _ScaleStats(pair, code, peak, inverse, root, bool((s == 1).all()))
 
@@ -168,25 +170,26 @@ def _amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _check_scale_values(pair: Pair, scale: Tensor, codes: Tensor, findings: Findings) -> bool:
-    wrong = False
+    """Report scales that are not finite and positive. Returns True if there are any."""
+    has_bad_scales = False
     for kind, mask, what in (
         ("scale-nan", ~scale.isfinite(), "NaN or infinite"),
         ("scale-zero", scale == 0, "zero"),
         ("scale-negative", scale < 0, "negative"),
     ):
         if count := int(mask.sum()):
-            wrong = True
+            has_bad_scales = True
             where = torch.nonzero(mask)[0].tolist()
             zeros = int((mask & (codes == 0)).sum())
             note = f" ({zeros} of them over codes that are all zero, which become NaN when requantized)"
-            text = f"holds {count} scales that are {what}, the first at {where}{note if zeros else ''}; a scale is "
-            findings.fail(kind, pair.scale, text=f"{text}positive, 1 for a block of zeros: export again.")
-    return wrong
+            text = f"has {count} scales that are {what}, the first at {where}{note if zeros else ''}; a scale must be "
+            findings.fail(kind, pair.scale, text=f"{text}positive, and 1 for a block of zeros: export again.")
+    return has_bad_scales
 
 
-def _scan_values(held: FileTensor, linear: bool, findings: Findings) -> None:
-    bad, peak, on_grid, distinct = 0, 0.0, linear and held.dtype != "F64", 0
-    for _, piece in held.rows():
+def _scan_values(tensor: FileTensor, linear: bool, findings: Findings) -> None:
+    bad, peak, on_grid, distinct = 0, 0.0, linear and tensor.dtype != "F64", 0
+    for _, piece in tensor.rows():
         finite = piece.isfinite()
         if not bool(finite.all()):
             bad += int((~finite).sum())
@@ -199,18 +202,18 @@ def _scan_values(held: FileTensor, linear: bool, findings: Findings) -> None:
         if on_grid:
             on_grid = bool((piece.to(E4M3.dtype).to(piece.dtype) == piece).all())
     if bad:
-        findings.fail("nan-values", held, bad=bad)
-    if not linear or not held.size:
+        findings.fail("nan-values", tensor, bad=bad)
+    if not linear or not tensor.size:
         return
     if peak == 0:
-        findings.warn("zero-weight", held)
+        findings.warn("zero-weight", tensor)
     elif on_grid and peak >= _CODES and peak <= E4M3.max:
-        findings.fail("codes-as-values", held, peak=peak)
+        findings.fail("codes-as-values", tensor, peak=peak)
     elif on_grid and distinct >= _MANY:
-        findings.warn("cast-through-fp8", held, peak=peak)
+        findings.warn("cast-through-fp8", tensor, peak=peak)
 
 
-def _judge_peaks(scanned: Sequence[_ScaleStats], findings: Findings) -> None:
+def _check_peaks(scanned: Sequence[_ScaleStats], findings: Findings) -> None:
     peaks = sorted(s.peak for s in scanned)
     for seen in scanned:
         weight, scale = seen.pair.weight, seen.pair.scale
@@ -235,17 +238,17 @@ def _check_shared_scales(
 ) -> None:
     """Warn about per-tensor scales that layers of a fused GEMM do not share: servers quantize them again."""
     for group in stock.fused_groups:
-        held = [known.get(f"{layer.disk}.weight") for layer in group]
-        mine = [pairs[h.name] for h in held if h is not None and h.name in pairs]
-        if len(mine) < 2 or any(pair.block != (-1, -1) for pair in mine):
+        tensor = [known.get(f"{layer.disk}.weight") for layer in group]
+        fused = [pairs[h.name] for h in tensor if h is not None and h.name in pairs]
+        if len(fused) < 2 or any(pair.block != (-1, -1) for pair in fused):
             continue
-        scales = [float(scales_fp32(pair.scale).flatten()[0]) for pair in mine]
+        scales = [float(scales_fp32(pair.scale).flatten()[0]) for pair in fused]
         if len(set(scales)) > 1:
             leaves = [layer.disk.rpartition(".")[2] for layer in group]
             names = ", ".join(f"{leaf} {scale:.4g}" for leaf, scale in zip(leaves, scales, strict=True))
-            findings.warn("scale-unshared", mine[0].scale, names=names)
+            findings.warn("scale-unshared", fused[0].scale, names=names)
 
 
 def weights_by_name(headers: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Return all weights by their own names, for a scan without a model."""
-    return {name: held for name, held in headers.items() if scale_of(name) is None}
+    """Return all weights by their names on disk, for a scan without a model."""
+    return {name: tensor for name, tensor in headers.items() if scale_of(name) is None}

@@ -1,10 +1,10 @@
 """`octavo verify`: checks a model folder and predicts what transformers, vLLM and SGLang do with it.
 
-    verified = checkpoint.verify("model-fp8", against="model")
-    verified.ok                 whether there are no failures
-    verified.findings           one sentence each: file, tensor, fix
-    verified.verdicts           one per loader: ok, warns, refuses, loads garbage
-    verified.compared           with `against`: the error of every tensor, worst first
+    result = checkpoint.verify("model-fp8", against="model")
+    result.ok                 True if there are no failures
+    result.findings           one sentence each: file, tensor, fix
+    result.verdicts           one per loader: ok, warns, refuses, loads garbage
+    result.compared           with `against`: the error of every tensor, worst first
 
 The order of the checks: headers (`headers`), names and shapes against the stock model (`names`), the layout of scales
 (`scales`), skip lists (`skip_lists`), values (`values`), the reference (`compare_source`), and the consequences for
@@ -58,23 +58,23 @@ def verify(
     """Check a Hugging Face folder, plain or FP8, or a PEFT adapter folder.
 
     Args:
-        against: the folder that this one was made from, plain or FP8; every tensor is compared with it. For an adapter
-            its base, in which its layers are looked up.
+        against: the folder that this one was made from, plain or FP8; every tensor is compared with it. For an adapter:
+            its base model, in which its layers are looked up.
         quick: read only headers and config.json, no values; excludes `against` for models.
         progress: called with bytes done, total bytes and the name of the tensor.
 
     Raises CheckpointError if there is nothing to check: no folder, or neither config.json nor weights in it.
     """
     folder = Path(directory)
-    other = None if against is None else Path(against)
-    for place in (folder, other):
-        if place is not None and not place.is_dir():
-            raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
-        if place is not None:
-            require_one_folder(place, "octavo verify")
+    reference = None if against is None else Path(against)
+    for path in (folder, reference):
+        if path is not None and not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
+        if path is not None:
+            require_one_folder(path, "octavo verify")
     if is_adapter(folder):
-        return _verify_adapter(folder, other, quick, progress)
-    if quick and other is not None:
+        return _verify_adapter(folder, reference, quick, progress)
+    if quick and reference is not None:
         raise CheckpointError("quick reads no values, and a comparison with a reference needs them; leave one out.")
     findings = Findings()
     inspected = _inspect(folder, findings, quick=quick)
@@ -83,13 +83,13 @@ def verify(
             findings.fail("adapter-beside", "adapter_config.json")
         check_companions(folder, inspected.raw, inspected.stock, findings)
     if not inspected.headers.files and not inspected.raw and not findings.items:
-        raise CheckpointError(f"{folder} holds neither config.json nor safetensors: there is nothing to verify.")
+        raise CheckpointError(f"{folder} contains neither config.json nor safetensors: there is nothing to verify.")
     if not quick:
         # Without a model, tensors are scanned under their names on disk, because their roles are unknown.
         known = weights_by_name(inspected.headers.tensors) if inspected.stock is None else inspected.known
         scan(known, inspected.pairs, inspected.stock, findings, progress)
         scan_inputs(inspected.headers, findings)
-    compared = [] if other is None else _compare_with_reference(inspected, other, findings, progress)
+    compared = [] if reference is None else _compare_with_reference(inspected, reference, findings, progress)
     if inspected.stock is not None:
         check_ties(inspected.headers, inspected.known, inspected.stock, quick, findings)
     check_checksums(folder, quick, findings)
@@ -97,7 +97,7 @@ def verify(
     headers, ordered = inspected.headers, findings.ordered()
     return VerifyResult(
         folder, _describe_form(inspected), len(headers.tensors), headers.size, inspected.fp8, not quick, ordered,
-        verdicts(ordered, inspected.q), tuple(compared), other, unread,
+        verdicts(ordered, inspected.q), tuple(compared), reference, unread,
     )  # fmt: skip
 
 
@@ -115,13 +115,14 @@ class _Inspection:
 
     @property
     def fp8(self) -> int:
-        return sum(held.fp8 and scale_of(name) is None for name, held in self.headers.tensors.items())
+        return sum(tensor.fp8 and scale_of(name) is None for name, tensor in self.headers.tensors.items())
 
 
 def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, quick: bool = True) -> _Inspection:
     """Run all checks that need no values. Only the scales of a KV cache are read, unless `quick`.
 
-    stock   the model, if it is already known
+    Args:
+        stock: the model, or None to build it from config.json.
     """
     raw: Mapping[str, Any] = {}
     with findings.collect_errors("config.json"):
@@ -140,11 +141,10 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
         except ModelError as error:
             inspected.q = _parse_autofp8(block, headers, findings)
             unread = inspected.q is None
-            bare = (
-                isinstance(block, Mapping) and block.get("quant_method") == "fp8" and not block.get("weight_block_size")
-            )
+            is_fp8 = isinstance(block, Mapping) and block.get("quant_method") == "fp8"
+            per_tensor = is_fp8 and not block.get("weight_block_size")
             if unread:
-                findings.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
+                findings.fail("fp8-tensor" if per_tensor else "quantization", "config.json", text=str(error))
     if stock is None and raw:
         with findings.collect_errors("config.json"):
             stock = StockModel(empty(stock_config(folder)))
@@ -154,13 +154,13 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
     if stock is not None:
         check_fields(stock.model, findings)
     inspected.cache = check_cache(headers, block if isinstance(block, Mapping) else None, quick, findings)
-    whole = not any(f.kind in _FILE_FINDINGS for f in findings)
-    seen = Findings()
-    inspected.pairs = pair_weights_and_scales(headers, None if unread else inspected.q, seen)
+    files_are_complete = not any(f.kind in _FILE_FINDINGS for f in findings)
+    tensor_findings = Findings()
+    inspected.pairs = pair_weights_and_scales(headers, None if unread else inspected.q, tensor_findings)
     if stock is not None and headers.tensors:
-        inspected.known = check_names(headers, stock, seen)
+        inspected.known = check_names(headers, stock, tensor_findings)
     # The contents of a damaged file are not reported as missing as well.
-    findings.items += [f for f in seen if whole or f.kind not in _FOLLOW_UP_FINDINGS]
+    findings.items += [f for f in tensor_findings if files_are_complete or f.kind not in _FOLLOW_UP_FINDINGS]
     if stock is not None and headers.tensors:
         check_fp8_places(inspected.known, stock, findings)
         check_audio_fp8(inspected.known, stock, findings)
@@ -173,7 +173,7 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
 
 def _parse_autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> Quantization | None:
     """Return the quantization of AutoFP8's layout, which Octavo can judge but not load; None for other layouts."""
-    codes = [name for name, held in headers.tensors.items() if held.fp8]
+    codes = [name for name, tensor in headers.tensors.items() if tensor.fp8]
     if not any(f"{name}_scale" in headers.tensors for name in codes):
         return None  # transformers writes the same block over scales of another name
     with findings.collect_errors("config.json", "quantization"):
@@ -204,25 +204,21 @@ def _warn_separate_experts(inspected: _Inspection, findings: Findings) -> None:
 
 
 def _compare_with_reference(
-    inspected: _Inspection, other: Path, findings: Findings, progress: Progress | None
+    inspected: _Inspection, folder: Path, findings: Findings, progress: Progress | None
 ) -> list[TensorComparison]:
     if inspected.stock is None:
         raise CheckpointError(
             f"{inspected.headers.folder} cannot be compared: its config.json describes no model; leave out --against."
         )
-    aside = Findings()
-    reference = _inspect(other, aside, inspected.stock)
-    broken = [
-        f
-        for f in aside
-        if f.status == FAIL and f.kind in (*_FILE_FINDINGS, "config", "quantization", "quantization-lost")
-    ]
-    if broken:
-        raise CheckpointError(f"the reference {other} cannot be used: {broken[0].text}")
-    compared_sources, reference_sources = (
-        collect_sources(one.known, one.pairs, inspected.stock) for one in (inspected, reference)
-    )
-    compared = compare(compared_sources, reference_sources, findings, progress)
+    reference_findings = Findings()
+    reference = _inspect(folder, reference_findings, inspected.stock)
+    fatal_kinds = (*_FILE_FINDINGS, "config", "quantization", "quantization-lost")
+    fatal = [finding for finding in reference_findings if finding.status == FAIL and finding.kind in fatal_kinds]
+    if fatal:
+        raise CheckpointError(f"the reference {folder} cannot be used: {fatal[0].text}")
+    sources = collect_sources(inspected.known, inspected.pairs, inspected.stock)
+    reference_sources = collect_sources(reference.known, reference.pairs, inspected.stock)
+    compared = compare(sources, reference_sources, findings, progress)
     extra = compare_unplaced(_unplaced_tensors(inspected), _unplaced_tensors(reference), inspected.stock, findings)
     _check_untied(inspected, reference, findings)
     return [*compared, *extra]
@@ -230,20 +226,20 @@ def _compare_with_reference(
 
 def _unplaced_tensors(inspected: _Inspection) -> dict[str, FileTensor]:
     """Return the tensors that the model has no place for, without scales."""
-    placed = {held.name for held in inspected.known.values()}
+    placed = {tensor.name for tensor in inspected.known.values()}
     tensors = inspected.headers.tensors.items()
-    return {name: held for name, held in tensors if name not in placed and scale_of(name) is None}
+    return {name: tensor for name, tensor in tensors if name not in placed and scale_of(name) is None}
 
 
 def _check_untied(inspected: _Inspection, reference: _Inspection, findings: Findings) -> None:
     """Report tensors of the reference that this folder leaves out because they are tied, but that differ there."""
     assert inspected.stock is not None
-    aside = Findings()
-    check_ties(reference.headers, reference.known, inspected.stock, False, aside)
-    for finding in aside:
+    tie_findings = Findings()
+    check_ties(reference.headers, reference.known, inspected.stock, False, tie_findings)
+    for finding in tie_findings:
         if finding.kind == "tied" and finding.tensor not in inspected.headers.tensors:
-            tensor = reference.headers.tensors[finding.tensor]
-            findings.fail("against-names/untied", tensor=finding.tensor, reference=tensor)
+            reference_tensor = reference.headers.tensors[finding.tensor]
+            findings.fail("against-names/untied", tensor=finding.tensor, reference=reference_tensor)
 
 
 def _describe_form(inspected: _Inspection) -> str:
@@ -256,8 +252,8 @@ def _describe_weights(inspected: _Inspection) -> str:
     if inspected.fp8:
         return "FP8 without quantization_config"
     sizes: Counter[str] = Counter()
-    for held in inspected.headers.tensors.values():
-        sizes[held.dtype] += held.size
+    for tensor in inspected.headers.tensors.values():
+        sizes[tensor.dtype] += tensor.size
     return f"plain {sizes.most_common(1)[0][0]}" if sizes else "no weights"
 
 
@@ -267,7 +263,9 @@ def _verify_adapter(folder: Path, base: Path | None, quick: bool, progress: Prog
     check_companion_files(folder, findings)
     if not quick:
         scan(headers.tensors, [], None, findings, progress)
-        zero = {name: all(not bool(piece.any()) for _, piece in held.rows()) for name, held in headers.tensors.items()}
+        zero = {
+            name: all(not bool(piece.any()) for _, piece in tensor.rows()) for name, tensor in headers.tensors.items()
+        }
         check_factors(headers, zero, findings)
     unread = check_files(folder, findings)
     return VerifyResult(

@@ -464,12 +464,12 @@ def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple
 def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     """Return the codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they match,
     otherwise from a cast."""
-    attached: Any = getattr(x, _CODES_ATTRIBUTE, None)
-    matches = attached is not None and attached[0] == x_MK.dtype and attached[1] == row and col in ("", attached[2])
-    if matches and attached[4] == graph_number():
-        torch.ops.octavo.unwritten(x.detach())
-        codes: tuple[Tensor, ...] = attached[3]
-        return codes
+    attached: tuple[torch.dtype, str, str, tuple[Tensor, ...], str] | None = getattr(x, _CODES_ATTRIBUTE, None)
+    if attached is not None:
+        dtype, attached_row, attached_col, codes, graph = attached
+        if dtype == x_MK.dtype and attached_row == row and col in ("", attached_col) and graph == graph_number():
+            torch.ops.octavo.unwritten(x.detach())
+            return codes
     return torch.ops.octavo.cast(x_MK.detach(), row, col)
 
 

@@ -9,7 +9,8 @@ sequence, in order, with a running maximum m and sum l (Milakov and Gimelshein 2
                      l = a l + sum p        o = a o + p v       m = m'
     out = o / l                             lse = m + log l
 
-A tile of which a query sees nothing changes none of its bits (p = 0, a = 1), so longer neighbours do not matter. The
+A tile in which a query sees no key changes none of its bits (p = 0, a = 1), so the length of other sequences does not
+matter. The
 products have a fixed number of columns, and rows padded as in :mod:`octavo.fp8.invariance.products`, so that the number
 of rows does not matter. The queries of the heads that share a head of k and v are rows of one product, and k and v are
 not repeated. Training calls it with whole sequences, generation with the newest queries over cached keys, with the same
@@ -45,19 +46,20 @@ def attention(
     scale: float | None = None, is_causal: bool = False, positions: Tensor | None = None,
     starts: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(q k^T * scale + mask) v of sequences whose keys begin at column ``starts``.
+    """Return softmax(q k^T * scale + mask) v for sequences whose keys begin at column ``starts``.
 
     Args:
         q: [B, H, T, D]; in training whole sequences, in generation the newest queries of each.
         k, v: [B, H_kv, S, D] and [B, H_kv, S, D_v], H a multiple of H_kv; consecutive heads of q share a head. Columns
             that no query sees must be finite. No copy is made if S is a multiple of 128.
-        mask: broadcasts to [B, H, T, S]: boolean (True: visible) or added to the scores.
-        scale: of the scores; None: 1 / sqrt(D).
-        is_causal: query t has position t.
-        positions: [B, T], of each query in its sequence: it sees keys up to its position. -1: it sees none and gives 0.
-        starts: [B], the column of each sequence's first key; None: 0, or, with a mask and whole sequences (T = S), the
-            first column that any query of the sequence sees.
-        window: a query sees only the last ``window`` keys up to its position; None: all of them.
+        mask: broadcasts to [B, H, T, S]; boolean (True for visible keys) or added to the scores.
+        scale: factor of the scores; by default 1 / sqrt(D).
+        is_causal: if True, query t has position t.
+        positions: [B, T], the position of each query in its sequence, up to which it sees keys. A query with position
+            -1 sees no key, and its result is 0.
+        starts: [B], the column of each sequence's first key. By default 0 or, with a mask and whole sequences (T = S),
+            the first column that any query of the sequence sees.
+        window: if not None, a query sees only the last ``window`` keys up to its position.
 
     Returns:
         [B, H, T, D_v] in the dtype of q (autocast's under autocast).
@@ -90,7 +92,7 @@ def attention(
 
 
 class Visibility(NamedTuple):
-    """Which keys a query sees, by position: see :func:`attention`. ``real`` bool [B, S]: which columns are keys."""
+    """The keys that a query sees, by position: see :func:`attention`. ``real`` bool [B, S] marks columns with keys."""
 
     mask: Tensor | None
     positions: Tensor | None
@@ -98,9 +100,9 @@ class Visibility(NamedTuple):
     window: int | None
 
     def mask_scores(self, scores: Tensor, start: int, keys: int) -> Tensor:
-        """scores [B, H_kv, G, T', TILE] of the keys from ``start`` on, with minus infinity where a key is not seen.
+        """Set scores [B, H_kv, G, T', TILE] of the keys from ``start`` on to minus infinity for keys that are not seen.
 
-        ``keys``: the number of all keys. T' may be larger than T: the results of such rows are not used.
+        ``keys`` is the total number of keys. T' may be larger than T; the results of the additional rows are not used.
         """
         rows, width = scores.shape[3], min(TILE, keys - start)
         column = torch.arange(start, start + TILE, device=scores.device)
@@ -149,10 +151,10 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _in_fp32(x: Tensor) -> Iterator[None]:
-    """A context without autocast and torch functions, for products that are invariant as they are.
+    """Disable autocast and torch functions, for products that are already invariant.
 
-    Autocast would lower them again, and a backward, which mostly runs outside of autocast, would recompute other
-    probabilities than the forward.
+    Autocast would cast their operands down again, and the backward, which usually runs outside of autocast, would
+    recompute probabilities that differ from the forward's.
     """
     device = x.device.type
     lowers = torch.amp.is_autocast_available(device)
@@ -161,7 +163,7 @@ def _in_fp32(x: Tensor) -> Iterator[None]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [B, H, T, D_v], lse of the padded rows, infinite for rows that see no key)."""
+    """Return (out [B, H, T, D_v], lse of the padded rows, which is infinite for rows that see no key)."""
     q_rows, shape = _rows(q, k.shape[1])
     q_rows = q_rows * scale
     keys = k.shape[2]
@@ -170,8 +172,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) ->
     for start, k_tile, v_tile in _tiles(k, v):
         s = torch.bmm(q_rows, k_tile.transpose(1, 2))
         s = seen.mask_scores(s.view(*shape, TILE), start, keys).view(s.shape)
-        # Online softmax: rescale total and out to the new maximum. Where no key was seen yet the maximum is -inf, and
-        # s - (-inf) would be NaN.
+        # Online softmax: rescale total and out to the new maximum. Before the first visible key the maximum is -inf,
+        # and s - (-inf) would be NaN.
         above = torch.maximum(top, s.amax(2, keepdim=True))
         safe = above.masked_fill(above == -math.inf, 0.0)
         p, a = _exp(s.sub_(safe)), _exp(top.sub_(safe))
@@ -207,16 +209,18 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x), 0 below the smallest normal number of fp32. Overwrites x."""
-    # Minus infinity and underflow take a slow path of the library, many times as slow as other numbers, and most of a
-    # tile may be hidden.
+    """Return exp(x), 0 below the smallest normal number of fp32. Overwrites x."""
+    # The library is many times slower for minus infinity and underflow, and most of a tile may be hidden.
     underflows = x < _MIN_EXPONENT
     return x.clamp_(min=_MIN_EXPONENT).exp_().masked_fill_(underflows, 0.0)
 
 
 def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
-    """x [B, H, T, D] -> ([B H_kv, G T', D'] in fp32 (float64 for float64), (B, H_kv, G, T')): the queries of all heads
-    that share a head of k, padded with zeros to a multiple of :data:`_ROWS`, and D to one of :data:`_COLUMNS`."""
+    """Convert x [B, H, T, D] to rows: the queries of all heads that share a head of k, padded with zeros to a multiple
+    of :data:`_ROWS`, and D to a multiple of :data:`_COLUMNS`.
+
+    Returns ([B H_kv, G T', D'] in fp32 (float64 for float64), (B, H_kv, G, T')).
+    """
     batch, heads, queries, size = x.shape
     groups = heads // kv
     padding = -queries % (_ROWS // math.gcd(_ROWS, groups))
@@ -226,13 +230,14 @@ def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _unrows(rows: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of :func:`_rows`, with all columns: [B, H, T, D']."""
+    """Invert :func:`_rows`, keeping all columns: [B, H, T, D']."""
     batch, kv, groups, queries = shape
     return rows.view(batch, kv * groups, queries, rows.shape[2])[:, :, : like.shape[2]]
 
 
 def _tiles(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(first column, keys [B H_kv, TILE, D'], values [B H_kv, TILE, D_v']) in fp32, zeros after the last key."""
+    """Yield (first column, keys [B H_kv, TILE, D'], values [B H_kv, TILE, D_v']) in fp32, with zeros after the last
+    key."""
     for start in range(0, k.shape[2], TILE):
         yield start, _tile(k, start), _tile(v, start)
 
@@ -244,13 +249,13 @@ def _tile(x: Tensor, start: int) -> Tensor:
 
 
 def _keys_gradient(d: Tensor, like: Tensor) -> Tensor:
-    """Gradients [B H_kv, S', D'] of all tiles -> the gradient of ``like``, k or v."""
+    """Return the gradient of ``like`` (k or v) from the gradients [B H_kv, S', D'] of all tiles."""
     batch, kv, keys, size = like.shape
     return d.view(batch, kv, -1, d.shape[2])[:, :, :keys, :size].to(like.dtype)
 
 
 def _pad_to_tile(x: Tensor) -> Tensor:
-    """The last dimension padded to a tile, with False or 0."""
+    """Pad the last dimension to a tile, with False or 0."""
     return F.pad(x, (0, TILE - x.shape[-1])) if x.shape[-1] < TILE else x
 
 
@@ -259,13 +264,13 @@ def _to_fp32(x: Tensor) -> Tensor:
 
 
 def _first_columns(mask: Tensor, batch: int) -> Tensor:
-    """[B]: the first column that any query of a sequence sees."""
+    """Return the first column that any query of a sequence sees, [B]."""
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     return seen.any(1).any(1).long().argmax(-1).expand(batch)
 
 
 def _to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The arguments of attention in autocast's dtype, if autocast is on."""
+    """Cast the arguments of attention to autocast's dtype, if autocast is enabled."""
     device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
@@ -280,20 +285,23 @@ def _check(
     if not fits or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"invariant attention takes q [B, H, T, D], k [B, H_kv, S, D] and v [B, H_kv, S, D_v], H a multiple of "
-            f"H_kv; found {list(q.shape)}, {list(k.shape)} and {list(v.shape)}. Lay the heads out in dimension 1"
+            f"H_kv; found {list(q.shape)}, {list(k.shape)} and {list(v.shape)}. Put the heads in dimension 1"
         )
     if is_causal and (mask is not None or positions is not None):
         raise ValueError(
-            "is_causal sets the positions of queries: pass no mask or positions with it, or express it there"
+            "is_causal sets the positions of queries: pass no mask or positions with it, or include it in them"
         )
     if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(f"positions {list(positions.shape)} are not [B, T] of queries {list(q.shape)}; give one each")
+        raise ValueError(f"positions {list(positions.shape)} do not match queries {list(q.shape)}; pass [B, T]")
     if window is not None and (window < 1 or (positions is None and not is_causal)):
-        raise ValueError(f"window={window} counts keys back from a query's position: give positions, and 1 or more")
+        raise ValueError(
+            f"window={window} counts keys back from a position: pass positions, and a window of at least 1"
+        )
     if mask is not None and mask.dim() != 4:
-        raise ValueError(f"a mask {list(mask.shape)} does not broadcast to [B, H, T, S] by its dimensions; give four")
+        raise ValueError(f"a mask {list(mask.shape)} does not broadcast to [B, H, T, S]; pass four dimensions")
     if mask is not None and mask.requires_grad:
+        # The backward computes gradients of q, k and v only, so this mask's would silently be missing.
         raise InvarianceError(
-            "invariant: attention has a mask that requires a gradient (a learned position bias), and none is computed. "
-            "Such a model cannot be trained with rl.invariant: true"
+            "invariant: attention has a mask that requires a gradient (a learned position bias), which is not "
+            "computed. Such a model cannot be trained with rl.invariant: true"
         )

@@ -7,9 +7,8 @@ element are added, and with it the last bits, then depend on the number of rows.
 Here rows are padded with zeros to a multiple of :data:`ROWS`, and columns to at least as many. On the CPUs that were
 tested (``tests/fp8/invariance``) every row of such a product has the same bits, whatever the other rows, its position
 and their number, for one thread and several. The library's interface does not promise that. So each kind of product is
-tested once, on random operands (:func:`_is_row_invariant`); if rows depend on their number, it runs in pieces of
-exactly
-:data:`ROWS` rows, always one shape; and if that does not help either, it is refused.
+tested once, on random operands (:func:`_is_row_invariant`). If a row depends on the number of rows, the product runs
+in pieces of exactly :data:`ROWS` rows, always with the same shape; if that is not invariant either, it is rejected.
 
 On devices with batch-invariant kernels (:mod:`octavo.fp8.invariance.devices`) these are used instead; gradients use
 torch's products.
@@ -29,13 +28,13 @@ from torch.nn import Parameter
 
 from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_for
 
-Sizes = int | Sequence[int]  # of a convolution: one for all dimensions, or one each
+Sizes = int | Sequence[int]  # of a convolution: one for all dimensions, or one per dimension
 ROWS = 16
 _TEST_MULTIPLES = (1, 2, 3, 5, 9)  # multiples of ROWS rows that are compared
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``: x [..., K] @ weight [N, K].T + bias [N] -> [..., N], batch-invariant; follows autocast."""
+    """Batch-invariant ``F.linear``: x [..., K] @ weight [N, K].T + bias [N] -> [..., N]; follows autocast."""
     if _is_autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return linear(*_to_autocast_dtype(x, weight, bias))
@@ -49,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], batch-invariant; follows autocast."""
+    """Batch-invariant a [M, K] @ b [K, N]; follows autocast."""
     if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             a, b = _to_autocast_dtype(a, b)
@@ -60,8 +59,7 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
 
 
 def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta start + alpha a [M, K] @ b [K, N], batch-invariant; ``start`` is [M, N] or one row of it. Follows
-    autocast."""
+    """Batch-invariant beta start + alpha a [M, K] @ b [K, N]; ``start`` is [M, N] or one row. Follows autocast."""
     if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return addmm(*_to_autocast_dtype(start, a, b), beta=beta, alpha=alpha)
@@ -80,8 +78,8 @@ def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of rows and a matrix. Raises InvarianceError for batches of matrices on both sides, such as attention
-    without ``sdpa``, unless they contract one element, which needs no sum."""
+    """Return ``a @ b`` for rows and one matrix. Raises InvarianceError for batches of matrices on both sides, such as
+    attention without ``sdpa``, unless the contracted dimension has size 1 and no sum is needed."""
     if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return matmul(*_to_autocast_dtype(a, b))
@@ -96,24 +94,24 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[-1] == 1:
         return torch.matmul(a, b) if kernels_for(a) is None else a * b
     raise InvarianceError(
-        f"invariant: a product of batches of matrices, {list(a.shape)} @ {list(b.shape)}, was found in the model, and "
-        "its rows would depend on their number. Attention written out is one: load the model with "
+        f"invariant: the model multiplies batches of matrices, {list(a.shape)} @ {list(b.shape)}, whose rows would "
+        "depend on the number of rows. Eager attention does this: load the model with "
         "attn_implementation='sdpa'; a model with linear attention cannot be invariant"
     )
 
 
 def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """torch's grouped product: rows a [R, K] times b [E, K, N], the rows of an expert ending at ``offs`` [E].
+    """Batch-invariant ``torch._grouped_mm``: rows a [R, K] times b [E, K, N]; rows of expert e end at ``offs[e]``.
 
-    Autocast does not change it, as for torch's. Raises InvarianceError for its other forms.
+    Autocast does not apply, as in torch. Raises InvarianceError for the other forms of the function.
     """
     if _is_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return grouped_mm(a, b, offs=offs, **options)
     if offs is None or a.dim() != 2 or b.dim() != 3 or options.get("bias") is not None:
         raise InvarianceError(
-            f"invariant: a grouped product of {list(a.shape)} and {list(b.shape)} was found, and only rows "
-            "[R, K] of experts [E, K, N] have a batch-invariant form"
+            f"invariant: the model has a grouped product of {list(a.shape)} and {list(b.shape)}, but only rows "
+            "[R, K] times experts [E, K, N] have a batch-invariant form"
         )
     if (kernels := kernels_for(a)) is not None:
         grouped: Tensor = _GroupedKernel.apply(a, b, offs, kernels)
@@ -129,23 +127,23 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **options: A
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
 ) -> Tensor:
-    """A convolution with non-overlapping patches, the first layer of vision towers: each patch is a row of a product.
+    """Convolve with non-overlapping patches, as the first layer of a vision tower; each patch is a row of a product.
 
-    x [B, C, *sizes], weight [N, C, *kernel] -> [B, N, *counts]. Raises InvarianceError where patches overlap.
+    x [B, C, *sizes], weight [N, C, *kernel] -> [B, N, *counts]. Raises InvarianceError if patches overlap.
     """
     dims, kernel = weight.dim() - 2, list(weight.shape[2:])
     steps, pads, gaps = ([v] * dims if isinstance(v, int) else list(v) for v in (stride, padding, dilation))
     if x.dim() != dims + 2 or groups != 1 or steps != kernel or any(pads) or any(g != 1 for g in gaps):
         raise InvarianceError(
-            f"invariant: a convolution with kernel {kernel}, stride {steps}, padding {pads} and {groups} groups was "
-            "found; only patches that do not overlap have a batch-invariant form"
+            f"invariant: a convolution with kernel {kernel}, stride {steps}, padding {pads} and {groups} groups "
+            "has no batch-invariant form; only non-overlapping patches have one"
         )
     counts = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
     for i, (count, k) in enumerate(zip(counts, kernel, strict=True)):
         x = x.narrow(2 + i, 0, count * k)
     cells = [n for pair in zip(counts, kernel, strict=True) for n in pair]
-    where = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
-    patches = x.reshape(*x.shape[:2], *cells).permute(where).reshape(x.shape[0], *counts, weight[0].numel())
+    order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+    patches = x.reshape(*x.shape[:2], *cells).permute(order).reshape(x.shape[0], *counts, weight[0].numel())
     return linear(patches, weight.flatten(1), bias).movedim(-1, 1)
 
 
@@ -177,7 +175,7 @@ def _run_kernel(
 
 
 class _Kernel(torch.autograd.Function):
-    """alpha a @ b + beta start by a device's kernels; gradients by torch."""
+    """Computes alpha a @ b + beta start with a device's kernels, and gradients with torch."""
 
     @staticmethod
     def forward(
@@ -206,12 +204,12 @@ class _Kernel(torch.autograd.Function):
 
 
 def _decode_values(x: Tensor) -> Tensor:
-    """x as a plain tensor: a multiplication by 1 decodes a frozen FP8 weight."""
+    """Return x as a plain tensor; multiplying by 1 decodes a frozen FP8 weight."""
     return x if type(x) in (Tensor, Parameter) else x * 1
 
 
 class _GroupedKernel(torch.autograd.Function):
-    """Rows of experts by a device's kernels; gradients by torch's grouped product."""
+    """Multiplies rows of experts with a device's kernels, and computes gradients with torch's grouped product."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, ends: Tensor, kernels: RowKernels) -> Tensor:
@@ -227,13 +225,13 @@ class _GroupedKernel(torch.autograd.Function):
             y = torch._grouped_mm(a, b, offs=ends)
         used = (torch.arange(len(dy), device=dy.device) < ends[-1])[:, None]
         da, db = torch.autograd.grad(y, (a, b), torch.where(used, dy, 0))
-        some = ends.diff(prepend=ends.new_zeros(1)) > 0
+        has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
         # torch leaves rows of no expert, and experts without rows, uninitialized.
-        return torch.where(used, da, 0), torch.where(some.view(-1, 1, 1), db, 0), None, None
+        return torch.where(used, da, 0), torch.where(has_rows.view(-1, 1, 1), db, 0), None, None
 
 
 def _run_padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
-    """``product(a, b, *by_row)``, batch-invariant; each tensor of ``by_row`` has as many rows as a."""
+    """Return ``product(a, b, *by_row)`` batch-invariantly; each tensor of ``by_row`` has as many rows as a."""
     rows, cols = a.shape[0], b.shape[1]
     if not rows or not cols:
         return product(a, b, *by_row)
@@ -251,7 +249,7 @@ def _run_padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: T
 
 
 def _pad_columns(start: Tensor, b: Tensor) -> Tensor:
-    """``start`` padded to the columns of b."""
+    """Pad ``start`` to the number of columns of b."""
     return F.pad(start, (0, b.shape[1] - start.shape[-1])) if 1 < start.shape[-1] < b.shape[1] else start
 
 
@@ -260,8 +258,8 @@ _test_results: dict[tuple[object, ...], bool] = {}
 
 @torch.no_grad()
 def _is_row_invariant(a: Tensor, b: Tensor) -> bool:
-    """Whether products with matrices like b [K, N] give a row the same bits whatever the number of rows; tested once
-    for each size, dtype, memory order and number of threads."""
+    """Return True if a row of a product with a matrix like b [K, N] has the same bits for any number of rows. Tested
+    once for each size, dtype, memory order and number of threads."""
     key = (a.dtype, b.shape, b.stride(0) > b.stride(1), torch.get_num_threads())
     if key not in _test_results:
         _test_results[key] = _test_rows(a.dtype, b)
@@ -269,8 +267,8 @@ def _is_row_invariant(a: Tensor, b: Tensor) -> bool:
 
 
 def _test_rows(dtype: torch.dtype, b: Tensor) -> bool:
-    """The test of :func:`_is_row_invariant`. Raises InvarianceError if a row has other bits at another position of ROWS
-    rows."""
+    """Run the test of :func:`_is_row_invariant`. Raises InvarianceError if the bits of a row depend on its position
+    among ROWS rows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(max(_TEST_MULTIPLES) * ROWS, b.shape[0], generator=generator).to(dtype)
     w = torch.randn(*reversed(b.shape), generator=generator).to(dtype)
@@ -279,20 +277,20 @@ def _test_rows(dtype: torch.dtype, b: Tensor) -> bool:
     shifted = torch.cat([torch.mm(piece.roll(5, 0), w).roll(-5, 0) for piece in x.split(ROWS)])
     if not torch.equal(by_piece, shifted):
         raise InvarianceError(
-            f"invariant: on this machine a row of a product of {list(b.shape)} in {dtype} has other bits at another "
-            f"place of {ROWS} rows, with {torch.get_num_threads()} threads. Use another number of threads or "
+            f"invariant: on this machine, with {torch.get_num_threads()} threads, the bits of a row of a product with "
+            f"{list(b.shape)} in {dtype} depend on its position among {ROWS} rows. Use another number of threads, "
             "train.precision: fp32, or rl.invariant: false"
         )
     return all(torch.equal(torch.mm(x[: n * ROWS], w), by_piece[: n * ROWS]) for n in _TEST_MULTIPLES)
 
 
 def _is_autocast(x: Tensor) -> bool:
-    """Whether autocast would lower a product of x; it does not change float64."""
+    """Return True if autocast would change the dtype of a product of x; it does not change float64."""
     device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return on and x.dtype != torch.float64
+    is_enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return is_enabled and x.dtype != torch.float64
 
 
 def _to_autocast_dtype(*operands: Tensor | None) -> tuple[Any, ...]:
-    """The operands of a product in autocast's dtype."""
+    """Cast the operands of a product to autocast's dtype."""
     return tuple(None if t is None else t.to(torch.get_autocast_dtype(t.device.type)) for t in operands)

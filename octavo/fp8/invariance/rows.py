@@ -1,4 +1,4 @@
-"""Batch-invariant sums, norms and softmax for devices whose own depend on the number of rows.
+"""Batch-invariant sums, norms and softmax for devices on which torch's results depend on the number of rows.
 
 A GPU's library splits a row among threads and blocks by the number of rows and by their alignment; the order of a sum,
 and with it the last bits of a norm, then differ between one token and a thousand. On devices with batch-invariant
@@ -32,16 +32,17 @@ Stock = Callable[..., Any]
 
 
 def _replace_where_kernels(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
-    """A decorator: the function replaces ``stock`` where the input's device has kernels, and is called with (kernels,
-    stock, input, ...)."""
+    """Decorate a function that replaces ``stock`` on devices with kernels, and takes (kernels, stock, input, ...)."""
 
-    def replace(other: Callable[..., Any]) -> Stock:
+    def replace(function: Callable[..., Any]) -> Stock:
         @wraps(stock)
-        def called(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(input: Tensor, *args: Any, **kwargs: Any) -> Any:
             kernels = kernels_for(input) if input.is_floating_point() and input.numel() else None
-            return stock(input, *args, **kwargs) if kernels is None else other(kernels, stock, input, *args, **kwargs)
+            if kernels is None:
+                return stock(input, *args, **kwargs)
+            return function(kernels, stock, input, *args, **kwargs)
 
-        return called
+        return wrapper
 
     return replace
 
@@ -83,7 +84,7 @@ def make_logsumexp(stock: Stock) -> Stock:
 def _reduce(
     kernels: RowKernels, stock: Stock, x: Tensor, dim: Any = None, keepdim: bool = False, *, mean: bool, **options: Any
 ) -> Tensor:
-    """The sum or mean over some dimensions. torch sums all elements of a tensor: that result belongs to no row."""
+    """Return the sum or mean over some dimensions; torch reduces whole tensors, whose result belongs to no row."""
     if dim is None or dim == () or options.get("out") is not None:
         return stock(x, dim=dim, keepdim=keepdim, **options) if dim is not None else stock(x, **options)
     dims = sorted(d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim))
@@ -115,18 +116,17 @@ def _log_softmax(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
 
 
 def _sum(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
-    """The sum over one dimension, which keeps size 1."""
+    """Return the sum over one dimension, which becomes 1."""
     rows = x.movedim(dim, -1)
     return kernels.sums(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:-1], 1).movedim(-1, dim)
 
 
 def _require_one_dim(stock: Stock, dim: object) -> int:
-    """The one dimension of ``dim``."""
+    """Return the dimension in a sequence of one. Raises InvarianceError otherwise."""
     if isinstance(dim, Sequence) and len(dim) == 1 and isinstance(dim[0], int):
         return dim[0]
     raise InvarianceError(
-        f"invariant: {stock.__name__} over dimensions {dim} was found, and only rows along one dimension have a "
-        "batch-invariant form; name one"
+        f"invariant: {stock.__name__} over dimensions {dim} has no batch-invariant form; pass one dimension"
     )
 
 
@@ -135,7 +135,7 @@ def native_layer_norm(
     kernels: RowKernels, stock: Stock, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, mean, 1 / deviation) as torch's function; not differentiable, for use in an autograd function."""
+    """Return (y, mean, 1 / deviation) as torch's function does; not differentiable, for use in autograd functions."""
     wide = x.float().reshape(-1, _count(shape))
     y, mean, rstd = _standardize(kernels, wide, eps)
     lead = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
@@ -190,7 +190,7 @@ def make_topk(stock: Stock) -> Stock:
 
 
 def make_refusal(stock: Stock, why: str) -> Stock:
-    """A function that raises InvarianceError on devices with kernels: ``stock`` has no replacement there."""
+    """Return a function that raises InvarianceError on devices with kernels, where ``stock`` has no replacement."""
 
     @_replace_where_kernels(stock)
     def raise_error(kernels: RowKernels, stock: Stock, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -201,9 +201,9 @@ def make_refusal(stock: Stock, why: str) -> Stock:
 
 def _standardize(kernels: RowKernels, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     mean = kernels.sums(rows) / rows.shape[1]
-    centred = rows - mean[:, None]
-    rstd = torch.rsqrt(kernels.sums(centred * centred) / rows.shape[1] + eps)
-    return centred * rstd[:, None], mean, rstd
+    centered = rows - mean[:, None]
+    rstd = torch.rsqrt(kernels.sums(centered * centered) / rows.shape[1] + eps)
+    return centered * rstd[:, None], mean, rstd
 
 
 def _scale_and_shift(y: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -212,7 +212,7 @@ def _scale_and_shift(y: Tensor, weight: Tensor | None = None, bias: Tensor | Non
 
 
 def _fill_optional(tensors: Sequence[Tensor], *parameters: Tensor | None) -> list[Tensor | None]:
-    """``tensors`` in the places of the parameters that are not None, None in the others."""
+    """Replace the parameters that are not None by ``tensors``, in order."""
     rest = iter(tensors)
     return [None if p is None else next(rest) for p in parameters]
 
@@ -222,8 +222,8 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def _apply_formula(formula: Callable[..., Tensor], stock: Stock, *tensors: Tensor) -> Tensor:
-    """``formula`` of the tensors in fp32, in the dtype that ``stock`` returns, and with the gradients of ``stock``."""
-    # Autocast may change the dtype of the result: ``stock`` of no rows shows it.
+    """Apply ``formula`` to the tensors in fp32; the result has the dtype and the gradients of ``stock``."""
+    # Autocast may change the dtype of the result, so ``stock`` is run on no rows.
     empty = [t.new_empty(0, *t.shape[1:]) if i == 0 else t for i, t in enumerate(tensors)]
     with torch.no_grad():
         out = stock(*empty).dtype

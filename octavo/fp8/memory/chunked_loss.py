@@ -1,25 +1,25 @@
 """Cross-entropy and log-probabilities of a language model's head, without its logits.
 
-With hidden states h [M, H] and the head's weight W [V, H], all that a loss asks of the logits x = h W^T + b [M, V] are
-a few numbers a token: lse = log sum_j exp(x_j), the target's x_t, for label smoothing sum_j x_j, and the entropy S of
-p = softmax(x) where an objective wants it. They are gathered block by block of the vocabulary::
+With hidden states h [M, H] and the head's weight W [V, H], a loss needs only a few numbers per token from the logits
+x = h W^T + b [M, V]: lse = log sum_j exp(x_j), the target's logit x_t, sum_j x_j for label smoothing, and the entropy S
+of p = softmax(x) for some objectives. They are accumulated over blocks of the vocabulary::
 
     forward    each block:  x = h W_block^T + b      -> its lse, sum and entropy; the block is dropped
     backward   each block:  x again, then  dx_j = p_j (g_lse - g_S (log p_j + S)) + g_sum + g_t [j = t]
                             dW_block = dx^T h,   dh += dx W_block
 
-so what exists at a time is M x (V / blocks) logits, and between forward and backward only h and lse remain. One more
-GEMM of the head is the price. Blocks of the vocabulary instead of tokens, because every row of dW is then one GEMM over
-all tokens, accumulated in fp32 by the GEMM and rounded once: no second buffer of the weight's size. What is accumulated
-over blocks is dh [M, H], in fp32.
+Only M x (V / blocks) logits exist at a time, and only h and lse are kept for the backward. The cost is one more GEMM
+of the head. The vocabulary is split instead of the tokens because every row of dW is then one GEMM over all tokens,
+accumulated in fp32 by the GEMM and rounded once, without a second buffer of the weight's size. Only dh [M, H] is
+accumulated over blocks, in fp32.
 
-The three GEMMs of a block run in high precision, or by the recipe of a head in FP8
-(:mod:`octavo.fp8.memory.head_gemms`), whose blocks are multiples of 128 rows.
+The three GEMMs of a block run in high precision or, for an FP8 head, with its recipe
+(:mod:`octavo.fp8.memory.head_gemms`), in blocks of a multiple of 128 rows.
 
-Logits equal the stock head's: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
-it, and fp32 from there. So losses equal ``F.cross_entropy(head(h).float())`` except for the order of fp32 sums.
-The formulas above the statistics are plain differentiable PyTorch, and the incoming gradient is one number a token:
-every weighting and reduction of the loss works. NaN and Inf pass through to the loss.
+Logits equal the stock head's: a GEMM in the compute dtype (autocast's, otherwise the hidden states'),
+rounded to it and converted to fp32. Losses therefore equal ``F.cross_entropy(head(h).float())`` except for the order of
+fp32 sums. The losses are computed from these statistics by plain differentiable PyTorch, and the incoming gradient is
+one number per token, so any weighting and reduction of the loss works. NaN and Inf propagate to the loss.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from octavo.fp8.invariance import is_active
 from octavo.fp8.memory.head_gemms import Head, HeadCall, accumulation_dtype, begin_head, fp8_block_width
 from octavo.fp8.weights.shards import is_whole
 
-# Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
+# Elements of fp32 logits that exist at a time: 128 MiB on devices that need large kernels, 8 MiB on a CPU.
 _ELEMENTS, _ELEMENTS_ON_CPU = 2**25, 2**21
-_MIN_ROWS = 256  # rows of the weight in a block, however many tokens there are
+_MIN_ROWS = 256  # minimum rows of the weight per block, for any number of tokens
 _INVARIANT_ROWS = 4096  # the same inside batch_invariant, where the order of sums must not depend on the number of rows
 
 
@@ -48,22 +48,24 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
     label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """hidden [..., H], weight [V, H], target [...] (int64), bias [V] -> the loss of every token, fp32 [...].
+    """Return the loss of every token, fp32 [...], for hidden [..., H], weight [V, H], target [...] (int64), bias [V].
 
     With lse = log sum_j exp(x_j) over the token's logits x [V] and t its target, in nats::
 
         (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
 
-    0 where the target is ``ignore_index``. Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), as in
-    ``F.cross_entropy``; z-loss holds log Z near 0, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, with 1e-4).
+    The loss is 0 if the target is ``ignore_index``. Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567),
+    as in ``F.cross_entropy``; z-loss keeps log Z near 0, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, with
+    1e-4).
 
-    Tokens without a target cost nothing if ``target`` is on the CPU: they are left out before the first GEMM, also
-    when ``hidden`` is on a GPU. Targets on a GPU are not looked at, since that would wait for it; their rows run along.
-    ``chunk``: how many tokens' logits may exist at a time, counted as chunk x V elements (None: by device; inside
-    ``octavo.fp8.batch_invariant`` blocks have a width of their own).
+    If ``target`` is on the CPU, tokens without a target are removed before the first GEMM, also if ``hidden`` is on a
+    GPU. Targets on a GPU are not inspected, which would wait for the GPU, so all rows are computed. ``chunk`` is the
+    number of tokens whose logits may exist at a time, as chunk x V elements. By default it depends on the device;
+    inside
+    ``octavo.fp8.batch_invariant`` it is ignored.
 
-    Raises ValueError for shapes that do not belong together and options out of range, TypeError for dtypes, IndexError
-    for targets on the CPU outside the vocabulary (elsewhere their loss is NaN).
+    Raises ValueError for shapes that do not match and options out of range, TypeError for unsupported dtypes, and
+    IndexError for targets on the CPU outside the vocabulary (on other devices their loss is NaN).
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; it is a share of the probability: use 0 to 1")
@@ -76,7 +78,7 @@ def head_losses(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: LayerGemms | None,
     label_smoothing: float, z_loss: float, ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """:func:`linear_cross_entropy` of a head whose GEMMs run at ``site`` (None: in high precision)."""
+    """Compute :func:`linear_cross_entropy` with GEMMs at ``site``, or in high precision if it is None."""
     needs = _Needs(total=label_smoothing > 0.0)
     tokens = _select_tokens(hidden, weight, target, bias, ignore_index)
     statistics = _compute_statistics(tokens, weight, bias, needs, chunk, site)
@@ -107,10 +109,10 @@ def token_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
     temperature: float = 1.0, entropy: bool = False, ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """log softmax(x / temperature) at every token's target, fp32 [...]; 0 where that is ``ignore_index``.
+    """Return log softmax(x / temperature) at every token's target, fp32 [...]; 0 if the target is ``ignore_index``.
 
-    With ``entropy=True`` a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats, fp32
-    [...]. Both are differentiable. Arguments, cost and errors otherwise as :func:`linear_cross_entropy`.
+    With ``entropy=True``, returns a pair: the log-probabilities, and the entropy of softmax(x / temperature) in nats,
+    fp32 [...]. Both are differentiable. Other arguments, cost and errors are as in :func:`linear_cross_entropy`.
     """
     return head_log_probs(hidden, weight, target, bias, None, temperature, entropy, ignore_index, chunk)
 
@@ -119,13 +121,12 @@ def head_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: LayerGemms | None,
     temperature: float, entropy: bool, ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`token_log_probs` of a head whose GEMMs run at ``site`` (None: in high precision)."""
+    """Compute :func:`token_log_probs` with GEMMs at ``site``, or in high precision if it is None."""
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     tokens = _select_tokens(hidden, weight, target, bias, ignore_index)
-    statistics = _compute_statistics(
-        tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site
-    )
+    needs = _Needs(entropy=entropy, temperature=temperature)
+    statistics = _compute_statistics(tokens, weight, bias, needs, chunk, site)
     logs = tokens.spread(statistics.at_target - statistics.lse)
     return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
@@ -146,13 +147,14 @@ def log_probs(
 def log_probs(
     logits: Tensor, target: Tensor, *, temperature: float = 1.0, entropy: bool = False, ignore_index: int = -100
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`token_log_probs` of logits [..., V] that are there: log softmax(logits / temperature) at target [...].
+    """Return log softmax(logits / temperature) at target [...], for existing logits [..., V].
 
-    Differentiable, with the entropy if asked. Inside ``octavo.fp8.batch_invariant`` bit for bit what the head's hidden
-    states give without logits, whatever rows came along.
+    With ``entropy=True``, also returns the entropy, as :func:`token_log_probs` does; both are differentiable. Inside
+    ``octavo.fp8.batch_invariant`` the result equals :func:`token_log_probs` bit for bit, whatever the other
+    rows.
     """
     if target.shape != logits.shape[:-1]:
-        raise ValueError(f"targets {list(target.shape)} are not one for each row of logits {list(logits.shape)}")
+        raise ValueError(f"targets {list(target.shape)} and logits {list(logits.shape)} do not match; pass one per row")
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).to(logits.device)
@@ -163,16 +165,16 @@ def log_probs(
 
 
 class _Tokens(NamedTuple):
-    """The rows that have a target, or all of them where telling them apart would wait for a device."""
+    """The rows that have a target, or all rows if selecting them would wait for a device."""
 
     hidden: Tensor  # [m, H]
     target: Tensor  # [m]
-    keep: Tensor | None  # which of all rows they are; None: all
-    known: Tensor | None  # [m], where some of them have no target after all
-    shape: torch.Size  # of the targets as given
+    keep: Tensor | None  # the indices of these rows, or None for all rows
+    known: Tensor | None  # bool [m]: rows that have a target; None if all of them do
+    shape: torch.Size  # of the targets before flattening
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values [m] of these rows at their places, 0 at the others."""
+        """Return the values [m] of these rows in the shape of the targets, with 0 for the other rows."""
         if self.known is not None:
             values = torch.where(self.known, values, 0.0)
         if self.keep is not None:
@@ -187,18 +189,18 @@ def _select_tokens(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor 
         known = flat != ignore
         return _Tokens(rows, flat, None, known, target.shape)
     keep = (flat != ignore).nonzero().flatten()
-    named = flat[keep]
-    if len(named):
-        least, most = int(named.min()), int(named.max())
-        if least < 0 or most >= weight.shape[0]:
+    targets = flat[keep]
+    if len(targets):
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= weight.shape[0]:
             raise IndexError(
-                f"targets reach from {least} to {most}, but the head has {weight.shape[0]} classes; tokens without a "
+                f"targets reach from {low} to {high}, but the head has {weight.shape[0]} classes; tokens without a "
                 f"target are marked with {ignore}"
             )
     if len(keep) == len(flat):
         return _Tokens(rows, flat.to(rows.device, non_blocking=True), None, None, target.shape)
-    keep, named = (t.to(rows.device, non_blocking=True) for t in (keep, named))
-    return _Tokens(rows.index_select(0, keep), named, keep, None, target.shape)
+    keep, targets = (t.to(rows.device, non_blocking=True) for t in (keep, targets))
+    return _Tokens(rows.index_select(0, keep), targets, keep, None, target.shape)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
@@ -209,29 +211,28 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
         )
     if is_functorch_active():
         raise RuntimeError(
-            "losses without logits were asked for under a transform of torch.func (grad, vmap, jvp, ...), and they are "
-            "differentiated by torch.autograd only; any leading dimensions will do in place of vmap"
+            "losses without logits are differentiable only by torch.autograd, not under a transform of torch.func "
+            "(grad, vmap, jvp, ...); use leading dimensions in place of vmap"
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden states {list(hidden.shape)} and weight {list(weight.shape)} do not belong together; they are "
-            "[..., H] and [V, H]"
+            f"hidden states {list(hidden.shape)} and weight {list(weight.shape)} do not match; pass [..., H] and [V, H]"
         )
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"targets {list(target.shape)} are not one for each of the hidden states {list(hidden.shape)}; give them "
-            "for the same positions"
+            f"targets {list(target.shape)} and hidden states {list(hidden.shape)} do not match; pass one target per "
+            "hidden state"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {list(bias.shape)} does not belong to weight {list(weight.shape)}: give [V]")
+        raise ValueError(f"bias {list(bias.shape)} does not match weight {list(weight.shape)}: pass [V]")
     if not weight.shape[0]:
-        raise ValueError(f"weight {list(weight.shape)} has no classes; give [V, H] with V of 1 or more")
+        raise ValueError(f"weight {list(weight.shape)} has no classes; pass [V, H] with V of 1 or more")
     if target.dtype != torch.int64:
         raise TypeError(f"targets are {target.dtype}; they are class numbers: use torch.int64")
     if not hidden.is_floating_point():
-        raise TypeError(f"hidden states are {hidden.dtype}; losses are of real numbers: use a floating dtype")
-    low = compute_dtype(hidden)
-    if low == hidden.dtype and weight.dtype != low:  # under autocast both are cast
+        raise TypeError(f"hidden states are {hidden.dtype}; use a floating-point dtype")
+    dtype = compute_dtype(hidden)
+    if dtype == hidden.dtype and weight.dtype != dtype:  # under autocast both are cast
         raise TypeError(
             f"hidden states are {hidden.dtype} and the weight is {weight.dtype}; cast one, or run under autocast"
         )
@@ -244,7 +245,7 @@ class _Needs(NamedTuple):
 
 
 class _TokenStatistics(NamedTuple):
-    """Of each token's x / temperature, in fp32 [m]; None where it is not needed."""
+    """Statistics of each token's x / temperature, in fp32 [m]; None if not needed."""
 
     lse: Tensor
     at_target: Tensor
@@ -256,9 +257,9 @@ def _compute_statistics(
     tokens: _Tokens, weight: Tensor | None, bias: Tensor | None, needs: _Needs, chunk: int | None,
     site: LayerGemms | None = None,
 ) -> _TokenStatistics:  # fmt: skip
-    """``weight`` None: the tokens' hidden states are logits."""
+    """Compute the statistics of all tokens; if ``weight`` is None, their hidden states are logits."""
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}; at least the logits of one token must exist: use 1 or more, or None")
+        raise ValueError(f"chunk is {chunk}; use 1 or more, or None to select it by device")
     rows, size = max(len(tokens.hidden), 1), tokens.hidden.shape[1] if weight is None else weight.shape[0]
     if is_active():
         width = _INVARIANT_ROWS
@@ -274,8 +275,8 @@ def _compute_statistics(
 
 
 class _Statistics(torch.autograd.Function):
-    """(lse, x_t, sum, entropy) [m] of x = (h W^T + b) / temperature, and the gradients of h, W and b; of h itself where
-    there is no W."""
+    """Returns (lse, x_t, sum, entropy) [m] of x = (h W^T + b) / temperature, or of x = h / temperature without W.
+    Differentiable with respect to h, W and b."""
 
     @staticmethod
     def forward(
@@ -326,15 +327,11 @@ class _Statistics(torch.autograd.Function):
             for block in _blocks(head.classes, width):
                 x = _logits(head, bias, block, needs.temperature)
                 dx = _logits_gradient(x, block, target, lse, entropy, grads).div_(needs.temperature)
-                del x  # its memory is dx's, or free
+                del x  # dx reuses its memory, or it is freed
                 if db is not None:
                     db[block] = dx.sum(0)
-                head.gradients(
-                    dx.to(low) if accelerator.supports_fp32_product(dx.device) else dx,
-                    block,
-                    dh,
-                    None if dw is None else dw[block],
-                )
+                dx = dx.to(low) if accelerator.supports_fp32_product(dx.device) else dx
+                head.gradients(dx, block, dh, None if dw is None else dw[block])
         return None if dh is None else dh.to(ctx.dtype), dw, db, None, None, None
 
 
@@ -344,28 +341,30 @@ def _blocks(size: int, width: int) -> Iterator[slice]:
 
 
 def _logits(head: Head, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
-    """The block's logits as the stock head gives them, in fp32, divided by the temperature; a tensor of its own."""
+    """Return the block's logits in fp32, divided by the temperature, as a new tensor."""
     x = head.product(block, None if bias is None else bias[block])
     x = x.to(accumulation_dtype(x.dtype))
     return x if temperature == 1.0 else x.div_(temperature)
 
 
 def _locate_targets(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which rows have their target in the block [m], and in which column of it [m, 1] (any, for the others)."""
+    """Return (bool [m]: rows whose target is in the block, its column in the block [m, 1]; any column for others)."""
     at = target - block.start
     inside = (at >= 0) & (target < block.stop)
     return inside, at.clamp(0, block.stop - block.start - 1).unsqueeze(1)
 
 
 def _clamp_to_finite(logs: Tensor) -> Tensor:
-    """In place: minus infinity becomes a number, so that p log p is 0 where p is; NaN stays."""
+    """Replace minus infinity by a finite number in place, so that p log p is 0 if p is 0; NaN is kept."""
     return logs.clamp_(min=torch.finfo(logs.dtype).min)
 
 
 def _joint_entropy(logs: Tensor, entropies: Tensor) -> Tensor:
-    """Return the entropy over the whole vocabulary [m] from each block's log-probability and entropy [m, blocks]: by
-    the chain rule, the mean entropy within the blocks plus the entropy of the choice of a block. All terms are
-    nonnegative, so nothing cancels."""
+    """Return the entropy over the vocabulary [m] from each block's log-probability and entropy [m, blocks].
+
+    By the chain rule it is the mean entropy within blocks plus the entropy of the choice of a block. No term is
+    negative, so nothing cancels.
+    """
     share = logs.exp()
     return torch.where(share == 0.0, 0.0, share * (entropies - _clamp_to_finite(logs))).sum(1)
 
@@ -373,7 +372,7 @@ def _joint_entropy(logs: Tensor, entropies: Tensor) -> Tensor:
 def _logits_gradient(
     x: Tensor, block: slice, target: Tensor, lse: Tensor, entropy: Tensor | None, grads: tuple[Tensor | None, ...]
 ) -> Tensor:
-    """The gradient of the block's x [m, width], which is written over."""
+    """Return the gradient of the block's x [m, width], in the memory of x."""
     g_lse, g_target, g_total, g_entropy = grads
     assert g_lse is not None and g_target is not None
     logs = x.sub_(lse.unsqueeze(1))

@@ -3,7 +3,7 @@
 Rank r of n has the experts from r E / n on. A forward of a layer, with P pairs of a token and one of its experts::
 
     sort the pairs by expert (stable); exchange the number of rows per expert
-    send the rows, receive those of the local experts: by source rank, expert, token, choice  [P, H] -> [R, H]
+    send the rows, receive rows of the local experts: by source rank, expert, token, choice  [P, H] -> [R, H]
     group them by expert (kernels/groups.py) and run the experts
     send the rows back, and restore the order of the pairs                                    [R, H] -> [P, H]
 

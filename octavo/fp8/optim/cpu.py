@@ -1,10 +1,11 @@
-"""The step on the CPU: the reference's arithmetic, bit for bit, in place and in a core's cache.
+"""The AdamW step on the CPU: bit for bit the results of the reference, in place, with arrays that fit in a core's
+cache.
 
-`reference` in :mod:`octavo.fp8.arithmetic.adamw` reads as the formulas do and makes a new array in every line, of which
-most of its time goes into fetching memory. Here a chunk of 248 groups goes through all its operations in a few arrays
-that stay in the cache, and threads take chunks in turn (an operation on so few elements runs on one core). What is
-rare is looked for once a chunk and paid for only there: second moments of 0, a group that is not finite, a NaN weight.
-Formats whose work is elsewhere (coat) and groups that a piece cuts take the reference's way.
+`reference` in :mod:`octavo.fp8.arithmetic.adamw` follows the formulas and allocates an array per line, so it spends
+most of its time on memory access. Here all operations on a chunk of 248 groups use a few arrays that stay in the cache,
+and threads share the chunks (an operation on so few elements runs on one core). Rare cases (second moments of 0, a
+non-finite group, a NaN weight) are detected once per chunk and handled only in that chunk. Formats with other costs
+(coat), and groups that are cut by a piece, use the reference.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ _NAN = 0x7FC00000
 _MAGNITUDE = 0x7FFFFFFF
 
 Job = tuple[Piece, Scalars, int, int]
-"""A piece, the numbers of its step, and the range of its elements: whole groups, at most `CHUNK` elements."""
+"""A piece, the scalars of its step, and a range of its elements: whole groups, at most `CHUNK` elements."""
 
 
 def run(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> None:
-    """Step every job, on as many threads as torch has."""
+    """Run all jobs, on at most as many threads as torch uses."""
     workers = min(torch.get_num_threads(), len(jobs) // 4)
     if workers < 2:
         _run_jobs(jobs, hyper, factor)
         return
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(_run_jobs, jobs[i::workers], hyper, factor) for i in range(workers)]:
-            done.result()
+        futures = [pool.submit(_run_jobs, jobs[i::workers], hyper, factor) for i in range(workers)]
+        for future in futures:
+            future.result()
 
 
 def _run_jobs(jobs: Sequence[Job], hyper: Hyper, factor: float | Tensor | None) -> None:
     scratch = _Scratch()
-    with torch.no_grad():  # the mode belongs to a thread
+    with torch.no_grad():  # the mode is per thread
         for piece, scalars, first, last in jobs:
             scratch.step(piece, scalars, first, last, hyper, factor)
 
@@ -59,8 +61,8 @@ class _StoredMoments(NamedTuple):
 
 
 class _Scratch:
-    """The arrays of one thread: four of fp32 and one for a weight that is not fp32, three of int32, two of bytes, and
-    where an element's dither begins."""
+    """The arrays of one thread: five of fp32 (one of them for weights in another dtype), three of int32, two of bytes,
+    and the dither offset of each element."""
 
     def __init__(self) -> None:
         self._floats = [torch.empty(CHUNK) for _ in range(5)]
@@ -102,7 +104,7 @@ class _Scratch:
             grad = g.copy_(grad)
         if factor is not None:
             grad = torch.mul(grad, factor, out=g)
-        # not add_(..., alpha=): that rounds once where the formula rounds twice
+        # add_(..., alpha=) would round once, but the formula rounds twice.
         m.mul_(s.beta1).add_(torch.mul(grad, s.rest1, out=t))
         v.mul_(s.beta2).add_(torch.mul(grad, s.rest2, out=t).mul_(grad))
         sqrt(v, t).mul_(s.root).add_(s.eps)
@@ -118,7 +120,7 @@ class _Scratch:
         self._write_weight(piece, hyper, first, last, w, weight, state)
 
     def _decode(self, m: Tensor, v: Tensor, t: Tensor, stored: _StoredMoments) -> None:
-        """m and v from their bytes."""
+        """Decode m and v from their bytes; overwrites t."""
         codes, scale, sq_codes, range_ = stored
         a, b, _ = (x[: m.numel()] for x in self._ints)
         byte = self._bytes[0][: m.numel()]
@@ -130,17 +132,17 @@ class _Scratch:
         if int(b.amin()) == 0:
             bits.mul_(b.clamp_(max=1))
         m.copy_(torch.bitwise_right_shift(codes, 1, out=byte))
-        m.mul_(torch.abs(m, out=t).add_(32.0))  # small integers, exact in fp32, too
+        m.mul_(torch.abs(m, out=t).add_(32.0))  # small integers, exact in fp32
         _rows(m).mul_(scale[:, None])
         m.mul_(sqrt(v, t))
 
     def _encode(self, m: Tensor, v: Tensor, r: Tensor, t: Tensor, u: Tensor, stored: _StoredMoments) -> None:
-        """Their bytes from m and v; r, t and u are written over."""
+        """Encode m and v as bytes; overwrites r, t and u."""
         codes, scale, sq_codes, range_ = stored
         a, b, _ = (x[: m.numel()] for x in self._ints)
         bits = v.view(torch.int32)
-        low, high = _rows(v).amin(1), _rows(v).amax(1)  # a NaN is both
-        zeros = not float(low.amin()) > 0  # or a NaN, which may hide zeros
+        low, high = _rows(v).amin(1), _rows(v).amax(1)  # both are NaN if any element is
+        zeros = not float(low.amin()) > 0  # also for a NaN, which may hide zeros
         if zeros:  # (bits - 1) mod 2^31: a zero is the largest
             low = _rows(torch.sub(bits, 1, out=b).bitwise_and_(_MAGNITUDE)).amin(1).add_(1).view(torch.float32)
         low, high = (x.view(torch.int32).bitwise_and_(_MAGNITUDE) for x in (low, high))
@@ -162,7 +164,7 @@ class _Scratch:
         torch.abs(r, out=t)
         amax = _rows(t).amax(1)
         least, most = torch.aminmax(amax)
-        plain = float(least) >= moments.TINY and float(most) < _INF  # neither faded nor NaN
+        plain = float(least) >= moments.TINY and float(most) < _INF  # no tiny or non-finite group
         if plain:
             top = self._top[: len(amax)]
             torch.div(amax, top, out=scale)
@@ -181,7 +183,7 @@ class _Scratch:
         sq_codes.copy_(b.bitwise_right_shift_(1))
 
     def _grid(self, word: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`moments.grid`, without its care for groups that are not finite where there is none."""
+        """Compute `moments.grid`, faster if all groups are finite."""
         if int(word.amin()) < 0:
             return moments.grid(word)
         pace = torch.bitwise_right_shift(word, 24).add_(moments.LEAST).bitwise_left_shift_(21).view(torch.float32)
@@ -196,7 +198,7 @@ class _Scratch:
         return torch.add(self._ramp[:n], begin, out=u).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
     def _round_to_bf16(self, out: Tensor, v: Tensor, u: Tensor) -> None:
-        """v to bfloat16, what is cut off rounded by u."""
+        """Round v to bfloat16 stochastically, with the random bits u."""
         bits = v.view(torch.int32)
         u.add_(bits)
         if not float(v.amax()) < _INF:
@@ -230,7 +232,7 @@ class _Scratch:
 
 
 def _range(low: Tensor, high: Tensor) -> Tensor:
-    """`moments.v_range` of groups without a zero; a NaN is in both."""
+    """Compute `moments.v_range` for groups without zeros; a NaN is in both `low` and `high`."""
     if int(high.amax()) >= moments.TOP:
         return moments.v_range(low, high)
     width = torch.sub(high, low).add_(507).floor_divide_(508).clamp_(min=512)
@@ -245,6 +247,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _int32(x: Tensor) -> Tensor:
-    """int64 modulo 2^32, as signed."""
+    """Convert int64 modulo 2^32 to int32."""
     x = x & 0xFFFFFFFF
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)

@@ -143,8 +143,8 @@ class Fp8Weight(Tensor):
         if q is None and not self.stored.frozen:
             specs = ", ".join(str(q.spec) for q in self.stored.codes)
             raise RuntimeError(
-                f"A gathered FP8 weight of shape {list(self.shape)} was asked for codes under {spec} and holds codes "
-                f"under {specs}. Its recipe changed after fp8.apply: apply the plan to the model again."
+                f"A gathered FP8 weight of shape {list(self.shape)} has no codes under {spec}, only under {specs}. Its "
+                "recipe changed after fp8.apply: apply the plan to the model again."
             )
         return q if q is None or slot is None else Quantized(q.data[slot], q.scale[slot], q.spec)
 

@@ -8,8 +8,8 @@
 The margin is how much worse FP8 may be. A claim passes if its whole interval is within the margin, fails if the whole
 interval is beyond it, and is undecided otherwise: then it reports how many more units would decide it. Noise never
 widens a margin. FP8 that is better than high precision by more than the margin gives a warning, because something else
-must differ. A pass also requires that the trial could have shown a harm (high precision learned, and its answers beat
-one answer to everything), and enough units for an interval.
+must differ. A pass also requires that the trial could have shown harm (high precision learned, and its answers beat
+a constant answer), and enough units for an interval.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss in nats per token; NaN without losses."""
+        """The mean loss in nats per token, or NaN if there are no tokens."""
         tokens = sum(piece["tokens"] for piece in self.pieces)
         return sum(piece["loss"] for piece in self.pieces) / tokens if tokens else math.nan
 
@@ -73,16 +73,16 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
-    """Return the share of correct answers, ours minus theirs, to the same questions, or None with fewer than two
-    sources.
+def paired_accuracy(pieces: Pieces, baseline: Pieces) -> Interval | None:
+    """Return the accuracy of ``pieces`` minus the accuracy of ``baseline`` on the same questions, or None with fewer
+    than two sources.
 
     Bonett and Price's interval of paired proportions (2012): Wald's interval after adding one question of each kind on
     which the two differ, so that no observed difference does not mean certainty. Questions of one source (an image, a
     document) are correlated: they count as n / deff, where deff is the variance by clusters divided by the variance of
     independent questions; if fewer than ten sources have answers that differ, each source counts once.
     """
-    pairs = [(a, b) for a, b in _pair_answers(ours, theirs) if a["right"] is not None]
+    pairs = [(a, b) for a, b in _pair_answers(pieces, baseline) if a["right"] is not None]
     d = np.array([int(a["right"]) - int(b["right"]) for a, b in pairs])
     groups = _group_indices([a["source"] for a, _ in pairs])
     count = int(groups.max(initial=-1)) + 1
@@ -101,22 +101,24 @@ def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
     return Interval(mean, max(better - worse - half, -1.0), min(better - worse + half, 1.0), count)
 
 
-def relative_loss(ours: Pieces, theirs: Pieces) -> Interval | None:
-    """Return the mean loss of the same tokens, ours over theirs, minus 1, or None with fewer than two sources or no
-    loss.
+def relative_loss(pieces: Pieces, baseline: Pieces) -> Interval | None:
+    """Return the mean loss of ``pieces`` relative to ``baseline`` on the same tokens, minus 1, or None with fewer than
+    two sources or no loss.
 
-    The interval of a ratio of sums over clusters: residuals r = sum ours - ratio * sum theirs of each source give the
-    variance G / (G - 1) * sum r^2 / (sum theirs)^2 (Cochran, Sampling Techniques, 6.4), with Student's t of G - 1.
+    The interval of a ratio of sums over clusters: residuals r = sum loss - ratio * sum baseline of each source give the
+    variance G / (G - 1) * sum r^2 / (sum baseline)^2 (Cochran, Sampling Techniques, 6.4), with Student's t of G - 1.
     """
-    pairs = _pair_answers(ours, theirs)
+    pairs = _pair_answers(pieces, baseline)
     groups = _group_indices([a["source"] for a, _ in pairs])
     count = int(groups.max(initial=-1)) + 1
-    mine, their = (np.bincount(groups, weights=[p[i]["loss"] for p in pairs], minlength=count) for i in (0, 1))
-    total = float(their.sum())
-    if count < 2 or not total > 0 or not np.isfinite(mine).all():
+    losses, baseline_losses = (
+        np.bincount(groups, weights=[p[i]["loss"] for p in pairs], minlength=count) for i in (0, 1)
+    )
+    total = float(baseline_losses.sum())
+    if count < 2 or not total > 0 or not np.isfinite(losses).all():
         return None
-    ratio = float(mine.sum()) / total
-    residuals = mine - ratio * their
+    ratio = float(losses.sum()) / total
+    residuals = losses - ratio * baseline_losses
     half = _t_quantile(count - 1) * math.sqrt(count / (count - 1) * float((residuals**2).sum())) / total
     return Interval(ratio - 1, ratio - 1 - half, ratio - 1 + half, count)
 
@@ -133,8 +135,8 @@ def mean_gap(gaps: Sequence[float]) -> Interval | None:
 
 def best_constant_accuracy(pieces: Pieces) -> float:
     """Return the accuracy of giving the most common answer to every question."""
-    said = Counter(piece["said"] for piece in pieces if piece["right"] is not None)
-    return max(said.values(), default=0) / max(sum(said.values()), 1)
+    answers = Counter(piece["said"] for piece in pieces if piece["right"] is not None)
+    return max(answers.values(), default=0) / max(sum(answers.values()), 1)
 
 
 def beats_constant_answer(pieces: Pieces) -> bool:
@@ -151,13 +153,13 @@ def decide(
     """Return the check of a claim.
 
     Args:
-        interval: the estimate and its interval; None without one, and ``why_not`` gives the reason.
+        interval: the estimate and its interval, or None; ``why_not`` then gives the reason.
         margin: how far the interval may reach on the worse side of zero.
         unit: the independent units of the interval, in the plural; more of them make it narrower.
         scale: formats a figure with its sign and unit.
         worse: the sign of a harm: +1 for losses, -1 for accuracies. Beyond the margin on the other side only warns.
         why_not: why the trial cannot pass this claim, whatever the interval; an observed harm still fails.
-        seen: the data of the interval, in words.
+        seen: a description of the data behind the interval.
     """
     # The order matters: an observed harm fails even if the trial could not have passed.
     threshold = f"95 % interval {'below' if worse > 0 else 'above'} {scale(worse * margin)}"
@@ -192,15 +194,17 @@ def _units_needed(interval: Interval, room: float, unit: str) -> str:
     return f"about {n - interval.units} more {unit} would decide"
 
 
-def _pair_answers(ours: Pieces, theirs: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _pair_answers(pieces: Pieces, baseline: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Pair the answers to the same questions, in order. Raises ReportError if questions or correct answers differ."""
-    questions, other = ([(p["file"], p["row"], p["answer"], p["said"]) for p in pieces] for pieces in (ours, theirs))
-    if questions != other:
+    questions, baseline_questions = (
+        [(p["file"], p["row"], p["answer"], p["said"]) for p in side] for side in (pieces, baseline)
+    )
+    if questions != baseline_questions:
         raise ReportError(
-            f"{len(ours)} and {len(theirs)} held-out answers are to different questions: the data changed during the "
-            "trial. --fresh trains and evaluates all runs again"
+            f"{len(pieces)} and {len(baseline)} held-out answers are to different questions: the data changed during "
+            "the trial. --fresh trains and evaluates all runs again"
         )
-    return list(zip(ours, theirs, strict=True))
+    return list(zip(pieces, baseline, strict=True))
 
 
 def _group_indices(names: Sequence[str]) -> np.ndarray:

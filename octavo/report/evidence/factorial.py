@@ -1,15 +1,14 @@
-"""The effects of a 2^k design: what FP8 costs in each of several components, and in combination.
+"""Computes the effects of a 2^k design: the cost of FP8 in each component, and in combinations of components.
 
 A cell is a set of components that run in FP8. For k components there are 2^k cells, and from the figures y of all
 cells each set T of components has one effect, by Yates's contrast:
 
     effect(T) = sum over cells S of (-1)^|T - S| y(S) / 2^(k - 1)
 
-For one component that is the mean of the cells with it less the mean of those without it: its main effect, in which
-every cell counts. For two it is half the extra cost of one if the other is in FP8 too: their interaction, which
-is 0 if costs add up. Each seed has its own cells, so that the seed's common influence cancels in every
-effect; the effects of several seeds are independent, and :func:`octavo.report.evidence.claims.mean_gap` computes their
-interval.
+For one component that is its main effect: the mean of the cells with it minus the mean of the cells without it. For two
+components it is their interaction: half of the additional cost of one when the other is in FP8 too, which is 0 if costs
+add up. Each seed has all cells, so the influence of the seed cancels in every effect; effects of different seeds are
+independent, and :func:`octavo.report.evidence.claims.mean_gap` computes their interval.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ NONE: Cell = frozenset()
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of ``of`` (one component: a main effect; more: an interaction), seed by seed, and over the seeds."""
+    """The effect of the components ``of`` (a main effect for one component, otherwise an interaction), for each seed
+    and over all seeds."""
 
     of: tuple[str, ...]
     by_seed: tuple[float, ...]
 
     @property
     def interval(self) -> Interval | None:
-        """None with fewer than two seeds, or with a figure that is not finite."""
+        """The interval over seeds, or None with fewer than two seeds or a figure that is not finite."""
         return mean_gap(self.by_seed)
 
     @property
@@ -47,18 +47,18 @@ class Effect:
 
 
 def subsets(factors: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every subset of the factors, from the empty one to all, in their order."""
+    """Return every subset of the factors, smaller subsets first."""
     return [chosen for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
 
 
 def compute_contrast(figures: Mapping[Cell, float], of: Sequence[str]) -> float:
-    """The effect of ``of``, from the figures of all cells of one seed."""
+    """Return the effect of the components ``of`` from the figures of all cells of one seed."""
     k = math.log2(len(figures))
     return sum((-1) ** len(Cell(of) - cell) * figure for cell, figure in figures.items()) / 2 ** (k - 1)
 
 
 def compute_effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str]) -> list[Effect]:
-    """Every effect of a design, main effects first; ``seeds`` has the figures of all cells for each seed."""
+    """Return every effect of a design, main effects first; ``seeds`` has the figures of all cells for each seed."""
     cells = {Cell(chosen) for chosen in subsets(factors)}
     for number, figures in enumerate(seeds):
         if figures.keys() != cells:
@@ -67,7 +67,9 @@ def compute_effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str
 
 
 def effect_spread(pair: float, factors: int) -> float:
-    """Return the standard deviation of an effect over seeds, if ``pair`` is the standard deviation of the gap of a pair
-    of runs (one in FP8, one not) and every run contributes equally: an effect takes 2^k runs, each with the weight
-    1 / 2^(k - 1)."""
+    """Return the standard deviation of an effect over seeds.
+
+    ``pair`` is the standard deviation of the gap between two runs, one of them in FP8. All runs are assumed to
+    contribute equally: an effect sums 2^k runs, each with the weight 1 / 2^(k - 1).
+    """
     return pair * math.sqrt(2.0 ** (1 - factors))

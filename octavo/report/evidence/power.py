@@ -19,12 +19,12 @@ MOST = 100_000  # units that a search counts up to
 
 @dataclass(frozen=True)
 class Estimate:
-    """The expectation for a claim before the first run: the width of its interval, and the probability that it passes
-    if FP8 changes nothing.
+    """The expected result of a claim before the first run: the width of its interval, and the probability that it
+    passes if FP8 changes nothing.
 
     ``units`` is the number of independent units, and ``unit`` their name in the plural; ``spread`` is the standard
-    deviation of one unit, ``source`` describes where it comes from, and ``seen`` whether earlier runs of this trial
-    measured it. If nothing can be predicted, ``why_not`` says why.
+    deviation of one unit, ``source`` describes its origin, and ``seen`` is True if earlier runs of this trial measured
+    it. If nothing can be predicted, ``why_not`` gives the reason.
     """
 
     claim: str
@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def needed(self) -> int | None:
-        """The number of units with which the claim passes with probability :data:`LIKELY`."""
+        """The number of units with which the claim passes with probability :data:`POWER`; None above :data:`MOST`."""
         return required_units(self.spread, self.margin)
 
     def format(self, share: float) -> str:
@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def line(self) -> str:
-        """One line of text."""
+        """The line of the estimate that is printed before the first run."""
         if self.why_not:
             return f"{self.title}: {self.why_not}"
         expected = f"{self.format(self.half)} from {self.units:,} {self.unit}"

@@ -6,7 +6,7 @@
     reward_gap       FP8's reward minus high precision's at the end of training, in pairs with the same seed; reported
 
 Only the first has a margin; its interval covers other questions, with these seeds. Reported figures have an interval
-and do not count: the run optimizes the reward itself, and how much a gap of it matters depends on the reward.
+and do not count: the run optimizes the reward itself, and how much a reward gap matters depends on the reward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Panel(NamedTuple):
 
 
 _HELD_OUT = Panel("exact_match", "Held-out answers right", "right", "share")
-#: phase -> figures of its curves and of its table at the end of training; gaps are computed of the first
+#: phase -> figures of its curves and of its table at the end of training; gaps are computed for the first
 PANELS = {
     "rl": (
         Panel("reward", "Reward", "reward", "mean of a step"),
@@ -79,7 +79,7 @@ WHY_NO_LOSS_CLAIMS = {
     "step: it stays about 0, however good the policy is. So there are no claims on losses of forks, of trajectories or "
     "at the same weights.",
     "preference": "The loss of preferences is relative to a reference and tends to 0 once the model ranks answers in "
-    "order, so a gap of it says little about the model's answers. So there are no claims on losses of forks, of "
+    "order, so a loss gap says little about the model's answers. So there are no claims on losses of forks, of "
     "trajectories or at the same weights.",
 }
 
@@ -92,9 +92,11 @@ def is_rl_or_preference(run: Run) -> bool:
 def compute_claims(sides: Sides, trial: Trial) -> list[Check]:
     """Return the claims for one FP8 run and its other seeds."""
     run = sides.fp8[0]
-    others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
-    if wrong := why_not_comparable(sides, others):
-        failed = Check(ACCURACY, TITLES[ACCURACY], run.label, None, "failed", "every run is sound", FAIL, wrong)
+    seed_runs = [
+        (seed_run, record) for seed_run, record in sides.runs if seed_run.kind == "seed" and seed_run.of == run.name
+    ]
+    if reason := why_not_comparable(sides, seed_runs):
+        failed = Check(ACCURACY, TITLES[ACCURACY], run.label, None, "failed", "every run is sound", FAIL, reason)
         return [failed]
     claim = accuracy_claim(sides, trial, why_no_weight_changed(sides.reference[1]))
     if trial.held_out is None:
@@ -105,9 +107,13 @@ def compute_claims(sides: Sides, trial: Trial) -> list[Check]:
 def pair_runs(sides: Sides) -> list[tuple[RunRecord, RunRecord]]:
     """Return (FP8, high precision) for each seed that both have, the trial's seed first."""
     run = sides.fp8[0]
-    high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
-    others = [(r, high[a.cfg.run.seed]) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
-    return [(sides.fp8[1], sides.reference[1]), *others]
+    high = {other.cfg.run.seed: record for other, record in sides.runs if other.kind == "noise"}
+    pairs = [
+        (record, high[other.cfg.run.seed])
+        for other, record in sides.runs
+        if other.kind == "seed" and other.of == run.name
+    ]
+    return [(sides.fp8[1], sides.reference[1]), *pairs]
 
 
 def final_mean(record: RunRecord, key: str) -> float:
@@ -117,29 +123,29 @@ def final_mean(record: RunRecord, key: str) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def final_gap(ours: RunRecord, theirs: RunRecord, key: str) -> float:
-    """Return the mean difference, ours minus theirs, over the last third of the steps that both recorded."""
-    if key not in ours.figures or key not in theirs.figures:
+def final_gap(record: RunRecord, reference: RunRecord, key: str) -> float:
+    """Return the mean of ``record`` minus ``reference`` over the last third of the steps that both recorded."""
+    if key not in record.figures or key not in reference.figures:
         return math.nan
-    mine, other = common_steps(ours, theirs)
-    last = max(1, len(mine) // FINAL_FRACTION)
-    gaps = ours.figures[key][mine][-last:] - theirs.figures[key][other][-last:]
+    record_at, reference_at = common_steps(record, reference)
+    last = max(1, len(record_at) // FINAL_FRACTION)
+    gaps = record.figures[key][record_at][-last:] - reference.figures[key][reference_at][-last:]
     gaps = gaps[np.isfinite(gaps)]
     return float(gaps.mean()) if gaps.size else math.nan
 
 
-def check_same_prompts(run: str, ours: RunRecord, theirs: RunRecord) -> Check:
+def check_same_prompts(run: str, record: RunRecord, reference: RunRecord) -> Check:
     """Check that both runs had the same prompts in every recorded step."""
     name, title, threshold = "same_data", "Same data", "equal prompts at every step"
-    mine, other = (_prompts_by_step(record) for record in (ours, theirs))
-    both = mine.keys() & other.keys()
-    if not both:
+    prompts, reference_prompts = (_prompts_by_step(side) for side in (record, reference))
+    shared_steps = prompts.keys() & reference_prompts.keys()
+    if not shared_steps:
         sentence = "the runs recorded no completions of the same step; set rl.show"
         return Check(name, title, run, None, "not recorded", threshold, WARN, sentence)
-    if differ := sorted(step for step in both if mine[step] != other[step]):
+    if differ := sorted(step for step in shared_steps if prompts[step] != reference_prompts[step]):
         sentence = f"{len(differ)} steps had different prompts from high precision, first {differ[0]}"
         return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, sentence)
-    sentence = f"the recorded prompts of all {len(both)} steps are the same as in high precision"
+    sentence = f"the recorded prompts of all {len(shared_steps)} steps are the same as in high precision"
     return Check(name, title, run, 0.0, "0 differ", threshold, PASS, sentence)
 
 
@@ -155,9 +161,13 @@ def _accuracy_by_seed(sides: Sides, trial: Trial) -> list[Check]:
     pairs = [] if trial.held_out is None else evaluation_pairs(sides, trial)
     if len(pairs) < 2:
         return []
-    each = [paired.estimate for a, b in pairs if (paired := claims.paired_accuracy(a.pieces, b.pieces)) is not None]
-    interval = claims.mean_gap(each)
-    sentence = f"{', '.join(map(points, each))}: the interval covers other seeds"
+    gaps = [
+        paired.estimate
+        for fp8, high in pairs
+        if (paired := claims.paired_accuracy(fp8.pieces, high.pieces)) is not None
+    ]
+    interval = claims.mean_gap(gaps)
+    sentence = f"{', '.join(map(points, gaps))}: the interval covers other seeds"
     return [
         _reported_check(
             "accuracy_seeds",
@@ -175,9 +185,10 @@ def _accuracy_gain(sides: Sides, trial: Trial) -> Check:
     name, title, run = "accuracy_gained", "Held-out accuracy gained", sides.fp8[0].label
     if trial.held_out is None:
         return _reported_check(name, title, run, None, "", NO_DATA)
-    ours = [mine for mine, _ in evaluation_pairs(sides, trial)]
+    evaluations = [fp8 for fp8, _ in evaluation_pairs(sides, trial)]
     interval = claims.paired_accuracy(
-        [piece for judged in ours for piece in judged.pieces], [*trial.held_out.before.pieces] * len(ours)
+        [piece for evaluation in evaluations for piece in evaluation.pieces],
+        [*trial.held_out.before.pieces] * len(evaluations),
     )
     questions = [piece for piece in trial.held_out.before.pieces if piece["right"] is not None]
     sentence = f"{sum(bool(p['right']) for p in questions)} of {len(questions)} right before training"
@@ -195,16 +206,17 @@ def _reward_gap(sides: Sides) -> Check:
     panel = PANELS[sides.fp8[0].cfg.train.phase][0]
     name, title, run = "reward_gap", f"Gap of the {panel.title.lower()}", sides.fp8[0].label
     pairs = pair_runs(sides)
-    gaps = [final_gap(ours, theirs, panel.key) for ours, theirs in pairs]
-    mine, other = (np.mean([final_mean(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
+    gaps = [final_gap(fp8, high, panel.key) for fp8, high in pairs]
+    fp8_mean, high_mean = (np.mean([final_mean(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
     sentence = (
-        f"{mine:.4g} in FP8, {other:.4g} in high precision over the last third of the steps, {len(pairs)} seed(s)"
+        f"{fp8_mean:.4g} in FP8, {high_mean:.4g} in high precision over the last third of the steps, "
+        f"{len(pairs)} seed(s)"
     )
     interval = claims.mean_gap(gaps)
     if interval is None:
-        one = "one pair of seeds gives no interval: use --seeds 3" if len(gaps) == 1 else "a run has no figures"
+        reason = "one pair of seeds gives no interval: use --seeds 3" if len(gaps) == 1 else "a run has no figures"
         shown = f"{gaps[0]:+.4g}" if math.isfinite(gaps[0]) else ""
-        return _reported_check(name, title, run, None, shown, f"{sentence}; {one}")
+        return _reported_check(name, title, run, None, shown, f"{sentence}; {reason}")
     return _reported_check(
         name, title, run, interval, f"{interval.estimate:+.4g} ({interval.low:+.4g} to {interval.high:+.4g})", sentence
     )

@@ -1,4 +1,4 @@
-"""Reads a run directory once into a value that the verdict, the plots and the page share.
+"""Reads a run directory into a `RunRecord`, which the verdict, the plots and the page share.
 
 A run directory holds ``metrics.jsonl`` (one JSON object per line, in the order of writing), ``plan.json``,
 ``proof.json``, ``environment.json``, ``config.yaml`` and ``result.json``; in phase rl also ``completions.jsonl``.
@@ -68,7 +68,7 @@ class LayerHealth:
     """One FP8 layer, averaged over the measured steps that were applied.
 
     ``sqnr`` in dB and ``underflow`` as a share (0..1) by role (x, w, dy, x_wgrad, dy_wgrad); ``cosine`` between the
-    FP8 weight gradient and the high-precision one of the same step, None where no weight gradient was computed;
+    FP8 weight gradient and the high-precision one of the same step, or None if there was no weight gradient;
     ``nan_codes`` summed over the measured steps.
     """
 
@@ -82,13 +82,16 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory as a value. ``eval`` is the last evaluation, or None if there was none; ``finished`` says whether
-    the run reached its end with everything written; ``failure`` is the error message of a failed training, and then
-    every array may be empty. ``zeroed`` counts second moments that became zero, None if it was not recorded; ``rates``
-    are learning rates. ``figures`` has the entries of ``FIGURES`` that the run recorded, and ``exact_match``,
-    ``held_out_reward`` and ``held_out_accuracies`` of its evaluations, NaN at steps without; ``completions`` are the
-    rows of ``completions.jsonl``. ``skipped``: steps whose loss or gradient was not finite; ``overflowed``: those whose
-    gradients overflowed FP16, after which the loss scale fell."""
+    """The contents of a run directory.
+
+    ``eval`` is the last evaluation, or None if there was none; ``finished`` is True if the run reached its end and
+    wrote all files; ``failure`` is the error message of a failed training, whose arrays may be empty. ``zeroed``
+    counts second moments that became zero, or is None if they were not counted; ``rates`` are learning rates.
+    ``figures`` has the ``FIGURES`` that the run recorded, and ``exact_match``, ``held_out_reward`` and
+    ``held_out_accuracies`` of its evaluations, NaN at other steps; ``completions`` has the rows of
+    ``completions.jsonl``. ``skipped`` are the steps whose loss or gradient was not finite; ``overflowed`` those
+    whose gradients overflowed FP16, after which the loss scale was reduced.
+    """
 
     directory: Path
     steps: np.ndarray
@@ -114,22 +117,22 @@ class RunRecord:
 
     @property
     def mean_loss(self) -> float:
-        """Mean of the finite losses over the run."""
+        """The mean of the finite losses of the run."""
         finite = self.losses[np.isfinite(self.losses)]
         return float(finite.mean()) if finite.size else math.nan
 
     @property
     def speed(self) -> float:
-        """Median tokens per second, the first tenth of the steps left out as warm-up; NaN where it was not recorded."""
+        """The median tokens per second without the first tenth of the steps (warm-up), or NaN if not recorded."""
         rest = self.tokens_per_s[len(self.tokens_per_s) // 10 :]
         rest = rest[np.isfinite(rest)]
         return float(np.median(rest)) if rest.size else math.nan
 
 
-def common_steps(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Indices into each record of the steps that both have; runs may log at different steps."""
-    _, mine, other = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
-    return mine, other
+def common_steps(record: RunRecord, reference: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices in each record of the steps that both have, since runs may log at different steps."""
+    _, record_at, reference_at = np.intersect1d(record.steps, reference.steps, return_indices=True)
+    return record_at, reference_at
 
 
 def read(directory: str | Path) -> RunRecord:
@@ -182,7 +185,8 @@ def read(directory: str | Path) -> RunRecord:
 
 
 def read_failed_run(directory: str | Path, failure: str) -> RunRecord:
-    """The record of a run whose training failed with the message ``failure``; what it did not write is empty."""
+    """Return the record of a run whose training failed with the message ``failure``; files that it did not write count
+    as empty."""
     try:
         return replace(read(directory), failure=failure, finished=False)
     except ReportError:
@@ -198,7 +202,7 @@ def _read_text(path: Path) -> str:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """A JSON file of a run directory, checked for Octavo's structure; empty if it does not exist."""
+    """Return a JSON file of a run directory after checking its structure; empty if it does not exist."""
     if not path.exists():
         return {}
     value = safe_read.read_json(path, ReportError)
@@ -207,7 +211,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def read_rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, one by one. Raises ReportError, with the line number, for an invalid row."""
+    """Iterate over the rows of metrics.jsonl. Raises ReportError, with the line number, for an invalid row."""
     return _read_json_lines(directory / "metrics.jsonl", _ROW)
 
 
@@ -234,7 +238,7 @@ def _collect_figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _peak_memory(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Bytes by kind: the largest value that any step recorded."""
+    """Return the peak bytes by kind over all recorded steps."""
     most: dict[str, int] = {}
     for row in rows:
         for kind, size in (row.get("memory") or {}).items():

@@ -1,4 +1,4 @@
-"""The claims of a trial: which figures of its runs each uses, and why it may remain undecided."""
+"""Computes the claims of a trial from the figures of its runs, with the reason if one remains undecided."""
 
 from __future__ import annotations
 
@@ -33,32 +33,34 @@ class Sides(NamedTuple):
 
 
 def compute_claims(sides: Sides, trial: Trial, noise: float) -> list[Check]:
-    """The four claims for one FP8 run; ``noise``: how far the seed moves mean losses. Held-out data without questions,
-    such as plain text, give no claim on accuracy."""
-    idle = why_nothing_learned(sides.reference[1], trial)
-    asks = trial.held_out is None or any(piece["right"] is not None for piece in _reference_evaluation(trial).pieces)
+    """Return the four claims for one FP8 run; ``noise`` is the seed noise of mean losses. Held-out data without
+    questions, such as plain text, give no claim on accuracy."""
+    no_learning = why_nothing_learned(sides.reference[1], trial)
+    has_questions = trial.held_out is None or any(
+        piece["right"] is not None for piece in _reference_evaluation(trial).pieces
+    )
     return [
-        *([accuracy_claim(sides, trial, idle)] if asks else []),
+        *([accuracy_claim(sides, trial, no_learning)] if has_questions else []),
         _claim_same_weights(sides, trial),
-        _claim_forks(sides, trial, idle),
-        _claim_trajectories(sides, trial, idle, noise),
+        _claim_forks(sides, trial, no_learning),
+        _claim_trajectories(sides, trial, no_learning, noise),
     ]
 
 
 def mean_loss_gap(record: RunRecord, reference: RunRecord, after: int = 0) -> float:
-    """Signed relative gap of the mean losses over the steps after ``after`` that both runs recorded."""
-    mine, theirs = common_steps(record, reference)
-    later = record.steps[mine] > after
-    return loss_gap(record.losses[mine][later], reference.losses[theirs][later])
+    """Return the signed relative gap of the mean losses over the steps after ``after`` that both runs recorded."""
+    record_at, reference_at = common_steps(record, reference)
+    later = record.steps[record_at] > after
+    return loss_gap(record.losses[record_at][later], reference.losses[reference_at][later])
 
 
 def fork_step(steps: int) -> int:
-    """The step after which forks begin: two thirds of the run."""
+    """Return the step after which forks begin: two thirds of the run."""
     return 2 * steps // 3
 
 
 def why_nothing_learned(record: RunRecord, trial: Trial) -> str:
-    """Why high precision learned nothing that FP8 could have lost; empty if it learned."""
+    """Return why high precision learned nothing that FP8 could have lost, or "" if it learned."""
     if why := why_no_weight_changed(record):
         return why
     if trial.held_out is not None:
@@ -81,7 +83,7 @@ def why_nothing_learned(record: RunRecord, trial: Trial) -> str:
 
 
 def why_no_weight_changed(record: RunRecord) -> str:
-    """Why no step changed a weight; empty if some did."""
+    """Return why no step changed a weight, or "" if some step did."""
     applied = ~np.isin(record.steps, (*record.skipped, *record.overflowed))
     if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
         return "no step of high precision changed a weight: the learning rate was 0, or every step was skipped"
@@ -89,12 +91,13 @@ def why_no_weight_changed(record: RunRecord) -> str:
 
 
 def evaluation_pairs(sides: Sides, trial: Trial) -> list[tuple[Evaluation, Evaluation]]:
-    """(FP8, high precision) on the held-out data: the trial's seed, then other seeds for which both were evaluated."""
+    """Return pairs (FP8, high precision) of held-out evaluations: the trial's seed first, then each other seed that has
+    both."""
     assert trial.held_out is not None
     name, runs = sides.fp8[0].name, trial.held_out.runs
     high = {run.cfg.run.seed: runs[run.name] for run, _ in sides.runs if run.kind == "noise" and run.name in runs}
-    others = [run for run, _ in sides.runs if run.kind == "seed" and run.of == name and run.name in runs]
-    pairs = [(runs[run.name], high[run.cfg.run.seed]) for run in others if run.cfg.run.seed in high]
+    seed_runs = [run for run, _ in sides.runs if run.kind == "seed" and run.of == name and run.name in runs]
+    pairs = [(runs[run.name], high[run.cfg.run.seed]) for run in seed_runs if run.cfg.run.seed in high]
     return [(runs[name], _reference_evaluation(trial)), *pairs]
 
 
@@ -103,22 +106,24 @@ def _reference_evaluation(trial: Trial) -> Evaluation:
     return next(iter(trial.held_out.runs.values()))  # high precision is evaluated first
 
 
-def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
-    """The claim on held-out accuracy, over all evaluated seeds; ``idle``: why high precision learned nothing (empty: it
-    learned)."""
+def accuracy_claim(sides: Sides, trial: Trial, no_learning: str) -> Check:
+    """Return the claim on held-out accuracy over all evaluated seeds.
+
+    ``no_learning``: why high precision learned nothing, or "" if it learned.
+    """
     run = sides.fp8[0]
     interval, why, seen = None, NO_DATA, ""
     if trial.held_out is not None:
         pairs = evaluation_pairs(sides, trial)
-        ours, others = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
-        interval = claims.paired_accuracy(ours, others)
+        fp8_pieces, high_pieces = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
+        interval = claims.paired_accuracy(fp8_pieces, high_pieces)
         questions = sum(piece["right"] is not None for piece in pairs[0][1].pieces)
-        mine, right = (sum(bool(p["right"]) for p in pieces) for pieces in (ours, others))
-        seen = f"{mine} of {questions * len(pairs)} right, high precision {right}"
+        fp8_right, high_right = (sum(bool(p["right"]) for p in pieces) for pieces in (fp8_pieces, high_pieces))
+        seen = f"{fp8_right} of {questions * len(pairs)} right, high precision {high_right}"
         seen += f", over {len(pairs)} seeds" if len(pairs) > 1 else ""
         if interval is None:
             why = f"{questions} held-out questions about fewer than two images or documents give no interval"
-        elif not (why := why_accuracy_is_uninformative(trial, idle)):
+        elif not (why := why_accuracy_is_uninformative(trial, no_learning)):
             seen += f", about {interval.units} sources"
     return decide(
         ACCURACY, TITLES[ACCURACY], run.label, interval, trial.accuracy_margin,
@@ -126,27 +131,27 @@ def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
     )  # fmt: skip
 
 
-def why_accuracy_is_uninformative(trial: Trial, idle: str) -> str:
-    """Why accuracy cannot show the effect of FP8; ``idle``: why high precision learned nothing. Empty if it can."""
+def why_accuracy_is_uninformative(trial: Trial, no_learning: str) -> str:
+    """Return why accuracy cannot show the effect of FP8, or "" if it can. ``no_learning`` as in `accuracy_claim`."""
     assert trial.held_out is not None
-    theirs = _reference_evaluation(trial).pieces
-    if not claims.beats_constant_answer(theirs):
-        right = [bool(piece["right"]) for piece in theirs if piece["right"] is not None]
-        floor = percent(claims.best_constant_accuracy(theirs), 1)
+    high_pieces = _reference_evaluation(trial).pieces
+    if not claims.beats_constant_answer(high_pieces):
+        right = [bool(piece["right"]) for piece in high_pieces if piece["right"] is not None]
+        floor = percent(claims.best_constant_accuracy(high_pieces), 1)
         return (
             f"high precision answers {sum(right)} of {len(right)} questions, no better than a constant answer "
-            f"({floor}): so there was nothing to lose. Train more steps, or add questions"
+            f"({floor}), so there was nothing to lose. Train more steps, or add questions"
         )
-    if not idle and _is_within_margin(claims.paired_accuracy(trial.held_out.before.pieces, theirs), trial):
+    if not no_learning and _is_within_margin(claims.paired_accuracy(trial.held_out.before.pieces, high_pieces), trial):
         return (
             "the model before training answers as well as high precision after it, within the margin, so nothing was "
             "learned that FP8 could have lost; train more steps"
         )
-    return idle
+    return no_learning
 
 
 def _is_within_margin(interval: Interval | None, trial: Trial) -> bool:
-    """Whether the interval is above the margin of harm."""
+    """Return whether the interval is above the margin of harm."""
     return interval is not None and interval.low >= -trial.accuracy_margin
 
 
@@ -167,7 +172,7 @@ def _claim_same_weights(sides: Sides, trial: Trial) -> Check:
     )  # fmt: skip
 
 
-def _claim_forks(sides: Sides, trial: Trial, idle: str) -> Check:
+def _claim_forks(sides: Sides, trial: Trial, no_learning: str) -> Check:
     run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
     if not trial.forks and not trial.no_forks:
         sentence = "not tested; use --forks 3"
@@ -181,14 +186,16 @@ def _claim_forks(sides: Sides, trial: Trial, idle: str) -> Check:
             UNTRIED,
             sentence,
         )
-    forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
-    high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
-    if wrong := why_not_comparable(sides, [*forks, *high.values()]):
-        return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, wrong)
+    forks = [(fork, record) for fork, record in sides.runs if fork.kind == "fork" and fork.of == run.name]
+    high = {fork.number: (fork, record) for fork, record in sides.runs if fork.kind == "fork" and not fork.of}
+    if reason := why_not_comparable(sides, [*forks, *high.values()]):
+        return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, reason)
     gaps = fork_gaps(sides)
     interval = claims.mean_gap(gaps)  # None for fewer than two forks, and if a gap is not finite
-    few = f"{len(gaps)} fork(s) give no interval; use 3 or more"
-    why = trial.no_forks or (idle if interval is not None else few if len(gaps) < 2 else "a fork has no finite losses")
+    too_few = f"{len(gaps)} fork(s) give no interval; use 3 or more"
+    why = trial.no_forks or (
+        no_learning if interval is not None else too_few if len(gaps) < 2 else "a fork has no finite losses"
+    )
     return decide(
         name, title, run.label, interval, LOSS_MARGIN,
         unit="forks", scale=per_cent, worse=1, why_not=why, seen=f"{len(gaps)} forks",
@@ -196,10 +203,12 @@ def _claim_forks(sides: Sides, trial: Trial, idle: str) -> Check:
 
 
 def fork_gaps(sides: Sides) -> list[float]:
-    """FP8's loss relative to high precision's in each fork of an FP8 run, over the fork's second half."""
-    high = {a.number: r for a, r in sides.runs if a.kind == "fork" and not a.of}
+    """Return the relative loss gap to high precision in each fork of an FP8 run, over the second half of the fork."""
+    high = {run.number: record for run, record in sides.runs if run.kind == "fork" and not run.of}
     gaps = []
-    for fork, record in ((a, r) for a, r in sides.runs if a.kind == "fork" and a.of == sides.fp8[0].name):
+    for fork, record in sides.runs:
+        if fork.kind != "fork" or fork.of != sides.fp8[0].name:
+            continue
         # The first half is time to diverge. For the reference's seed, high precision's continuation exists already.
         middle = (fork.begins + fork.cfg.train.total_steps) // 2
         gaps.append(mean_loss_gap(record, high.get(fork.number, sides.reference[1]), after=middle))
@@ -207,16 +216,19 @@ def fork_gaps(sides: Sides) -> list[float]:
 
 
 def pair_gaps(sides: Sides) -> list[float]:
-    """FP8's mean loss relative to high precision's with the same seed, for each seed; NaN if a run failed."""
-    high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
-    others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == sides.fp8[0].name]
-    pairs = [math.nan if r.failure else mean_loss_gap(r, high[a.cfg.run.seed]) for a, r in others]
+    """Return the relative gap of mean losses to high precision for each seed; NaN if a run failed."""
+    high = {run.cfg.run.seed: record for run, record in sides.runs if run.kind == "noise"}
+    seed_runs = [(run, record) for run, record in sides.runs if run.kind == "seed" and run.of == sides.fp8[0].name]
+    pairs = [math.nan if record.failure else mean_loss_gap(record, high[run.cfg.run.seed]) for run, record in seed_runs]
     return [mean_loss_gap(sides.fp8[1], sides.reference[1]), *pairs]
 
 
 def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
-    """Why forks or runs of other seeds cannot be compared with the FP8 run: one failed, skipped steps, did not run FP8
-    where its plan says, or has another plan (as in a trial that an earlier version began). Empty if all can."""
+    """Return why forks or runs with other seeds cannot be compared with the FP8 run, or "" if all can.
+
+    Reasons: a run failed, skipped steps, did not run FP8 where planned, or has a different plan (if an earlier version
+    began the trial).
+    """
     plan = _planned_layers(sides.fp8[1])
     for run, record in others:
         if record.failure:
@@ -226,40 +238,42 @@ def why_not_comparable(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) ->
             return f"{run.label} skipped {len(record.skipped)} of {steps} steps, whose loss or gradient was not finite"
         if run.of and (check := check_gemms(run.label, record.proof)).status == FAIL:
             return f"{run.label}: {check.sentence}"
-        if run.of and (odd := {name for name, _ in plan ^ _planned_layers(record)}):
+        if run.of and (different := {name for name, _ in plan ^ _planned_layers(record)}):
             return (
-                f"{run.label} has a different plan from {sides.fp8[0].label} ({len(odd)} layers, first {min(odd)}); "
-                "--fresh trains all runs again"
+                f"{run.label} has a different plan from {sides.fp8[0].label} ({len(different)} layers, first "
+                f"{min(different)}); --fresh trains all runs again"
             )
     return ""
 
 
 def _planned_layers(record: RunRecord) -> set[tuple[str, str]]:
-    """The plan that a run began with, layer by layer, without moves of `fp8.adapt`, which depend on the seed."""
+    """Return the initial plan of a run by layer, without changes by `fp8.adapt`, which depend on the seed."""
     if lines := record.plan.get("layers"):
         return {(str(line.get("match")), f"{line.get('recipe')} {line.get('steps')}") for line in lines}
     return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
 
 
-def _claim_trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
+def _claim_trajectories(sides: Sides, trial: Trial, no_learning: str, noise: float) -> Check:
     run, title = sides.fp8[0], TITLES[SEEDS]
     pairs = pair_gaps(sides)
-    others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
-    apart = f"another seed changes mean losses by up to {percent(noise)}"
+    seed_runs = [
+        (seed_run, record) for seed_run, record in sides.runs if seed_run.kind == "seed" and seed_run.of == run.name
+    ]
+    seed_effect = f"another seed changes mean losses by up to {percent(noise)}"
     if trial.seeds == 1:
-        sentence = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {apart}; use --seeds 5"
+        sentence = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {seed_effect}; use --seeds 5"
         threshold = f"95 % interval below {per_cent(LOSS_MARGIN)}"
-        far = pairs[0] > max(2 * noise, LOSS_MARGIN)
-        status = WARN if far else UNTRIED
-        sentence += "; the gap is larger than seeds explain" if far else ""
+        is_far = pairs[0] > max(2 * noise, LOSS_MARGIN)
+        status = WARN if is_far else UNTRIED
+        sentence += "; the gap is larger than seeds explain" if is_far else ""
         return Check(SEEDS, title, run.label, pairs[0], per_cent(pairs[0]), threshold, status, sentence)
-    if wrong := why_not_comparable(sides, others):
-        return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
+    if reason := why_not_comparable(sides, seed_runs):
+        return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, reason)
     interval = claims.mean_gap(pairs)
-    why = idle if interval is not None else "a run has no finite losses"
+    why = no_learning if interval is not None else "a run has no finite losses"
     return decide(
         SEEDS, title, run.label, interval, LOSS_MARGIN,
-        unit="pairs of seeds", scale=per_cent, worse=1, why_not=why, seen=f"{len(pairs)} pairs of seeds; {apart}",
+        unit="pairs of seeds", scale=per_cent, worse=1, why_not=why, seen=f"{len(pairs)} pairs of seeds; {seed_effect}",
     )  # fmt: skip
 
 

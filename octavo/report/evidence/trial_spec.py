@@ -1,8 +1,8 @@
 """The specification of a trial: its runs and its settings.
 
-A run is high precision (``reference``), high precision with another seed (``noise``), one FP8 recipe (``fp8``), the
-same with another seed (``seed``) or with fewer savings (``saving``), a ``fork`` of the reference in one precision, or a
-``cell`` of a factorial trial.
+The kinds of runs are: high precision (``reference``), high precision with another seed (``noise``), one FP8 recipe
+(``fp8``), that recipe with another seed (``seed``) or with fewer savings (``saving``), a ``fork`` of the reference in
+one precision, and a ``cell`` of a factorial trial.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from octavo.report.evidence.power import Estimate
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the trial: its folder's name, its label on the page, its kind and its configuration.
+    """One run of the trial: the name of its folder, its label on the page, its kind and its configuration.
 
-    ``of`` is the FP8 run that a fork in FP8 or another seed belongs to (empty: high precision), ``begins`` the step
-    after which a fork begins, and ``number`` which fork it is: both precisions of one have one number and one data.
-    ``factors`` are the components in FP8, in runs of a factorial trial.
+    ``of`` is the FP8 run that an FP8 fork or a run with another seed belongs to ("" in high precision), ``begins`` the
+    step after which a fork begins, and ``number`` the number of a fork, shared by both precisions, which read the same
+    data. ``factors`` are the components in FP8 if the trial is factorial.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def may_fail(self) -> bool:
-        """Whether the trial continues, with a message, if it fails; a failure in high precision ends the trial."""
+        """Whether the trial continues if this run fails; a failure in high precision ends the trial."""
         return self.kind in ("fp8", "saving", "seed", "cell") or (self.kind == "fork" and bool(self.of))
 
     @property
@@ -46,10 +46,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings of a trial: ``forks`` and ``seeds`` are numbers, ``no_forks`` says
-    why there are no forks; ``held_out`` is the result on held-out data (None: there is none). ``expected`` holds the
-    estimates made before the first run; ``factors`` are the components of a factorial trial, ``left_out`` those
-    that it keeps in high precision although the configuration does not."""
+    """The settings of a trial.
+
+    ``forks`` and ``seeds`` are numbers of runs; ``no_forks`` is the reason if there are no forks. ``held_out`` has the
+    evaluations on held-out data, or None without such data. ``expected`` has the estimates made before the first run.
+    ``factors`` are the components of a factorial trial, and ``left_out`` the other components that the configuration
+    has in FP8.
+    """
 
     held_out: HeldOut | None = None
     forks: int = 0

@@ -1,7 +1,7 @@
 """The trust table of ``docs/numerics.md`` as functions: each row takes figures and returns pass, warn or fail, and why.
 The claims of a trial about the training itself are in :mod:`octavo.report.evidence.claims`.
 
-A row returns a ``Check``: the figure, its threshold, the status and a sentence. The verdict is the worst of them.
+A row returns a ``Check``: the figure, its threshold, the status and a sentence. The verdict is the worst status.
 Shares are 0..1 here and per cent in the sentences; SQNR is in dB; losses are in nats per token.
 """
 
@@ -48,7 +48,7 @@ class Check:
     margin: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The row in ``report.json``, where a run is called an arm."""
+        """Return the row of ``report.json``, which calls a run an arm."""
         return {"arm" if key == "run" else key: value for key, value in asdict(self).items()}
 
 
@@ -72,10 +72,10 @@ def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
 
     Steps in which either loss is not finite are excluded from both means. NaN if no step is left or the mean is 0.
     """
-    both = np.isfinite(losses) & np.isfinite(reference)
-    if not both.any() or reference[both].mean() == 0:
+    finite = np.isfinite(losses) & np.isfinite(reference)
+    if not finite.any() or reference[finite].mean() == 0:
         return math.nan
-    return float((losses[both].mean() - reference[both].mean()) / abs(reference[both].mean()))
+    return float((losses[finite].mean() - reference[finite].mean()) / abs(reference[finite].mean()))
 
 
 def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = None) -> float:
@@ -90,15 +90,15 @@ def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = No
 
     ``steps``: the length of the whole run if the curves are its beginning. NaN without finite losses.
     """
-    both = np.isfinite(losses) & np.isfinite(reference)
-    total = float(np.abs(reference[both]).sum())
+    finite = np.isfinite(losses) & np.isfinite(reference)
+    total = float(np.abs(reference[finite]).sum())
     if not total:
         return math.nan
-    difference = np.where(both, losses - reference, 0.0)
+    difference = np.where(finite, losses - reference, 0.0)
     bounds = [abs(float(difference.sum()))]
-    for stretches, deviations in SEGMENTS.items():
-        stretch = max(1, -(-(steps or len(losses)) // stretches))
-        sums = np.add.reduceat(difference, np.arange(0, len(losses), stretch))
+    for segments, deviations in SEGMENTS.items():
+        length = max(1, -(-(steps or len(losses)) // segments))
+        sums = np.add.reduceat(difference, np.arange(0, len(losses), length))
         bounds.append(deviations * math.sqrt(float((sums**2).sum())))
     return max(bounds) / total
 
@@ -123,7 +123,7 @@ def mark_no_wgrad(check: Check) -> Check:
 
 
 def check_underflow(run: str, by_operand: Mapping[str, float], wgrad: bool) -> Check:
-    """Share of non-zero values that became zero; ``by_operand`` maps "layer role" to a share (mean over the run)."""
+    """Check the share of non-zero values that became zero; ``by_operand`` maps "layer role" to the mean of a run."""
     name, gemms = ("underflow_wgrad", "wgrad") if wgrad else ("underflow", "fwd and dgrad")
     title = f"Underflow, {gemms} operands"
     threshold = "below 20 %" if wgrad else "below 1 %; fails above 5 %"
@@ -139,7 +139,7 @@ def check_underflow(run: str, by_operand: Mapping[str, float], wgrad: bool) -> C
 
 
 def check_sqnr(run: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
-    """Signal to quantization noise in dB for the operands cast to ``fmt`` (e4m3 or e5m2); the lowest counts."""
+    """Check the lowest SQNR in dB of the operands cast to ``fmt`` (e4m3 or e5m2)."""
     limit, label = SQNR_WARN[fmt], fmt.upper()
     name, title, threshold = f"sqnr_{fmt}", f"SQNR, {label} operands", f"at least {limit:.0f} dB"
     if not by_operand:
@@ -152,7 +152,7 @@ def check_sqnr(run: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
 
 
 def check_cosine(run: str, by_layer: Mapping[str, float]) -> Check:
-    """Cosine between each layer's FP8 weight gradient and the high-precision one: median and minimum over layers."""
+    """Check the cosine between FP8 and high-precision weight gradients: its median and minimum over layers."""
     name, title = "dw_cosine", "Cosine of weight gradients"
     threshold = f"median at least {COSINE_MEDIAN}, none below {COSINE_MIN}; fails with a median below {COSINE_FAIL}"
     if not by_layer:
@@ -165,7 +165,7 @@ def check_cosine(run: str, by_layer: Mapping[str, float]) -> Check:
 
 
 def check_nan_codes(run: str, by_layer: Mapping[str, int]) -> Check:
-    """NaN codes in measured steps that were applied: any is a failure."""
+    """Check that no applied step had NaN codes, by the measured steps."""
     name, title, threshold = "nan_codes", "NaN codes in an applied step", "none"
     if not by_layer:
         return _unmeasured(name, title, run, threshold)
@@ -201,10 +201,10 @@ def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
 
 
 def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, overflowed: Sequence[int] = ()) -> Check:
-    """Steps whose loss or gradient was not finite, and whether the run reached its last step.
+    """Check that the run reached its last step, and that few steps had a non-finite loss or gradient.
 
-    Up to 1 % of the steps warn, more fail: a run that did not apply its steps is not the training to compare.
-    ``overflowed`` steps, with which a loss scale finds its value in FP16, count as skipped only above 1 %.
+    Up to 1 % of skipped steps warn, more fail: then the run is not the training to compare. ``overflowed`` steps, in
+    which FP16 loss scaling searches for its scale, count as skipped only above 1 %.
     """
     name, title = "skipped_steps", "Steps skipped"
     threshold = f"none; fails above {100 * SKIPPED_WARN:g} %, or if the run did not finish"
@@ -243,7 +243,7 @@ def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Che
 
 
 def check_states(run: str, states: str, zeroed: int | None) -> Check:
-    """Second moments that became zero in quantized optimizer states; in fp32 and bf16 states none does."""
+    """Check that no second moment became zero in quantized optimizer states; states in fp32 and bf16 always pass."""
     name, title, threshold = "v_zero", "Second moments that became zero", "none"
     if states in ("fp32", "bf16"):
         sentence = f"optimizer states are {states}: none is rounded to zero by a quantizer"

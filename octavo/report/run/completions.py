@@ -18,19 +18,19 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
     ``[{"step", "rows": [{"prompt", "answer", "high", "fp8"}]}]``; ``high`` and ``fp8`` are ``{"text", "reward",
     "ended"}``, or None if that run did not have this prompt at this step.
     """
-    ours, theirs = _by_step(fp8), _by_step(high)
-    both = sorted(ours.keys() & theirs.keys())
-    steps = [step for step in both if ours[step].keys() & theirs[step].keys()] or both
+    fp8_rows, high_rows = _by_step(fp8), _by_step(high)
+    shared_steps = sorted(fp8_rows.keys() & high_rows.keys())
+    steps = [step for step in shared_steps if fp8_rows[step].keys() & high_rows[step].keys()] or shared_steps
     chosen = dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1)) if steps else {}
     comparisons = []
     for step in chosen:
-        prompts = dict.fromkeys([*theirs[step], *ours[step]])
+        prompts = dict.fromkeys([*high_rows[step], *fp8_rows[step]])
         rows = [
             {
-                "prompt": truncate((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
+                "prompt": truncate((first := high_rows[step].get(key) or fp8_rows[step][key]).get("prompt")),
                 "answer": truncate(first.get("answer")),
-                "high": _completion_cell(theirs[step].get(key)),
-                "fp8": _completion_cell(ours[step].get(key)),
+                "high": _completion_cell(high_rows[step].get(key)),
+                "fp8": _completion_cell(fp8_rows[step].get(key)),
             }
             for key in prompts
         ]
@@ -55,5 +55,5 @@ def truncate(value: Any) -> str:
     """Return a text, or other values as JSON, truncated to LENGTH characters."""
     if value is None:
         return ""
-    whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return whole if len(whole) <= LENGTH else f"{whole[:LENGTH]} ..."
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LENGTH else f"{text[:LENGTH]} ..."

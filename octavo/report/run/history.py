@@ -63,13 +63,13 @@ class Series:
 
     @property
     def newest(self) -> float:
-        """Mean of the last 5 % of the values, or NaN."""
+        """The mean of the last 5 % of the values, or NaN."""
         values = self.curve[1]
         return float(values[-max(1, len(values) // 20) :].mean()) if values.size else math.nan
 
     @property
     def median(self) -> float:
-        """Median without the first 10 % (warm-up), or NaN."""
+        """The median without the first 10 % (warm-up), or NaN."""
         values = self.curve[1]
         return float(np.median(values[len(values) // 10 :])) if values.size else math.nan
 
@@ -80,10 +80,10 @@ def _merge_neighbors(values: list[float]) -> list[float]:
 
 @dataclass
 class History:
-    """A run so far. ``figures`` has a series for every number of its rows, ``judged`` one for every number of its
-    evaluations, which ``evals`` lists with their steps; ``memory`` is the most that any step held, by kind; ``health``
-    has by component and figure (sqnr, underflow, saturation, cosine) the worst of its layers, and ``layers`` what each
-    had in the newest measured step."""
+    """The recorded steps of a run. ``figures`` has a series for every number in the rows, and ``judged`` for every
+    number in the evaluations, which ``evals`` lists with their steps; ``memory`` has the peak bytes by kind; ``health``
+    has the worst layer by component and figure (sqnr, underflow, saturation, cosine), and ``layers`` the figures of
+    each layer in the newest measured step."""
 
     directory: Path
     cfg: Config

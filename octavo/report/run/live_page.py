@@ -1,6 +1,6 @@
-"""The page of a run while it trains: ``RUN/page.html``, with ``page.png`` and ``memory.json``.
+"""Writes the page of a run while it trains: ``RUN/page.html``, with ``page.png`` and ``memory.json``.
 
-It is written after evaluations and checkpoints, once per minute, and at the end, as long as writing takes at most
+The page is written after evaluations and checkpoints, once per minute, and at the end, as long as writing takes at most
 :data:`SHARE` of the time. Errors while writing do not end the run.
 """
 
@@ -28,7 +28,7 @@ EVERY = 60.0  # maximum seconds between two pages
 
 
 class Page(train.Callback):
-    """Callback that writes the page. ``predicted``: predicted memory, kind -> bytes; empty if unknown."""
+    """Callback that writes the page. ``predicted`` maps kinds to predicted bytes; empty if unknown."""
 
     predicted: Mapping[str, int] = MappingProxyType({})
     _history: History | None = None

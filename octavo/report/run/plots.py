@@ -95,7 +95,7 @@ class Curve:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over ``window`` steps, ignoring NaN; the window shrinks near the ends."""
+    """Return the centred mean over ``window`` steps, ignoring NaN; the window shrinks near the ends."""
     known = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(known)])
@@ -107,7 +107,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def window_for(steps: int) -> int:
-    """Steps that the smoothed curves average: a twenty-fifth of the run, at least one."""
+    """Return the number of steps that smoothed curves average: a twenty-fifth of the run, at least one."""
     return max(1, steps // 25)
 
 
@@ -119,7 +119,7 @@ def _downsample(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def loss_figure(curves: Sequence[Curve]) -> Figure:
-    """Loss of each run over the steps: raw in pale, smoothed in strong lines. A log axis if the loss falls
+    """Plot the loss of each run, raw in pale and smoothed in strong lines. The axis is logarithmic if the loss falls
     twentyfold."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     axes = figure.subplots()
@@ -142,15 +142,15 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
 
 
 def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Relative gap of the mean losses up to each step; its last value is the verdict's figure."""
-    both = np.isfinite(losses) & np.isfinite(reference)
-    difference = np.cumsum(np.where(both, losses - reference, 0.0))
-    total = np.cumsum(np.where(both, np.abs(reference), 0.0))
+    """Return the relative gap of the mean losses up to each step; the verdict uses the last value."""
+    finite = np.isfinite(losses) & np.isfinite(reference)
+    difference = np.cumsum(np.where(finite, losses - reference, 0.0))
+    total = np.cumsum(np.where(finite, np.abs(reference), 0.0))
     return difference / np.where(total > 0, total, np.nan)
 
 
 def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """``seed_noise`` up to each step; the verdict compares gaps with its last value."""
+    """Return ``seed_noise`` up to each step; the verdict compares gaps with the last value."""
     steps = len(losses)
     at = np.unique(np.linspace(1, steps, min(steps, 200)).astype(int))
     noise = [seed_noise(losses[:n], reference[:n], steps) for n in at]
@@ -158,7 +158,7 @@ def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
-    """FP8 minus high precision: the smoothed difference, and the gap of the running mean, with the seed noise."""
+    """Plot FP8 minus high precision: the smoothed difference and the gap of the running mean, with the seed noise."""
     reference = next(c for c in curves if c.kind == "reference")
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -167,11 +167,11 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     for curve in sorted(curves, key=lambda c: c.kind != "noise"):
         if curve.kind == "reference":
             continue
-        steps, mine, theirs = np.intersect1d(curve.steps, reference.steps, return_indices=True)
-        difference = smooth(curve.losses[mine] - reference.losses[theirs], window)
-        gap = 100 * running_gap(curve.losses[mine], reference.losses[theirs])
+        steps, curve_at, reference_at = np.intersect1d(curve.steps, reference.steps, return_indices=True)
+        difference = smooth(curve.losses[curve_at] - reference.losses[reference_at], window)
+        gap = 100 * running_gap(curve.losses[curve_at], reference.losses[reference_at])
         if curve.kind == "noise":
-            noise = 100 * running_noise(curve.losses[mine], reference.losses[theirs])
+            noise = 100 * running_noise(curve.losses[curve_at], reference.losses[reference_at])
             bands = ((upper, np.abs(difference), "another seed (absolute)"), (lower, noise, "seed noise"))
             for axes, values, label in bands:
                 x, y = _downsample(steps, values)
@@ -194,10 +194,10 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
 
 
 def claims_figure(claims: Sequence[Check]) -> Figure:
-    """How much worse FP8 is by each claim, with its 95 % interval, in units of its margin: a claim passes if its
+    """Plot each claim and its 95 % interval in units of its margin, positive if FP8 is worse: a claim passes if its
     interval ends below 1, and fails if it begins above 1."""
     shown_claims = [claim for claim in claims if claim.low is not None and claim.margin]
-    several = len({claim.run for claim in shown_claims}) > 1
+    has_several_runs = len({claim.run for claim in shown_claims}) > 1
     figure = Figure(figsize=(9, 1.3 + 0.5 * len(shown_claims)), layout="constrained")
     axes = figure.subplots()
     reach = 3.0  # the axis in margins; longer intervals end in an arrow, and the table has the figures
@@ -210,12 +210,12 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
         middle = worse * claim.figure / claim.margin
         color = PALETTE[{"pass": "good", "fail": "bad"}.get(claim.status, "warn")]
         axes.plot([max(low, -reach), min(high, reach)], [row, row], color=color, lw=2.2, solid_capstyle="butt")
-        for end, beyond, marker in ((-reach, low < -reach, "<"), (reach, high > reach, ">")):
-            if beyond:
+        for end, is_beyond, marker in ((-reach, low < -reach, "<"), (reach, high > reach, ">")):
+            if is_beyond:
                 axes.plot(end, row, marker=marker, color=color, ms=7)
         if abs(middle) <= reach:
             axes.plot(middle, row, "o", color=color, ms=6)
-    names = [f"{claim.title}{f', {claim.run}' if several else ''}" for claim in shown_claims]
+    names = [f"{claim.title}{f', {claim.run}' if has_several_runs else ''}" for claim in shown_claims]
     axes.set_yticks(range(len(shown_claims)), names)
     axes.set(
         xlim=(-reach - 0.15, reach + 0.15), ylim=(len(shown_claims) - 0.4, -0.6), xlabel="better  |  margins  |  worse"
@@ -227,7 +227,7 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
 
 
 def effects_figure(effects: Sequence[Check]) -> Figure:
-    """The effect of each component on each figure in per cent (of accuracy: points), with its 95 % interval and the
+    """Plot the effect of each component on each figure in per cent (accuracy in points), with its 95 % interval and the
     margin of main effects; interactions have no margin and are grey."""
     names = list(dict.fromkeys(effect.name for effect in effects))
     rows = list(dict.fromkeys(effect.run for effect in effects))
@@ -297,8 +297,8 @@ def _draw_threshold(axes: Axes, value: float, color: str, text: str) -> None:
 
 
 def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], title: str) -> Figure:
-    """Per FP8 layer, in the model's order: SQNR and underflow by operand, and the cosine of its weight gradient, where
-    any layer has one (frozen ones have none)."""
+    """Plot SQNR and underflow by operand for each FP8 layer, in the order of the model, and the cosine of weight
+    gradients if any layer has one (frozen layers have none)."""
     layers = [h.layer for h in health]
     few = len(layers) <= 48
     cosines = np.array([np.nan if h.cosine is None else h.cosine for h in health])
@@ -358,7 +358,7 @@ def short_layer_name(name: str) -> str:
 def memory_figure(
     bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Mapping[str, str], unit: tuple[str, float]
 ) -> Figure:
-    """Bytes by kind, one stacked bar for each run; ``kinds`` has their labels, ``unit`` is a name and its bytes."""
+    """Plot bytes by kind, one stacked bar per run; ``kinds`` has their labels, ``unit`` is a name and its bytes."""
     name, size = unit
     figure = Figure(figsize=(9, 1.5 + 0.55 * len(bars)), layout="constrained")
     axes = figure.subplots()

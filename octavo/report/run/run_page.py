@@ -41,9 +41,9 @@ def read_runs(directories: Sequence[str | Path]) -> list[History]:
     """Read the runs of a page. Raises ReportError for a folder that is not a run with at least one step, for a run that
     is named twice, and for runs of several phases."""
     runs = [History.read(directory) for directory in directories]
-    homes = [run.directory.resolve() for run in runs]
-    if twice := next((home for n, home in enumerate(homes) if home in homes[:n]), None):
-        raise ReportError(f"{twice} is named twice; name each run once")
+    folders = [run.directory.resolve() for run in runs]
+    if duplicate := next((folder for n, folder in enumerate(folders) if folder in folders[:n]), None):
+        raise ReportError(f"{duplicate} is named twice; name each run once")
     if len(runs) > run_plots.MAX_LINES:
         raise ReportError(f"a page shows at most {run_plots.MAX_LINES} runs, got {len(runs)}")
     phases = {run.cfg.train.phase: run.directory for run in runs}
@@ -102,9 +102,9 @@ def write_page(runs: Sequence[History], out: Path, status: str | None = None) ->
 
 def run_labels(runs: Sequence[History]) -> list[str]:
     """Return labels for runs: the shortest distinct suffixes of their paths."""
-    homes = [run.directory.resolve().parts for run in runs]
-    for length in range(1, max(map(len, homes)) + 1):
-        ends = ["/".join(home[-length:]) for home in homes]
+    folders = [run.directory.resolve().parts for run in runs]
+    for length in range(1, max(map(len, folders)) + 1):
+        ends = ["/".join(folder[-length:]) for folder in folders]
         if len(set(ends)) == len(ends):
             break
     return ends
@@ -118,8 +118,8 @@ def _memory_bars(runs: Sequence[History], labels: Sequence[str]) -> list[tuple[s
     """Return memory by kind: measured and predicted for a single run, measured for several."""
     if len(runs) > 1:
         return [(label, run.memory) for label, run in zip(labels, runs, strict=True) if run.memory]
-    both = (("measured", runs[0].memory), ("predicted", runs[0].predicted))
-    return [(label, memory) for label, memory in both if memory]
+    bars = (("measured", runs[0].memory), ("predicted", runs[0].predicted))
+    return [(label, memory) for label, memory in bars if memory]
 
 
 def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]]) -> Any:
@@ -291,7 +291,7 @@ def _seed_tables(runs: Sequence[History], labels: Sequence[str]) -> list[dict[st
     tables = []
     for group in (list(group.values()) for group in groups.values() if len(group) > 1):
         rows = []
-        for word, key, how in (
+        for word, key, statistic in (
             ("loss, last twentieth", "loss", "newest"), ("reward, last twentieth", "reward", "newest"),
             ("held-out loss", "eval/loss", "last"), ("held-out answers right", "eval/exact_match", "last"),
             ("held-out reward", "eval/reward", "last"),
@@ -300,7 +300,7 @@ def _seed_tables(runs: Sequence[History], labels: Sequence[str]) -> list[dict[st
             series = [
                 runs[place].judged.get(name) if kind == "eval" else runs[place].figures.get(key) for place in group
             ]
-            values = [math.nan if one is None else float(getattr(one, how)) for one in series]
+            values = [math.nan if figure is None else float(getattr(figure, statistic)) for figure in series]
             if (interval := mean_gap(values)) is not None:
                 rows.append(
                     (

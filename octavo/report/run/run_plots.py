@@ -59,7 +59,7 @@ class Line:
 
 
 def make_lines(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
-    """Runs with one colour each, and from the seventh on another stroke."""
+    """Return a line per run, each with its colour; from the seventh run on the stroke changes."""
     return [
         Line(label, history, COLORS[n % len(COLORS)], STYLES[n // len(COLORS)])
         for n, (label, history) in enumerate(zip(labels, histories, strict=True))
@@ -67,12 +67,12 @@ def make_lines(labels: Sequence[str], histories: Sequence[History]) -> list[Line
 
 
 def has_comparable_losses(history: History) -> bool:
-    """Whether the losses of steps and of held-out data are comparable: not in phases rl and preference."""
+    """Return whether the losses of steps and of held-out data are comparable: not in phases rl and preference."""
     return history.cfg.train.phase not in BEYOND_SFT
 
 
 def select_panels(phase: str) -> tuple[Panel, ...]:
-    """The panels of a phase: its objective first, then speed."""
+    """Return the panels of a phase: its objective first, then speed."""
     panels = rl_claims.PANELS.get(phase)
     if panels is None:
         return (_LOSS, _RIGHT, *_RATES)
@@ -81,35 +81,35 @@ def select_panels(phase: str) -> tuple[Panel, ...]:
 
 
 def visible_panels(lines: Sequence[Line], phase: str) -> list[Panel]:
-    """The panels of a phase that any of the runs has figures for."""
+    """Return the panels of a phase for which any run has figures."""
     return [panel for panel in select_panels(phase) if any(line.history.curve(panel.key) for line in lines)]
 
 
 def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
-    """All panels in one picture."""
+    """Draw all panels in one figure."""
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(9, 0.4 + 2.1 * rows), layout="constrained")
-    every = list(figure.subplots(rows, 2, squeeze=False).flatten())
-    for axes, panel in zip(every, panels, strict=False):
+    all_axes = list(figure.subplots(rows, 2, squeeze=False).flatten())
+    for axes, panel in zip(all_axes, panels, strict=False):
         _draw_lines(axes, lines, panel)
-    for axes in every[len(panels) :]:
+    for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
     if len(lines) > 1:
-        named = [pair for axes in every for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
-        handles = {label: handle for handle, label in named}
+        labelled = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+        handles = {label: handle for handle, label in labelled}
         figure.legend(handles.values(), handles, loc="outside upper left", ncols=min(len(handles), 3))
     return figure
 
 
 def panel_figure(lines: Sequence[Line], panel: Panel) -> Figure:
-    """One panel as a separate picture; a page places as many side by side as fit."""
+    """Draw one panel as a separate figure; the page places as many side by side as fit."""
     figure, axes = _small_figure()
     _draw_lines(axes, lines, panel)
     return figure
 
 
 def health_figures(history: History) -> list[tuple[str, Figure]]:
-    """A panel for each figure of health, with a line for each component."""
+    """Draw a panel for each health figure, with a line per component."""
     figures = []
     for panel in _HEALTH:
         if any(panel.key in series for series in history.health.values()):
@@ -129,7 +129,7 @@ def _small_figure() -> tuple[Figure, Axes]:
 
 
 def _draw_lines(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
-    """Raw values in pale, smoothed ones in strong lines; the loss panel shows the held-out loss as dots."""
+    """Draw raw values in pale and smoothed values in strong lines; the loss panel shows held-out losses as dots."""
     for line in lines:
         color, label = PALETTE[line.color], line.label
         if (curve := line.history.curve(panel.key)) is not None:
@@ -147,7 +147,7 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
 
 
 def _medians(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred medians; the window shrinks near the ends."""
+    """Return centred medians; the window shrinks near the ends."""
     half = max(window, 7) // 2
     return np.array([np.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
 

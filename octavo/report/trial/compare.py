@@ -1,4 +1,4 @@
-"""The trial: trains high precision, high precision with another seed, and each FP8 recipe on the same data, and judges.
+"""Runs the trial: trains high precision with two seeds and each FP8 recipe on the same data, and computes the verdict.
 
 Forks decide the loss claim: both precisions continue from high precision's checkpoint at two thirds with the same data,
 for several seeds. They start from one point, so both have the noise of the whole training, at a third of the cost.
@@ -10,9 +10,9 @@ With LoRA every run trains the same adapters, high precision on the base in BF16
 the base that the configuration loads. A configuration with savings is also trained without them, and with one more at a
 time (:mod:`octavo.report.trial.memory_savings`): the page shows the cost of each.
 
-Each is an ordinary run directory, ``DIRECTORY/arms/NAME``; the report is in ``DIRECTORY/report``. The trial can be
-stopped and started again: a finished run is read, an unfinished one continues, and one that was trained with another
-configuration is refused (or, with ``fresh``, trained again).
+Each run has an ordinary run directory, ``DIRECTORY/arms/NAME``; the report is in ``DIRECTORY/report``. A stopped trial
+can be started again: finished runs are read, unfinished runs continue, and a run that was trained with a different
+configuration is an error (with ``fresh``, it is trained again).
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def compare(
     jobs             number of runs that train at the same time, each in its own process (useful on a CPU)
     nproc            processes of this machine for each run, one run after the other
     savings          also train the runs that measure the cost of each memory saving, if there is one recipe and any
-                     saving; None: unless the trial is factorial, which has no savings
-    forks            of high precision's checkpoint at two thirds, in each precision; None: 3, and 0 in a factorial
-                     trial and in phases rl and preference, whose losses decide nothing
-    seeds            whole runs in each precision; one gives no interval
-    accuracy_margin  how much lower FP8's accuracy may be, a share; None: 0.01, in phases rl and preference 0.02
+                     saving; None: yes, unless the trial is factorial
+    forks            number of forks in each precision from the high-precision checkpoint at two thirds; None: 3, or 0
+                     in a factorial trial and in phases rl and preference, whose losses decide nothing
+    seeds            number of whole runs in each precision; one gives no interval
+    accuracy_margin  how much lower the accuracy of FP8 may be, as a share; None: 0.01, or 0.02 in phases rl and
+                     preference
     factorial        two to four components: train every combination of them in FP8 with ``seeds`` seeds, and judge the
                      effect of each (``docs/trials.md``)
     describe_plan    returns the lines about the plan, printed once before the first run; None:
@@ -97,58 +98,75 @@ def compare(
         raise ReportError(f"{values}: forks must be at least 0, the others at least 1")
     if savings is None:
         savings = not factorial
-    of = design(
+    trial_design = design(
         cfg, recipes, directory, savings=savings, forks=forks, seeds=seeds, accuracy_margin=accuracy_margin,
         factorial=factorial, fresh=fresh,
     )  # fmt: skip
-    plans = [plan for run in of.runs for plan in _plan_run(run, fresh)]  # refuse before the first run takes minutes
+    plans = [
+        plan for run in trial_design.runs for plan in _plan_run(run, fresh)
+    ]  # refuse before the first run takes minutes
     if fresh:
-        delete_trial(of.directory)
-    check_same_files(of.cfg, of.directory)
-    of = replace(of, expected=_load_or_save_expectation(of))
+        delete_trial(trial_design.directory)
+    check_same_files(trial_design.cfg, trial_design.directory)
+    trial_design = replace(trial_design, expected=_load_or_save_expectation(trial_design))
     from octavo.report.trial.report_page import write
 
-    for line in of.lines:
+    for line in trial_design.lines:
         _print(console, line)
     kinds = {"saving": "to measure the cost of each memory saving", "cell": "cells", "fork": "forks of high precision"}
-    counts = {word: sum(run.kind == kind for run in of.runs) for kind, word in kinds.items()}
+    counts = {word: sum(run.kind == kind for run in trial_design.runs) for kind, word in kinds.items()}
     parts = [f"{count} of them {word}" for word, count in counts.items() if count]
-    _print(console, f"{', '.join([f'{len(of.runs)} runs', *parts])}; they are in {of.directory / 'arms'}")
+    _print(
+        console,
+        f"{', '.join([f'{len(trial_design.runs)} runs', *parts])}; they are in {trial_design.directory / 'arms'}",
+    )
     if console is not None:
         from octavo.train.loop.summary import summary
 
         for line in (line for plan in plans for line in (describe_plan or summary)(plan)):
             _print(console, line)
     started = time.monotonic()
-    records = _train_runs(of.runs, jobs, console, nproc)
-    held = _evaluate_held_out(of.cfg, records, of.directory, console, seeds)
-    trial = Trial(held, of.forks, of.no_forks, seeds, of.accuracy_margin, jobs, of.expected, of.factors, of.left_out)
+    records = _train_runs(trial_design.runs, jobs, console, nproc)
+    evaluations = _evaluate_held_out(trial_design.cfg, records, trial_design.directory, console, seeds)
+    trial = Trial(
+        evaluations,
+        trial_design.forks,
+        trial_design.no_forks,
+        seeds,
+        trial_design.accuracy_margin,
+        jobs,
+        trial_design.expected,
+        trial_design.factors,
+        trial_design.left_out,
+    )
     verdict = judge(records, trial)
-    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], of.directory / "report")
-    _print(console, f"{len(of.runs)} runs in {time.monotonic() - started:.0f} s")
+    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], trial_design.directory / "report")
+    _print(console, f"{len(trial_design.runs)} runs in {time.monotonic() - started:.0f} s")
     return verdict
 
 
-def _load_or_save_expectation(of: Design) -> tuple[Estimate, ...]:
-    """Return the expectation from when this design began, which is stored then: a resumed trial already has runs, and
-    their results are not an expectation."""
-    file = of.directory / "power.json"
+def _load_or_save_expectation(trial_design: Design) -> tuple[Estimate, ...]:
+    """Return the expected results, stored when this design began: a resumed trial already has runs, whose results are
+    not expectations."""
+    file = trial_design.directory / "power.json"
     designs = safe_read.read_json(file, ReportError)["designs"] if file.exists() else []
-    for one in designs:
-        if one["asked"] == of.identity:
-            return tuple(Estimate(**estimate) for estimate in one["expected"])
-    designs.append({"asked": of.identity, "expected": [asdict(estimate) for estimate in of.expected]})
+    for stored in designs:
+        if stored["asked"] == trial_design.identity:
+            return tuple(Estimate(**estimate) for estimate in stored["expected"])
+    designs.append(
+        {"asked": trial_design.identity, "expected": [asdict(estimate) for estimate in trial_design.expected]}
+    )
     atomic_write.write_text(file, json.dumps({"designs": designs}, indent=1) + "\n")
-    return of.expected
+    return trial_design.expected
 
 
 def _train_runs(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[tuple[Run, RunRecord]]:
     """Return the runs with their records; unfinished runs are trained now."""
     records = []
     unfinished = [run for run in runs if read_finished(run) is None]
-    together = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
+    in_processes = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
-    if together:
+    if in_processes:
         from octavo.report.trial.parallel_runs import train_together
 
         failures = train_together(unfinished, jobs, console, nproc)
@@ -156,7 +174,7 @@ def _train_runs(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> lis
         record = None
         if run.name in failures:
             record = read_failed_run(run.cfg.run.dir, failures[run.name])
-        elif together and run in unfinished:
+        elif in_processes and run in unfinished:
             record = read(run.cfg.run.dir)
         records.append((run, record or _train_or_read(run, f"{number}/{len(runs)} {run.label}", console)))
     return records
@@ -166,7 +184,8 @@ def _evaluate_held_out(
     cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any, seeds: int
 ) -> HeldOut | None:
     """Return the evaluations on held-out data that the claims need, or None without held-out data. In phases rl and
-    preference all seeds of both precisions; else the first seed, and its FP8 weights also in high precision."""
+    preference these are all seeds of both precisions, otherwise the first seed, with its FP8 weights also evaluated in
+    high precision."""
     if not cfg.data.eval:
         return None
     from octavo.report.trial import held_out
@@ -174,12 +193,12 @@ def _evaluate_held_out(
     reference = next(run for run, _ in records if run.kind == "reference")
     evaluations = HeldOut(held_out.evaluate_model(reference.cfg, directory, console))
     evaluations.runs[reference.name] = held_out.evaluate_run(reference, directory, console)
-    beyond = cfg.train.phase in BEYOND_SFT
-    kinds = ("fp8", "noise", "seed") if beyond and seeds > 1 else ("fp8",)
+    is_beyond_sft = cfg.train.phase in BEYOND_SFT
+    kinds = ("fp8", "noise", "seed") if is_beyond_sft and seeds > 1 else ("fp8",)
     for run, record in records:
         if run.kind in kinds and not record.failure:
             evaluations.runs[run.name] = held_out.evaluate_run(run, directory, console)
-        if run.kind == "fp8" and not record.failure and not beyond:
+        if run.kind == "fp8" and not record.failure and not is_beyond_sft:
             evaluations.high[run.name] = held_out.evaluate_run(run, directory, console, high=True)
     return evaluations
 

@@ -1,8 +1,8 @@
-"""The design of a trial before its first run: its runs, their order, and what they can be expected to decide.
+"""Designs a trial before its first run: its runs, their order, and the expected results.
 
-No training and no writing here. The spread of gaps comes from earlier runs of the kind in the same folder if there are
-any (two seeds were trained, six are requested); otherwise it is assumed to be as in runs that were measured. Every line
-says which. A spread of two or three gaps may be several times too small.
+No training and no writing here. The spread of gaps comes from earlier runs in the same folder if there are any (two
+seeds were trained, six are requested); otherwise a spread that was measured elsewhere is assumed. Every line names the
+source. A spread of two or three gaps may be several times too small.
 """
 
 from __future__ import annotations
@@ -112,18 +112,18 @@ def design(
     factorial: Sequence[str] = (),
     fresh: bool = False,
 ) -> Design:
-    """The runs that :func:`octavo.report.trial.compare.compare` would train with the same arguments, and what they can
-    be expected to decide. Raises ``ReportError`` for what it would refuse."""
+    """Return the runs that :func:`octavo.report.trial.compare.compare` would train with the same arguments, and their
+    expected results. Raises ``ReportError`` for arguments that it would reject."""
     from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps
 
-    beyond = cfg.train.phase in BEYOND_SFT
-    if beyond and forks:
+    is_beyond_sft = cfg.train.phase in BEYOND_SFT
+    if is_beyond_sft and forks:
         raise ReportError(
             f"forks={forks}: forks compare losses, which decide nothing in phase {cfg.train.phase}. Remove forks; "
             "--seeds 3 trains whole runs of several seeds"
         )
     if accuracy_margin is None:
-        accuracy_margin = (rl_claims if beyond else claims).ACCURACY_MARGIN
+        accuracy_margin = (rl_claims if is_beyond_sft else claims).ACCURACY_MARGIN
     factors = factorial_cells.check_components(factorial) if factorial else ()
     if factors:
         factorial_cells.check_settings(cfg, recipes, savings)
@@ -163,22 +163,26 @@ def _why_no_forks(planned: Sequence[Run], fresh: bool) -> str:
     return ""
 
 
-def _estimate_claims(of: Design, fresh: bool) -> list[Estimate]:
+def _estimate_claims(trial_design: Design, fresh: bool) -> list[Estimate]:
     """Return an estimate for each claim of the design, in order."""
-    records = [] if fresh else [(run, record) for run in of.runs if (record := read_finished(run)) is not None]
-    if of.cfg.train.phase in BEYOND_SFT:
-        return [_estimate_accuracy(of, records)]
+    records = (
+        [] if fresh else [(run, record) for run in trial_design.runs if (record := read_finished(run)) is not None]
+    )
+    if trial_design.cfg.train.phase in BEYOND_SFT:
+        return [_estimate_accuracy(trial_design, records)]
     estimates = [
-        *([] if of.cfg.train.phase == "pretrain" else [_estimate_accuracy(of, records)]),
-        _estimate_same_weights(of, records),
+        *([] if trial_design.cfg.train.phase == "pretrain" else [_estimate_accuracy(trial_design, records)]),
+        _estimate_same_weights(trial_design, records),
     ]
-    if of.forks:
-        estimates.append(_estimate_gaps(FORKS, "forks", of.forks, _fork_gaps(of, records), FORK_SPREAD))
-    elif of.no_forks:
-        estimates.append(replace(_estimate_gaps(FORKS, "forks", 0, [], FORK_SPREAD), why_not=of.no_forks))
-    if of.seeds > 1:
-        estimates.append(_estimate_gaps(SEEDS, "pairs of seeds", of.seeds, _pair_gaps(records), PAIR_SPREAD))
-    return estimates + (_estimate_effects(of, records) if of.factors else [])
+    if trial_design.forks:
+        estimates.append(
+            _estimate_gaps(FORKS, "forks", trial_design.forks, _fork_gaps(trial_design, records), FORK_SPREAD)
+        )
+    elif trial_design.no_forks:
+        estimates.append(replace(_estimate_gaps(FORKS, "forks", 0, [], FORK_SPREAD), why_not=trial_design.no_forks))
+    if trial_design.seeds > 1:
+        estimates.append(_estimate_gaps(SEEDS, "pairs of seeds", trial_design.seeds, _pair_gaps(records), PAIR_SPREAD))
+    return estimates + (_estimate_effects(trial_design, records) if trial_design.factors else [])
 
 
 def _estimate_gaps(claim: str, unit: str, units: int, gaps: Sequence[float], prior: float) -> Estimate:
@@ -189,69 +193,73 @@ def _estimate_gaps(claim: str, unit: str, units: int, gaps: Sequence[float], pri
 
 
 def _standard_deviation(gaps: Sequence[float]) -> float:
-    """The standard deviation of gaps; 0 if there is none: too few gaps, or equal answers in all cells."""
+    """Return the standard deviation of gaps, or 0 if it is unknown: too few gaps, or a gap that is not finite."""
     return float(np.std(gaps, ddof=1)) if len(gaps) > 1 and np.isfinite(gaps).all() else 0.0
 
 
-def _estimate_accuracy(of: Design, records: Records) -> Estimate:
-    """Accuracy by sources of questions. In phases rl and preference the answers of all seeds count; their errors are
-    assumed to be independent."""
-    seeds = of.seeds if of.cfg.train.phase in BEYOND_SFT else 1
-    pairs = _earlier_evaluations(of, records)
+def _estimate_accuracy(trial_design: Design, records: Records) -> Estimate:
+    """Estimate the accuracy claim by sources of questions. In phases rl and preference the answers of all seeds
+    count; their errors are assumed to be independent."""
+    seeds = trial_design.seeds if trial_design.cfg.train.phase in BEYOND_SFT else 1
+    pairs = _earlier_evaluations(trial_design, records)
     interval = None
     if pairs:
-        ours, theirs = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
-        interval = claims.paired_accuracy(ours, theirs)
+        fp8_pieces, high_pieces = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
+        interval = claims.paired_accuracy(fp8_pieces, high_pieces)
     share = math.sqrt(len(pairs) / seeds) if pairs else 1 / math.sqrt(seeds)
     return _estimate_by_sources(
-        of, ACCURACY, "sources of questions", interval, ANSWER_SPREAD, of.accuracy_margin, share
+        trial_design, ACCURACY, "sources of questions", interval, ANSWER_SPREAD, trial_design.accuracy_margin, share
     )
 
 
-def _estimate_same_weights(of: Design, records: Records) -> Estimate:
+def _estimate_same_weights(trial_design: Design, records: Records) -> Estimate:
     interval = None
     for run, _ in records:
         if run.kind == "fp8" and interval is None:
-            low, high = (held_out.read_evaluation(run, of.directory, high) for high in (False, True))
+            low, high = (held_out.read_evaluation(run, trial_design.directory, high) for high in (False, True))
             if low is not None and high is not None:
                 interval = claims.relative_loss(low.pieces, high.pieces)
-    return _estimate_by_sources(of, WEIGHTS, "images or documents", interval, WEIGHTS_SPREAD, LOSS_MARGIN, 1.0)
+    return _estimate_by_sources(
+        trial_design, WEIGHTS, "images or documents", interval, WEIGHTS_SPREAD, LOSS_MARGIN, 1.0
+    )
 
 
 def _estimate_by_sources(
-    of: Design, claim: str, unit: str, interval: Interval | None, prior: float, margin: float, share: float
+    trial_design: Design, claim: str, unit: str, interval: Interval | None, prior: float, margin: float, share: float
 ) -> Estimate:
-    """The estimate from an observed interval, else from the number of held-out rows, which is at least the number of
-    sources."""
+    """Return the estimate from an observed interval, or else from the number of held-out rows, which is at least the
+    number of sources."""
     if interval is not None:
         spread = share * spread_from_half_width(interval.half, interval.units)
         return Estimate(claim, TITLES[claim], unit, interval.units, spread, margin, "seen here", seen=True)
     unknown = Estimate(claim, TITLES[claim], "held-out rows", 0, share * prior, margin, DEMO)
-    if not of.cfg.data.eval:
+    if not trial_design.cfg.data.eval:
         return replace(unknown, why_not=NO_DATA)
     from octavo.data.errors import DataError
 
     try:
-        return replace(unknown, units=held_out.count_rows(of.cfg))
+        return replace(unknown, units=held_out.count_rows(trial_design.cfg))
     except DataError as error:  # the first run raises it again and ends the trial
         return replace(unknown, why_not=f"held-out data cannot be counted: {error}")
 
 
-def _earlier_evaluations(of: Design, records: Records) -> list[tuple[Evaluation, Evaluation]]:
-    """(FP8, high precision) as evaluated earlier, for each seed that has both."""
+def _earlier_evaluations(trial_design: Design, records: Records) -> list[tuple[Evaluation, Evaluation]]:
+    """Return earlier evaluations as pairs (FP8, high precision), for each seed that has both."""
     high = {run.cfg.run.seed: run for run, _ in records if run.kind in ("reference", "noise")}
     first = next((run.name for run, _ in records if run.kind == "fp8"), None)
     pairs = []
     for run, _ in records:
         if (run.name == first or (run.kind == "seed" and run.of == first)) and run.cfg.run.seed in high:
-            ours, theirs = (held_out.read_evaluation(side, of.directory) for side in (run, high[run.cfg.run.seed]))
-            if ours is not None and theirs is not None:
-                pairs.append((ours, theirs))
+            fp8_evaluation, high_evaluation = (
+                held_out.read_evaluation(side, trial_design.directory) for side in (run, high[run.cfg.run.seed])
+            )
+            if fp8_evaluation is not None and high_evaluation is not None:
+                pairs.append((fp8_evaluation, high_evaluation))
     return pairs
 
 
 def _sides(records: Records) -> Sides | None:
-    """The first FP8 run with high precision, and the other runs whose counterpart exists."""
+    """Return the first FP8 run with high precision, and the other runs whose counterpart exists."""
     by_kind = {run.kind: (run, record) for run, record in reversed(records)}
     if "fp8" not in by_kind or "reference" not in by_kind:
         return None
@@ -265,33 +273,42 @@ def _pair_gaps(records: Records) -> list[float]:
     return [] if sides is None else pair_gaps(sides)
 
 
-def _fork_gaps(of: Design, records: Records) -> list[float]:
-    """The gaps of forks whose counterpart in high precision exists."""
+def _fork_gaps(trial_design: Design, records: Records) -> list[float]:
+    """Return the gaps of forks whose counterpart in high precision exists."""
     sides = _sides(records)
     if sides is None:
         return []
     trained = {run.name for run, _ in records}
-    lacking = {run.number for run in of.runs if run.kind == "fork" and not run.of and run.name not in trained}
-    whole = [(run, record) for run, record in sides.runs if run.kind != "fork" or run.number not in lacking]
-    return fork_gaps(sides._replace(runs=whole))
+    unpaired = {
+        run.number for run in trial_design.runs if run.kind == "fork" and not run.of and run.name not in trained
+    }
+    paired_runs = [(run, record) for run, record in sides.runs if run.kind != "fork" or run.number not in unpaired]
+    return fork_gaps(sides._replace(runs=paired_runs))
 
 
-def _estimate_effects(of: Design, records: Records) -> list[Estimate]:
-    """Main effects over seeds, with the largest spread of the effects of earlier seeds, else the assumed spread of
+def _estimate_effects(trial_design: Design, records: Records) -> list[Estimate]:
+    """Estimate main effects over seeds, with the largest spread over earlier seeds, or else the assumed spread of
     pairs."""
     estimates = []
     for name, margin, prior, source in (
-        (factorial_cells.ACCURACY, of.accuracy_margin, SEED_SPREAD, "assumed, as in phase rl (docs/trials.md)"),
+        (
+            factorial_cells.ACCURACY,
+            trial_design.accuracy_margin,
+            SEED_SPREAD,
+            "assumed, as in phase rl (docs/trials.md)",
+        ),
         (factorial_cells.LOSS, LOSS_MARGIN, PAIR_SPREAD, DECODER),
     ):
-        spread, seen = factorial.effect_spread(prior, len(of.factors)), False
+        spread, seen = factorial.effect_spread(prior, len(trial_design.factors)), False
         mains = [
-            effect.by_seed for effect in factorial_cells.estimate_effects(records, name, of.factors) if effect.is_main
+            effect.by_seed
+            for effect in factorial_cells.estimate_effects(records, name, trial_design.factors)
+            if effect.is_main
         ]
         if widest := max(map(_standard_deviation, mains), default=0.0):
             spread, seen, source = widest, True, f"seen in {len(mains[0])} seeds here"
-        if name == factorial_cells.LOSS or of.cfg.train.phase != "pretrain":
+        if name == factorial_cells.LOSS or trial_design.cfg.train.phase != "pretrain":
             estimates.append(
-                Estimate(name, factorial_cells.TITLES[name], "seeds", of.seeds, spread, margin, source, seen)
+                Estimate(name, factorial_cells.TITLES[name], "seeds", trial_design.seeds, spread, margin, source, seen)
             )
     return estimates

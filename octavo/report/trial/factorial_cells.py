@@ -42,8 +42,8 @@ def check_components(components: Sequence[str]) -> tuple[str, ...]:
             close = nearest(name, COMPONENTS)
             hint = f"did you mean {close}? " if close else ""
             raise ReportError(f"factorial: unknown component {name!r}; {hint}choose from {', '.join(COMPONENTS)}")
-    if twice := next((name for name in components if components.count(name) > 1), None):
-        raise ReportError(f"factorial: {twice} is named twice; name it once")
+    if duplicate := next((name for name in components if components.count(name) > 1), None):
+        raise ReportError(f"factorial: {duplicate} is named twice; name it once")
     if not 2 <= len(components) <= MAX_COMPONENTS:
         raise ReportError(
             f"factorial: {len(components)} component(s) named, and a design needs 2 to {MAX_COMPONENTS}. For the cost "
@@ -107,15 +107,17 @@ def make_runs(
                 f"factorial: {name} would have nothing in FP8: the model has no such component, or the configuration "
                 f"keeps it in high precision. {hint}In FP8 are {', '.join(layers_by_part) or 'none'}"
             )
-    whole = with_fp8_only_in(plain, factors, layers_by_part)
-    same = comparable_settings(whole) == comparable_settings(base)
-    planned = runs.make_runs(whole, None, directory, False, forks, seeds, of="" if same else "+".join(factors))
+    all_in_fp8 = with_fp8_only_in(plain, factors, layers_by_part)
+    is_own_setting = comparable_settings(all_in_fp8) == comparable_settings(base)
+    planned = runs.make_runs(
+        all_in_fp8, None, directory, False, forks, seeds, fp8_components="" if is_own_setting else "+".join(factors)
+    )
     planned = [replace(run, factors=tuple(factors)) if run.kind in ("fp8", "seed") else run for run in planned]
     parts = {part: with_fp8_only_in(plain, part, layers_by_part) for part in subsets(factors)[1:-1]}
-    each = range(cfg.run.seed, cfg.run.seed + seeds)
-    cells = [runs.cell_run(of_it, directory, part, seed) for seed in each for part, of_it in parts.items()]
-    at = next(number for number, run in enumerate(planned) if run.kind == "fp8")
-    return [*planned[:at], *cells, *planned[at:]], tuple(name for name in layers_by_part if name not in factors)
+    trial_seeds = range(cfg.run.seed, cfg.run.seed + seeds)
+    cells = [runs.cell_run(cell_cfg, directory, part, seed) for seed in trial_seeds for part, cell_cfg in parts.items()]
+    fp8_at = next(number for number, run in enumerate(planned) if run.kind == "fp8")
+    return [*planned[:fp8_at], *cells, *planned[fp8_at:]], tuple(name for name in layers_by_part if name not in factors)
 
 
 def with_fp8_only_in(cfg: Config, parts: Sequence[str], layers: Mapping[str, Sequence[str]]) -> Config:
@@ -125,24 +127,24 @@ def with_fp8_only_in(cfg: Config, parts: Sequence[str], layers: Mapping[str, Seq
     if not cfg.fp8.rules or not off:
         return cfg
     # Rules override components, so layers that rules still put in FP8 are disabled individually.
-    left = [layer for name in off for layer in fp8_layers(cfg).get(name, ())]
-    return change_section("fp8", rules=(*cfg.fp8.rules, *(Rule(match=layer, recipe="off") for layer in left)))(cfg)
+    remaining = [layer for name in off for layer in fp8_layers(cfg).get(name, ())]
+    return change_section("fp8", rules=(*cfg.fp8.rules, *(Rule(match=layer, recipe="off") for layer in remaining)))(cfg)
 
 
 def figures_by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Cell, float]]:
     """Return the figures of all cells, for each seed that has all of them: the share of correct held-out answers, or
     the held-out loss relative to high precision with the same seed, minus 1. Empty without such a seed."""
-    figures_of: dict[int, dict[Cell, float]] = {}
+    by_seed: dict[int, dict[Cell, float]] = {}
     for run, record in records:
         if run.kind in ("reference", "noise", "cell", "fp8", "seed"):
             value = (record.eval or {}).get("exact_match" if name == ACCURACY else "loss")
             if value is not None and not record.failure:
-                figures_of.setdefault(run.cfg.run.seed, {})[Cell(run.factors)] = float(value)
-    whole = [figures for _, figures in sorted(figures_of.items()) if len(figures) == 2 ** len(factors)]
+                by_seed.setdefault(run.cfg.run.seed, {})[Cell(run.factors)] = float(value)
+    complete = [figures for _, figures in sorted(by_seed.items()) if len(figures) == 2 ** len(factors)]
     if name == ACCURACY:
-        return whole
+        return complete
     return [{cell: loss / figures[NONE] - 1 if figures[NONE] else math.nan for cell, loss in figures.items()}
-            for figures in whole]  # fmt: skip
+            for figures in complete]  # fmt: skip
 
 
 def estimate_effects(records: Records, name: str, factors: Sequence[str]) -> list[Effect]:
@@ -153,18 +155,19 @@ def estimate_effects(records: Records, name: str, factors: Sequence[str]) -> lis
 
 def check_effects(records: Records, trial: Trial) -> list[Check]:
     """Return the verdict on each main effect, by the margins of the claims, and each interaction with its interval."""
-    if wrong := why_not_comparable(records):
+    if reason := why_not_comparable(records):
         run = " x ".join(trial.factors)
-        return [Check(LOSS, TITLES[LOSS], run, None, "failed", "every cell is sound", FAIL, wrong)]
-    idle = why_nothing_learned(next(r for a, r in records if a.kind == "reference"), trial)
+        return [Check(LOSS, TITLES[LOSS], run, None, "failed", "every cell is sound", FAIL, reason)]
+    no_learning = why_nothing_learned(next(record for a, record in records if a.kind == "reference"), trial)
     loss_checks = [
-        _effect_check(LOSS, effect, LOSS_MARGIN, idle) for effect in estimate_effects(records, LOSS, trial.factors)
+        _effect_check(LOSS, effect, LOSS_MARGIN, no_learning)
+        for effect in estimate_effects(records, LOSS, trial.factors)
     ]
     answered = estimate_effects(records, ACCURACY, trial.factors)
     if not answered:
         return loss_checks
     questions = sum(piece["right"] is not None for piece in trial.held_out.before.pieces) if trial.held_out else 0
-    why = why_accuracy_is_uninformative(trial, idle) if trial.held_out else ""
+    why = why_accuracy_is_uninformative(trial, no_learning) if trial.held_out else ""
     if questions * trial.accuracy_margin < 1:
         why = why or f"one of {questions} held-out questions is already more than the margin; add questions"
     return [*(_effect_check(ACCURACY, effect, trial.accuracy_margin, why) for effect in answered), *loss_checks]
@@ -172,11 +175,11 @@ def check_effects(records: Records, trial: Trial) -> list[Check]:
 
 def _effect_check(name: str, effect: Effect, margin: float, why: str) -> Check:
     scale, worse = (points, -1) if name == ACCURACY else (per_cent, 1)
-    interval, title, each = effect.interval, TITLES[name], ", ".join(map(scale, effect.by_seed))
+    interval, title, figures = effect.interval, TITLES[name], ", ".join(map(scale, effect.by_seed))
     if effect.is_main:
-        one = f"{each}: one seed gives no interval, use --seeds 3"
+        one_seed = f"{figures}: one seed gives no interval, use --seeds 3"
         why = why or (
-            one if len(effect.by_seed) == 1 else f"a figure is not finite ({each})" if interval is None else ""
+            one_seed if len(effect.by_seed) == 1 else f"a figure is not finite ({figures})" if interval is None else ""
         )
         return decide(
             name, title, effect.label, interval, margin,
@@ -189,7 +192,7 @@ def _effect_check(name: str, effect: Effect, margin: float, why: str) -> Check:
         else f"{scale(interval.estimate)} ({scale(interval.low)} to {scale(interval.high)})"
     )
     figure, free = None if interval is None else interval.estimate, "no margin: reported only"
-    return Check(name, title, effect.label, figure, shown, free, REPORTED, f"by seed: {each}", **bounds)
+    return Check(name, title, effect.label, figure, shown, free, REPORTED, f"by seed: {figures}", **bounds)
 
 
 def why_not_comparable(records: Records) -> str:

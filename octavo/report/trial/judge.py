@@ -51,13 +51,13 @@ class Verdict:
     @property
     def lines(self) -> list[str]:
         """The lines to print: the verdict, one line per claim, and the reasons."""
-        several = len({check.run for check in self.claims}) > 1
+        has_several_runs = len({check.run for check in self.claims}) > 1
         claim_lines = []
         for claim in self.claims:
-            whose = f"{claim.run}: " if several else ""
+            prefix = f"{claim.run}: " if has_several_runs else ""
             passes = "" if claim.margin is None else f", passes with a {claim.threshold}"
             figure = "" if claim.low is None and claim.status != REPORTED else f" {claim.shown}{passes}"
-            claim_lines.append(f"{claim.status}: {whose}{claim.title}{figure}: {claim.sentence}")
+            claim_lines.append(f"{claim.status}: {prefix}{claim.title}{figure}: {claim.sentence}")
         return [self.line, *(f"  {text}" for text in (*claim_lines, *self.reasons))]
 
     @property
@@ -130,10 +130,12 @@ def _all_frozen(plan: Mapping[str, Any]) -> bool:
     return bool(fp8) and all(row.get("frozen") for row in fp8)
 
 
-def _check_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
-    differ = [name for key in _SAME_MACHINE for name in _list_differences(key, ours.get(key), theirs.get(key))]
+def _check_machine(run: Run, environment: Mapping[str, Any], reference: Mapping[str, Any]) -> Check:
+    differ = [
+        name for key in _SAME_MACHINE for name in _list_differences(key, environment.get(key), reference.get(key))
+    ]
     threshold = "same device, threads and versions"
-    if not ours or not theirs:
+    if not environment or not reference:
         sentence = "a run did not record its environment"
         return Check("same_machine", "Same machine", run.label, None, "not recorded", threshold, WARN, sentence)
     if differ:
@@ -145,20 +147,20 @@ def _check_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any])
     return Check("same_machine", "Same machine", run.label, 0.0, "same", threshold, PASS, "same device and versions")
 
 
-def _list_differences(key: str, ours: Any, theirs: Any) -> list[str]:
+def _list_differences(key: str, value: Any, reference: Any) -> list[str]:
     """Return the entries of an environment record that differ, ignoring the flag of uncommitted changes."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        names = dict.fromkeys([*ours, *theirs])
-        return [f"{key}.{name}" for name in names if name != "dirty" and ours.get(name) != theirs.get(name)]
-    return [key] if ours != theirs else []
+    if isinstance(value, Mapping) and isinstance(reference, Mapping):
+        names = dict.fromkeys([*value, *reference])
+        return [f"{key}.{name}" for name in names if name != "dirty" and value.get(name) != reference.get(name)]
+    return [key] if value != reference else []
 
 
-def largest_seed_noise(reference: RunRecord, others: Sequence[RunRecord]) -> float:
+def largest_seed_noise(reference: RunRecord, records: Sequence[RunRecord]) -> float:
     """Return the seed noise of the mean loss: the largest over the high-precision runs with other seeds."""
     noises = []
-    for other in others:
-        mine, theirs = common_steps(other, reference)
-        noises.append(trust_table.seed_noise(other.losses[mine], reference.losses[theirs]))
+    for record in records:
+        record_at, reference_at = common_steps(record, reference)
+        noises.append(trust_table.seed_noise(record.losses[record_at], reference.losses[reference_at]))
     return max(noises, default=math.nan)
 
 
@@ -175,15 +177,15 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     if missing:
         raise ReportError(f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
-    beyond = rl_claims.is_rl_or_preference(ref_run)
-    noise = math.nan if beyond else largest_seed_noise(ref, [r for _, r in by_kind["noise"]])
-    whole = [(a, r) for a, r in runs if a.kind != "fork"]
+    is_rl_or_preference = rl_claims.is_rl_or_preference(ref_run)
+    noise = math.nan if is_rl_or_preference else largest_seed_noise(ref, [record for _, record in by_kind["noise"]])
+    whole_runs = [(run, record) for run, record in runs if run.kind != "fork"]
     checks: list[Check] = []
     for run, record in by_kind["fp8"]:
         if record.failure:
             continue
         sides = Sides((run, record), (ref_run, ref), runs)
-        checks += rl_claims.compute_claims(sides, trial) if beyond else compute_claims(sides, trial, noise)
+        checks += rl_claims.compute_claims(sides, trial) if is_rl_or_preference else compute_claims(sides, trial, noise)
         checks.append(trust_table.check_gemms(run.label, record.proof))
         checks += _health_checks(run, record)
         checks.append(trust_table.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
@@ -191,13 +193,15 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         checks.append(_check_machine(run, record.environment, ref.environment))
     if trial.factors:
         checks += factorial_cells.check_effects(runs, trial)
-    for run, record in whole:
+    for run, record in whole_runs:
         checks += _completion_checks(run, record)
     status = trust_table.worst_status([c.status for c in checks])
     open_checks = (c for c in checks if c.status not in (PASS, REPORTED) and c.name not in CLAIMS)
     ordered = sorted(open_checks, key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
-    by_run = {run.label: trust_table.worst_status([c.status for c in checks if c.run == run.label]) for run, _ in whole}
+    by_run = {
+        run.label: trust_table.worst_status([c.status for c in checks if c.run == run.label]) for run, _ in whole_runs
+    }
     line = _verdict_line(status, by_kind["fp8"], (ref_run, ref), checks, by_run)
     same_seed = {run.cfg.run.seed: record for run, record in by_kind["noise"]}
 
@@ -213,7 +217,9 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         "power": [expected.to_json() | {"came": _actual_half_widths(expected, checks)} for expected in trial.expected],
         "factorial": factorial_cells.to_json(runs, trial) if trial.factors else None,
         "reference_dtype": high_precision_dtype(ref_run, ref),
-        "arms": [{"status": by_run[run.label], **_run_data(run, record, counterpart(run))} for run, record in whole],
+        "arms": [
+            {"status": by_run[run.label], **_run_data(run, record, counterpart(run))} for run, record in whole_runs
+        ],
         "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
@@ -231,18 +237,18 @@ def _check_same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
     check."""
     run, record = fp8
     if run.cfg.rl is None:
-        mine_at, ref_at = common_steps(record, ref)
-        return [trust_table.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
+        record_at, ref_at = common_steps(record, ref)
+        return [trust_table.check_same_data(run.label, record.tokens[record_at], ref.tokens[ref_at])]
     from octavo.rl.phases.settings import Settings  # it imports torch, which a waiting trial does not need
 
     return [] if Settings.of(run.cfg).refill else [rl_claims.check_same_prompts(run.label, record, ref)]
 
 
-def _summarize_evaluation(judged: Evaluation) -> dict[str, Any]:
+def _summarize_evaluation(evaluation: Evaluation) -> dict[str, Any]:
     """Return the evaluation of the model before training, in the format of a run's evaluation."""
-    right = [bool(piece["right"]) for piece in judged.pieces if piece["right"] is not None]
+    right = [bool(piece["right"]) for piece in evaluation.pieces if piece["right"] is not None]
     share = sum(right) / len(right) if right else None
-    return {"loss": judged.loss, "exact_match": share, "questions": len(right)}
+    return {"loss": evaluation.loss, "exact_match": share, "questions": len(right)}
 
 
 def last_step(record: RunRecord) -> int:
@@ -276,9 +282,9 @@ def _verdict_line(
             parts.append(f"{run.label} (fail): training failed after step {last_step(record)}")
             continue
         base = f", LoRA with its {describe_lora_base(run.cfg)}," if run.cfg.lora is not None else ""
-        other = f" with its {describe_lora_base(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
+        reference_base = f" with its {describe_lora_base(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
         text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{base}"
-        text += f" compared with {high_precision_dtype(ref_run, ref)}{other}: "
+        text += f" compared with {high_precision_dtype(ref_run, ref)}{reference_base}: "
         claims = [c for c in checks if c.run == run.label and c.name in CLAIMS and c.status != REPORTED]
         text += ", ".join(f"{c.title[0].lower()}{c.title[1:]} {c.status}" for c in claims)
         if (share := record.proof.get("share")) is not None:

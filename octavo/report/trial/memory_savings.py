@@ -70,9 +70,11 @@ def describe_lora_base(cfg: Config) -> str:
     dtype = "fp32" if cfg.train.precision == "fp32" else "BF16"
     kinds = cfg.model.load_in_fp8.kinds
     if kinds:
-        alike = len(set(kinds.values())) == 1
-        words = [canonical_name(kind) if alike else f"{name}: {canonical_name(kind)}" for name, kind in kinds.items()]
-        return f"base in FP8 ({', '.join(words[:1] if alike else words)})"
+        is_uniform = len(set(kinds.values())) == 1
+        words = [
+            canonical_name(kind) if is_uniform else f"{name}: {canonical_name(kind)}" for name, kind in kinds.items()
+        ]
+        return f"base in FP8 ({', '.join(words[:1] if is_uniform else words)})"
     if cfg.lora is None:
         return ""
     return (
@@ -99,7 +101,8 @@ def _checkpoint_quantization(cfg: Config) -> str:
 
 
 def _with_high_precision_base(cfg: Config) -> Config:
-    """A base in high precision: not quantized while loading, and dequantized if its checkpoint is in FP8."""
+    """Return the configuration with its base in high precision: not quantized while loading, and dequantized if the
+    checkpoint is in FP8."""
     kept_codes = {"keep_fp8": False} if cfg.lora is not None and _checkpoint_quantization(cfg) else {}
     return change_section("model", load_in_fp8=LoadInFp8Section(), **kept_codes)(cfg)
 
@@ -112,8 +115,8 @@ def without_savings(cfg: Config) -> Config:
 
 
 def with_plain_storage(cfg: Config) -> Config:
-    """The configuration with weights and optimizer states stored as in high precision, so that it can continue from a
-    high-precision checkpoint: compact storage is off, computation in FP8 stays."""
+    """Return the configuration with weights and optimizer states stored as in high precision, so that it can continue
+    from a high-precision checkpoint. Computation in FP8 is unchanged."""
     plain = without_savings(cfg)
     fp8 = _change_fp8(cfg, {"param": False}, {"param": None}).fp8
     update = {"fp8": fp8, "optimizer": plain.optimizer, "train": plain.train, "lora": plain.lora}
@@ -121,8 +124,8 @@ def with_plain_storage(cfg: Config) -> Config:
 
 
 def ablation(cfg: Config) -> list[tuple[str, Config]]:
-    """(description, configuration) of the settings before the configuration itself, which is the last: without savings,
-    then with one more at a time. Empty if it has none."""
+    """Return (description, configuration) of each setting before the configuration itself: without savings, then with
+    one more at a time. Empty if the configuration has no savings."""
     enabled = enabled_savings(cfg)
     out = []
     for on in range(len(enabled)):
@@ -138,16 +141,16 @@ def describe_last_saving(cfg: Config) -> str:
     return f"+ {enabled_savings(cfg)[-1].words}"
 
 
-def cost_rows(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
-    """The table: each setting's bytes by measured kinds, mean loss and speed, and their change from the one before.
+def cost_rows(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], last_saving: str) -> list[dict[str, Any]]:
+    """Return the table: bytes, mean loss and speed of each setting, and their change from the setting before.
 
     Args:
         runs: the verdict's entries for the ablation's runs, in their order.
-        top: the same of the FP8 run with every saving on.
-        words: description of what that one adds to the last of ``runs``.
+        top: the entry of the FP8 run with every saving on.
+        words: description of the saving that ``top`` adds to the last of ``runs``.
     """
     rows: list[dict[str, Any]] = []
-    for label, run in [*((a["label"], a) for a in runs), (words, top)]:
+    for label, run in [*((entry["label"], entry) for entry in runs), (last_saving, top)]:
         size = sum(n for kind, n in run["memory"].items() if not kind.startswith("peak"))
         row = {
             "label": label, "bytes": size, "gap": run["gap"], "speed_ratio": run["speed_ratio"],
@@ -166,7 +169,7 @@ def cost_rows(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: 
 
 
 def change_section(section: str, **values: Any) -> Callable[[Config], Config]:
-    """A function that changes values in one section of a configuration."""
+    """Return a function that changes values in one section of a configuration."""
 
     def change(cfg: Config) -> Config:
         settings = getattr(cfg, section)
@@ -177,13 +180,13 @@ def change_section(section: str, **values: Any) -> Callable[[Config], Config]:
 
 
 def _with_fp32_weights(cfg: Config) -> Config:
-    """fp32 weights that compute in BF16, as a model with BF16 weights does, so that settings differ only in storage.
-    Adapters are then fp32; the rest computes as before."""
+    """Return the configuration with fp32 weights that compute in BF16, as a model with BF16 weights does, so that
+    settings differ only in storage. Adapters are then fp32; everything else computes as before."""
     computing = change_section("train", precision="bf16") if cfg.lora is None else change_section("lora", dtype="fp32")
     return computing(change_section("optimizer", master="fp32")(cfg))
 
 
-def _change_fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:
-    """Set ``whole`` in the fp8 section, and ``part`` in each component with its own settings."""
-    parts = {n: p.model_copy(update=part) for n in COMPONENTS if (p := getattr(cfg.fp8, n)) is not None}
-    return cfg.model_copy(update={"fp8": cfg.fp8.model_copy(update={**whole, **parts})})
+def _change_fp8(cfg: Config, section: Mapping[str, Any], component: Mapping[str, Any]) -> Config:
+    """Set ``section`` in the fp8 section, and ``component`` in each component with its own settings."""
+    parts = {n: p.model_copy(update=component) for n in COMPONENTS if (p := getattr(cfg.fp8, n)) is not None}
+    return cfg.model_copy(update={"fp8": cfg.fp8.model_copy(update={**section, **parts})})

@@ -47,8 +47,8 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
     """Train ``runs`` to their end, at most ``jobs`` at a time, each over ``nproc`` processes of this machine.
 
     Returns {name: error message} of FP8 runs whose training began and failed; the others continue. If another run fails
-    or one is stopped, raises ``ReportError`` with its last lines; the others then save and exit,
-    and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
+    or is stopped, raises ``ReportError`` with its last lines; the others then save and exit, and the same command
+    continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
     waiting = _sort_runs(runs)
@@ -106,7 +106,7 @@ def _start(run: Run, stack: ExitStack, nproc: int) -> _RunProcess:
 
 
 def _fp8_failure(started: _RunProcess) -> str | None:
-    """The error of an FP8 run's training; None if it did not fail, or failed before its first step."""
+    """Return the error of an FP8 run, or None if it did not fail or failed before its first step."""
     directory = Path(started.run.cfg.run.dir)
     began = (directory / "metrics.jsonl").exists() or (directory / "proof.json").exists()
     if started.process.returncode != 1 or not started.run.may_fail or not began:
@@ -128,7 +128,7 @@ def _stop_requests() -> Iterator[list[int]]:
     """Collect SIGTERM and SIGHUP as requests to stop, read between two checks of the runs; a second one has no effect.
 
     Ignored signals stay ignored (nohup). Outside the main thread signals cannot be caught: then only the runs'
-    monitoring of their parent is left.
+    monitoring of their parent process remains.
     """
     requests: list[int] = []
     before: dict[int, Any] = {}
@@ -157,8 +157,8 @@ def _stop_all(running: list[_RunProcess]) -> None:
 
 
 class _Progress:
-    """Shows a bar per run on a terminal, otherwise lines; nothing without a console. Reads progress from the runs'
-    metrics."""
+    """Shows progress from the metrics of the runs: a bar per run on a terminal, otherwise lines, nothing if the console
+    is None."""
 
     def __init__(self, runs: Sequence[Run], console: Any) -> None:
         self.runs, self.console = runs, console

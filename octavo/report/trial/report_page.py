@@ -61,7 +61,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
-    """``report.json``: verdict, checks and all measurements, as plain JSON; numbers that are not finite are null."""
+    """Return ``report.json``: verdict, checks and all measurements as plain JSON; non-finite numbers are null."""
     return replace_nonfinite(
         {
             "octavo": octavo.__version__,
@@ -93,9 +93,11 @@ def loss_curves(records: Records) -> list[plots.Curve]:
 
 def compare_completions(records: Records) -> list[dict[str, Any]]:
     """Return completions of each FP8 recipe and of high precision for the same prompts; empty if none were recorded."""
-    reference = next(r for a, r in records if a.kind == "reference")
-    every = ((a.label, completions.side_by_side(reference, r)) for a, r in records if a.kind == "fp8")
-    return [{"label": label, "steps": steps} for label, steps in every if steps]
+    reference = next(record for run, record in records if run.kind == "reference")
+    compared = (
+        (run.label, completions.side_by_side(reference, record)) for run, record in records if run.kind == "fp8"
+    )
+    return [{"label": label, "steps": steps} for label, steps in compared if steps]
 
 
 def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tuple[dict[str, str], list[Path]]:
@@ -119,7 +121,7 @@ def draw_plots(records: Records, directory: Path, claims: Sequence[Check] = ()) 
             keep(
                 "learning",
                 rl_plots.learning_figure(
-                    [*rl_plots.unpaired_sides(records), *(ours for ours, _ in pairs), pairs[0][1]], panels
+                    [*rl_plots.unpaired_sides(records), *(fp8_side for fp8_side, _ in pairs), pairs[0][1]], panels
                 ),
             )
             keep("gap", rl_plots.reward_gap_figure(pairs, panels[0]))
@@ -152,21 +154,23 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     if record.failure:
         return [{"figure": "failed", "word": f"after step {last_step(record)} of {run.cfg.train.steps}"}]
     runs = {run["label"]: run for run in verdict.data["arms"]}
-    reference = next((a, r) for a, r in records if a.kind == "reference")
+    reference = next(pair for pair in records if pair[0].kind == "reference")
     dtype, pairs = verdict.data["reference_dtype"], [(record, reference[1])]
     if (panels := rl_claims.PANELS.get(verdict.data["phase"])) is not None:  # means over the seeds
         pairs = rl_claims.pair_runs(Sides((run, record), reference, records))
-        ours, theirs = (
+        fp8_figure, high_figure = (
             _mean_or_nan([rl_claims.final_mean(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1)
         )
-        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {format_fixed(theirs, 3)}"
-        figures = [{"figure": format_fixed(ours, 3), "word": word}]
+        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {format_fixed(high_figure, 3)}"
+        figures = [{"figure": format_fixed(fp8_figure, 3), "word": word}]
     else:
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
         figures = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
-    mine, theirs = (_mean_or_nan([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
-    if math.isfinite(mine) and math.isfinite(theirs):
-        figures.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
+    fp8_accuracy, high_figure = (_mean_or_nan([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
+    if math.isfinite(fp8_accuracy) and math.isfinite(high_figure):
+        figures.append(
+            {"figure": percent(fp8_accuracy, 1), "word": f"held-out answers right; {dtype}: {percent(high_figure, 1)}"}
+        )
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
         figures.append({"figure": share, "word": "of linear FLOPs ran in FP8 (measured)"})
@@ -213,7 +217,7 @@ def saving_rows(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
 def speed_sentence(records: Records, jobs: int = 1) -> str:
     """Return how to interpret the speed figures on this device; ``jobs`` runs trained at the same time."""
     shared = f"Up to {jobs} runs trained at the same time and shared the machine. " if jobs > 1 else ""
-    environment = next(r.environment for a, r in records if a.kind == "reference")
+    environment = next(record.environment for run, record in records if run.kind == "reference")
     if _computed_on(environment) == "gpu":
         return shared + "Measured on the GPU listed under Environment, in one trial."
     return shared + (
@@ -232,7 +236,9 @@ def _computed_on(environment: Mapping[str, Any]) -> str:
 
 def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:
     """Return the page as HTML."""
-    shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
+    shown = [
+        (label, record.memory) for label, record in ((run.label, record) for run, record in records) if record.memory
+    ]
     fp8 = [
         {
             "label": run.label,
@@ -250,13 +256,13 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
     ]
     if not fp8:
         raise ReportError("a page needs at least one FP8 run")
-    reference = next(r for a, r in records if a.kind == "reference")
+    reference = next(record for run, record in records if run.kind == "reference")
     return page_parts.render(
         "trial.html.jinja",
         verdict=verdict,
         line=verdict.line.partition(": ")[2],
         created=created,
-        tiles=[(a.label, tiles(verdict, records, a, r)) for a, r in records if a.kind == "fp8"],
+        tiles=[(run.label, tiles(verdict, records, run, record)) for run, record in records if run.kind == "fp8"],
         claims=verdict.claims,
         expected=expectations(verdict),
         effects=verdict.effects,

@@ -1,6 +1,6 @@
 """Reuses finished runs of an earlier trial with the same configuration, data and model folder.
 
-A run that was trained differently is an error, or is deleted if the trial starts afresh.
+A run that was trained with different settings is an error, or is deleted if the trial is started with ``--fresh``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_same_files(cfg: Config, directory: Path) -> None:
 
 
 def comparable_settings(cfg: Config) -> dict[str, Any]:
-    """The settings that decide a run's figures: everything but its folder, tracking and checkpoints."""
+    """Return the settings that determine the figures of a run: all but its folder, tracking and checkpoints."""
     data = cfg.model_dump(mode="json")
     saved = "save", "save_every", "save_states", "keep", "milestones"
     for key in ("dir", "resume", "fork", *saved, "tensorboard", "trackers"):
@@ -80,7 +80,7 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]
 
 
 def read_finished(run: Run) -> RunRecord | None:
-    """The record of a run that reached its end; None if it must (still) run."""
+    """Return the record of a finished run, or None if the run must still train."""
     directory = Path(run.cfg.run.dir)
     if not (directory / "metrics.jsonl").is_file():
         return None

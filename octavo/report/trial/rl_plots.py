@@ -30,29 +30,33 @@ class Side:
 
 
 def pair_sides(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]]:
-    """Pairs of an FP8 recipe and high precision, over the seeds that both have; FP8 runs cycle through five colours."""
+    """Return pairs of an FP8 recipe and high precision, over the seeds that both have; FP8 runs cycle through five
+    colours."""
     reference = next((run, record) for run, record in records if run.kind == "reference")
     sides = []
     for number, fp8 in enumerate((run, record) for run, record in records if run.kind == "fp8"):
-        ours, theirs = zip(*pair_runs(Sides(fp8, reference, records)), strict=True)
-        sides.append((Side(fp8[0].label, f"fp8-{number % 5}", ours), Side("high precision", "base", theirs, True)))
+        fp8_records, high_records = zip(*pair_runs(Sides(fp8, reference, records)), strict=True)
+        sides.append(
+            (Side(fp8[0].label, f"fp8-{number % 5}", fp8_records), Side("high precision", "base", high_records, True))
+        )
     return sides
 
 
 def unpaired_sides(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:
-    """High-precision runs with seeds that FP8 was not trained with: they show the effect of the seed alone."""
+    """Return the high-precision runs with seeds that FP8 was not trained with; they show the effect of the
+    seed alone."""
     seeds = {run.cfg.run.seed for run, _ in records if run.kind in ("fp8", "seed")}
-    every = [(run, record) for run, record in records if run.kind == "noise" and run.cfg.run.seed not in seeds]
-    return [Side(run.label, "noise", [record]) for run, record in every]
+    unpaired = [(run, record) for run, record in records if run.kind == "noise" and run.cfg.run.seed not in seeds]
+    return [Side(run.label, "noise", [record]) for run, record in unpaired]
 
 
 def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
-    """A figure with a panel for each quantity that any run recorded."""
+    """Return a figure with a panel for each quantity that any run recorded."""
     shown = [panel for panel in panels if any(panel.key in r.figures for side in sides for r in side.records)]
     rows = max(1, -(-len(shown) // 2))
     figure = Figure(figsize=(9, 0.5 + 2.3 * rows), layout="constrained")
-    every = figure.subplots(rows, 2, squeeze=False).flatten()
-    for axes, panel in zip(every, shown, strict=False):
+    all_axes = figure.subplots(rows, 2, squeeze=False).flatten()
+    for axes, panel in zip(all_axes, shown, strict=False):
         for side in sides:
             _draw_side(axes, side, [(r.steps, r.figures[panel.key]) for r in side.records if panel.key in r.figures])
         values = np.concatenate([line.get_ydata() for line in axes.get_lines()])
@@ -62,24 +66,29 @@ def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
         axes.set_title(panel.title, fontsize=10)
         axes.set(ylabel=panel.unit, xlabel="step")
         axes.margins(x=0.01)
-    for axes in every[len(shown) :]:
+    for axes in all_axes[len(shown) :]:
         axes.set_axis_off()
     if shown:
-        handles, labels = every[0].get_legend_handles_labels()
+        handles, labels = all_axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=min(len(labels), 4))
     return figure
 
 
 def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figure:
-    """FP8 minus high precision, step by step, in pairs with the same seed."""
+    """Plot FP8 minus high precision, step by step, in pairs with the same seed."""
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     axes = figure.subplots()
     for fp8, high in pairs:
         gaps = []
-        for ours, theirs in zip(fp8.records, high.records, strict=True):
-            if panel.key in ours.figures and panel.key in theirs.figures:
-                mine, other = common_steps(ours, theirs)
-                gaps.append((ours.steps[mine], ours.figures[panel.key][mine] - theirs.figures[panel.key][other]))
+        for record, reference in zip(fp8.records, high.records, strict=True):
+            if panel.key in record.figures and panel.key in reference.figures:
+                record_at, reference_at = common_steps(record, reference)
+                gaps.append(
+                    (
+                        record.steps[record_at],
+                        record.figures[panel.key][record_at] - reference.figures[panel.key][reference_at],
+                    )
+                )
         _draw_side(axes, fp8, gaps)
     axes.axhline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
     axes.margins(x=0.01)
@@ -90,8 +99,8 @@ def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figur
 
 
 def _draw_side(axes: Axes, side: Side, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Each curve (steps, values), and the mean of all at the steps that all have; sparse curves, such as evaluations,
-    have a dot at each value."""
+    """Draw each curve (steps, values) and the mean of all curves at their common steps; sparse curves, such as
+    evaluations, have a dot at each value."""
     if not curves:
         return
     color, style = PALETTE[side.color], (0, (4, 2)) if side.dashed else "-"

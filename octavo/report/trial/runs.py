@@ -29,10 +29,10 @@ def make_runs(
     savings: bool = True,
     forks: int = 0,
     seeds: int = 1,
-    of: str = "",
+    fp8_components: str = "",
 ) -> list[Run]:
-    """Return the runs of a trial in order; raises ``ReportError`` if none of them would be FP8. ``of``: the components
-    in FP8, if the configuration has more of them."""
+    """Return the runs of a trial in order; raises ``ReportError`` if none of them would be FP8. ``fp8_components``
+    names the components in FP8 if the configuration has more of them."""
     own_name = own_recipe(cfg)
     if recipes is None:
         if own_name == "off":
@@ -41,10 +41,10 @@ def make_runs(
                 f"fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
             )
         recipes = [own_name]
-    wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own_name)]
-    if wrong or not recipes:
+    unknown = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own_name)]
+    if unknown or not recipes:
         known = ", ".join(r for r in RECIPES if r != "off")
-        problem = f"unknown FP8 recipe {', '.join(map(repr, wrong))}" if wrong else "no recipe is named"
+        problem = f"unknown FP8 recipe {', '.join(map(repr, unknown))}" if unknown else "no recipe is named"
         raise ReportError(f"{problem}; choose one or more of {known}")
     plain = high_precision_config(cfg)
     seed, begins = cfg.run.seed, fork_step(cfg.train.total_steps)
@@ -53,22 +53,39 @@ def make_runs(
     milestones = (begins,) if forks or forkable else ()
     forkable_cfg = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
     reference = _make_run(forkable_cfg, directory, "high-precision", HIGH, "reference", seed)
-    others = range(seed + 1, seed + max(seeds, 2))
+    other_seeds = range(seed + 1, seed + max(seeds, 2))
     runs = [
         reference,
-        *(_make_run(plain, directory, f"high-precision-seed-{s}", f"{HIGH}, seed {s}", "noise", s) for s in others),
+        *(
+            _make_run(
+                plain, directory, f"high-precision-seed-{other_seed}", f"{HIGH}, seed {other_seed}", "noise", other_seed
+            )
+            for other_seed in other_seeds
+        ),
     ]
     names = list(dict.fromkeys(recipes))
     for name in names:
         chosen = cfg if name == own_name else with_recipe(cfg, name)
-        for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
-            runs.append(_make_run(setting, directory, f"saving-{number}", words, "saving", seed))
+        for number, (description, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
+            runs.append(_make_run(setting, directory, f"saving-{number}", description, "saving", seed))
         fp8 = _make_run(
-            chosen, directory, f"fp8-{name}{of and f'-{of}'}", f"FP8 {name}{of and f' of {of}'}", "fp8", seed
+            chosen,
+            directory,
+            f"fp8-{name}{fp8_components and f'-{fp8_components}'}",
+            f"FP8 {name}{fp8_components and f' of {fp8_components}'}",
+            "fp8",
+            seed,
         )
         runs.append(fp8)
-        for s in range(seed + 1, seed + seeds):
-            run = _make_run(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
+        for other_seed in range(seed + 1, seed + seeds):
+            run = _make_run(
+                chosen,
+                directory,
+                f"{fp8.name}-seed-{other_seed}",
+                f"{fp8.label}, seed {other_seed}",
+                "seed",
+                other_seed,
+            )
             runs.append(replace(run, of=fp8.name))
         runs += [_fork_run(reference, fp8, with_plain_storage(chosen), number, directory) for number in range(forks)]
     # The high-precision fork with the reference's seed is the reference itself, if it logs every step.
@@ -77,7 +94,8 @@ def make_runs(
 
 
 def _fork_run(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: Path) -> Run:
-    """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
+    """Return a run that continues the checkpoint of the reference at two thirds, with data in the order of another
+    seed."""
     begins = reference.cfg.run.milestones[0]
     checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
     bare = _BARE | {"fork": str(checkpoint), "start_from": None}
@@ -107,8 +125,8 @@ def high_precision_config(cfg: Config) -> Config:
 
 
 def with_recipe(cfg: Config, name: str) -> Config:
-    """Set the recipe wherever no other is set explicitly; a base that is quantized while loading gets the codes that
-    this recipe multiplies, or stays in high precision if there are none."""
+    """Set the recipe wherever no other is set explicitly. A base that is quantized while loading gets codes of this
+    recipe, or stays in high precision if the recipe has none."""
     kind = next((kind for kind, recipes in RECIPES_OF_KIND.items() if name in recipes), None)
     kinds = {
         part: kind if (settings := getattr(cfg.fp8, part)) is None or settings.recipe is None else was

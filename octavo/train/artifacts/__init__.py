@@ -1,4 +1,4 @@
-"""What was trained, opened again: as a model, evaluated, merged with its adapters, exported for servers."""
+"""Load, evaluate, merge and export trained models."""
 
 from octavo.train.artifacts.evaluate import compare_bases, evaluate_run, evaluate_target, load_run
 from octavo.train.artifacts.export import export_model

@@ -1,4 +1,4 @@
-"""Loading and evaluating a trained model: a run, a model folder or an adapter."""
+"""Loads and evaluates a trained model: a run, a model folder or an adapter."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ if TYPE_CHECKING:
 
 Log = Callable[[str], None]
 Progress = Callable[[int, int], None]
-More = Callable[["PreTrainedModel", Any, Forward, Config], Mapping[str, float | None]]
+ExtraFigures = Callable[["PreTrainedModel", Any, Forward, Config], Mapping[str, float | None]]
 
 
-def _nothing_more(model: PreTrainedModel, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float | None]:
+def _no_extra_figures(
+    model: PreTrainedModel, processor: Any, forward: Forward, cfg: Config
+) -> Mapping[str, float | None]:
     return {}
 
 
 def load_run(
     run_dir: str | Path, step: int | None = None, recipe: str | None = None, log: Log = warnings.warn
 ) -> tuple[PreTrainedModel, Any, Config]:
-    """(model, processor, configuration) of a run, for evaluation or generation, with FP8 applied as in training.
+    """Return (model, processor, configuration) of a run, with FP8 applied as in training.
 
-    step    the checkpoint to load; None: the newest complete one
-    recipe  another FP8 recipe for the whole model, "off" for high precision
+    step    the checkpoint to load; by default the newest complete one
+    recipe  replaces the FP8 recipe of the whole model; "off" for high precision
     log     called with a line for each newer checkpoint that is damaged and was skipped
 
-    One process. Raises TrainError if the directory is not a run or has no such checkpoint.
+    Runs in one process. Raises TrainError if the directory is not a run or has no such checkpoint.
     """
     read_run_config(Path(run_dir))
     target = inspect_target(run_dir)
@@ -56,9 +58,9 @@ def load_run(
 def evaluate_run(
     run_dir: str | Path, step: int | None = None, recipe: str | None = None, log: Log = warnings.warn
 ) -> dict[str, Any]:
-    """Evaluate a run on its held-out data: what `evaluate` gives, and the `step` that was evaluated. See `load_run`.
+    """Evaluate a run on its held-out data. Returns the figures of `evaluate` and the evaluated `step`; see `load_run`.
 
-    Raises TrainError where the run's configuration names no held-out data.
+    Raises TrainError if the run's configuration has no held-out data.
     """
     read_run_config(Path(run_dir))
     return evaluate_target(inspect_target(run_dir), step=step, recipe=recipe, log=log)
@@ -75,23 +77,23 @@ def evaluate_target(
     log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
     pieces: list[dict[str, Any]] | None = None,
-    extra: More = _nothing_more,
+    extra: ExtraFigures = _no_extra_figures,
 ) -> dict[str, Any]:
-    """Evaluate whatever `inspect_target` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
+    """Evaluate a target. Returns the figures of `evaluate`, `fp8_gemms`, and the `step` of a run.
 
-    cfg       whose data.eval is asked; None: the run's own
-    progress  gets batches done and batches in all
-    pieces    gets what was judged, answer by answer, as `evaluate` says, and the `source` of each (`EvalSet.origin`)
-    more      makes further figures of the opened model
-    others    as `Target.open` takes them
+    cfg       the configuration whose data.eval is used; by default the run's
+    progress  called with (batches done, number of batches)
+    pieces    receives a record per answer, as in `evaluate`, with its `source` (`EvalSet.origin`)
+    extra     computes additional figures from the opened model
 
-    Raises TrainError where there is no held-out data, and what opening raises.
+    The other arguments are passed to `Target.open`. Raises TrainError if there is no held-out data, and the errors of
+    `Target.open`.
     """
-    cfg = _asked(target, cfg)
+    cfg = _eval_config(target, cfg)
     step = _step(target, step, log)
     opened = target.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, log=log)
     log(f"{target.path}: {', '.join(opened.notes)}")
-    result = _judge(target, cfg, opened.model, progress, pieces, extra)
+    result = _evaluate_model(target, cfg, opened.model, progress, pieces, extra)
     return result if step is None else {"step": step, **result}
 
 
@@ -106,42 +108,43 @@ def compare_bases(
     log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """What the FP8 base of adapters costs them: evaluated over it, and over the same folder in high precision.
+    """Evaluate adapters on their FP8 base and on the same base in high precision.
 
-    {"bases": a row each, "gap": FP8 minus high precision, "weights": the distance of codes from the folder's weights}
-    The rows: the FP8 base with its recipe, the same codes dequantized (to separate the errors of weights and of
-    activations), the folder's own weights. In "weights", `sqnr_db` is the geometric mean over all weights, `relative`
-    is |W - W'| / |W|. Arguments as for `evaluate_target`.
+    Returns {"bases": a row per base, "gap": FP8 minus high precision, "weights": distance of the codes from the
+    folder's weights}. The bases are the FP8 base with its recipe, the same codes dequantized (to separate the errors of
+    weights and activations), and the folder's weights. In "weights", `sqnr_db` is the geometric mean over all weights,
+    and `relative` is |W - W'| / |W|. The arguments are as in `evaluate_target`.
 
-    Raises TrainError for what has no adapters, no FP8 base, or a folder without high-precision weights.
+    Raises TrainError for a target without adapters or without an FP8 base, and for a folder without high-precision
+    weights.
     """
     if not target.lora:
-        raise TrainError(f"{target.path} has no adapters, so it has one base: the model itself. Leave --base out")
+        raise TrainError(f"{target.path} has no adapters, so there are no two bases to compare. Remove --base")
     if target.quantization is not None:
         raise TrainError(
-            f"the base {target.base} holds FP8 codes ({target.quantization}) and no high-precision weights to compare "
-            "with. Evaluate once as it is, and once with --base FOLDER, the folder that it was made from"
+            f"the base {target.base} has FP8 codes ({target.quantization}) and no high-precision weights to compare "
+            "with. Evaluate it twice: unchanged, and with --base FOLDER, where FOLDER has the original weights"
         )
     kinds: str | Mapping[str, str] = load_in_fp8 or target.kinds or target.trained_kinds
     if not kinds or kinds == HIGH:
         raise TrainError(
-            f"{target.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
+            f"{target.path} was not trained on an FP8 base, and none is requested; choose the codes to compare with: "
             f"--load-in-fp8 {join_words(FROZEN, 'or')}"
         )
     from octavo import adapters
 
-    cfg = _asked(target, cfg)
+    cfg = _eval_config(target, cfg)
     as_trained = load_in_fp8 is None and bool(target.kinds)
-    ways: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
-    ways += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
-    ways += [("high precision", HIGH, "off")]
+    variants: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
+    variants += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
+    variants += [("high precision", HIGH, "off")]
     step = _step(target, step, log)
     rows, weights = [], None
-    # One model at a time: two would not fit where one does.
-    for name, load, how in ways:
-        opened = target.open(load_in_fp8=load, recipe=how, backend=backend, step=step, log=log)
+    # One model at a time, because two may not fit.
+    for name, load, variant_recipe in variants:
+        opened = target.open(load_in_fp8=load, recipe=variant_recipe, backend=backend, step=step, log=log)
         log(f"{name}: {', '.join(opened.notes)}")
-        rows.append({"base": name, **_judge(target, cfg, opened.model, progress)})
+        rows.append({"base": name, **_evaluate_model(target, cfg, opened.model, progress)})
         if weights is None:
             dtype = next(p.dtype for p in opened.model.parameters() if p.is_floating_point())
             weights = adapters.base_errors(opened.model, models.load(target.base, dtype=dtype))
@@ -163,47 +166,45 @@ def compare_bases(
 
 
 def _step(target: Target, step: int | None, log: Log) -> int | None:
-    """For a run, the step of the checkpoint that is opened, which is part of the result."""
+    """Return the step of the checkpoint that is opened, for a run; otherwise `step`."""
     if target.kind != "run":
         return step
-    here = parallel.World(device=accelerator.default_device())
-    return int(find_checkpoint(target.path, step, here, log).name.removeprefix("step_"))
+    world = parallel.World(device=accelerator.default_device())
+    return int(find_checkpoint(target.path, step, world, log).name.removeprefix("step_"))
 
 
-def _asked(target: Target, cfg: Config | None) -> Config:
-    """The configuration whose data.eval is asked. Raises TrainError where there is none, DataError where of it and of
-    the model one is sealed, or both with different keys."""
+def _eval_config(target: Target, cfg: Config | None) -> Config:
+    """Return the configuration whose data.eval is used. Raises TrainError if there is none, and DataError if only one
+    of model and data is sealed, or both with different keys."""
     chosen = cfg or target.cfg
     if chosen is None:
         raise TrainError(
-            f"{target.path} is no run, so it names no held-out data: give the configuration that does, "
-            "--config FILE.yaml (its data.eval)"
+            f"{target.path} is not a run, so it has no held-out data: give a configuration with data.eval, "
+            "--config FILE.yaml"
         )
     if not chosen.data.eval:
-        where = f"the run {target.path}" if cfg is None else "the configuration that was given"
-        raise TrainError(
-            f"{where} names no held-out data; give a configuration whose data.eval does: --config FILE.yaml"
-        )
+        source = f"the run {target.path}" if cfg is None else "the given configuration"
+        raise TrainError(f"{source} has no held-out data; give a configuration with data.eval: --config FILE.yaml")
     model = chosen.model.model_copy(update={"path": str(target.base)})
     held_out = chosen.data.model_copy(update={"train": []})
     check_seals(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
     return chosen
 
 
-def _judge(
+def _evaluate_model(
     target: Target,
     cfg: Config,
     model: PreTrainedModel,
     progress: Progress,
     pieces: list[dict[str, Any]] | None = None,
-    extra: More = _nothing_more,
+    extra: ExtraFigures = _no_extra_figures,
 ) -> dict[str, Any]:
     processor = load_processor(cfg, target.base)
     evalset = eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
-    wide = next(model.parameters()).dtype == torch.float32
-    forward = Forward(model, world, autocast_dtype(target.cfg or cfg, world.device) if wide else None)
+    in_fp32 = next(model.parameters()).dtype == torch.float32
+    forward = Forward(model, world, autocast_dtype(target.cfg or cfg, world.device) if in_fp32 else None)
     with fp8.count_gemms() as counts:
         result = evaluate(model, _with_progress(evalset, progress), forward, world, pieces)
     for piece in pieces or ():
@@ -212,7 +213,7 @@ def _judge(
 
 
 def _with_progress(evalset: EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Held-out batches that report their progress."""
+    """Yield held-out batches, and report progress after each."""
     for done, batch in enumerate(evalset, 1):
         yield batch
         progress(done, len(evalset))

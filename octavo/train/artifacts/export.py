@@ -1,7 +1,7 @@
-"""A run or a model folder as a checkpoint that servers load.
+"""Exports a run or a model folder as a checkpoint that servers load.
 
-A run is opened as it trained, at its newest whole checkpoint or at the one asked for; its layers give the codes that
-their forwards multiply by. A folder is read tensor by tensor, and no model is built.
+A run is opened as in training, at its newest complete checkpoint or at a given step; the exported codes are the codes
+of its forward GEMMs. A folder is read tensor by tensor, without building a model.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def export_model(
 
     format   bf16, fp8-block, fp8-dynamic or fp8-tensor
     include  components in FP8 in addition to the foundation
-    largest  most bytes of a file
-    step     the checkpoint of a run; None: the newest complete one
-    device   where a run is opened and weights are cast; None: a GPU if there is one
+    largest  maximum bytes per file
+    step     the checkpoint of a run; by default the newest complete one
+    device   the device on which a run is opened and weights are cast; by default a GPU if there is one
 
-    Raises TrainError for adapters, which octavo merge folds into a model, and for a step without a run; also the errors
-    of `checkpoint.export.export` and of opening.
+    Raises TrainError for adapters (use octavo merge) and for `step` with a folder, and the errors of
+    `checkpoint.export.export` and `Target.open`.
     """
     target = inspect_target(path)
     if target.lora:
         kind = "a LoRA run" if target.kind == "run" else "an adapter"
         raise TrainError(
-            f"{path} is {kind} on {target.base}: servers can load the adapter with its base, or octavo merge writes "
-            f"both as one model (octavo merge {path} DIR --format {format})"
+            f"{path} is {kind} on {target.base}: serve the adapter with its base, or merge both into one model: "
+            f"octavo merge {path} DIR --format {format}"
         )
     if step is not None and target.kind != "run":
         raise TrainError(f"step {step} chooses a checkpoint of a run, but {path} is not a run directory")

@@ -1,7 +1,7 @@
-"""Identify and open a path: a run, a Hugging Face folder or a PEFT adapter.
+"""Identifies and opens a path: a run, a Hugging Face folder or a PEFT adapter.
 
-    target = look("runs/lora")              # reads only configurations; errors say what the path holds instead
-    model, processor, notes = target.open()        # for evaluation or generation
+    target = inspect_target("runs/lora")     # reads only configurations
+    model, processor, notes = target.open()  # for evaluation or generation
 
 =======  ===================  ======================================================================================
 kind     identified by        opened as
@@ -49,7 +49,7 @@ Log = Callable[[str], None]
 Kind = Literal["run", "folder", "adapter"]
 
 MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
-_STANDS = {run_dir.CONFIG: "a file", run_dir.CHECKPOINTS: "a folder", MODEL: "a file", ADAPTER: "a file"}
+_EXPECTED_TYPES = {run_dir.CONFIG: "a file", run_dir.CHECKPOINTS: "a folder", MODEL: "a file", ADAPTER: "a file"}
 #: a value of `load_in_fp8`: high precision, dequantizing a folder's codes
 HIGH = "off"
 
@@ -71,8 +71,8 @@ class Target:
     base          the Hugging Face folder with configuration, tokenizer and weights (for a full run: its model.path)
     adapter       the PEFT folder, for an adapter
     cfg           the configuration, for a run
-    quantization  of the base on disk; None in high precision
-    moved         whether another base was given than the one of training
+    quantization  quantization of the base on disk, or None for high precision
+    moved         True if a different base from the one in training was given
     trained_kinds component -> kind of the codes with which an adapter in a run directory was trained
     random        (seed, standard deviation or None) of random initial weights, if the base has none
     notes         lines about the choice of base
@@ -91,7 +91,7 @@ class Target:
 
     @property
     def lora(self) -> bool:
-        """Whether it consists of a base and adapters."""
+        """True for a base with adapters."""
         return self.kind == "adapter" or (self.cfg is not None and self.cfg.lora is not None)
 
     @property
@@ -110,19 +110,20 @@ class Target:
         dtype: torch.dtype | None = None,
         log: Log = lambda text: None,
     ) -> OpenedTarget:
-        """(model, processor, notes).
+        """Return (model, processor, notes).
 
-        load_in_fp8  row, block or tensor (or component -> kind): quantize the base while it is read; "off": high
-                     precision, codes dequantized; None: as in the run, folders unchanged
-        recipe       an FP8 recipe for the whole model; "off": none, frozen codes are dequantized where they are used;
-                     None: the run's own, else the recipe that fits the codes, if there are any
+        load_in_fp8  row, block or tensor (or component -> kind) to quantize the base while it is read; "off" to
+                     dequantize its codes. By default as in the run; a folder is not changed
+        recipe       an FP8 recipe for the whole model; "off" to dequantize frozen codes at each use. By default the
+                     recipe of the run, or the recipe that fits the codes of a folder
         backend      the kernels of the recipe's GEMMs: auto, or a name such as reference
-        step         the checkpoint of a run; None: the newest complete one
-        device       None: the GPU if there is one
-        dtype        of what is not FP8. None: the run's own; else BF16 on a GPU and fp32 on a CPU
+        step         the checkpoint of a run; by default the newest complete one
+        device       by default the GPU if there is one
+        dtype        the dtype of all non-FP8 tensors. By default the dtype of the run; for a folder BF16 on a GPU and
+                     fp32 on a CPU
         log          called with a line about events such as skipped damaged checkpoints
 
-        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError, each with its fix.
+        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError.
         """
         device = torch.device(device or accelerator.default_device())
         if self.cfg is not None:
@@ -176,7 +177,7 @@ class Target:
         wanted = dtype or model_dtype(cfg)
         if as_trained:
             plan, family, _ = planning.plan_for(cfg, saved=self.path / run_dir.PLAN if recipe is None else None)
-            if recipe is None:  # the plan of that step
+            if recipe is None:  # the plan at that step
                 plan = PrecisionSchedule.from_counters(cfg, planning.make_schedule(cfg, plan), before).plan_at(
                     before["step"]
                 )
@@ -184,7 +185,7 @@ class Target:
             model = self._load(wanted, device, self.kinds or codes, log)
             frozen_base.freeze(model, family, cfg)
             fp8.apply(model, plan)
-            notes = [_about(model, plan)]
+            notes = [_describe_plan(model, plan)]
         else:
             model = self._load(wanted, device, load_in_fp8 or None, log)
             family = models.describe(model.config)
@@ -210,7 +211,7 @@ class Target:
         return OpenedTarget(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
-        """The run's configuration, with another recipe or backend if given."""
+        """Return the run's configuration, with the given recipe and backend."""
         assert self.cfg is not None
         cfg = self.cfg
         if recipe == "off":  # also drops formats, components and rules
@@ -226,26 +227,25 @@ class Target:
 
 
 def inspect_target(path: str | Path, base: str | Path | None = None) -> Target:
-    """Identify what `path` holds, without reading weights.
+    """Identify a path as a run, a Hugging Face folder or an adapter, without reading weights.
 
     base  replaces the base that a LoRA run or an adapter names
 
-    Raises TrainError for a path that holds none of the three, with what it holds and how to use it; for weights in
-    pickles; for an adapter whose base is missing or sealed with another key (`octavo seal`); and for a base given
-    without adapters. Raises ModelError for an unreadable configuration.
+    Raises TrainError for any other path, weights in pickles, an adapter whose base is missing or sealed with a
+    different key (`octavo seal`), and a base given without adapters. Raises ModelError for an unreadable configuration.
     """
-    # An adapter file next to other weights is ambiguous (a merge in progress, a copied folder): that is refused.
+    # An adapter file next to other weights is ambiguous (a merge in progress, a copied folder), so it is rejected.
     folder = Path(path)
     if not folder.is_dir():
-        raise TrainError(_no_folder(folder))
-    for name, wanted in _STANDS.items():
-        if (what := _instead(folder / name)) not in (None, wanted):
+        raise TrainError(_describe_missing_folder(folder))
+    for name, wanted in _EXPECTED_TYPES.items():
+        if (what := _file_type(folder / name)) not in (None, wanted):
             raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / run_dir.CONFIG).is_file():
-        target = _run(folder, base)
+        target = _inspect_run(folder, base)
     elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
-        target = _adapter(folder, base)
+        target = _inspect_adapter(folder, base)
     elif has_adapter and (folder / MODEL).is_file():
         raise TrainError(
             f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}), so it is ambiguous. Move one of "
@@ -256,14 +256,14 @@ def inspect_target(path: str | Path, base: str | Path | None = None) -> Target:
             raise TrainError(f"a base was given ({base}), but {folder} is a whole model: only adapters have a base")
         target = Target(folder, "folder", folder)
     else:
-        raise TrainError(_unknown(folder))
-    if (of := target.adapter or (folder / "adapter" if target.moved else None)) is not None and of.is_dir():
-        check_adapter(of, target.base, TrainError)
+        raise TrainError(_describe_unknown_folder(folder))
+    if (adapter := target.adapter or (folder / "adapter" if target.moved else None)) is not None and adapter.is_dir():
+        check_adapter(adapter, target.base, TrainError)
     return replace(target, quantization=read_quantization(target.base))
 
 
-def _instead(path: Path) -> str | None:
-    """Describe what is at a path; None if there is nothing."""
+def _file_type(path: Path) -> str | None:
+    """Return the type of the file at a path in words, or None if there is none."""
     try:
         return safe_read.describe_file_type(path) or "a file"
     except OSError:
@@ -271,7 +271,7 @@ def _instead(path: Path) -> str | None:
 
 
 def read_run_config(directory: Path) -> Config:
-    """The configuration that a run was made with. Raises TrainError for a directory that holds no run."""
+    """Return the configuration of a run. Raises TrainError if the directory is not a run."""
     file = directory / run_dir.CONFIG
     if not file.is_file():
         raise TrainError(
@@ -281,11 +281,11 @@ def read_run_config(directory: Path) -> Config:
 
 
 def find_checkpoint(directory: Path, step: int | None, world: parallel.World, log: Log) -> Path:
-    """The checkpoint of a run at `step`, or the newest complete one. Raises TrainError if there is none."""
+    """Return the checkpoint of a run at `step`, or the newest complete one. Raises TrainError if there is none."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
     named = folder / f"step_{step}"
-    if step is not None and (named / "state.json").is_file():  # a link is accepted too, because it was named
+    if step is not None and (named / "state.json").is_file():  # an explicitly named checkpoint may be a link
         if bad := checkpoint.why_misplaced(named, checkpoint.read_state(named)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
         return named
@@ -299,10 +299,10 @@ def find_checkpoint(directory: Path, step: int | None, world: parallel.World, lo
 
 
 def make_fitting_policy(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:
-    """The policy under which every frozen layer multiplies by its codes, and all others stay in high precision.
+    """Return the policy that uses the codes of every frozen layer directly and keeps other layers in high precision.
 
-    None for a model without frozen weights. A component has the recipe of most of its codes; rules name the layers with
-    other codes and those in high precision.
+    Returns None for a model without frozen weights. A component gets the recipe of most of its codes; rules cover the
+    layers with other codes and layers in high precision.
     """
     kinds = {spec.block: kind for kind, spec in FROZEN.items()}
     wanted: dict[str, str] = {}
@@ -320,9 +320,9 @@ def make_fitting_policy(model: nn.Module, family: models.Family, backend: str = 
         if component not in models.WITHOUT_HEAD:
             continue
         recipes = [recipe for _, recipe in rows]
-        usual = max(sorted(set(recipes)), key=recipes.count)
-        components[component] = fp8.ComponentPolicy(recipe=usual)
-        rules += [fp8.Rule(name, recipe=recipe) for name, recipe in rows if recipe != usual]
+        most_common = max(sorted(set(recipes)), key=recipes.count)
+        components[component] = fp8.ComponentPolicy(recipe=most_common)
+        rules += [fp8.Rule(name, recipe=recipe) for name, recipe in rows if recipe != most_common]
     return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
 
 
@@ -333,20 +333,20 @@ def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[s
         make_fitting_policy(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
     )
     if policy is None or recipe == "off":
-        return [_about(model, None)]
+        return [_describe_plan(model, None)]
     plan = fp8.plan(model, policy, family.components)
     fp8.apply(model, plan)
-    return [_about(model, plan)]
+    return [_describe_plan(model, plan)]
 
 
 def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
-    """A note about generation settings that have no effect, because answers and evaluations are greedy."""
+    """Return a note about generation settings that have no effect, because answers and evaluations are greedy."""
     note = models.ignored_settings(model)
     return () if note is None else (note,)
 
 
-def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
-    """A line about the precision of a model."""
+def _describe_plan(model: nn.Module, plan: fp8.Plan | None) -> str:
+    """Return a line about the precision of a model."""
     codes = sum(1 for _ in frozen_weights(model))
     rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
     if not rows:
@@ -355,7 +355,7 @@ def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
     return f"{len(rows)} layers in FP8 ({', '.join(used)})" + (f", {codes} weights frozen codes" if codes else "")
 
 
-def _run(folder: Path, base: str | Path | None) -> Target:
+def _inspect_run(folder: Path, base: str | Path | None) -> Target:
     cfg = read_run_config(folder)
     if base is None:
         return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=random_init(cfg))
@@ -367,7 +367,7 @@ def _run(folder: Path, base: str | Path | None) -> Target:
     return Target(folder, "run", Path(cfg.model.path), cfg=cfg, moved=True)
 
 
-def _adapter(folder: Path, base: str | Path | None) -> Target:
+def _inspect_adapter(folder: Path, base: str | Path | None) -> Target:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickled = find_pickles(folder)
         raise TrainError(
@@ -379,8 +379,8 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
                 else ": it is not a complete PEFT adapter. Save or download it again"
             )
         )
-    # The base is, in this order: the given one, the one that the file names (also relative to the folder, as after a
-    # copy), and the model of the run in which the adapter is.
+    # The base is, in this order: `base`, the path in the file (also relative to the folder, for copies), and the model
+    # of the run that contains the adapter.
     named = read_json(folder / ADAPTER).get("base_model_name_or_path")
     run = folder.resolve().parent
     inside = read_run_config(run) if (run / run_dir.CONFIG).is_file() else None
@@ -410,7 +410,7 @@ def _base_folder(base: str | Path, of: Path) -> Path:
     return folder
 
 
-def _no_folder(path: Path) -> str:
+def _describe_missing_folder(path: Path) -> str:
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return f"{path} is a configuration; name its run directory (run.dir)"
     if path.is_file():
@@ -420,8 +420,8 @@ def _no_folder(path: Path) -> str:
     return f"there is no folder {path}; name a run directory, a Hugging Face folder or a PEFT adapter{download}"
 
 
-def _unknown(folder: Path) -> str:
-    """What a folder of none of the three kinds seems to be, and how to use it."""
+def _describe_unknown_folder(folder: Path) -> str:
+    """Return what an unsupported folder seems to be, and how to use it."""
     names = sorted(p.name for p in folder.iterdir())
     about = f"{folder} is not a run directory, a Hugging Face folder or a PEFT adapter"
     lacks = f"it has no {run_dir.CONFIG}, {MODEL} is missing, and so is {ADAPTER}"

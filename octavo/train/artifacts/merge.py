@@ -1,17 +1,16 @@
-"""`octavo merge`: fold the adapters of a LoRA run or a PEFT folder into a model folder.
+"""Folds the adapters of a LoRA run or a PEFT folder into a model folder (`octavo merge`).
 
 The adapter can be folded into different weights. A run that loads its base in FP8 trains on codes, whose values differ
 from the folder's high-precision weights by FP8 rounding:
 
-    fp8    the values of the codes in training: the merged model is the trained one. The default for a run or folder
-           with codes
-    high   the folder's high-precision weights: the result of PEFT on the stock model. Written in FP8 it preserves small
-           changes better, because weights between codes let some elements change for any change
-    DIR    another folder of the same model, in its own precision
+    fp8    the values of the codes in training, so the merged model equals the trained model. The default for a run or
+           folder with codes
+    high   the folder's high-precision weights, as PEFT merges into the stock model. Preserves small changes better
+           when written in FP8, because weights between codes can round to a different code
+    DIR    a different folder of the same model, in the precision of that folder
 
-The choice is printed, with the difference between the two compared with the adapter's own change. A merge into FP8 is
-measured on the written codes (:mod:`octavo.adapters.merge_error`), and refused without output if they round the adapter
-away.
+The choice is printed, with the size of the difference relative to the adapter's change. A merge into FP8 is measured on
+the written codes (:mod:`octavo.adapters.merge_error`), and rejected without output if they round the adapter away.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Merged:
     base         "fp8" or "high": the precision of the weights into which the adapter was folded
     folder       the model folder of the base
     merge_error  the part of the adapter's change that survived rounding, by weight
-    base_error   difference of the codes in training from the folder's high-precision weights; None for one base
+    base_error   difference between the codes in training and the folder's high-precision weights, or None
     """
 
     exported: ExportResult
@@ -55,8 +54,8 @@ class Merged:
     notes: tuple[str, ...]
 
     def sentences(self) -> list[str]:
-        """The result as sentences."""
-        lines = [*self.exported.sentences(), *_sentences(self.merge_error)]
+        """Return the result as sentences."""
+        lines = [*self.exported.sentences(), *_describe_errors(self.merge_error)]
         if self.base_error is not None:
             times = self.base_error.relative / self.merge_error.relative if self.merge_error.relative else math.inf
             lines.append(
@@ -96,21 +95,21 @@ def merge_model(
         path: a run directory, or a folder with adapter_config.json.
         directory: new, empty, or an earlier export, which is replaced.
         format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
-        base: "fp8", "high" or another folder; None: the codes, if training used codes (see above).
+        base: "fp8", "high" or a folder; by default the codes if training used codes (see above).
         anyway: write FP8 even if it rounds the adapter away.
         include: components in FP8 in addition to the foundation.
-        step: the checkpoint of a run; None: the newest.
-        device: where weights are folded and cast; None: the GPU if there is one.
+        step: the checkpoint of a run; by default the newest.
+        device: the device on which weights are folded and cast; by default the GPU if there is one.
 
-    Raises TrainError for a path without adapters or a missing base, AdapterError for a merge that would round the
-    adapter away, and CheckpointError and ModelError as an export does. `directory` is then unchanged.
+    Raises TrainError for a path without adapters or a missing base, AdapterError if rounding would remove the adapter,
+    and the CheckpointError and ModelError of an export. `directory` is then unchanged.
     """
     source, include = Path(path), tuple(include)
     if format not in FORMATS:
         raise TrainError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
-    if strange := [name for name in include if name not in INCLUDABLE]:
+    if unsupported := [name for name in include if name not in INCLUDABLE]:
         raise TrainError(
-            f"{strange[0]!r} cannot be included; besides the foundation, FP8 is for {', '.join(INCLUDABLE)}"
+            f"{unsupported[0]!r} cannot be included; besides the foundation, FP8 is for {', '.join(INCLUDABLE)}"
         )
     if include and FORMATS[format] is None:
         raise TrainError(
@@ -121,8 +120,8 @@ def merge_model(
         what = "is a whole model" if origin.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
     check_target(Path(directory), [source, origin.base])
-    kind, trained = _base(origin, base)
-    log(_chosen(origin, kind, trained))
+    kind, trained = _choose_base(origin, base)
+    log(_describe_choice(origin, kind, trained))
     model, _, notes = _open(origin, kind, trained, step=step, device=device, log=log)
     # Weights that were quantized at load differ from those in the folder.
     base_error = None
@@ -130,20 +129,20 @@ def merge_model(
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
     merge_error = MergeErrors(adapted_weights(model))
     done = export(
-        _judged(model, merge_error, format, kind, anyway, log),
+        _iter_checked_values(model, merge_error, format, kind, anyway, log),
         origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
         written=merge_error.add,
     )  # fmt: skip
     return Merged(done, kind, origin.base, merge_error, base_error, notes)
 
 
-def _judged(
+def _iter_checked_values(
     model: nn.Module, merge_error: MergeErrors, format: str, kind: str, anyway: bool, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     """Yield the merged values; after the last, before the folder is renamed to its final name, check what survived."""
     yield from adapters.merged_weights(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
     if merge_error.is_lost:
-        sentence = _refusal(merge_error, format, kind)
+        sentence = _describe_loss(merge_error, format, kind)
         if not anyway:
             other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
             raise adapters.AdapterError(
@@ -153,7 +152,7 @@ def _judged(
         log(f"warning: {sentence}; written anyway")
 
 
-def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
+def _describe_loss(merge_error: MergeErrors, format: str, kind: str) -> str:
     worst = merge_error.worst()
     if merge_error.kept < MIN_KEPT:
         why = (
@@ -172,8 +171,8 @@ def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
     return f"{why}; the worst: {named}"
 
 
-def _sentences(merge_error: MergeErrors) -> list[str]:
-    """Sentences about a finished merge."""
+def _describe_errors(merge_error: MergeErrors) -> list[str]:
+    """Return sentences about a finished merge."""
     lines = []
     if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
@@ -195,8 +194,8 @@ def _sentences(merge_error: MergeErrors) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
-    """("fp8" or "high", the kinds to which the base was quantized at load). Raises TrainError for a missing base."""
+def _choose_base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
+    """Return ("fp8" or "high", kinds to which the base was quantized at load). Raises TrainError for a missing base."""
     coded = target.quantization is not None
     trained = {} if target.moved else dict(target.trained_kinds) if target.cfg is None else target.kinds
     if base == "high" and coded:
@@ -213,14 +212,14 @@ def _base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
 
 
 def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> OpenedTarget:
-    """The model with its adapters, with the base in the chosen precision."""
+    """Open the model with its adapters, with the base in the chosen precision."""
     if target.cfg is not None and kind == "fp8" and not target.moved:  # as in training, with a check that it is
         return target.open(recipe="off", **how)
     load_in_fp8 = HIGH if kind == "high" else trained or None
     return target.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(target.base), **how)
 
 
-def _chosen(target: Target, kind: str, trained: Mapping[str, str]) -> str:
+def _describe_choice(target: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
         return f"the adapter is folded into the high-precision weights of {target.base}"
     if trained:
@@ -230,5 +229,5 @@ def _chosen(target: Target, kind: str, trained: Mapping[str, str]) -> str:
 
 
 def _dtype(folder: Path) -> torch.dtype:
-    """The dtype that represents the folder's weights exactly."""
+    """Return the dtype that represents the folder's weights exactly."""
     return torch.bfloat16 if models.read_config(folder).dtype == torch.bfloat16 else torch.float32

@@ -1,4 +1,4 @@
-"""Callbacks of a run. The proof, health figures, evaluation, saving and the gain window are callbacks; so are yours.
+"""Callbacks of a run, built-in (proof, health metrics, evaluation, saving, FP8 gain) and yours.
 
     class BestLoss(train.Callback):
         def begin(self, run):
@@ -13,8 +13,8 @@
 
     train.run(cfg, callbacks=[BestLoss()])
 
-Every rank calls every callback, in the order of the list and at the same moments. A collective in a callback must
-therefore be reached on all ranks; print with `run.say`, and write files only if `run.world.is_main`.
+Every rank calls every callback, in the order of the list and at the same points. Collective calls in a callback must
+therefore be reached on all ranks. Print with `run.say`, and write files only if `run.world.is_main`.
 
 Watchers are callbacks that only observe, such as a page or a tracker. Only the main rank calls them, after all others.
 A watcher that fails after the run has begun is removed with a warning; the run continues.
@@ -46,7 +46,7 @@ from octavo.train.step.step import Batches, Observe, StepResult
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: entries that only some rows have
+#: entries that are not in every row
 _RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"
 
 
@@ -55,10 +55,10 @@ class Step:
     """A finished step.
 
     number   1 for the first of the run
-    batches  this rank's micro-batches
-    result   of the step
-    row      its line of metrics.jsonl; `after_step` may add entries, which must be JSON
-    wanted   True: write the line even if `run.log_every` would skip it; in `end_step`: it was written
+    batches  the micro-batches of this rank
+    result   the result of the step
+    row      its row of metrics.jsonl; `after_step` may add entries, which must be JSON
+    wanted   set to True to write the row even if `run.log_every` would skip it; in `end_step` True if it was written
     """
 
     number: int
@@ -78,11 +78,11 @@ class Callback:
     """
 
     def begin(self, run: Run) -> None:
-        """Called after assembling and resuming, before the first step of this session."""
+        """Called after the run is assembled and resumed, before the first step of this session."""
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe | None:
-        """Called with this rank's micro-batches before step `number`. Returns what to observe in it (which costs
-        time), or None."""
+        """Called with this rank's micro-batches before step `number`. Returns an Observe that requests
+        measurements in this step (which take time), or None."""
 
     def after_step(self, run: Run, step: Step) -> None:
         """Called after the update, or after a skipped step. Gradients are freed; the row is not written yet."""
@@ -94,7 +94,7 @@ class Callback:
         """Called after the row was passed to metrics.jsonl, before a checkpoint of this step."""
 
     def saved(self, run: Run, checkpoint: Path) -> None:
-        """Called when a checkpoint is complete; with `run.save: async` some steps after its own."""
+        """Called when a checkpoint is complete; with `run.save: async` some steps after the step of the checkpoint."""
 
     def end(self, run: Run, result: RunResult) -> None:
         """Called when the run has finished or was stopped, and all its files are written. Not called after an error."""
@@ -109,10 +109,10 @@ class Run:
 
     job       the assembled run: cfg, world, model, loader, plan, stepper, progress (:mod:`octavo.train.setup.build`)
     first     the first step of this session
-    row       of the last step
-    stopping  a signal came or `stop` was called; this step is the session's last
-    watchers  on the main rank
-    eval, memory, gain    the last figures of each
+    row       the row of the last step
+    stopping  True if a signal was received or `stop` was called; this step is the last step of the session
+    watchers  empty except on the main rank
+    eval, memory, gain    the newest figures
     """
 
     job: Job
@@ -161,7 +161,7 @@ class Run:
         self.display.log(text)
 
     def logs(self, number: int) -> bool:
-        """Whether a step's row is written by `run.log_every`."""
+        """Return True if the row of a step is written according to `run.log_every`."""
         return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.total_steps)
 
     def stop(self) -> None:
@@ -170,13 +170,13 @@ class Run:
         self.request.asked = True
 
     def stop_requested(self) -> bool:
-        """Whether a signal reached any rank, or one called `stop`. A collective."""
+        """Return True if any rank received a signal or called `stop`. Collective call."""
         return self.world.any(self.request.asked or self.request.signal is not None)
 
     def save(self, folder: str = run_dir.CHECKPOINTS) -> None:
-        """Write a checkpoint, unless this step has one; with `run.save: async` it is complete after `wait_for_save`. A
-        collective. The step's row must be written first, because a resumed run needs it: an error in `after_step` and
-        `evaluated`."""
+        """Write a checkpoint, unless this step has one; with `run.save: async` it is complete after `wait_for_save`.
+        Collective call. The row of the step must be written first, because a resumed run needs it, so `save` raises
+        ValueError in `after_step` and `evaluated`."""
         if self._saved.get(folder) == self.step:
             return
         if self.step >= self.first and self.row.get("step") != self.step:
@@ -191,8 +191,8 @@ class Run:
         self._notify_saved(path)
 
     def wait_for_save(self, block: bool = True) -> None:
-        """Notify callbacks of an asynchronous checkpoint if it is complete; with `block`, wait for it. Raises the error
-        of the write on all ranks. A collective; does nothing if none is being written."""
+        """Notify callbacks of an asynchronous checkpoint if it is complete; with `block`, wait for it. Raises write
+        errors on all ranks. Collective call; does nothing if no checkpoint is being written."""
         background = self.job.background
         if background is None or not background.has_pending_save:
             return
@@ -204,21 +204,21 @@ class Run:
 
     @property
     def saving(self) -> bool:
-        """Whether an asynchronous checkpoint is being written."""
+        """True while an asynchronous checkpoint is being written."""
         return self.job.background is not None and self.job.background.has_pending_save
 
     def pop_save_seconds(self) -> float:
-        """Seconds that training waited for checkpoints since the last call."""
+        """Return the seconds that training waited for checkpoints since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             yield
         finally:
-            self._waited += time.perf_counter() - began
+            self._waited += time.perf_counter() - started
 
     def _notify_saved(self, path: Path | None) -> None:
         if path is not None and path.parent.name == run_dir.CHECKPOINTS:
@@ -233,34 +233,34 @@ class Run:
 
     def notify(self, event: str, *args: Any) -> list[Any]:
         """Call a method of all callbacks in order, then of the watchers; return the callbacks' results."""
-        answers = [self._call(callback, event, args) for callback in self.callbacks]
+        results = [self._call(callback, event, args) for callback in self.callbacks]
         self.notify_watchers(event, *args)
-        return answers
+        return results
 
     def notify_watchers(self, event: str, *args: Any) -> None:
         """Call a method of the watchers, and remove those that fail."""
         for watcher in self.watchers:
             try:
                 getattr(watcher, event)(self, *args)
-            except Exception as error:  # of any library: an observer must not end the run
+            except Exception as error:  # from any library: a watcher must not end the run
                 if event == "begin":
                     raise
-                self.watchers = tuple(one for one in self.watchers if one is not watcher)
-                self.say(f"warning: {watcher} failed and is left out; the run continues ({first_line(error)})")
+                self.watchers = tuple(other for other in self.watchers if other is not watcher)
+                self.say(f"warning: {watcher} failed and was removed; the run continues ({first_line(error)})")
 
     def _call(self, callback: Callback, event: str, args: Sequence[Any]) -> Any:
         if not any(callback is user for user in self.user_callbacks):
             return getattr(callback, event)(self, *args)
-        before = self._fixed(args)
+        before = self._protected_values(args)
         try:
-            answer = getattr(callback, event)(self, *args)
-            after = self._fixed(args)
+            result = getattr(callback, event)(self, *args)
+            after = self._protected_values(args)
             for name, value in before.items():
                 if value is not after.get(name) and value != after.get(name):
                     raise ValueError(f"it changed {name}; after_step may add other entries to step.row, nothing else")
-            if event == "before_step" and not isinstance(answer, Observe | None):
-                raise TypeError(f"it returned {answer!r}, which is neither None nor a train.Observe")
-            return answer
+            if event == "before_step" and not isinstance(result, Observe | None):
+                raise TypeError(f"it returned {result!r}, which is neither None nor a train.Observe")
+            return result
         except TrainError:
             raise
         except Exception as error:
@@ -271,13 +271,14 @@ class Run:
                 + ("The run itself has finished" if ended else "Fix or remove it, and continue with run.resume=auto")
             ) from error
 
-    def _fixed(self, args: Sequence[Any]) -> dict[str, Any]:
-        """Name -> value of what a callback may not change; figures as JSON. Raises if a row entry is not JSON."""
-        fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
-        fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
+    def _protected_values(self, args: Sequence[Any]) -> dict[str, Any]:
+        """Return name -> value of everything that a callback must not change; figures as JSON. Raises if a row entry is
+        not JSON."""
+        values = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
+        values |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
         for step in (it for it in args if isinstance(it, Step)):
-            fixed |= {f"step.{name}": getattr(step, name) for name in ("number", "batches", "result")}
-            fixed |= {f"the type of step.{name}": type(getattr(step, name)) for name in ("row", "wanted")}
+            values |= {f"step.{name}": getattr(step, name) for name in ("number", "batches", "result")}
+            values |= {f"the type of step.{name}": type(getattr(step, name)) for name in ("row", "wanted")}
             row = dict.fromkeys(_RARE) | dict(step.row or {})
-            fixed |= {f"step.row[{key!r}]": json.dumps({key: value}) for key, value in row.items()}
-        return fixed
+            values |= {f"step.row[{key!r}]": json.dumps({key: value}) for key, value in row.items()}
+        return values

@@ -1,9 +1,10 @@
-"""`run.trackers`: the rows of a run, its configuration and at the end its page, in wandb, trackio, MLflow or SwanLab.
+"""Sends the rows, the configuration and finally the page of a run to wandb, trackio, MLflow or SwanLab
+(`run.trackers`).
 
-One function per library opens a run there and returns a common interface (:class:`Opened`). A tracker is a watcher of
-the run (:mod:`octavo.train.callbacks.callback`): only the main rank has it, and an error after the start does not end
-the run. The libraries' own environment variables decide where data is stored and whether it is uploaded (WANDB_MODE,
-TRACKIO_DIR, MLFLOW_TRACKING_URI, SWANLAB_MODE); the project is octavo unless they name another. `trackers.json` in the
+One function per library opens a run and returns a common interface (:class:`TrackedRun`). A tracker is a watcher of the
+run (:mod:`octavo.train.callbacks.callback`): only the main rank has it, and an error after the start does not end the
+run. The libraries' own environment variables decide where data is stored and whether it is uploaded (WANDB_MODE,
+TRACKIO_DIR, MLFLOW_TRACKING_URI, SWANLAB_MODE); the default project is octavo. `trackers.json` in the
 run directory has the run's name in each tracker, so that a resumed run continues there.
 """
 
@@ -28,9 +29,12 @@ FILE, PAGE = "trackers.json", "page.html"
 Numbers = Mapping[str, float]
 
 
-class Opened(NamedTuple):
-    """A run in a tracker. ``name`` identifies it for a resume; ``log`` takes the numbers of a step; ``page`` an HTML
-    file and its step; ``close`` whether the run finished."""
+class TrackedRun(NamedTuple):
+    """A run in a tracker.
+
+    ``name`` identifies it when the run is resumed. ``log`` takes the numbers of a step and the step, ``page`` an HTML
+    file and the step, and ``close`` True if the run finished.
+    """
 
     name: str
     log: Callable[[Numbers, int], Any]
@@ -38,15 +42,17 @@ class Opened(NamedTuple):
     close: Callable[[bool], Any]
 
 
-def _wandb(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+def _wandb(settings: dict[str, Any], directory: Path, run_id: str | None) -> TrackedRun:
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", "octavo")
-    run = wandb.init(project=project, name=home.name, dir=str(home), id=known, resume="allow", config=settings)
-    # A separate metric, because wandb's own step can only increase, and a resumed run repeats steps.
+    run = wandb.init(
+        project=project, name=directory.name, dir=str(directory), id=run_id, resume="allow", config=settings
+    )
+    # A separate metric, because wandb's step can only increase, and a resumed run repeats steps.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return Opened(
+    return TrackedRun(
         run.id,
         lambda numbers, step: run.log({**numbers, "step": step}),
         lambda file, step: run.log({"page": wandb.Html(str(file), inject=False), "step": step}),
@@ -54,14 +60,14 @@ def _wandb(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
     )
 
 
-def _trackio(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+def _trackio(settings: dict[str, Any], directory: Path, run_id: str | None) -> TrackedRun:
     import trackio
 
-    # trackio identifies runs by name, so the name must not collide with another run directory's.
-    name = known or f"{home.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    # trackio identifies runs by name, so the names of two run directories must differ.
+    name = run_id or f"{directory.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     project = os.environ.get("TRACKIO_PROJECT", "octavo")
-    run = trackio.init(project=project, name=name, resume="allow" if known else "never", config=settings)
-    return Opened(
+    run = trackio.init(project=project, name=name, resume="allow" if run_id else "never", config=settings)
+    return TrackedRun(
         name,
         lambda numbers, step: run.log(dict(numbers), step=step),
         lambda file, step: run.log({"page": trackio.Html(file)}, step=step),
@@ -69,17 +75,17 @@ def _trackio(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
     )
 
 
-def _mlflow(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+def _mlflow(settings: dict[str, Any], directory: Path, run_id: str | None) -> TrackedRun:
     import mlflow
 
     if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
         mlflow.set_experiment("octavo")
-    run_id = mlflow.start_run(run_id=known, run_name=None if known else home.name).info.run_id
-    if known is None:  # MLflow parameters cannot be changed
-        every = list(_flat(settings).items())
-        for first in range(0, len(every), 100):  # the largest batch that a server accepts
-            mlflow.log_params(dict(every[first : first + 100]), run_id=run_id)
-    return Opened(
+    run_id = mlflow.start_run(run_id=run_id, run_name=None if run_id else directory.name).info.run_id
+    if run_id is None:  # MLflow parameters cannot be changed
+        parameters = list(_flatten(settings).items())
+        for first in range(0, len(parameters), 100):  # the largest batch that a server accepts
+            mlflow.log_params(dict(parameters[first : first + 100]), run_id=run_id)
+    return TrackedRun(
         run_id,
         lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=run_id),
         lambda file, step: mlflow.log_artifact(str(file), run_id=run_id),
@@ -87,13 +93,15 @@ def _mlflow(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
     )
 
 
-def _swanlab(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+def _swanlab(settings: dict[str, Any], directory: Path, run_id: str | None) -> TrackedRun:
     import swanlab
 
     project = os.environ.get("SWANLAB_PROJ_NAME", "octavo")
-    again = {} if known is None else {"id": known, "resume": "allow"}
-    run = swanlab.init(project=project, name=home.name, log_dir=str(home / "swanlog"), config=settings, **again)
-    return Opened(
+    resume_options = {} if run_id is None else {"id": run_id, "resume": "allow"}
+    run = swanlab.init(
+        project=project, name=directory.name, log_dir=str(directory / "swanlog"), config=settings, **resume_options
+    )
+    return TrackedRun(
         run.id,
         lambda numbers, step: run.log(dict(numbers), step=step),
         lambda file, step: run.log({"page": swanlab.Html(str(file))}, step=step),
@@ -105,22 +113,22 @@ _OPEN = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "swanlab": _sw
 
 
 def check_installed(cfg: Config) -> None:
-    """Raises TrainError for trackers whose package is not installed."""
+    """Raise TrainError if the package of a tracker is not installed."""
     if why := environment.why_no_trackers(cfg.run.trackers):
         raise TrainError(why)
 
 
-def trackers_of(cfg: Config) -> tuple[Tracker, ...]:
-    """A watcher for each of `run.trackers`."""
+def make_trackers(cfg: Config) -> tuple[Tracker, ...]:
+    """Return a watcher for each of `run.trackers`."""
     return tuple(Tracker(name) for name in cfg.run.trackers)
 
 
 class Tracker(Callback):
-    """One tracker of a run. It gets the rows of metrics.jsonl, with TensorBoard's names."""
+    """A tracker of a run. It receives the rows of metrics.jsonl, with the names of TensorBoard."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.opened: Opened | None = None
+        self.tracked: TrackedRun | None = None
 
     def __str__(self) -> str:
         return f"the tracker {self.name}"
@@ -129,20 +137,20 @@ class Tracker(Callback):
         names = run_dir.read_json(run.directory / FILE) or {}
         settings = replace_nonfinite(run.cfg.model_dump(mode="json"))
         try:
-            self.opened = _OPEN[self.name](settings, run.directory.resolve(), names.get(self.name))
+            self.tracked = _OPEN[self.name](settings, run.directory.resolve(), names.get(self.name))
         except Exception as error:
             raise TrainError(
-                f"run.trackers: {self.name} could not start ({first_line(error)}). Log in, or use it offline "
-                f"(see its own documentation), or leave {self.name} out"
+                f"run.trackers: {self.name} could not start ({first_line(error)}). Log in, use it offline "
+                f"(see its documentation), or remove {self.name}"
             ) from error
-        if names.get(self.name) != self.opened.name:
-            run_dir.write_json(run.directory / FILE, {**names, self.name: self.opened.name})
+        if names.get(self.name) != self.tracked.name:
+            run_dir.write_json(run.directory / FILE, {**names, self.name: self.tracked.name})
 
     def end_step(self, run: Run, step: Step) -> None:
-        if step.wanted and self.opened is not None:
+        if step.wanted and self.tracked is not None:
             row = {**step.row, **({"gain": run.row["gain"]} if "gain" in run.row else {})}
             summary = run.job.progress.health if "health" in row else None
-            self.opened.log(flatten_row(replace_nonfinite(row), summary, run.job.phase.tensorboard), step.number)
+            self.tracked.log(flatten_row(replace_nonfinite(row), summary, run.job.phase.tensorboard), step.number)
 
     def end(self, run: Run, result: RunResult) -> None:
         self._close(run, result.status == "finished")
@@ -151,20 +159,20 @@ class Tracker(Callback):
         self._close(run, False)
 
     def _close(self, run: Run, finished: bool) -> None:
-        if self.opened is None:
+        if self.tracked is None:
             return
         try:
             if (file := run.directory / PAGE).exists():
-                self.opened.page(file, run.step)
+                self.tracked.page(file, run.step)
         finally:
-            self.opened.close(finished)
+            self.tracked.close(finished)
 
 
-def _flat(settings: Any, key: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key; list items by index."""
+def _flatten(settings: Any, key: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key, and list items by index."""
     if isinstance(settings, list):
         settings = dict(enumerate(settings))
     if not isinstance(settings, dict):
         return {key: settings}
-    parts = (_flat(value, f"{key}.{name}" if key else str(name)) for name, value in settings.items())
+    parts = (_flatten(value, f"{key}.{name}" if key else str(name)) for name, value in settings.items())
     return {name: value for part in parts for name, value in part.items()}

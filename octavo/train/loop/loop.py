@@ -169,7 +169,7 @@ def _start_run(
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=run_dir.read_json(start.directory / run_dir.GAIN),
         user_callbacks=user_callbacks, callbacks=_ordered_callbacks(user_callbacks, job.precision_schedule, cfg),
-        watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
+        watchers=(*watchers, *trackers.make_trackers(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 

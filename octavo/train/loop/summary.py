@@ -1,6 +1,6 @@
-"""The summary of a run before its first step: the model, the plan in a line per component, memory, checkpoints.
+"""Describes a run before its first step: the model, the plan in a line per component, memory, checkpoints.
 
-`octavo plan FILE`, or the run with --verbose, prints the whole plan, layer by layer.
+`octavo plan FILE` and `octavo train --verbose` print the plan layer by layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.base import hub
 from octavo.config import Config
 from octavo.train.callbacks.checkpointing import save_interval
 from octavo.train.errors import TrainError
-from octavo.train.estimate.memory import Footprint, Footprints, gb
+from octavo.train.estimate.memory import Footprint, MemoryEstimator, gb
 from octavo.train.setup import planning
 from octavo.train.setup.planning import RunPlan
 from octavo.train.setup.token_counts import assume_tokens
@@ -23,110 +23,124 @@ from octavo.train.setup.token_counts import assume_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Heard = Callable[[Footprint], None]
+OnPrediction = Callable[[Footprint], None]
 
-_REASONS = 2  # most reasons per component
+_REASONS = 2  # maximum number of reasons per component
 _STAYS = " stays in high precision"
 
 
-def summary(of: RunPlan, heard: Heard = lambda footprint: None) -> list[str]:
-    """At most 15 lines, the most important first, with the notes that are specific to this run. Memory is predicted on
-    a model without weights, in well under a second; `heard` gets the prediction. If there is none, its line says why.
+def summary(run: RunPlan, on_prediction: OnPrediction = lambda footprint: None) -> list[str]:
+    """Return at most 15 lines, the most important first, and the notes that are specific to this run.
+
+    Memory is predicted on a model without weights, in well under a second, and passed to `on_prediction`. If it cannot
+    be predicted, its line says why.
     """
-    model, _ = planning.meta_model(of.cfg)
-    usual = {*of.plan.notes, *planning.high_precision_notes(model)}
-    notes = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
-    plan = [*verdict(of.plan), *(f"note: {note}" for note in notes)]
-    return [*_beginning(of, model, plan, heard), "all layers and notes: octavo plan FILE, or --verbose"]
+    model, _ = planning.meta_model(run.cfg)
+    common_notes = {*run.plan.notes, *planning.high_precision_notes(model)}
+    notes = [*run.plan.changes, *(note for note in run.notes if note not in common_notes)]
+    plan = [*describe_plan(run.plan), *(f"note: {note}" for note in notes)]
+    return [*_lines_with_plan(run, model, plan, on_prediction), "all layers and notes: octavo plan FILE, or --verbose"]
 
 
 def describe_in_full(
-    of: RunPlan, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
+    run: RunPlan, layers: Callable[[fp8.Plan], Sequence[str]], on_prediction: OnPrediction = lambda footprint: None
 ) -> list[str]:
-    """The same with the plan layer by layer, formatted by `layers`, and all notes."""
-    off = not any(row.fp8 or row.automatic for row in of.plan.rows)
-    table = [] if off else ["", *layers(of.plan), ""]
-    notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else of.plan.notes), *of.notes])]
-    return _beginning(of, planning.meta_model(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)
+    """Return the summary with the plan layer by layer, formatted by `layers`, and all notes."""
+    off = not any(row.fp8 or row.automatic for row in run.plan.rows)
+    table = [] if off else ["", *layers(run.plan), ""]
+    notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else run.plan.notes), *run.notes])]
+    return _lines_with_plan(
+        run, planning.meta_model(run.cfg)[0], [*describe_plan(run.plan), *table, *notes], on_prediction
+    )
 
 
-def _beginning(of: RunPlan, model: PreTrainedModel, plan: Sequence[str], heard: Heard) -> list[str]:
-    predicted = [] if of.prediction is None else of.prediction.sentences()
-    return [*_model(of, model), *plan, *predicted, _memory(of, model, heard), _saved(of.cfg)]
+def _lines_with_plan(
+    run: RunPlan, model: PreTrainedModel, plan: Sequence[str], on_prediction: OnPrediction
+) -> list[str]:
+    predicted = [] if run.prediction is None else run.prediction.sentences()
+    return [
+        *_describe_model(run, model),
+        *plan,
+        *predicted,
+        _describe_memory(run, model, on_prediction),
+        _describe_checkpoints(run.cfg),
+    ]
 
 
-def verdict(plan: fp8.Plan) -> list[str]:
-    """The extent of FP8 in a plan: a line for the whole, and one per component with its share of linear FLOPs and the
-    reasons for layers in high precision."""
+def describe_plan(plan: fp8.Plan) -> list[str]:
+    """Return a line about FP8 in the model, and a line per component with its share of linear FLOPs and the reasons for
+    layers in high precision."""
     rows = plan.rows
-    ours = [row for row in rows if row.fp8]
-    if not ours:
+    fp8_rows = [row for row in rows if row.fp8]
+    if not fp8_rows:
         return ["FP8 is off: every layer computes in high precision"]
-    whole = f"FP8: {len(ours)} of {len(rows)} linear layers, {100 * plan.share:.1f} % of linear FLOPs"
-    lines = [f"{whole} (lm_head, patches aside)"]
+    total_line = f"FP8: {len(fp8_rows)} of {len(rows)} linear layers, {100 * plan.share:.1f} % of linear FLOPs"
+    lines = [f"{total_line} (without lm_head and patch embedding)"]
     parts = {c: [row for row in rows if row.component == c] for c in dict.fromkeys(row.component for row in rows)}
-    width = max(map(len, parts))
+    name_width = max(map(len, parts))
     for name, layers in parts.items():
         recipes = ", ".join(dict.fromkeys(row.recipe.summary() for row in layers if row.recipe is not None))
-        inside = sum(row.fp8 for row in layers)
-        part = f"  {name:<{width}}  {inside} of {len(layers)}"
+        num_fp8 = sum(row.fp8 for row in layers)
+        line = f"  {name:<{name_width}}  {num_fp8} of {len(layers)}"
         if recipes:
-            part += f" {recipes}"
-            part += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in layers) else ""
+            line += f" {recipes}"
+            line += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in layers) else ""
         why = [reason for reason, _ in Counter(row.reason for row in layers if not row.fp8).most_common()]
         if why:
             others = f" (+{len(why) - _REASONS} reasons)" if len(why) > _REASONS else ""
             reasons = "; ".join(why[:_REASONS]) + others
-            part += f"; not: {reasons.replace(_STAYS, '')}" if inside else f": {reasons}"
-        lines.append(part)
+            line += f"; not: {reasons.replace(_STAYS, '')}" if num_fp8 else f": {reasons}"
+        lines.append(line)
     return lines
 
 
-def _model(of: RunPlan, model: PreTrainedModel) -> list[str]:
-    cfg = of.cfg
+def _describe_model(run: RunPlan, model: PreTrainedModel) -> list[str]:
+    cfg = run.cfg
     parameters = list(model.parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     if cfg.lora is not None:
-        how = f"LoRA of rank {cfg.lora.rank} on a frozen base"
+        trained_part = f"LoRA of rank {cfg.lora.rank} on a frozen base"
     else:
-        how = "all trained" if trained == total else f"{_count(trained)} trained"
-    taken = hub.origin(cfg.model.path)
+        trained_part = "all trained" if trained == total else f"{_format_count(trained)} trained"
+    origin = hub.origin(cfg.model.path)
     path = (
-        min(cfg.model.path, os.path.relpath(cfg.model.path), key=len) if taken is None else " at ".join(taken.values())
+        min(cfg.model.path, os.path.relpath(cfg.model.path), key=len)
+        if origin is None
+        else " at ".join(origin.values())
     )
-    lines = [f"{of.family.name} of {_count(total)} parameters, {how}: {path}"]
-    if not of.steps:
-        on = f" on {of.ranks} ranks" if of.ranks > 1 else ""
-        what = "packs" if cfg.data.packing else "rows"
-        lines.append(f"{cfg.train.phase}: {cfg.train.steps} steps of {cfg.train.global_batch} {what}{on}")
-    return [*lines, *of.steps]
+    lines = [f"{run.family.name} of {_format_count(total)} parameters, {trained_part}: {path}"]
+    if not run.steps:
+        ranks = f" on {run.ranks} ranks" if run.ranks > 1 else ""
+        unit = "packs" if cfg.data.packing else "rows"
+        lines.append(f"{cfg.train.phase}: {cfg.train.steps} steps of {cfg.train.global_batch} {unit}{ranks}")
+    return [*lines, *run.steps]
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     for size, word in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.3g} {word}"
     return str(number)
 
 
-def _memory(of: RunPlan, model: PreTrainedModel, heard: Heard) -> str:
+def _describe_memory(run: RunPlan, model: PreTrainedModel, on_prediction: OnPrediction) -> str:
     try:
-        tokens, _ = assume_tokens(of.cfg, of.family.components, model.config)
-        sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
-        footprint = sizes.of(of.cfg, of.ranks)
+        tokens, _ = assume_tokens(run.cfg, run.family.components, model.config)
+        sizes = MemoryEstimator(run.cfg, model, run.family, run.plan, tokens, copy=run.reference == "copy")
+        footprint = sizes.estimate(run.cfg, run.ranks)
     except TrainError as error:
         return f"memory is not predicted: {error}"
-    heard(footprint)
+    on_prediction(footprint)
     largest = sorted(footprint.kinds.items(), key=lambda kind: -kind[1])[:3]
     listed = ", ".join(f"{name} {gb(size)}" for name, size in largest if size)
-    return f"memory, predicted{' for each rank' if of.ranks > 1 else ''}: {gb(footprint.total)} ({listed}, ...)"
+    return f"memory, predicted{' per rank' if run.ranks > 1 else ''}: {gb(footprint.total)} ({listed}, ...)"
 
 
-def _saved(cfg: Config) -> str:
+def _describe_checkpoints(cfg: Config) -> str:
     run = cfg.run
     steps = save_interval(cfg)
-    every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.total_steps else "a checkpoint at the end"
-    every += "" if run.save_states else ", weights only"
-    every += ", written during training" if run.save == "async" else ""
-    end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"
-    return f"{run.dir}: {every} (the newest {run.keep} stay){end}"
+    saves = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.total_steps else "a checkpoint at the end"
+    saves += "" if run.save_states else ", weights only"
+    saves += ", written during training" if run.save == "async" else ""
+    final = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"
+    return f"{run.dir}: {saves} (keeps the newest {run.keep}){final}"

@@ -1,7 +1,8 @@
-"""Rules of `run.encrypt`: nothing that such a run writes or prints holds weights or words of its data in plain text.
+"""Rules of `run.encrypt`: the files and messages of such a run contain no weights and no text of its data in plain
+text.
 
-The key is looked up before anything else. A run that reads something encrypted must encrypt what it writes. An error
-that quotes a row is raised without the quotation.
+The key is looked up first. A run with encrypted inputs must encrypt its outputs. Errors that quote a row are raised
+without the quotation.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from octavo.train.errors import TrainError
 
 
 def check(cfg: Config) -> None:
-    """Raises TrainError in these cases: `run.encrypt` without a key, or with the key that sealed an input; encrypted
-    inputs without `run.encrypt`; a key in the environment of a run whose rewards are functions of a user's file."""
+    """Raise TrainError if the run must not start: `run.encrypt` without a key or with the key that sealed an input,
+    encrypted inputs without `run.encrypt`, or a key in the environment of a run with reward functions from a file."""
     _refuse_readable_key(cfg)
     if cfg.run.encrypt:
         try:
@@ -46,7 +47,10 @@ def check(cfg: Config) -> None:
 
 
 def _refuse_readable_key(cfg: Config) -> None:
-    """The reward processes get no key, but can read the environment of their parent (/proc/PID/environ)."""
+    """Raise TrainError if reward functions could read the key.
+
+    Reward processes do not get the key, but can read the environment of their parent (/proc/PID/environ).
+    """
     rewards = () if cfg.rl is None else cfg.rl.rewards
     files = [entry.reward for entry in rewards if ".py:" in str(entry.reward)]
     if files and os.environ.get(encryption.VALUE):
@@ -57,7 +61,7 @@ def _refuse_readable_key(cfg: Config) -> None:
 
 
 def refuse_plain_checkpoint(path: Path, cfg: Config) -> None:
-    """Raises TrainError for a plain checkpoint that a run with `run.encrypt` would continue from."""
+    """Raise TrainError if a run with `run.encrypt` would resume from a plain checkpoint."""
     if cfg.run.encrypt and not encryption.is_encrypted(path / STATE):
         raise TrainError(
             f"{path} is not encrypted, but run.encrypt is true, so its contents are not authenticated. If you trust "
@@ -68,7 +72,8 @@ def refuse_plain_checkpoint(path: Path, cfg: Config) -> None:
 
 @contextmanager
 def redact_data_in_errors(cfg: Config) -> Iterator[None]:
-    """Context in which, with `run.encrypt`, an error whose message may quote the data is replaced by one without."""
+    """With `run.encrypt`, replace errors in this context whose message may quote the data by errors without
+    quotations."""
     try:
         yield
         return
@@ -88,7 +93,7 @@ def redact_data_in_errors(cfg: Config) -> Iterator[None]:
 
 
 def _folders(cfg: Config) -> Iterator[str]:
-    """The folders that the run reads, which may be sealed."""
+    """Return the folders that the run reads, which may be sealed."""
     paths = [cfg.model.path, *(entry.path for entry in (*cfg.data.train, *cfg.data.eval))]
     if cfg.lora is not None and cfg.lora.adapter is not None:
         paths.append(cfg.lora.adapter)
@@ -96,7 +101,7 @@ def _folders(cfg: Config) -> Iterator[str]:
 
 
 def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
-    """(key, file) of the run's inputs. Folders of images are not walked."""
+    """Yield (key, file) for the run's inputs, except files in image folders."""
     folders = [("model.path", Path(cfg.model.path))]
     if cfg.lora is not None and cfg.lora.adapter is not None:
         folders.append(("lora.adapter", Path(cfg.lora.adapter)))

@@ -62,7 +62,6 @@ _COUNTERS = {
     }],
 }  # fmt: skip
 
-
 # Fields of `Progress` that checkpoints store under a different name.
 _STORED_NAMES = {"consecutive_skips": "in_a_row", "last_loss_step": "learnt"}
 
@@ -73,8 +72,7 @@ class Progress:
 
     step                 optimizer steps done
     rows                 data rows consumed
-    window, pack, packs  position of the next pack: its window, its number in the window, and the checksum of the
-                         window's packs
+    window, pack, packs  position of the next pack: window, number in the window, checksum of the window's packs
     tokens               tokens trained on
     skipped              steps that were skipped because loss or gradient was not finite
     consecutive_skips    such steps since the last applied step
@@ -115,10 +113,9 @@ class Progress:
     ) -> None:
         """Record a step.
 
-        pack_position
-                  (window, pack, checksum) of the next pack
-        has_loss  True if a token of the step had a loss
-        overflow  True if the step was skipped only because the loss scale was too large
+        pack_position  (window, pack, checksum) of the next pack
+        has_loss       True if a token of the step had a loss
+        overflow       True if the step was skipped only because the loss scale was too large
         """
         self.step, self.rows = step, rows
         self.window, self.pack, self.packs = pack_position
@@ -137,8 +134,7 @@ class Progress:
         return cls(**{name: known[key] for name, key in keys.items() if key in known})
 
     def counters(self, cfg: Config, files: input_fingerprints.Fingerprints) -> dict[str, Any]:
-        """Return the counters to checkpoint: these numbers, the settings, and the files that a resumed run must
-        match."""
+        """Return the counters of a checkpoint: these numbers, the settings, and the fingerprints of the inputs."""
         numbers = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
         return {**numbers, "settings": settings(cfg), **files}
 
@@ -153,11 +149,8 @@ class Start:
     files       fingerprints of the run's inputs
     result      result.json of a run that has already finished, else None
     forked      True if the checkpoint belongs to another run, whose plan and FP8 settings may differ
-    initial_weights
-                record of the checkpoint that they come from (`start_from.make_note`), or None if they come from
-                model.path
-    pack_position
-                (window, number in the window, checksum) of the next pack
+    initial_weights  record of the checkpoint that they come from (`start_from.make_note`), or None for model.path
+    pack_position    (window, number in the window, checksum) of the next pack
     """
 
     directory: Path
@@ -179,11 +172,10 @@ def skipped_path(cfg: Config) -> Path:
 def settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine a run's numbers.
 
-    Excluded are the section `run` except for its seed, parallelism, data workers, fetch sizes, garbage collection,
-    recomputation and offloading. So a run that ran out of memory can be resumed with more recomputation and gives
-    bit-identical results. With compiled blocks recomputation is included, because their graphs would sum in a
-    different order. Also excluded are the number of completions generated at a time, which changes log-probabilities
-    only by rounding, and the number of logged completions.
+    Excluded are `run` except its seed, parallelism, data workers, fetch sizes, garbage collection, recomputation and
+    offloading, so a run that ran out of memory can resume with more recomputation, bit-identically. Compiled blocks
+    include recomputation, because their graphs sum in a different order. Also excluded are the number of completions
+    generated at a time, which changes log-probabilities only by rounding, and the number of logged completions.
     """
     values = cfg.model_dump(mode="json")
     values["run"] = {"seed": cfg.run.seed}
@@ -210,10 +202,8 @@ def enter(
     auto    resume from the newest good checkpoint; if there is no checkpoint, start a new run
     PATH    resume from that checkpoint, in its own run directory or in one that is new or empty
 
-    A new run starts from the checkpoint that `run.fork` names, or with the weights of `run.start_from`. The directory
-    of a run that failed before its first step counts as empty.
-
-    ``fingerprints`` of the phase's inputs come from :meth:`octavo.train.setup.phase.Phase.fingerprints`.
+    A new run starts from the checkpoint `run.fork` or the weights of `run.start_from`. The directory of a run that
+    failed before its first step counts as empty. ``fingerprints`` identify the phase's inputs (`Phase.fingerprints`).
 
     Raises TrainError if the directory is in use or contains other files, and if settings, data files or files of the
     model folder have changed since the checkpoint; the message names them.
@@ -243,11 +233,11 @@ def enter(
 
 
 def discard_later_files(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
-    """Remove the result, checkpoints and metrics of later steps than the step from which the run resumes.
+    """Remove the result, checkpoints and metrics of steps after the step from which the run resumes.
 
     Unknown files in the checkpoint folders stay, and their names are logged. Called after the checkpoint was loaded, so
-    that nothing is removed if it is unreadable. Checkpoints are removed before their metrics, because after a kill in
-    between `auto` must not resume from a checkpoint without its metrics. Collective call.
+    nothing is removed if it is unreadable. Checkpoints are removed before their metrics, because `auto` must never
+    resume from a checkpoint without metrics. Collective call.
     """
 
     def remove() -> None:
@@ -275,8 +265,7 @@ def discard_later_files(start: Start, world: World, log: Callable[[str], None] =
 
 
 def _lock_and_inspect(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:
-    """Lock the directory and return its state: "run" is True if it contains a run, "result" is the result or None, and
-    "dead" is the reason why a result does not count, if any."""
+    """Lock the directory and return its state: "run" (bool), "result", and "dead" (why a result is invalid)."""
     if not (directory / LOCK).exists():
         _inspect(cfg, directory)  # before the lock, so that no lock file is written to a refused directory
     lock.take(directory, log)
@@ -300,8 +289,7 @@ def _why_not_finished(directory: Path, result: Mapping[str, Any]) -> str | None:
 
 
 def _inspect(cfg: Config, directory: Path) -> dict[str, Any]:
-    """Return the state of the directory. Raises TrainError for a directory that must not be changed, and for a name
-    under which no model can be written, because writing `hf/` would otherwise fail at the end of training."""
+    """Return the state of the directory. Raises TrainError if it must not change, or if hf/ could not be written."""
     target_folder.check_target(directory, TrainError)
     if directory.exists() and not directory.is_dir():
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
@@ -362,7 +350,7 @@ def _prepare(
     """Check that the run may start there, and write its configuration. Returns fields of `Start`."""
     step, rows, pack_position = 0, 0, (0, 0, 0)
     files = {**input_fingerprints.fingerprints(cfg, log), "phase": dict(fingerprints or {})}
-    initial_weights = None if weights is None else start_from.make_note(weights)
+    source = None if weights is None else start_from.make_note(weights)
     if chosen is not None:
         _check_checkpoint(chosen)
         encryption_rules.refuse_plain_checkpoint(chosen, cfg)
@@ -375,18 +363,17 @@ def _prepare(
         step, rows = counters["step"], counters["rows"]
         known = compat.complete_counters(counters)
         pack_position = known["window"], known["pack"], known["packs"]
-        initial_weights = start_from.check_note(counters, cfg, chosen)
+        source = start_from.check_note(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
         checkpoint.remove_leftovers(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
-    return dict(rows=rows, pack_position=pack_position, step=step, files=files, initial_weights=initial_weights)
+    return {"rows": rows, "pack_position": pack_position, "step": step, "files": files, "initial_weights": source}
 
 
 def _fork_settings(saved: Mapping[str, Any], forks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in which a fork may differ from its origin, with the values of the fork. The optimizer's
-    state formats must be equal, because the states come from the checkpoint."""
+    """Return the settings in which a fork may differ, with its values. Formats of optimizer states must be equal."""
     free_keys = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
     train = {key: forks["train"].get(key) for key in free_keys}
     return {
@@ -417,8 +404,7 @@ def _saved_settings(directory: Path) -> dict[str, Any]:
 
 
 def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a checkpoint, with the defaults of keys that were added later, which describe the old
-    behavior."""
+    """Return the settings of a checkpoint; newer keys get their defaults, which keep the old behavior."""
     try:
         return settings(Config.model_validate(saved, context={"rules": "later"}))
     except ValueError:  # a removed key or value, which is reported as a difference
@@ -465,8 +451,7 @@ def truncate_metrics(file: Path, step: int) -> None:
         earlier = [line for line in lines if json.loads(encryption.decrypt_line(line, file))["step"] <= step]
         write_bytes(file, b"".join(line + b"\n" for line in earlier))
         return
-    rows = [row for row in read_rows(file) if row["step"] <= step]
-    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if row["step"] <= step))
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -496,8 +481,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 def write_plan(
     directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...], prediction: Prediction | None
 ) -> None:
-    """Write plan.json. It contains the output of `octavo plan --json` for the newest `plan`, and can be used as
-    `fp8.plan` (`octavo.fp8.planning.file`)."""
+    """Write plan.json: the output of `octavo plan --json` for the newest `plan`, which can be used as `fp8.plan`."""
     document = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
     if prediction is not None:
         document["prediction"] = prediction.to_json()

@@ -1,4 +1,4 @@
-"""Checks before a model's weights are read: of the processes, the device and the model's configuration."""
+"""Checks of the processes, the device and the model's configuration, before weights are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.train.errors import TrainError
 
 
 def check_possible(cfg: Config, world: parallel.World) -> None:
-    """Refuse settings that do not work with these processes and their device. Raises TrainError."""
+    """Raise TrainError for settings that do not work with these processes and their device."""
     check_update(cfg, world)
     needs_gpu = {
         "train.offload_activations": cfg.train.offload_activations,
@@ -19,42 +19,44 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
     }
     without_effect = [key for key, on in needs_gpu.items() if on]
     copies = [key for key in without_effect if key != "train.synchronize_per_layer"]
-    if copies and accelerator.has_own_memory(world.device) and (lack := accelerator.why_no_streams(world.device)):
+    if copies and accelerator.has_own_memory(world.device) and (reason := accelerator.why_no_streams(world.device)):
         off = " ".join(f"{key}=false" for key in copies)
-        raise TrainError(f"{' and '.join(copies)}: the device cannot copy while it computes: {lack}. Set {off}")
+        raise TrainError(f"{' and '.join(copies)}: the device cannot copy while it computes: {reason}. Set {off}")
     if without_effect and not accelerator.has_own_memory(world.device):
         raise TrainError(
             f"{' and '.join(without_effect)} {'needs' if len(without_effect) == 1 else 'need'} a GPU: on "
-            f"{world.device} everything is in host memory already, and "
-            f"nothing runs asynchronously. Set {' '.join(f'{key}=false' for key in without_effect)}"
+            f"{world.device} everything is in host memory already, and nothing runs asynchronously. Set "
+            f"{' '.join(f'{key}=false' for key in without_effect)}"
         )
 
 
 def check_update(cfg: Config, world: parallel.World) -> None:
-    """Raise TrainError if weights are updated in backward and a step has several micro-batches, because gradients would
-    have to accumulate."""
-    each = cfg.train.micro_batch * world.data_size
-    if cfg.optimizer.update == "backward" and cfg.train.global_batch > each:
+    """Raise TrainError if weights are updated in backward and a step has several micro-batches.
+
+    Their gradients would have to accumulate.
+    """
+    per_step = cfg.train.micro_batch * world.data_size
+    if cfg.optimizer.update == "backward" and cfg.train.global_batch > per_step:
         raise TrainError(
-            f"optimizer.update: backward takes one micro-batch a step and process, and {cfg.train.global_batch} "
-            f"samples (train.global_batch) are {-(-cfg.train.global_batch // each)} of {cfg.train.micro_batch} on "
-            f"{world.data_size} process(es). Set train.global_batch={each}, raise train.micro_batch, or use "
+            f"optimizer.update: backward takes one micro-batch per step and process, but {cfg.train.global_batch} "
+            f"samples (train.global_batch) are {-(-cfg.train.global_batch // per_step)} of {cfg.train.micro_batch} on "
+            f"{world.data_size} process(es). Set train.global_batch={per_step}, raise train.micro_batch, or use "
             "optimizer.update: step"
         )
 
 
 def check_family(cfg: Config) -> None:
-    """Refuse a model that Octavo can plan but not train, by its configuration only."""
+    """Raise TrainError for a model that Octavo can plan but not train, according to its configuration."""
     config = models.read_config(cfg.model.path)
     if (why := models.why_not_trained(config)) is not None:
         raise TrainError(
             f"model_type {config.model_type!r} can be planned but not trained: {why}. `octavo doctor --families` "
             "lists the families that train"
         )
-    if left := getattr(getattr(config, "audio_config", None), "encoder_layerdrop", 0):
+    if layerdrop := getattr(getattr(config, "audio_config", None), "encoder_layerdrop", 0):
         raise TrainError(
-            f"{cfg.model.path}/config.json: encoder_layerdrop of audio_config is {left:g}, which skips random layers "
-            "in training, so GEMMs could not be checked against the plan. Set it to 0"
+            f"{cfg.model.path}/config.json: encoder_layerdrop of audio_config is {layerdrop:g}, which skips random "
+            "layers in training, so GEMMs could not be checked against the plan. Set it to 0"
         )
     if cfg.train.phase in BEYOND_SFT and getattr(config, "audio_config", None) is not None:
         raise TrainError(
@@ -64,6 +66,6 @@ def check_family(cfg: Config) -> None:
 
 
 def refuse_cuda_graphs(why: str | None) -> None:
-    """Raises TrainError for a reason why no step can use CUDA graphs; None: they can be used."""
+    """Raise TrainError with the reason ``why`` no step can use CUDA graphs; does nothing if ``why`` is None."""
     if why is not None:
         raise TrainError(f"train.cuda_graphs: true is not possible: {why}. Or set train.cuda_graphs: false")

@@ -1,4 +1,4 @@
-"""Notes about a model folder before weights are read: the tokens that end answers, and the vocabulary."""
+"""Notes about the end tokens and the vocabulary of a model folder, before weights are read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from octavo import models
 from octavo.config import Config
 from octavo.models.processors import stop_tokens
 
-_NAMED = 12  # most letters that a sentence lists
+_MAX_LETTERS = 12  # maximum number of letters in a sentence
 
 
 def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
-    """Sentences about the folder's tokenizer and generation settings: an end token that the settings lack, tokens
-    beyond the model's embedding, letters without tokens. Raises ModelError.
+    """Return sentences about the folder's tokenizer and generation settings: a missing end token, tokens beyond the
+    model's embedding, letters without tokens. Raises ModelError.
 
-    processor  the model's, or only its tokenizer
+    processor  the model's processor, or only its tokenizer
     """
     folder = Path(cfg.model.path)
     sentences = []
     if (end := stop_tokens.missing_end_token(folder, processor)) is not None:
-        sentences.append(_of_end(cfg, end))
+        sentences.append(_describe_end_token(cfg, end))
     rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
     if largest >= rows:
         sentences.append(
@@ -29,25 +29,25 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
             "with larger tokens are refused. Use the tokenizer that belongs to the model"
         )
     if letters := models.missing_letters(processor, folder):
-        named = ", ".join(letters[:_NAMED]) + (", ..." if len(letters) > _NAMED else "")
+        listed = ", ".join(letters[:_MAX_LETTERS]) + (", ..." if len(letters) > _MAX_LETTERS else "")
         sentences.append(
-            f"the tokenizer has no token for {len(letters)} of the 62 letters and digits of ASCII ({named}): they "
+            f"the tokenizer has no token for {len(letters)} of the 62 letters and digits of ASCII ({listed}): they "
             "vanish from all texts. Use the tokenizer that belongs to the model"
         )
     return tuple(sentences)
 
 
-def _of_end(cfg: Config, end: stop_tokens.EndToken) -> str:
+def _describe_end_token(cfg: Config, end: stop_tokens.EndToken) -> str:
     stated = stop_tokens.stated_stop_ids(Path(cfg.model.path))
     stops = f"stop at {', '.join(map(str, stated))}" if stated else "name no end token"
     ends = stop_tokens.required_stop_ids(Path(cfg.model.path), end)
-    both = {1: "it", 2: "both"}.get(len(ends), "all")
+    pronoun = {1: "it", 2: "both"}.get(len(ends), "all")
     if not stated and len(ends) > 1:
         stops += f", so that the tokenizer's counts, {ends[0]}"
-    written = f"hf/ and exports name {both}"
+    written = f"hf/ and exports name {pronoun}"
     if cfg.lora is not None:
-        written = f"octavo merge names {both}, and a server of adapter/ needs stop_token_ids [{end.id}]"
+        written = f"octavo merge names {pronoun}, and a server of adapter/ needs stop_token_ids [{end.id}]"
     return (
         f"the chat template ends answers with {end}, and the folder's generation settings {stops}: Octavo stops at "
-        f"{both}, {written}"
+        f"{pronoun}, {written}"
     )

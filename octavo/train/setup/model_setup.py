@@ -1,4 +1,4 @@
-"""The model of a run: loaded, frozen, converted to FP8, with its adapters and critic.
+"""Assembles the model of a run: loaded, frozen, converted to FP8, with its adapters and critic.
 
 One process reads weights first. Several ranks prepare a model without values, shard it and then fill it: each rank
 reads the rows of its shards (`models.load_deferred`, `parallel.load_into_shards`), or draws all random numbers, which
@@ -41,13 +41,13 @@ def assemble_model(
     ranks: int = 1,
     later_plans: Iterable[fp8.Plan] = (),
 ) -> tuple[PreTrainedModel, LowerHalves, models.DeferredModel | models.DeferredInit | None]:
-    """(model, lower halves, source of weights) of a configuration.
+    """Return (model, lower halves, source of weights) of a configuration.
 
-    The model is loaded, frozen and converted to FP8 as planned (`later_plans`: plans to which the run will switch),
-    with the adapters of `lora` and PPO's critic. The lower halves of fp32 weights are those that the optimizer keeps.
-    The source fills the model after sharding, if it has no values yet, else None.
+    The model is loaded, frozen and converted to FP8 as planned, with the adapters of `lora` and PPO's critic.
+    `later_plans` are plans to which the run will switch. The optimizer keeps the lower halves of fp32 weights. The
+    source fills a model without values after sharding; it is None if the model has values.
 
-    Raises ModelError, PlanError and AdapterError, each with its fix.
+    Raises ModelError, PlanError and AdapterError.
     """
     # Freezing precedes FP8 (a frozen layer has no wgrad), which precedes adapters (they wrap FP8 layers). Dropout is
     # switched off twice: before FP8, because a fused block has none, and in the adapters.
@@ -74,8 +74,10 @@ def assemble_model(
 
 
 def _cast_to_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
-    """Convert trained weights to BF16 where the optimizer keeps their lower bits (`optimizer.master`), also those that
-    a family wants in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 anyway)."""
+    """Convert trained weights to BF16 if the optimizer keeps their lower bits (`optimizer.master`).
+
+    This includes weights that a family keeps in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32).
+    """
     in_fp32 = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
     for _, parameter in in_fp32:
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -89,14 +91,14 @@ def _cast_to_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
 def _defer_weights(
     cfg: Config, device: torch.device, log: Callable[[str], None]
 ) -> models.DeferredModel | models.DeferredInit | None:
-    """The model before its weights are read, or None if they are needed immediately."""
+    """Return the model before its weights are read, or None if they are needed immediately."""
     if cfg.lora is not None and cfg.lora.dora:
         return None
-    if (drawn := random_init(cfg)) is not None:
+    if (seed_and_std := random_init(cfg)) is not None:
         _log_random_init(cfg, log)
-        both = cfg.optimizer.master == "bf16+16"
+        split = cfg.optimizer.master == "bf16+16"
         return models.init_deferred(
-            cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both
+            cfg.model.path, torch.float32 if split else model_dtype(cfg), device, *seed_and_std, split=split
         )
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         _log_dequantized(cfg, log)
@@ -105,14 +107,14 @@ def _defer_weights(
 
 
 def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) -> tuple[PreTrainedModel, LowerHalves]:
-    """The model in the optimizer's dtype, quantized while it is read if requested, and the lower halves of fp32 weights
-    if the optimizer keeps them."""
+    """Return (model in the optimizer's dtype, quantized while it is read if requested; lower halves of fp32 weights if
+    the optimizer keeps them)."""
     path = cfg.model.path
-    if (drawn := random_init(cfg)) is not None:
+    if (seed_and_std := random_init(cfg)) is not None:
         _log_random_init(cfg, log)
         if cfg.optimizer.master == "bf16+16":
-            return models.split_model(models.init_model(path, torch.float32, "cpu", *drawn), device)
-        return models.init_model(path, model_dtype(cfg), device, *drawn), {}
+            return models.split_model(models.init_model(path, torch.float32, "cpu", *seed_and_std), device)
+        return models.init_model(path, model_dtype(cfg), device, *seed_and_std), {}
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         _log_dequantized(cfg, log)
         return models.load_split(path, device=device)
@@ -125,7 +127,7 @@ def _log_random_init(cfg: Config, log: Callable[[str], None]) -> None:
 
 
 def _fp8_load_options(cfg: Config, log: Callable[[str], None]) -> dict[str, Any]:
-    """Loading options for FP8, if the folder has codes or they are requested."""
+    """Return loading options for FP8 if the folder has codes or quantization is requested."""
     quantization, kinds = _log_dequantized(cfg, log), cfg.model.load_in_fp8.kinds
     if not kinds and quantization is None:
         return {}
@@ -133,7 +135,7 @@ def _fp8_load_options(cfg: Config, log: Callable[[str], None]) -> dict[str, Any]
 
 
 def _log_dequantized(cfg: Config, log: Callable[[str], None]) -> models.Quantization | None:
-    """The folder's quantization, None for a plain folder; `log` receives a line if its codes are dequantized."""
+    """Return the folder's quantization, or None if it has none; `log` receives a line if its codes are dequantized."""
     quantization = read_quantization(cfg.model.path)
     if quantization is not None and not frozen_base.keeps_codes(cfg):
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are only kept with adapters (lora)"
@@ -146,8 +148,8 @@ def _log_dequantized(cfg: Config, log: Callable[[str], None]) -> models.Quantiza
 def reduce_saved_activations(
     model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, log: Callable[[str], None]
 ) -> None:
-    """Reduce what blocks keep for backward besides the inputs of FP8 layers: attention without repeated key-value
-    heads, recomputation, offloading."""
+    """Reduce the activations that blocks keep for backward, besides the inputs of FP8 layers: attention without
+    repeated key-value heads, recomputation, offloading."""
     if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
         try:
             models.use_attention(model, grouped_attention)
@@ -155,16 +157,16 @@ def reduce_saved_activations(
             log(f"note: attention keeps as much as in high precision: {error}")
     blocks = family.layers(model)
     recompute = dict(cfg.train.recompute)
-    for component, how in recompute.items():
-        of_component = [(name, block) for name, block in blocks if family.component_of(name) == component]
-        if not of_component and how == recompute["foundation"]:  # one value was given for all components
+    for component, mode in recompute.items():
+        component_blocks = [(name, block) for name, block in blocks if family.component_of(name) == component]
+        if not component_blocks and mode == recompute["foundation"]:  # one value was given for all components
             continue
-        if not of_component and how != "none":
+        if not component_blocks and mode != "none":
             raise TrainError(
-                f"train.recompute.{component}: {how}, but this {family.name} has no {component}. Remove it"
+                f"train.recompute.{component}: {mode}, but this {family.name} has no {component}. Remove it"
             )
         try:
-            fp8.activation_checkpointing(of_component, how)
+            fp8.activation_checkpointing(component_blocks, mode)
         except ValueError as error:
             raise TrainError(f"train.recompute.{component}: {error}") from error
     if cfg.train.offload_activations:
@@ -174,7 +176,8 @@ def reduce_saved_activations(
 
 
 def make_chunked_head(model: nn.Module, cfg: Config, log: Callable[[str], None]) -> ChunkedHead | None:
-    """The head that computes losses without full logits, if the model allows it; else None, and `log` receives why."""
+    """Return the head that computes losses without full logits, or None if it is off or not possible; `log` then
+    receives the reason."""
     if cfg.train.logits == "full":
         return None
     head = chunked_head(model)

@@ -1,5 +1,7 @@
-"""Checks that ranks can share the rows and experts of a model under its plan, before weights are read; both a run and
-`octavo plan` use them."""
+"""Checks that ranks can share the rows and experts of a model with its plan, before weights are read.
+
+A run and `octavo plan` both use them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> None:
-    """Raises WorldError for a mesh of another number of ranks, and for heads, experts or an exchange that this model
-    and plan do not support. ``model`` may be on the meta device; it is not converted yet."""
+    """Raise WorldError for a mesh with a different number of ranks, and for heads, experts or an exchange that this
+    model and plan do not support. ``model`` may be on the meta device; it is not converted yet."""
     if ranks == 1:
         return
     layout = Layout.from_section(ranks, cfg.parallel)
@@ -26,8 +28,10 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
         ulysses_size(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
     if layout.expert > 1:
         recipes = {row.row.module: row.recipe for row in plan.rows if row.kind == "experts"}
-        late = {name: recipe.summary() for name, recipe in recipes.items() if recipe and recipe.delayed is not None}
-        check_experts(model, layout, lambda name, module: late.get(name))
+        delayed_recipes = {
+            name: recipe.summary() for name, recipe in recipes.items() if recipe and recipe.delayed is not None
+        }
+        check_experts(model, layout, lambda name, module: delayed_recipes.get(name))
     if cfg.train.exchange == "fp8" and (layout.context > 1 or layout.expert > 1):
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         outputs, *rest = (layers for layers, _ in count_coded_layers(plan, size, text.hidden_size))
@@ -36,16 +40,18 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
 
 
 def count_coded_layers(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
-    """(layers, bytes per value) of what ranks send as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows
-    dispatched to experts, gradients of their results."""
+    """Return (layers, bytes per value) of each tensor that ranks send as codes (:mod:`octavo.parallel.wire`): outputs
+    of attention, rows dispatched to experts, gradients of their results."""
 
-    def of(name: str, coding: Callable[[fp8.Recipe | None, int], WireFormat | None], piece: int) -> tuple[int, float]:
-        mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
-        codings = [coding_of_layer for recipe in mine if (coding_of_layer := coding(recipe, piece)) is not None]
+    def count(
+        name: str, coding: Callable[[fp8.Recipe | None, int], WireFormat | None], piece: int
+    ) -> tuple[int, float]:
+        recipes = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
+        codings = [coding_of_layer for recipe in recipes if (coding_of_layer := coding(recipe, piece)) is not None]
         return len(codings), codings[0].bytes_per_value if codings else 0.0
 
     return [
-        of(".o_proj", WireFormat.for_inputs, head_dim),
-        of(".experts.gate_up_proj", WireFormat.for_inputs, hidden),
-        of(".experts.down_proj", WireFormat.for_gradients, hidden),
+        count(".o_proj", WireFormat.for_inputs, head_dim),
+        count(".experts.gate_up_proj", WireFormat.for_inputs, hidden),
+        count(".experts.down_proj", WireFormat.for_gradients, hidden),
     ]

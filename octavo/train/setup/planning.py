@@ -1,7 +1,7 @@
-"""From a configuration to a plan: what will run in FP8 and why, on a model without weights.
+"""Makes the FP8 plan of a configuration, on a model without weights.
 
-With `recipe: auto` and a GPU, recipes are measured here, with the token numbers of the run's own data. A resumed run
-keeps its original plan whatever a new measurement would say, so that its losses do not depend on timing.
+With `recipe: auto` and a GPU, recipes are measured here, with the token counts of the run's data. A resumed run keeps
+its original plan and measures nothing, so its losses do not depend on timing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is known about a run before its weights are read.
+    """A run before its weights are read.
 
-    ``notes`` and ``prediction`` are as in `plan_run`. ``reference`` is base, copy, disk or None. ``steps`` describes a
-    step in words, for phases other than SFT.
+    ``notes`` and ``prediction`` are as in `plan_run`. ``reference`` is base, copy, disk or None. ``steps`` has lines
+    that describe a step of the phases rl and preference.
     """
 
     cfg: Config
@@ -79,7 +79,7 @@ def policy_from(cfg: Config) -> fp8.Policy:
 
 
 def steps_of_rule(rule: Rule, steps: int | None) -> tuple[int, int] | None:
-    """Return the first and the last step in which a rule applies, or None if it applies in all steps."""
+    """Return (first step, last step) of a rule, or None if it applies in all steps."""
     if rule.first is None and rule.last is None:
         return None
     if steps is None:
@@ -95,14 +95,14 @@ def steps_of_rule(rule: Rule, steps: int | None) -> tuple[int, int] | None:
 def make_schedule(
     cfg: Config, plan: fp8.Plan, model: PreTrainedModel | None = None, measurements: fp8.Measurements | None = None
 ) -> Schedule:
-    """Return the plans of the run; ``plan`` applies outside the spans of its rules."""
+    """Return the plans of the run by step; ``plan`` applies outside the spans of its rules."""
     if all(rule.steps is None for rule in plan.policy.rules):
         return Schedule(plan)
     return fp8.schedule(meta_model(cfg)[0] if model is None else model, plan, cfg.train.total_steps, measurements)
 
 
 def describe_spans(schedule: Schedule) -> tuple[str, ...]:
-    """Return a sentence for each span of steps with other rules; none where all rules apply in all steps."""
+    """Return a sentence for each span of steps with different rules; empty if all rules apply in all steps."""
     return tuple(
         f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
         f"layers in FP8, {100 * span.plan.share:.1f} % of linear FLOPs"
@@ -116,7 +116,7 @@ def _recipes(plan: fp8.Plan) -> str:
 
 
 def has_open_recipes(cfg: Config) -> bool:
-    """Whether the configuration leaves recipes to a measurement or a plan file."""
+    """Return True if recipes come from a measurement or a plan file."""
     return cfg.fp8.plan is not None or policy_from(cfg).requests_auto
 
 
@@ -124,8 +124,8 @@ def meta_model(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
     """Return (model without weights, family), frozen as in the run.
 
     A frozen layer has no wgrad. Where the run loads FP8 codes, the model has frozen FP8 weights. Raises ModelError,
-    also for rows that are longer than the model's positions, and TrainError for a load-balancing loss that this model
-    does not have.
+    also for rows that are too long for the model, and TrainError if the model does not support the configured
+    load-balancing loss.
     """
     model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
     if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
@@ -138,11 +138,12 @@ def meta_model(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
 
 
 def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
-    """Return (plan, family, notes) of a configuration, on the meta device: no weights are read, nothing is measured.
+    """Return (plan, family, notes) of a configuration on the meta device, without reading weights or measuring.
 
-    `saved` is the plan of a resumed run, which is used instead, because the meaning of a configuration may change
-    between versions but a run must not. `notes` say what stays in high precision besides linear layers, and what else
-    a reader should know. Raises PlanError, ModelError, and WorldError for an impossible number of ranks.
+    `saved` is the plan file of a resumed run, which is used instead: a new version may plan the same configuration
+    differently, but a run must keep its plan. `notes` list the modules besides linear layers that stay in high
+    precision, and settings with effects that a reader may miss. Raises PlanError, ModelError, and WorldError for an
+    impossible number of ranks.
     """
     model, family = meta_model(cfg)
     if saved is not None:
@@ -161,9 +162,9 @@ def plan_model(
     tokens: Tokens | None = None,
     measurements: fp8.Measurements | None = None,
 ) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
-    """As `plan_for`, on an existing model and with measurements if there are any."""
+    """Return (plan, family, notes) like `plan_for`, for an existing model and optional measurements."""
     if cfg.data.packing and (why := models.why_not_packed(model)) is not None:
-        raise fp8.PlanError(f"data.packing: true cannot be: {why}. Set data.packing: false")
+        raise fp8.PlanError(f"data.packing: true is not possible: {why}. Set data.packing: false")
     if cfg.fp8.plan is not None and measurements is None:
         plan = fp8.load_plan(cfg.fp8.plan, model, family.components)
     else:
@@ -193,17 +194,17 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
 
 
 def count_micro_steps(cfg: Config, ranks: int = 1) -> int:
-    """The number of forwards of one rank in an optimizer step."""
+    """Return the number of forwards of one rank per optimizer step."""
     return max(1, -(-samples_per_step(cfg) // (data_ranks(cfg, ranks) * cfg.train.micro_batch)))
 
 
 def data_ranks(cfg: Config, ranks: int) -> int:
-    """The number of ranks with different rows; ranks that share rows count once."""
+    """Return the number of ranks with different rows; ranks that share rows count once."""
     return max(1, ranks // cfg.parallel.context)
 
 
 def samples_per_step(cfg: Config) -> int:
-    """The number of samples in an optimizer step: rows, pairs or completions."""
+    """Return the number of samples per optimizer step: rows, pairs or completions."""
     if cfg.train.phase == "rl" and cfg.rl is not None:
         return cfg.rl.prompts // cfg.rl.mini_batches * cfg.rl.group
     return cfg.train.global_batch
@@ -222,10 +223,10 @@ def plan_run(
     saved: Path | None,
     log: Callable[[str], None],
 ) -> tuple[Schedule, models.Family, tuple[str, ...], Prediction | None]:
-    """Return (plans, family, notes, prediction) at the start of a run; a collective where the plan is measured.
+    """Return (plans, family, notes, prediction) at the start of a run. A collective call if recipes are measured.
 
-    `count` counts tokens, if they are needed. `saved` is the plan file of a resumed run, or None. With recipe auto and
-    a GPU, rank 0 measures and all ranks plan with the same measurements.
+    `count` counts the tokens of a micro-batch and is only called for a measurement. `saved` is the plan file of a
+    resumed run, or None. With recipe auto and a GPU, rank 0 measures, and all ranks plan with its measurements.
     """
     planned = saved is not None or cfg.fp8.plan is not None
     if planned or not policy_from(cfg).requests_auto or not accelerator.is_gpu(world.device):
@@ -234,12 +235,12 @@ def plan_run(
         return plans, family, (*notes, *describe_spans(plans)), None
     model, family = meta_model(cfg)
 
-    def work() -> dict:
+    def measure() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        measurements = measure_recipes(cfg, model, family, world.device, tokens, _progress_of(log))
+        measurements = measure_recipes(cfg, model, family, world.device, tokens, _make_progress(log))
         return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
-    answer = world.run_on_main(work)
+    answer = world.run_on_main(measure)
     tokens = Tokens(*answer["tokens"])
     measurements = fp8.Measurements.from_json(answer["found"])
     plan, family, notes = plan_model(cfg, model, family, world.size, tokens, measurements)
@@ -256,14 +257,15 @@ def measure_recipes(
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     cache: Path | None = None,
 ) -> fp8.Measurements:
-    """Measure the recipes that the configuration allows, with the given or the user's cache; raises MeasureError."""
+    """Measure the recipes that the configuration allows; ``cache`` defaults to the user's cache. Raises
+    MeasureError."""
     policy, measurements = policy_from(cfg), fp8.MeasurementCache(cache)
     return fp8.measure(
         model, policy, family.components, tokens.counts, device=device, cache=measurements, progress=progress
     )
 
 
-def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
+def _make_progress(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
     def report(done: int, total: int, what: str) -> None:
         if done < total:
             log(f"measuring layer {done + 1} of {total}: {what}")
@@ -272,12 +274,12 @@ def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
 
 
 def high_precision_notes(model: nn.Module) -> list[str]:
-    """Return notes on what stays in high precision in every model, besides linear layers."""
+    """Return notes on the modules besides linear layers that stay in high precision."""
     return [f"{kind} in high precision: {reason}" for kind, reason in models.high_precision_modules(model).items()]
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
-    """Return the notes of a plan: FP8's notes, then one for each setting with an effect that a reader may miss."""
+    """Return the notes of a plan, and a note for each setting with an effect that a reader may miss."""
     notes = list(plan.notes)
     notes += high_precision_notes(model)
     # settings whose effect depends on the number of ranks or on the model
@@ -292,28 +294,29 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
             notes.append("fp8.adapt.time: nothing was measured, so moves are limited only by fp8.adapt.budget")
     if cfg.train.cuda_graphs:
         notes.append(
-            "train.cuda_graphs: graphs keep separate gradients, activations and workspace in addition to the ones that "
-            "steps without graphs use; the predicted memory leaves them out"
+            "train.cuda_graphs: graphs keep separate gradients, activations and workspace, which are not in the "
+            "predicted memory"
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation
-        by = {"sdpa": "torch's varlen flash attention in 16 bits on CUDA, else a call a sample", "varlen": "varlen",
-              "flex": "one call of flex attention"}.get(kernel, f"{kernel}, a call a sample")  # fmt: skip
+        by = {"sdpa": "torch's varlen flash attention in 16 bits on CUDA, else one call per sample", "varlen": "varlen",
+              "flex": "one call of flex attention"}.get(kernel, f"{kernel}, one call per sample")  # fmt: skip
         notes.append(
             f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "
-            f"at a time; attention within each by {by}"
+            f"at a time; attention within each sample by {by}"
         )
     if (shared := cfg.parallel.context) > 1:
         heads = model.config.get_text_config().num_attention_heads
         by_heads = ulysses_size(shared, cfg.parallel.ulysses, heads)
         notes.append(
             f"parallel.context: {shared} ranks share the tokens of each pack; {by_heads} exchange heads for tokens, "
-            f"{shared // by_heads} gather keys and values. Tensorwise and delayed scales are of a rank's own tokens"
+            f"{shared // by_heads} gather keys and values. Tensorwise and delayed scales are computed from the tokens "
+            "of each rank"
         )
     if cfg.train.gather == "bf16":
-        many = "weights are gathered and gradients summed in BF16; shards stay fp32"
-        one = "one process gathers nothing and computes as with train.gather: stored"
-        notes.append(f"train.gather: bf16 on {ranks} rank(s): {many if ranks > 1 else one}")
+        with_ranks = "weights are gathered and gradients summed in BF16; shards stay fp32"
+        single = "one process gathers nothing and computes as with train.gather: stored"
+        notes.append(f"train.gather: bf16 on {ranks} rank(s): {with_ranks if ranks > 1 else single}")
     if cfg.train.exchange == "fp8" and not (cfg.parallel.context > 1 or cfg.parallel.expert > 1):
         notes.append("train.exchange: fp8 changes nothing: no ranks share rows or experts (parallel)")
     return (*notes, *frozen_base.dropout_note(model, cfg), *frozen_base.notes(cfg, model, family))

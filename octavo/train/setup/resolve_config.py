@@ -1,7 +1,7 @@
 """Resolves settings that a configuration leaves open, before the run directory exists.
 
-These are the recipe that fits an FP8 checkpoint, the number of steps for `train.epochs`, and the video settings of the
-model's family. The run saves the configuration with these values, so that it can be run again unchanged.
+They are the recipe of an FP8 checkpoint, the number of steps for `train.epochs`, and the video settings of the model's
+family. The run saves the resolved configuration, which can be rerun as is.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def resolve_recipe(cfg: Config) -> Config:
 def resolve_steps(cfg: Config, log: Callable[[str], None] = lambda text: None) -> Config:
     """Return the configuration with `train.epochs` converted to steps; the last step may go beyond the epochs.
 
-    Reads the data, all of it where rows are packed. `log` prints what was counted. Raises DataError, and ConfigError
-    for settings such as a warm-up that need more steps.
+    Reads the data, all of it if rows are packed. `log` receives lines about the counts. Raises DataError, and
+    ConfigError for settings such as a warm-up that need more steps.
     """
     epochs, batch = cfg.train.epochs, cfg.train.global_batch
     if epochs is None:
         return cfg
     if cfg.data.packing:
-        log("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
+        log("train.epochs: counting the tokens of every row to find the number of packs in an epoch")
         unit, total = "packs", float(count_packs(data_settings(cfg), load_processor(cfg), epochs))
     else:
         unit, total = "rows", epochs * count_epoch_rows(cfg, partial(load_processor, cfg))
     steps = max(1, math.ceil(round(total / batch, 9)))  # rounded because 0.1 of 30 rows is 3.0000000000000004
     each = round(total / epochs, 1)
-    log(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
+    log(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} per epoch")
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
 
 
@@ -71,14 +71,14 @@ def resolve_video(cfg: Config) -> Config:
 
 
 def resolve_from_checkpoint(cfg: Config) -> Config:
-    """Return the configuration for a run with a checkpoint, which no longer needs the adapter that it began with."""
+    """Return the configuration for a run with a checkpoint, without the initial adapter (`lora.adapter`)."""
     if cfg.lora is None or cfg.lora.adapter is None:
         return cfg
     return cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
 
 
 def data_settings(cfg: Config) -> Config:
-    """Return the configuration for octavo.data; pretraining learns every token, including prompts."""
+    """Return the configuration for octavo.data; pretraining trains on every token, including prompts."""
     if cfg.train.phase != "pretrain":
         return cfg
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
@@ -86,11 +86,11 @@ def data_settings(cfg: Config) -> Config:
 
 def load_processor(cfg: Config, folder: str | Path | None = None) -> Any:
     """Load the processor of a model folder (default: the configuration's) with the data settings; raises ModelError."""
-    of = cfg.data
-    video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
-    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
+    data = cfg.data
+    video = None if data.video is None else data.video.model_dump(include=set(models.VIDEO_SETTINGS))
+    return models.load_processor(folder or cfg.model.path, data.max_pixels, data.min_pixels, data.template_args, video)
 
 
 def random_init(cfg: Config) -> tuple[int, float | None] | None:
-    """Return (seed, standard deviation or None) of random initial weights, or None where they are not random."""
+    """Return (seed, standard deviation or None) of random initial weights, or None if they are not random."""
     return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None

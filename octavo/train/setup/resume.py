@@ -1,4 +1,4 @@
-"""Resuming a run, and saving what that needs: its plan, and its state in a checkpoint."""
+"""Resumes a run from its plan and a checkpoint, and saves both."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _SCALING = "scaling."
 
 
 def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
-    """Return the plan file of the run that is continued, or None for a new run; a collective.
+    """Return the plan file of the resumed run, or None for a new run. Collective call.
 
-    It is the run's plan.json. Where a checkpoint was copied without one, the plan in the checkpoint is written as the
-    plan.json of this run.
+    If a checkpoint was copied without plan.json, the plan in the checkpoint is written as the plan.json of this run.
     """
     if start.checkpoint is None or start.forked:
         return None
@@ -58,10 +57,10 @@ def keep_plan(
     notes: tuple[str, ...],
     prediction: Prediction | None,
 ) -> None:
-    """Write the run's plan.json, unless its directory already has a complete one that the run continues with.
+    """Write the run's plan.json, unless the run resumes with a complete plan.json in its directory.
 
     A plan from a checkpoint is incomplete, because a checkpoint keeps less than `write_plan` writes. A plan of version
-    0.4.0 in which several layers ran as one GEMM is rewritten, because they no longer do, as the notes say.
+    0.4.0 in which several layers run as one GEMM is rewritten, because they now run separate GEMMs.
     """
     file = directory / run_dir.PLAN
     written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
@@ -74,8 +73,8 @@ def resume(
 ) -> run_dir.Progress:
     """Load the checkpoint that the run starts from, if any.
 
-    A resumed run loads model, optimizer, amax histories and random generators, and its frozen base must be the one
-    that was loaded. A run with `start_from` loads only the weights.
+    A resumed run loads model, optimizer, amax histories and random generators, and its frozen base must match the
+    checkpoint. A run with `start_from` loads only the weights.
     """
     if start.checkpoint is None:
         if start.initial_weights is not None:
@@ -99,7 +98,7 @@ def resume(
     if before != now:
         log(
             f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
-            "computed in another order, so losses agree closely but not bit for bit"
+            "computed in a different order, so losses agree closely but not bit for bit"
         )
     return run_dir.Progress.from_counters(restored.counters)
 
@@ -107,13 +106,13 @@ def resume(
 def _load_initial_weights(
     stepper: Stepper, path: Path, frozen: frozen_base.FrozenBase | None, log: Callable[[str], None]
 ) -> None:
-    """Load the weights of a checkpoint, including the critic's where both runs have one; a collective."""
+    """Load the weights of a checkpoint, including the critic's if both runs have one. Collective call."""
     cfg, before = stepper.cfg, read_state(path)["counters"]
     if frozen is not None and frozen.fingerprint and before.get("base"):
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            log(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
+            log(f"note: the base of {path} was stored in a different precision, so it was not compared")
         else:
             frozen_base.check_same_base(before["base"], frozen.fingerprint, path, cfg.model.path)
     read = checkpoint.load_weights(
@@ -132,16 +131,16 @@ def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
-    """Write the run's state after `job.progress.step` steps into a folder of the run; a collective.
+    """Write the run's state after `job.progress.step` steps into a folder of the run. Collective call.
 
-    Without `run.save_states`, only the weights and their amax histories are written. Returns None where the state was
-    only copied and `job.background`, which must be idle, writes it later.
+    Without `run.save_states`, only the weights and their amax histories are written. Returns the checkpoint, or None if
+    `job.background`, which must be idle, writes a copy of the state later.
     """
-    whole = job.cfg.run.save_states
-    extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if whole else {}
+    with_states = job.cfg.run.save_states
+    extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if with_states else {}
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
-    moment = checkpoint.take_snapshot(
+    snapshot = checkpoint.take_snapshot(
         job.progress.step,
         model=job.model,
         optimizer=job.stepper.optimizer,
@@ -159,11 +158,11 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
         },
         world=job.world,
         trained_only=job.cfg.lora is not None,
-        weights_only=not whole,
+        weights_only=not with_states,
     )
     if job.background is None:
         encrypt = job.cfg.run.encrypt
-        # keep=None, because `CheckpointCallback` deletes old checkpoints.
-        return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)
-    job.background.begin(job.directory / folder, moment)
+        # `CheckpointCallback` deletes old checkpoints, so keep=None.
+        return checkpoint.write(job.directory / folder, snapshot, job.world, keep=None, encrypt=encrypt)
+    job.background.begin(job.directory / folder, snapshot)
     return None

@@ -1,4 +1,4 @@
-"""The number of tokens of each component in one forward, which is the M of its GEMMs, counted from the data."""
+"""Counts the tokens of each component in one forward (the M of its GEMMs) from the data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from octavo.config.sections.rl import BEYOND_SFT
 from octavo.data.loaders.from_config import train_loader
 from octavo.train.errors import TrainError
 
-MICRO_BATCHES = 8  # the number that is read
-_PIXELS = 1024 * 1024  # pixels of an image where data.max_pixels is not set
+MICRO_BATCHES = 8  # number of micro-batches to read
+_PIXELS = 1024 * 1024  # pixels per image if data.max_pixels is not set
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Tokens:
 
     @property
     def rows(self) -> int:
-        """The rows of the batch."""
+        """The number of rows of the batch."""
         return max(1, self.counts.get("foundation", 0) // self.row)
 
     def shared(self, ranks: int) -> Tokens:
         """Return the tokens of one of the ranks that share a row.
 
-        They are its part of the tokens, which still attend to the whole row, and its part of the images, which stay
-        whole.
+        A rank has a part of the tokens, which still attend to the whole row, and a part of the images, which are not
+        split.
         """
         if ranks == 1:
             return self
@@ -57,24 +57,23 @@ class Tokens:
 
 
 def rows_per_micro_batch(cfg: Config) -> int:
-    """The rows of a micro-batch; each pair makes two rows."""
-    return cfg.train.micro_batch * (2 if _paired(cfg) else 1)
+    """Return the number of rows of a micro-batch; a pair makes two rows."""
+    return cfg.train.micro_batch * (2 if _has_pairs(cfg) else 1)
 
 
-def _paired(cfg: Config) -> bool:
+def _has_pairs(cfg: Config) -> bool:
     return cfg.train.phase == "preference" and (cfg.preference is None or cfg.preference.loss != "kto")
 
 
 def count_tokens(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
-    """Return the mean over the first micro-batches of the training data.
+    """Return the mean token counts over the first micro-batches of the training data.
 
     Padding is included, because GEMMs run over it too. The mean for towers is over micro-batches with an image. Skipped
-    rows do not count: micro-batches are treated as full of the remaining rows. If text-only rows make the mean too
-    short for an image, the row length is the mean over rows with an image. Numbers are rounded up to a multiple of 16,
-    or of 128 from 1024 on, since similar sizes cost the same and can share a measurement.
+    rows do not count; micro-batches are assumed to be full. If text-only rows make the mean too short for an image,
+    the row length is taken from rows with an image. Counts are rounded up to a multiple of 16, or of 128 from 1024 on,
+    since similar sizes cost the same and can share a measurement.
 
-    For phases whose rows have no answers or two, returns what :func:`assume_tokens` returns. Raises DataError as
-    training on these rows would.
+    For phases rl and preference, returns :func:`assume_tokens`. Raises the DataErrors of training on these rows.
     """
     if cfg.train.phase in BEYOND_SFT:
         return assume_tokens(cfg, family.components, config)[0]
@@ -82,60 +81,64 @@ def count_tokens(cfg: Config, processor: Any, family: models.Family, config: Any
     plain = cfg.model_copy(update={"train": train, "data": cfg.data.model_copy(update={"workers": 0})})
     loader = train_loader(plain, processor)
     try:
-        every = (batch for step in loader for batch in step)
-        batches = [*itertools.islice((b for b in every if b["meta"].samples), MICRO_BATCHES)]
+        micro_batches = (batch for step in loader for batch in step)
+        batches = [*itertools.islice((b for b in micro_batches if b["meta"].samples), MICRO_BATCHES)]
     finally:
         loader.close()
     with_image = [batch for batch in batches if batch["meta"].sees]
     rows = cfg.train.micro_batch
-    decoder = _of_full(batches, [batch["input_ids"].numel() for batch in batches], rows)
+    decoder = _mean_of_full(batches, [batch["input_ids"].numel() for batch in batches], rows)
     counts = {"foundation": decoder, "lm_head": decoder, "image_encoder": 0, "image_projector": 0}
     image = 0
     if with_image and family.has_vision:
         patches, features, images = zip(*(_patches(batch, config) for batch in with_image), strict=True)
-        counts["image_encoder"] = _of_full(with_image, patches, rows)
-        counts["image_projector"] = _of_full(with_image, features, rows)
+        counts["image_encoder"] = _mean_of_full(with_image, patches, rows)
+        counts["image_projector"] = _mean_of_full(with_image, features, rows)
         image = max(1, sum(patches) // sum(images))
-        rounding = _rounded(counts["image_encoder"]) / counts["image_encoder"]
-        room = math.ceil(counts["image_projector"] * rounding) + _of_full(
+        rounding = _round_up(counts["image_encoder"]) / counts["image_encoder"]
+        room = math.ceil(counts["image_projector"] * rounding) + _mean_of_full(
             with_image, images, rows
         )  # one text token after each image
         if room > decoder:
-            decoder = max(room, _of_full(with_image, [batch["input_ids"].numel() for batch in with_image], rows))
+            decoder = max(room, _mean_of_full(with_image, [batch["input_ids"].numel() for batch in with_image], rows))
             counts |= {"foundation": decoder, "lm_head": decoder}
     row = max(1, -(-decoder // rows))
     sound = 0
     if family.has_audio:
-        hearing = models.audio_of(config)
-        heard = [batch for batch in batches if batch["meta"].has_audio]
-        sound = hearing.positions if heard else 0
-        sounds = _of_full(heard, [sum(batch["meta"].sounds) for batch in heard], rows) if heard else 0
-        counts |= {"audio_encoder": sounds * sound, "audio_projector": sounds * hearing.features}
-    known = {name: _rounded(counts[name]) for name in family.components if name in counts}
+        audio = models.audio_of(config)
+        with_sound = [batch for batch in batches if batch["meta"].has_audio]
+        sound = audio.positions if with_sound else 0
+        sounds = (
+            _mean_of_full(with_sound, [sum(batch["meta"].sounds) for batch in with_sound], rows) if with_sound else 0
+        )
+        counts |= {"audio_encoder": sounds * sound, "audio_projector": sounds * audio.features}
+    known = {name: _round_up(counts[name]) for name in family.components if name in counts}
     lengths = [length for batch in batches for length in batch["meta"].lengths] if cfg.data.packing else []
     sample = sum(length**2 for length in lengths) // max(1, sum(lengths))
     return Tokens(known, row, image, sample, sound)
 
 
 def complete_tokens(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Tokens:
-    """Return the tokens that a user gave, completed for every component of the family.
+    """Return the given token counts, completed for every component of the family.
 
-    Raises TrainError for a component that the model lacks, or one without tokens.
+    Raises TrainError for an unknown component, and for a component without a count.
     """
     unknown = [name for name in tokens if name not in family.components]
     if unknown:
         raise TrainError(
-            f"tokens were given for {', '.join(unknown)}, which {family.name} lacks; it has "
+            f"tokens were given for {', '.join(unknown)}, but {family.name} has no such component; it has "
             f"{', '.join(family.components)}"
         )
-    follow = ("lm_head", "image_projector", "audio_projector")
-    lacking = [name for name in family.components if name not in tokens and name not in follow]
-    if lacking:
-        raise TrainError(f"tokens are missing for {', '.join(lacking)}; give each its tokens a forward, 0 for none")
+    derived = ("lm_head", "image_projector", "audio_projector")
+    missing = [name for name in family.components if name not in tokens and name not in derived]
+    if missing:
+        raise TrainError(
+            f"tokens are missing for {', '.join(missing)}; give the number of tokens per forward of each, or 0"
+        )
     counts = dict(tokens)
     counts.setdefault("lm_head", tokens.get("foundation", 0))
     if "image_projector" in family.components:
-        counts.setdefault("image_projector", tokens.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
+        counts.setdefault("image_projector", tokens.get("image_encoder", 0) // 4)  # all families merge 2 x 2 patches
     if "audio_projector" in family.components:
         counts.setdefault("audio_projector", tokens.get("audio_encoder", 0) // 2)  # pooled by two
     rows = rows_per_micro_batch(cfg)
@@ -146,16 +149,16 @@ def complete_tokens(cfg: Config, family: models.Family, tokens: Mapping[str, int
 
 
 def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
-    """Return the longest micro-batch that a configuration allows, and a sentence with the assumptions.
+    """Return (tokens of the largest micro-batch that a configuration allows, sentence with the assumptions).
 
     Rows have `train.seq_length` tokens. For a vision model each row has an image of `data.max_pixels` (by default 1
-    megapixel), as far as the row has room.
+    megapixel), or as much of it as fits into the row.
     """
     rows, row, answer, each = rows_per_micro_batch(cfg), cfg.train.seq_length, 0, 1
     message = f"assumed: train.micro_batch {cfg.train.micro_batch} x train.seq_length {row} tokens, rows of one length"
     if cfg.data.packing:
         message = f"assumed: a pack of train.seq_length {row} tokens, as if one sample were all of it"
-    if _paired(cfg):
+    if _has_pairs(cfg):
         message += ", two for each sample"
     if cfg.train.phase == "rl" and cfg.rl is not None:
         answer = cfg.rl.max_new_tokens
@@ -171,7 +174,7 @@ def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, st
         if vision.kind == "tiles":
             tiles = max(1, min(pixels // vision.cells, vision.most, room // (vision.length + vision.ends + 1)))
             image, out = vision.seen(tiles)
-            breaks = tiles * (vision.ends + 1)  # and one text token after each
+            breaks = tiles * (vision.ends + 1)  # with one text token after each
         else:
             out = min(pixels // vision.merge**2, room)
             image = out * vision.merge**2
@@ -182,19 +185,19 @@ def assume_tokens(cfg: Config, components: Any, config: Any) -> tuple[Tokens, st
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     sound = 0
     if "audio_encoder" in components:
-        hearing = models.audio_of(config)
-        heard = min(hearing.features, row - answer - 2)  # the tower pads every sound to the longest
-        fits = heard >= hearing.least
-        sound = hearing.positions if fits else 0
-        counts |= {"audio_encoder": rows * sound, "audio_projector": rows * hearing.features if fits else 0}
-        longest = "the longest" if heard == hearing.features else f"{heard} tokens"
-        message += f", in each a sound of {longest}" if fits else f", no sound: one is {hearing.least} tokens or more"
+        audio = models.audio_of(config)
+        sound_tokens = min(audio.features, row - answer - 2)  # the tower pads every sound to the longest
+        fits = sound_tokens >= audio.least
+        sound = audio.positions if fits else 0
+        counts |= {"audio_encoder": rows * sound, "audio_projector": rows * audio.features if fits else 0}
+        longest = "the longest" if sound_tokens == audio.features else f"{sound_tokens} tokens"
+        message += f", in each a sound of {longest}" if fits else f", no sound: one is {audio.least} tokens or more"
     known = {name: n for name, n in counts.items() if name in components}
     return Tokens(known, row, max(0, image), sound=sound), f"{message}; --tokens says otherwise"
 
 
 def _vision(config: Any) -> models.Vision | None:
-    """Return how images are passed to the tower, or None for a family without a known vision tower."""
+    """Return the input format of the vision tower, or None for a family without a known vision tower."""
     try:
         return models.vision_of(config)
     except models.ModelError:
@@ -202,7 +205,7 @@ def _vision(config: Any) -> models.Vision | None:
 
 
 def attention_flops(config: Any, tokens: Tokens) -> float | None:
-    """Return the FLOPs of attention in one forward and backward, or None if the configuration lacks the sizes.
+    """Return the FLOPs of attention in one forward and backward, or None if the configuration has no sizes.
 
     The forward has 2 products of 2 T S d FLOPs, or half of that under the causal mask. The backward of flash attention,
     which recomputes the scores, has 5 products: 3.5 times the forward in total.
@@ -217,10 +220,10 @@ def attention_flops(config: Any, tokens: Tokens) -> float | None:
         if vision is not None and tokens.image:
             depth = getattr(vision, "depth", None) or vision.num_hidden_layers
             tower = 4 * tokens.counts.get("image_encoder", 0) * tokens.image * vision.hidden_size * depth
-        heard = getattr(config, "audio_config", None)
-        if heard is not None and tokens.sound:
+        audio = getattr(config, "audio_config", None)
+        if audio is not None and tokens.sound:
             places = tokens.counts.get("audio_encoder", 0) * tokens.sound
-            tower += 4 * places * heard.hidden_size * heard.num_hidden_layers
+            tower += 4 * places * audio.hidden_size * audio.num_hidden_layers
     except AttributeError:
         return None
     return 3.5 * (decoder + tower)
@@ -242,11 +245,11 @@ def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
     return sum(patches), sum(map(vision.features, patches)), len(patches)
 
 
-def _of_full(batches: Sequence[Mapping[str, Any]], values: Sequence[int], rows: int) -> int:
+def _mean_of_full(batches: Sequence[Mapping[str, Any]], values: Sequence[int], rows: int) -> int:
     """Scale the values of these batches to the mean of a micro-batch with ``rows`` rows."""
     return -(-sum(values) * rows // sum(len(batch["input_ids"]) for batch in batches))
 
 
-def _rounded(value: int) -> int:
+def _round_up(value: int) -> int:
     unit = 128 if value >= 1024 else 16
     return -(-value // unit) * unit

@@ -315,11 +315,11 @@ def test_log_probabilities_are_minus_the_loss():
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"target": torch.zeros(18, dtype=torch.int64)}, ValueError, r"targets \[18\] are not one for each"),
+        ({"target": torch.zeros(18, dtype=torch.int64)}, ValueError, r"targets \[18\] and hidden .* do not match"),
         ({"target": torch.zeros(19, dtype=torch.int32)}, TypeError, "use torch.int64"),
         ({"target": torch.full((19,), 101)}, IndexError, "from 101 to 101, but the head has 101 classes"),
         ({"target": torch.full((19,), -1)}, IndexError, "marked with -100"),
-        ({"hidden": torch.zeros(19, 23)}, ValueError, "do not belong together"),
+        ({"hidden": torch.zeros(19, 23)}, ValueError, "do not match"),
         ({"hidden": torch.zeros(19, 24, dtype=torch.bfloat16)}, TypeError, "or run under autocast"),
         ({"bias": torch.zeros(100)}, ValueError, r"bias \[100\]"),
         ({"label_smoothing": 1.5}, ValueError, "use 0 to 1"),

@@ -188,7 +188,7 @@ area(
     ),
     (
         "decode-while-training", "fp8/dense/linear.py",
-        "DENSE_OPS if grad else INFERENCE_OPS", "INFERENCE_OPS",
+        "DENSE_OPS if grad_enabled else INFERENCE_OPS", "INFERENCE_OPS",
         "a forward with a gradient takes the kernel of a rollout, and its bits change with it",
         "fp8/kernels/test_decode.py",
     ),

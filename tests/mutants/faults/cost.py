@@ -6,19 +6,19 @@ area(
     "cost",
     (
         "cost-gathers-once", "train/estimate/step_time/wire.py",
-        "gathers = 1 + group.again", "gathers = 1",
+        "gathers = 1 + group.regathered", "gathers = 1",
         "weights that backward gathers again are not counted",
         "train/step_time/test_formulas.py",
     ),
     (
         "cost-no-block-ahead", "train/estimate/step_time/groups.py",
-        "return frozenset(visited + ahead)", "return frozenset(visited)",
+        "return frozenset(reached_blocks + prefetched)", "return frozenset(reached_blocks)",
         "the frozen block that FSDP2 fetches for nothing is not counted",
         "train/step_time/test_counted.py",
     ),
     (
         "cost-gradients-of-keys-in-16-bits", "train/estimate/step_time/wire.py",
-        "(gathering - 1) * shard * 4,", "(gathering - 1) * shard * 2,",
+        "(gathering_ranks - 1) * shard * 4,", "(gathering_ranks - 1) * shard * 2,",
         "gradients of gathered keys are summed in fp32 and told in half of it",
         "train/step_time/test_formulas.py",
     ),
@@ -30,13 +30,13 @@ area(
     ),
     (
         "cost-experts-all-gathered", "train/estimate/memory/states.py",
-        "shape=(-(-p.shape[0] // ways), *p.shape[1:])", "shape=p.shape",
+        "shape=(-(-p.shape[0] // expert_ranks), *p.shape[1:])", "shape=p.shape",
         "ranks that share experts are told to gather all of them",
         "train/memory/test_footprint.py",
     ),
     (
         "cost-what-does-not-fit-is-best", "train/estimate/step_time/search.py",
-        "return candidate.over > 0, not near,", "return False, not near,",
+        "return candidate.excess > 0, not is_close,", "return False, not is_close,",
         "the best mesh does not fit the card",
         "train/step_time/test_formulas.py",
     ),

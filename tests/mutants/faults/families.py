@@ -130,7 +130,8 @@ area(
     ),
     (
         "plan-kinds-of-tokens", "train/estimate/memory/micro_batch.py",
-        '_KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")', '_KINDS = ("mm_token_type_ids",)',
+        '_TOKEN_TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")',
+        '_TOKEN_TYPE_INPUTS = ("mm_token_type_ids",)',
         "a forward without values attends without Gemma's mask and runs no experts for images",
         "train/memory/test_predicted.py",
     ),

@@ -87,7 +87,7 @@ area(
     ),
     (
         'asked-and-not-met', 'fp8/planning/decide.py',
-        'check_requests(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)',
+        'check_requests(policy, rows, {row.name for row, _, why_not in layer_decisions if why_not is None}, step)',
         'None',
         'a component that asks for FP8 and cannot run in it stays in high precision in silence',
         'fp8/test_plan.py',
@@ -212,8 +212,8 @@ area(
     ),
     (
         "fit-of-a-full-card", "train/fit.py",
-        "fitting = [s for s in every if s.over(card) <= 0]",
-        "fitting = [s for s in every if s.footprint.total <= card.size]",
+        "fitting = [s for s in candidates if s.excess(card) <= 0]",
+        "fitting = [s for s in candidates if s.footprint.total <= card.size]",
         "fit counts on memory that is not free",
         "train/test_fit.py",
     ),
@@ -232,7 +232,7 @@ area(
     ),
     (
         "cache-without-its-slots", "train/estimate/memory/rollout.py",
-        '"kv_cache": chosen.held', '"kv_cache": chosen.cache',
+        '"kv_cache": selected.held', '"kv_cache": selected.cache',
         "what is kept of each sequence is not predicted",
         "rl/test_memory.py",
     ),

@@ -156,7 +156,7 @@ def test_compare_bases_rejects_targets_with_one_base(runs, place):
     if not outside.exists():
         shutil.copytree(runs / "lora/adapter", outside)
     cfg = load_target.read_run_config(runs / "lora")
-    with pytest.raises(TrainError, match="was not trained over an FP8 base, and none is asked for"):
+    with pytest.raises(TrainError, match="was not trained on an FP8 base, and none is requested"):
         artifacts.compare_bases(artifacts.inspect_target(outside, place / "tiny"), cfg)
     assert artifacts.compare_bases(
         artifacts.inspect_target(outside, place / "tiny"), cfg, load_in_fp8="block", recipe="off"
@@ -165,7 +165,7 @@ def test_compare_bases_rejects_targets_with_one_base(runs, place):
 
 def test_a_folder_is_evaluated_on_the_data_of_a_configuration(runs, place):
     found, cfg = artifacts.inspect_target(runs / "fp8"), load_target.read_run_config(runs / "full")
-    with pytest.raises(TrainError, match="names no held-out data: give the configuration that does"):
+    with pytest.raises(TrainError, match="has no held-out data: give a configuration"):
         artifacts.evaluate_target(found)
     done: list[tuple[int, int]] = []
     result = artifacts.evaluate_target(found, cfg, progress=lambda n, total: done.append((n, total)))

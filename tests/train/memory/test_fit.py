@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from octavo.config import load_config_text, override
-from octavo.train.estimate.memory.fit import LINK, TIE, _fastest, _settings, propose, settings_of
-from octavo.train.estimate.memory.footprint import CONTEXT, FRAGMENTS, Card, Footprints
+from octavo.train.estimate.memory.card import CONTEXT, FRAGMENTS, Card
+from octavo.train.estimate.memory.fit import LINK, TIE, _combinations, _select_fastest, configured_settings, propose
+from octavo.train.estimate.memory.footprint import MemoryEstimator
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 
@@ -17,7 +18,7 @@ TRAIN = ("logits", "offload_activations", "recompute", "micro_batch")
 
 
 @pytest.fixture(scope="module")
-def all_of(place) -> Footprints:
+def all_of(place) -> MemoryEstimator:
     """Its forwards are counted once for all tests."""
     cfg = load_config_text(f"""
 model: {{path: {place / "text"}}}
@@ -26,7 +27,7 @@ train: {{steps: 6, seq_length: 128, micro_batch: 1, global_batch: 2}}
 """)
     model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
-    return Footprints(cfg, model, family, plan, Tokens({"foundation": 128, "lm_head": 128}, 128, 0))
+    return MemoryEstimator(cfg, model, family, plan, Tokens({"foundation": 128, "lm_head": 128}, 128, 0))
 
 
 def card(usable: float) -> Card:
@@ -36,13 +37,15 @@ def card(usable: float) -> Card:
 
 
 @pytest.mark.long
-def test_fit_prefers_fast_then_exact_settings(all_of) -> None:
+def test_fit_prefers_fast_then_exact_combinations(all_of) -> None:
     found = propose(all_of, card(1e12))
     assert found.best is not None and not found.faster
     assert found.best.relative <= TIE
     rounded = replace(found.best, settings={**found.best.settings, "optimizer.master": "bf16+sr"})
     exact = replace(found.best, settings={**found.best.settings, "optimizer.master": "fp32"})
-    assert _fastest([rounded, replace(exact, seconds=1.005 * exact.seconds)]).settings["optimizer.master"] == "fp32"
+    assert (
+        _select_fastest([rounded, replace(exact, seconds=1.005 * exact.seconds)]).settings["optimizer.master"] == "fp32"
+    )
 
 
 def test_fit_explains_switches_for_a_small_card(all_of, place) -> None:
@@ -50,21 +53,21 @@ def test_fit_explains_switches_for_a_small_card(all_of, place) -> None:
     assert roomy is not None
     tight = propose(all_of, card(0.5 * roomy.footprint.total))
     best = tight.best
-    assert best is not None and best.over(tight.card) <= 0 and tight.reasons
-    assert all(s.over(tight.card) > 0 and s.seconds < best.seconds for s in tight.faster)
+    assert best is not None and best.excess(tight.card) <= 0 and tight.reasons
+    assert all(s.excess(tight.card) > 0 and s.seconds < best.seconds for s in tight.faster)
     # what is proposed is a configuration that can be run
     text = f"""
 model: {{path: {place / "text"}}}
 data: {{train: [{{path: x.json}}]}}
 """
-    lines = [line for line in best.yaml(settings_of(all_of.cfg)) if line != "train:"]
-    more = [line for line in best.yaml() if line.startswith("  ") and line.split(":")[0].strip() in TRAIN]
+    lines = [line for line in best.to_yaml(configured_settings(all_of.cfg)) if line != "train:"]
+    more = [line for line in best.to_yaml() if line.startswith("  ") and line.split(":")[0].strip() in TRAIN]
     lines = [line for line in lines if line not in more]
     made = load_config_text("\n".join([text, *lines, "train:", "  steps: 1", "  global_batch: 2", *more]))
     assert made.optimizer.states == best.settings["optimizer.states"]
-    assert {key: value for key, value in settings_of(made).items() if key in best.settings} == best.settings
-    again = override(all_of.cfg, shlex.split(best.words(settings_of(all_of.cfg))))
-    assert settings_of(again) == settings_of(made)
+    assert {key: value for key, value in configured_settings(made).items() if key in best.settings} == best.settings
+    again = override(all_of.cfg, shlex.split(best.to_overrides(configured_settings(all_of.cfg))))
+    assert configured_settings(again) == configured_settings(made)
 
 
 def test_settings_given_are_held(all_of) -> None:
@@ -76,12 +79,12 @@ def test_settings_given_are_held(all_of) -> None:
 
 
 def test_offloaded_states_cross_the_link_both_ways(all_of) -> None:
-    held = frozenset(settings_of(all_of.cfg)) - {"optimizer.offload"}
-    here, away = sorted(_settings(all_of, card(1e12), 1, held), key=lambda s: s.settings["optimizer.offload"])
+    held = frozenset(configured_settings(all_of.cfg)) - {"optimizer.offload"}
+    here, away = sorted(_combinations(all_of, card(1e12), 1, held), key=lambda s: s.settings["optimizer.offload"])
     assert away.footprint.host > 0 == here.footprint.host
     assert away.seconds - here.seconds == pytest.approx(2 * away.footprint.host / LINK, rel=0.01)
 
 
 def test_fit_reports_that_nothing_fits(all_of) -> None:
     found = propose(all_of, card(1e3))
-    assert found.best is None and found.smallest.over(found.card) > 0 and found.ranks is None
+    assert found.best is None and found.smallest.excess(found.card) > 0 and found.ranks is None

@@ -9,7 +9,7 @@ import pytest
 
 from octavo import data, models, train
 from octavo.models.tiny import tiny
-from octavo.train.estimate.memory.footprint import Footprint, Footprints
+from octavo.train.estimate.memory.footprint import Footprint, MemoryEstimator
 from octavo.train.forward import losses
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
@@ -51,7 +51,7 @@ def first_tokens(cfg) -> Tokens:
 def predicted(cfg, ranks: int = 1) -> Footprint:
     model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family, ranks)
-    return Footprints(cfg, model, family, plan, first_tokens(cfg), device="cpu").of(cfg, ranks)
+    return MemoryEstimator(cfg, model, family, plan, first_tokens(cfg), device="cpu").estimate(cfg, ranks)
 
 
 def counted(cfg) -> dict[str, int]:

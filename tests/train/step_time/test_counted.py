@@ -13,7 +13,7 @@ from octavo import parallel
 from octavo.fp8 import moe
 from octavo.models.tiny import tiny
 from octavo.train.estimate import step_time
-from octavo.train.estimate.memory import Footprints
+from octavo.train.estimate.memory import MemoryEstimator
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step.step import Stepper
@@ -24,26 +24,26 @@ pytestmark = pytest.mark.usefixtures("uncounted")
 
 
 def count(rank: int) -> None:
-    """Every step of this process is counted; the last one is what `counted` reads."""
-    step, deal = Stepper.run, moe.Exchange.deal
-    rows: list[list[int]] = []  # of tokens that come to experts here; of tokens here, back from experts elsewhere
+    """Count the collectives of every step of this process; `counted` reads the last step."""
+    run_step, plan_dispatch = Stepper.run, moe.Exchange.plan_dispatch
+    rows: list[list[int]] = []  # rows from other ranks to local experts, and results of other ranks' experts
 
-    def dealt(self: moe.Exchange, *args: Any) -> Any:
-        found = deal(self, *args)
-        here = torch.distributed.get_rank(self.group)
-        rows.append([sum(there) - there[here] for there in (found.received, found.sent)])
-        return found
+    def record_dispatch(self: moe.Exchange, *args: Any) -> Any:
+        dispatch = plan_dispatch(self, *args)
+        local = torch.distributed.get_rank(self.group)
+        rows.append([sum(counts) - counts[local] for counts in (dispatch.received, dispatch.sent)])
+        return dispatch
 
     def run(self: Stepper, batches: Any, *rest: Any) -> Any:
         rows.clear()
-        with parallel.CommCounter() as found:
-            done = step(self, batches, *rest)
-        here = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
+        with parallel.CommCounter() as counter:
+            result = run_step(self, batches, *rest)
+        file = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
         lengths = sorted({batch["input_ids"].numel() for batch in batches})
-        here.write_text(json.dumps([found.bytes, len(batches), lengths, [sum(n) for n in zip(*rows, strict=True)]]))
-        return done
+        file.write_text(json.dumps([counter.bytes, len(batches), lengths, [sum(n) for n in zip(*rows, strict=True)]]))
+        return result
 
-    Stepper.run, moe.Exchange.deal = run, dealt  # type: ignore[method-assign]
+    Stepper.run, moe.Exchange.plan_dispatch = run, record_dispatch  # type: ignore[method-assign]
 
 
 def counted(cfg: Any, size: int) -> list[dict[str, int]]:
@@ -55,11 +55,11 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     tokens = json.loads((Path(cfg.run.dir).parent / "counted_0.json").read_text())[2]
     assert len(tokens) == 1 or cfg.parallel.context == 1
     counts = dict.fromkeys(family.components, 0) | {"foundation": tokens[0]}
-    sizes = Footprints(cfg, model, family, plan, Tokens(counts, tokens[0], 0), device="cpu")
-    work = step_time.work_of(sizes, cfg)
+    sizes = MemoryEstimator(cfg, model, family, plan, Tokens(counts, tokens[0], 0), device="cpu")
+    work = step_time.estimate_work(sizes, cfg)
     layout = parallel.Layout.from_section(size, cfg.parallel)
-    mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
-    moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
+    mesh = step_time.Mesh.from_layout(layout, cfg.parallel.ulysses, work.decoder.heads)
+    moved = step_time.total_bytes(work.groups(layout), work.decoder, work.rows, mesh, work.two_backwards)
     out = []
     for rank in range(size):
         found, batches, _, rows = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
@@ -67,7 +67,7 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
         # What moves to experts and back depends on what tokens choose; each of these rows once more in backward.
         exact = {kind: batches * n for kind, n in moved.items() if kind not in ("dispatch", "combine")}
         if rows:
-            forwards = 1 + work.rows.again_experts  # backward has each row once, however often it was sent
+            forwards = 1 + work.rows.recomputed_experts  # backward has each row once, however often it was sent
             width, layers = work.rows.width, work.decoder.sparse
             there, back = (of(layers, width) / layers for of in (work.decoder.rows, work.decoder.gradients))
             come, gone = (n // forwards * work.decoder.hidden for n in rows)

@@ -1,13 +1,13 @@
-"""Memory that a micro-batch keeps for its backward, counted in a forward of the real modules without values.
+"""Counts the memory that a micro-batch keeps for backward, in a forward of the real modules on fake tensors.
 
-What a block keeps depends on its norms, its attention, shared inputs and recomputation, that is on code rather than on
-a formula. So the blocks themselves run here, with the plan applied, on fake tensors, which have a shape, a dtype and a
-storage size but no allocated memory. The accountant (:mod:`octavo.fp8.memory.accounting`) counts what stays alive. A
-layer with the width of an 8-billion-parameter model takes a tenth of a second for 8192 tokens.
+The memory that a block keeps depends on its norms, its attention, shared inputs and recomputation, so no formula gives
+it. Instead the blocks run here, with the plan applied, on fake tensors, which have a shape, a dtype and a storage size
+but no allocated memory. The accountant (:mod:`octavo.fp8.memory.accounting`) counts the tensors that stay alive. A
+layer of an 8-billion-parameter model takes a tenth of a second for 8192 tokens.
 
 Only token ids, positions and masks are real, because models read their values. Equal blocks (in class, shapes and
 recipes) keep equal amounts, so one of each kind runs and represents the others. It runs between two real neighbours,
-because the next block determines what happens to its output. The rest of the model runs whole.
+because the next block determines what happens to its output. All modules outside of blocks run.
 
 Fake tensors are on the CPU. A GPU keeps slightly different amounts: the state of a random generator in attention, and
 under autocast the results of operations that only CUDA runs in fp32.
@@ -38,7 +38,7 @@ from octavo.fp8.memory import ACTIVATION, ChunkedHead, SavedBytes, count_saved
 from octavo.fp8.observe import uncounted
 from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_from_codes, is_frozen
 from octavo.train.errors import TrainError
-from octavo.train.estimate.memory.micro_batch import micro_batch
+from octavo.train.estimate.memory.micro_batch import make_micro_batch
 from octavo.train.forward import critic, losses, routing
 from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
@@ -51,14 +51,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FakeForward:
-    """Bytes that one forward keeps, scaled to the whole model.
+class ForwardBytes:
+    """The bytes that one forward keeps for backward, scaled to the whole model.
 
-    For each component, ``blocks`` is what all its repeating blocks keep, ``outside`` what its other modules keep
-    (embedding output, final norm, merger), ``largest`` the most that one block keeps, and ``recomputed`` what a
-    recomputed block keeps in addition during its backward. ``copies`` are the 16-bit weight copies that autocast keeps
-    until the step's backward. ``logits`` is what the head and the loss keep. ``shared`` are positions and masks, which
-    exist once and are not activations.
+    By component: ``blocks`` is kept by all repeating blocks, ``outside`` by the other modules (embedding output, final
+    norm, merger), ``largest`` by the largest block, and ``recomputed`` in addition by a recomputed block during its
+    backward. ``copies`` are the 16-bit weight copies that autocast keeps until the step's backward. ``logits`` is kept
+    by the head and the loss. ``shared`` are positions and masks, which exist once and are not activations.
     """
 
     blocks: Mapping[str, int]
@@ -69,18 +68,18 @@ class FakeForward:
     shared: int
     recomputed: Mapping[str, int]
 
-    def times(self, rows: int) -> FakeForward:
-        """Return what a forward of this many times the tokens keeps, in rows of the same length."""
+    def scale(self, rows: int) -> ForwardBytes:
+        """Return the bytes of a forward of ``rows`` times as many rows of the same length."""
 
-        def scaled(sizes: Mapping[str, int]) -> dict[str, int]:
+        def scale_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
             return {name: rows * size for name, size in sizes.items()}
 
         return replace(
             self,
-            blocks=scaled(self.blocks),
-            outside=scaled(self.outside),
-            largest=scaled(self.largest),
-            recomputed=scaled(self.recomputed),
+            blocks=scale_sizes(self.blocks),
+            outside=scale_sizes(self.outside),
+            largest=scale_sizes(self.largest),
+            recomputed=scale_sizes(self.recomputed),
             logits=rows * self.logits,
             shared=rows * self.shared,
         )
@@ -90,147 +89,152 @@ class FakeForward:
         return sum(self.blocks.values()) + sum(self.outside.values()) + self.copies
 
 
-def fake_forward(
+def count_forward(
     model: PreTrainedModel,
     family: models.Family,
     plan: fp8.Plan,
     tokens: Tokens,
     cfg: Config,
     autocast: torch.dtype | None,
-    head_alone: bool = False,
-    dressed: nn.Module | None = None,
-) -> FakeForward:
-    """Count the bytes that a forward of these tokens keeps.
+    head_only: bool = False,
+    adapted_model: nn.Module | None = None,
+) -> ForwardBytes:
+    """Return the bytes that a forward of these tokens keeps.
 
     Args:
         model: stock, on the meta device, frozen as in the run; it is not changed.
-        dressed: the same with adapters, where the run has any.
+        adapted_model: the same model with adapters, if the run has any.
         plan: the plan of this model. It is applied with the reference backend, which keeps what every backend keeps.
         tokens: rows that all have ``tokens.row`` tokens, images of ``tokens.image`` patches, and the number of tokens
             with a loss (``lm_head``).
-        autocast: the dtype of autocast; None means without autocast.
-        head_alone: run as little as possible before the head; only ``logits`` is then meaningful.
+        autocast: the dtype of autocast, or None if autocast is off.
+        head_only: run as little as possible before the head; only ``logits`` is then meaningful.
         cfg: the dtype of the parameters, the recomputation of blocks, and the loss.
 
     Raises TrainError if the images' tokens do not fit into the rows or if the forward fails.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.disabled = True  # it would print a traceback of the error that is reported below in a sentence
+    log.disabled = True  # it would print a traceback of an error that is reported below
     try:
-        dressed = model if dressed is None else dressed
-        counted = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
+        adapted_model = model if adapted_model is None else adapted_model
+        saved = _count_forward(model, adapted_model, family, plan, tokens, cfg, autocast, head_only)
         routers = [row.name for row in plan.rows if row.kind == "router"] if routing.aux_loss_coef(cfg, model) else []
-        if not routers or head_alone:
-            return counted
-        with_balance = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
-        _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
-        some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
+        if not routers or head_only:
+            return saved
+        balanced = _count_forward(model, adapted_model, family, plan, tokens, cfg, autocast, with_balance_loss=True)
+        _, represented = _keep_representatives(model, family, _block_kinds(adapted_model, family, plan))
+        routers_run = sum(any(name.startswith(f"{block}.") for block in represented) for name in routers)
         return replace(
-            counted, logits=counted.logits + (with_balance.logits - counted.logits) * len(routers) // max(1, some)
+            saved, logits=saved.logits + (balanced.logits - saved.logits) * len(routers) // max(1, routers_run)
         )
     except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise
         raise TrainError(
-            f"what a forward of {tokens.row} tokens a row keeps cannot be counted, because {type(model).__name__} does "
-            f"not run it: {' '.join(str(error).split())[:300]}"
+            f"cannot count the activations of a forward with {tokens.row} tokens per row: {type(model).__name__} "
+            f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
     finally:
         log.disabled = False
 
 
-def _counted(
+def _count_forward(
     model: PreTrainedModel,
-    dressed: nn.Module,
+    adapted_model: nn.Module,
     family: models.Family,
     plan: fp8.Plan,
     tokens: Tokens,
     cfg: Config,
     autocast: torch.dtype | None,
-    head_alone: bool = False,
-    balanced: bool = False,
-) -> FakeForward:
-    """Run the forward.
+    head_only: bool = False,
+    with_balance_loss: bool = False,
+) -> ForwardBytes:
+    """Run the forward and count.
 
-    ``balanced`` adds the load-balancing loss of the remaining routers; ``logits`` then includes a part for each.
+    ``with_balance_loss`` adds the load-balancing loss of the remaining routers; ``logits`` then includes their part.
     """
     dtype = model_dtype(cfg)
-    small, standing = _shrunk(model, family, _kinds(dressed, family, plan), head_alone)
-    fp8.apply(small, _cut(plan, small))
-    frozen_base.attach_adapters_like(small, dressed, family, cfg)
+    small, represented = _keep_representatives(model, family, _block_kinds(adapted_model, family, plan), head_only)
+    fp8.apply(small, _restrict_plan(plan, small))
+    frozen_base.attach_adapters_like(small, adapted_model, family, cfg)
     head = chunked_head(small) if cfg.train.logits == "chunked" else None
     small.train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    _without_values(small, mode, dtype)
-    some = replace(family, layer_globs=tuple(standing))
-    reduce_saved_activations(small, some, plan, _of_this(cfg, family), lambda text: None)
-    batch = micro_batch(small, family, replace(tokens, image=0, sound=0) if head_alone else tokens, mode)
-    judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
+    _replace_with_fakes(small, mode, dtype)
+    small_family = replace(family, layer_globs=tuple(represented))
+    reduce_saved_activations(small, small_family, plan, _without_device_settings(cfg, family), lambda text: None)
+    batch = make_micro_batch(small, family, replace(tokens, image=0, sound=0) if head_only else tokens, mode)
+    loss_positions = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:
-        keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has no next token to predict
-    computing = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-    blocks = [(name, small.get_submodule(name)) for name in standing]
+        keep = torch.arange(max(1, min(tokens.row - 1, loss_positions)))  # the last token has no next token to predict
+    autocast_context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    blocks = [(name, small.get_submodule(name)) for name in represented]
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "Accessing the data pointer of FakeTensor"
         )  # an adapter with 0 here could be skipped as an identity
         counting = count_saved(small, blocks)
-        with _nothing_older(), uncounted(), counting as counted, _ForFakeTensors(), computing:
+        with _freeze_gc(), uncounted(), counting as saved, _FakeTensorFallbacks(), autocast_context:
             if autocast is None and "pixel_values" in batch:  # as in octavo.train.forward.forward
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
-            if balanced:
+            if with_balance_loss:
                 batch["output_router_logits"] = True
-            loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
-        report = counted.report()
+            loss = _compute_loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
+        report = saved.report()
     del loss
     weights = set() if autocast is None else {(autocast, tuple(p.shape)) for p in small.parameters()}
-    return _scaled(report, small, family, standing, weights)
+    return _scale_to_model(report, small, family, represented, weights)
 
 
-def _of_this(cfg: Config, family: models.Family) -> Config:
-    """Return the configuration without device settings and without recomputation of components that the model lacks.
+def _without_device_settings(cfg: Config, family: models.Family) -> Config:
+    """Return the configuration without device settings and without recomputation of missing components.
 
     Memory that is moved to the host counts as kept here; :mod:`octavo.train.estimate.memory.footprint` subtracts it.
     """
-    ways = {component: how for component, how in cfg.train.recompute if component in family.components}
+    recompute = {component: how for component, how in cfg.train.recompute if component in family.components}
     without_device = {"offload_activations": False, "synchronize_per_layer": False}
-    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **without_device})
+    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**recompute), **without_device})
     return cfg.model_copy(update={"train": train})
 
 
-def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHead | None, cfg: Config) -> Tensor:
-    """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next token."""
+def _compute_loss(
+    model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHead | None, cfg: Config
+) -> Tensor:
+    """Return the loss of a micro-batch, for the next tokens of the positions ``keep``."""
     target = batch["input_ids"][:, keep]
-    trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-    trim: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
+    accepts_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    trim: dict[str, Any] = {"logits_to_keep": keep} if accepts_keep else {}
     if cfg.train.phase in BEYOND_SFT:
-        nothing: list[Tensor] = []
-        values = critic.values(model, alone=False) if critic.is_enabled(cfg) else nullcontext(nothing)
-        with values as of_critic:
-            logs = _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
-        return sum((value.sum() for value in of_critic), logs)
-    smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
+        no_values: list[Tensor] = []
+        values = critic.values(model, alone=False) if critic.is_enabled(cfg) else nullcontext(no_values)
+        with values as critic_values:
+            log_probs = _log_prob_loss(model, batch, keep if accepts_keep else None, target, head, cfg)
+        return sum((value.sum() for value in critic_values), log_probs)
+    smoothing: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
         out = model(**batch, **trim, use_cache=False)
-        loss = losses.cross_entropy(out.logits if trims else out.logits[:, keep], target, **smooth).sum()
+        loss = losses.cross_entropy(out.logits if accepts_keep else out.logits[:, keep], target, **smoothing).sum()
     else:
-        with head.losses(target, **smooth, chunk=target.numel()) as by_head:
+        with head.losses(target, **smoothing, chunk=target.numel()) as head_loss:
             out = model(**batch, **trim, use_cache=False)
-            loss = by_head.checked_losses(out.logits).sum()
+            loss = head_loss.checked_losses(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
 
 
-def _of_log_probs(
+def _log_prob_loss(
     model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: ChunkedHead | None,
     cfg: Config,
 ) -> Tensor:  # fmt: skip
-    """The same for phases that learn from log-probabilities; their objectives keep only a few numbers per token."""
+    """Return a sum of log-probabilities, for phases that train on them.
+
+    Their objectives keep only a few numbers per token, which are not counted.
+    """
     options: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
     entropy = cfg.train.phase == "rl"
     if head is not None:
-        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as by_head:
-            return by_head.checked_losses(model(**batch, **options).logits).sum()
+        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as head_loss:
+            return head_loss.checked_losses(model(**batch, **options).logits).sum()
     logits = model(**batch, **options).logits
     return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
@@ -238,8 +242,8 @@ def _of_log_probs(
 # --- one block of each kind -------------------------------------------------------------------------------------------
 
 
-def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tuple[str, Any]]:
-    """Return (name, everything that determines the memory that it keeps) for every block."""
+def _block_kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tuple[str, Any]]:
+    """Return (name, key of everything that determines its memory) for every block."""
     recipes = [(row.row.module, row.recipe, row.row.frozen) for row in plan.rows]
     fused = [(block.name, block.fused) for block in plan.blocks]
     out = []
@@ -250,36 +254,41 @@ def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tupl
     return out
 
 
-def _shrunk(
-    model: PreTrainedModel, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
+def _keep_representatives(
+    model: PreTrainedModel, family: models.Family, kinds: list[tuple[str, Any]], head_only: bool = False
 ) -> tuple[PreTrainedModel, dict[str, int]]:
-    """Return a copy with only the needed blocks, and how many blocks each represents (0: only a neighbour)."""
+    """Return (a copy with only the needed blocks, name -> number of blocks that it represents).
+
+    A block that is only needed as a neighbour represents 0 blocks.
+    """
     members: dict[Any, list[int]] = {}
     towers: dict[str, list[int]] = {}
     for i, (name, kind) in enumerate(kinds):
         members.setdefault(kind, []).append(i)
         towers.setdefault(name.rpartition(".")[0], []).append(i)
-    stands = {tower[0]: 0 for tower in towers.values()}  # the first block shows what blocks return
-    for alike in [] if head_alone else members.values():
-        stands[alike[len(alike) // 2]] = len(alike)
+    represented = {tower[0]: 0 for tower in towers.values()}  # the first block shows what blocks return
+    for members_of_kind in [] if head_only else members.values():
+        represented[members_of_kind[len(members_of_kind) // 2]] = len(members_of_kind)
     for tower in towers.values():
-        for i in [i for i in tower if stands.get(i, 0) > 1 and i + 1 in tower]:
-            stands.setdefault(i + 1, 0)
+        for i in [i for i in tower if represented.get(i, 0) > 1 and i + 1 in tower]:
+            represented.setdefault(i + 1, 0)
     shapes: dict[str, list[int]] = {tower: [] for tower in towers}
     blocks = family.layers(model)
     memo: dict[int, Any] = {
-        id(block): _passing(block, shapes[name.rpartition(".")[0]])
+        id(block): _make_passthrough(block, shapes[name.rpartition(".")[0]])
         for i, (name, block) in enumerate(blocks)
-        if i not in stands
+        if i not in represented
     }
     small = copy.deepcopy(model, memo)
-    for i in stands:
-        small.get_submodule(kinds[i][0]).register_forward_hook(_Telling(shapes[kinds[i][0].rpartition(".")[0]]))
-    return small, {kinds[i][0]: n for i, n in sorted(stands.items())}
+    for i in represented:
+        small.get_submodule(kinds[i][0]).register_forward_hook(
+            _OutputLengthHook(shapes[kinds[i][0].rpartition(".")[0]])
+        )
+    return small, {kinds[i][0]: n for i, n in sorted(represented.items())}
 
 
-class _Telling:
-    """A forward hook that records how many values a block's tuple has, and nothing where it returns a tensor."""
+class _OutputLengthHook:
+    """A forward hook that records the length of a block's output tuple, or nothing if the output is a tensor."""
 
     def __init__(self, parts: list[int]) -> None:
         self.parts = parts
@@ -288,8 +297,8 @@ class _Telling:
         self.parts[:] = [len(output)] if isinstance(output, tuple) else []
 
 
-class _Passing(nn.Module):
-    """Replaces a block that does not run; passes the hidden states on in the form that the block would."""
+class _Passthrough(nn.Module):
+    """Replaces a block that does not run, and returns its hidden states in the block's output format."""
 
     def __init__(self, parts: list[int]) -> None:
         nn.Module.__init__(self)  # not the __init__ of the block's class
@@ -299,21 +308,22 @@ class _Passing(nn.Module):
         return (hidden_states, *[None] * (self.parts[0] - 1)) if self.parts else hidden_states
 
 
-def _passing(block: nn.Module, parts: list[int]) -> nn.Module:
-    """A subclass of the block's class, by which transformers counts layers for projectors that ask for one's output."""
+def _make_passthrough(block: nn.Module, parts: list[int]) -> nn.Module:
+    """Return a passthrough for a block, as a subclass of its class: transformers counts layers by class to record the
+    outputs that some projectors need."""
     kind = type(block)
-    return type(f"Passing{kind.__name__}", (_Passing, kind), {})(parts)
+    return type(f"Passthrough{kind.__name__}", (_Passthrough, kind), {})(parts)
 
 
-def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
-    """Return the plan of the remaining layers, on backends that run on the CPU.
+def _restrict_plan(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
+    """Return the plan of the remaining layers, on CPU backends.
 
-    Weights that are FP8 between steps do not change what a forward keeps, so here none is.
+    `fp8.param` is switched off, because it does not change what a forward keeps.
     """
     names = {name for name, _ in small.named_modules()}
     cpu = torch.device("cpu")
 
-    def moved(row: fp8.PlanRow) -> fp8.PlanRow:
+    def move_row(row: fp8.PlanRow) -> fp8.PlanRow:
         if row.recipe is None:
             return row
         return replace(
@@ -324,7 +334,7 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
     return replace(
         plan,
         policy=replace(plan.policy, param=False, components=parts),
-        rows=tuple(moved(row) for row in plan.rows if row.row.module in names),
+        rows=tuple(move_row(row) for row in plan.rows if row.row.module in names),
         blocks=tuple(b for b in plan.blocks if b.name in names),
     )
 
@@ -332,14 +342,14 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
 # --- tensors without values -------------------------------------------------------------------------------------------
 
 
-def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """Replace every parameter and buffer by a fake one on the CPU.
+def _replace_with_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+    """Replace every parameter and buffer with a fake one on the CPU.
 
-    Floating-point parameters get ``dtype``, adapters and a critic their own dtype, and frozen FP8 weights fake codes.
-    Ties are kept.
+    Floating-point parameters get ``dtype``, except in adapters and a critic, which keep their dtype. Frozen FP8 weights
+    get fake codes. Ties are kept.
     """
     fakes: dict[int, Tensor] = {}
-    beside = {
+    kept_dtype = {
         id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.is_critic_parameter(n)
     }
 
@@ -347,7 +357,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         if is_frozen(tensor):
             return frozen(tensor)
         parameter = isinstance(tensor, nn.Parameter)
-        kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in beside else tensor.dtype
+        kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in kept_dtype else tensor.dtype
         with mode:
             empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
         return nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
@@ -357,8 +367,8 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
-        turned = isinstance(tensor, Fp8Weight) and tensor.is_transposed
-        return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
+        transposed = isinstance(tensor, Fp8Weight) and tensor.is_transposed
+        return frozen_from_codes(codes, scale, q.spec, dtype, transposed=transposed)
 
     # Tied tensors have one fake, found by the identity of the original.
     for module in model.modules():
@@ -371,10 +381,10 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
 
 
 @contextmanager
-def _nothing_older() -> Iterator[None]:
+def _freeze_gc() -> Iterator[None]:
     """Freeze existing objects, so that the accountant's garbage collections do not scan them.
 
-    Where the caller has frozen objects itself, nothing is done, because `gc.unfreeze` would unfreeze those too.
+    Does nothing if the caller has frozen objects, because `gc.unfreeze` would unfreeze those too.
     """
     if gc.get_freeze_count():
         yield
@@ -386,13 +396,13 @@ def _nothing_older() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _ForFakeTensors(TorchDispatchMode):
-    """Handles four operations that fake tensors do slowly or not at all.
+class _FakeTensorFallbacks(TorchDispatchMode):
+    """Handles four operations that fake tensors support slowly or not at all.
 
-    The device is answered directly, since half of all calls on tensors in a forward ask only for that. The number of
-    elements that a boolean mask selects depends on its values, so masks are real here and become indices without
-    values. Models compare pixels with a number to drop padding tiles; here no tile is padding, and the answer is a real
-    tensor of one element, expanded. For experts in high precision, torch knows the shape of the result only in BF16.
+    The device is returned directly, since half of all tensor calls in a forward query it. The number of elements that a
+    boolean mask selects depends on its values, so masks are real and become fake indices. Models compare pixels with a
+    number to drop padding tiles; no tile is padding here, so the result is an expanded real tensor. For experts in
+    high precision, torch infers the shape of the result only in BF16.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -407,12 +417,12 @@ class _ForFakeTensors(TorchDispatchMode):
             indices: list[Tensor | None] = []
             for index in args[1]:
                 real = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-                indices += self._chosen(index, args[0].fake_mode) if real else [index]
+                indices += self._fake_indices(index, args[0].fake_mode) if real else [index]
             args = (args[0], indices, *args[2:])
         return func(*args, **(kwargs or {}))
 
-    def _chosen(self, mask: Tensor, mode: FakeTensorMode) -> list[Tensor | None]:
-        """Return as many indices as a mask selects; their values do not matter."""
+    def _fake_indices(self, mask: Tensor, mode: FakeTensorMode) -> list[Tensor | None]:
+        """Return fake indices, as many as a mask selects."""
         count = int(mask.sum())
         with mode:
             return [torch.empty(count, dtype=torch.int64, device="cpu") for _ in mask.shape]
@@ -428,14 +438,15 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 # --- scaling the counts to the whole model ----------------------------------------------------------------------------
 
 
-def _scaled(
+def _scale_to_model(
     report: SavedBytes,
     small: nn.Module,
     family: models.Family,
-    standing: Mapping[str, int],
+    represented: Mapping[str, int],
     weights: set[tuple[torch.dtype, tuple[int, ...]]],
-) -> FakeForward:
-    """Scale a report of the blocks that ran to the whole model; ``standing`` is how many each block represents."""
+) -> ForwardBytes:
+    """Scale a report of the blocks that ran to the whole model; ``represented`` maps a block to its number of
+    blocks."""
     # Outside of blocks, tensors count once; a block's count once for each block that it represents.
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
@@ -446,7 +457,7 @@ def _scaled(
         elif not row.module or family.component_of(row.module) == "lm_head":
             logits += row.bytes
         elif (row.dtype, row.shape) in weights and "_to_copy" in row.op:
-            copies += row.bytes * max(1, standing.get(row.block, 1))
+            copies += row.bytes * max(1, represented.get(row.block, 1))
         elif row.block:
             per_block[row.block] = per_block.get(row.block, 0) + row.bytes
         else:
@@ -454,8 +465,8 @@ def _scaled(
             outside[component] = outside.get(component, 0) + row.bytes
     blocks: dict[str, int] = {}
     largest: dict[str, int] = {}
-    for name, count in standing.items():
+    for name, count in represented.items():
         component, size = family.component_of(name) or "foundation", per_block.get(name, 0)
         blocks[component] = blocks.get(component, 0) + count * size
         largest[component] = max(largest.get(component, 0), size)
-    return FakeForward(blocks, outside, largest, copies, logits, shared, {})
+    return ForwardBytes(blocks, outside, largest, copies, logits, shared, {})

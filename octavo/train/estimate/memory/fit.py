@@ -1,18 +1,18 @@
-"""The fastest setting that fits a card: the memory and time of every combination of switches.
+"""Finds the fastest settings that fit a card, by the memory and time of every combination of switches.
 
 Memory is predicted by `footprint`. Times are **estimates** for comparing settings with each other: FLOPs and bytes
 divided by assumed speeds; nothing is measured. With F the FLOPs of a forward over a step's tokens, a step costs:
 
     3 F                  forward and backward
-    + F of a component   its blocks are recomputed in full; 0.65 of it where selective (norms and MLP)
-    + 2 F                weights are updated in backward and the norm is clipped: a second backward, in which
-                         recomputed blocks are recomputed again
+    + F of a component   if its blocks are recomputed in full; 0.65 F if selective (norms and MLP)
+    + 2 F                update in backward with clipping: a second backward, in which recomputed blocks are
+                         recomputed again
     + F of the head      chunked logits
     + bytes / HBM        weights read in every micro-step, gradients added, weights and states updated; weights cast at
-                         each use; activations saved in FP8: one more pass over the ones they replace
-    + bytes / LINK       states moved to host memory and back; for activations only the time beyond the computation
+                         each use; activations saved in FP8: one more pass over the activations they replace
+    + bytes / LINK       states moved to host memory and back; for activations only the time that exceeds computation
 
-Settings within 1 % of the fastest count as equally fast. Among them the more exact one is chosen: an fp32 or `bf16+16`
+Settings within 1 % of the fastest count as equally fast. Of these, the most exact is chosen: an fp32 or `bf16+16`
 master before `bf16+sr`, then moments in more bits, then activations in more bits.
 """
 
@@ -27,9 +27,16 @@ from typing import Any
 
 from octavo.config import Config
 from octavo.train.errors import TrainError
-from octavo.train.estimate.memory.activations import FakeForward
-from octavo.train.estimate.memory.footprint import Card, Footprint, Footprints, changed, refused, value_of
-from octavo.train.estimate.memory.mesh import layout_of
+from octavo.train.estimate.memory.activations import ForwardBytes
+from octavo.train.estimate.memory.card import Card
+from octavo.train.estimate.memory.footprint import (
+    Footprint,
+    MemoryEstimator,
+    breaks_rule,
+    value_of,
+    with_settings,
+)
+from octavo.train.estimate.memory.mesh import make_layout
 from octavo.train.estimate.memory.switches import SWITCHES
 from octavo.train.setup.planning import count_micro_steps, data_ranks, samples_per_step
 
@@ -44,12 +51,12 @@ RANKS = (2, 4, 8, 16, 32, 64)
 
 Settings = Mapping[str, Any]
 _RECOMPUTE = SWITCHES["train.recompute"][0]
-_CHOSEN = (
+_SEARCHED = (
     "optimizer.master", "optimizer.states", "optimizer.update", "optimizer.offload",
     "fp8.activations", "fp8.weight_codes", "train.logits", "train.offload_activations",
 )  # fmt: skip
-_CHOICES = {key: SWITCHES[key][0] for key in _CHOSEN}
-_EXACT = {
+_CHOICES = {key: SWITCHES[key][0] for key in _SEARCHED}
+_ROUNDING_ORDER = {
     "optimizer.master": {"fp32": 0, "bf16+16": 0, "bf16+sr": 1},
     "optimizer.states": {"fp32": 0, "bf16": 1, "fp8": 2},
     "fp8.activations": {"bf16": 0, "fp8": 1},
@@ -58,9 +65,9 @@ _EXACT = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A combination: its settings by dotted key, its footprint, and its estimated time.
+    """A combination of switches: settings by dotted key, footprint, and estimated seconds of a step.
 
-    The time is relative to the fastest of all combinations, including those that do not fit.
+    ``relative`` is the time relative to the fastest combination, including those that do not fit.
     """
 
     settings: Settings
@@ -68,25 +75,25 @@ class Setting:
     seconds: float
     relative: float = 1.0
 
-    def over(self, card: Card) -> int:
-        """Bytes that it needs beyond the card's memory; negative if bytes stay free."""
+    def excess(self, card: Card) -> int:
+        """Return the bytes that exceed the card; negative if bytes stay free."""
         return self.footprint.total - card.usable
 
-    def differing(self, other: Settings) -> Settings:
-        """The settings that differ from ``other``; a key missing there counts as different."""
+    def differences(self, other: Settings) -> Settings:
+        """Return the settings that differ from ``other``; a key that is missing there counts as different."""
         return {key: value for key, value in self.settings.items() if key not in other or other[key] != value}
 
-    def words(self, other: Settings) -> str:
-        """The differences from ``other`` as `key=value` words for the command line, quoted where a shell needs it."""
-        pairs = (f"{key}={_word(value).replace(' ', '')}" for key, value in self.differing(other).items())
+    def to_overrides(self, other: Settings) -> str:
+        """Return the differences from ``other`` as `key=value` words for the command line, quoted for the shell."""
+        pairs = (f"{key}={_format_value(value).replace(' ', '')}" for key, value in self.differences(other).items())
         return " ".join(shlex.quote(pair) for pair in pairs)
 
-    def yaml(self, other: Settings = MappingProxyType({})) -> list[str]:
-        """The differences from ``other`` as lines of a configuration file."""
+    def to_yaml(self, other: Settings = MappingProxyType({})) -> list[str]:
+        """Return the differences from ``other`` as lines of a configuration file."""
         sections: dict[str, list[str]] = {}
-        for key, value in self.differing(other).items():
+        for key, value in self.differences(other).items():
             section, name = key.split(".")
-            sections.setdefault(section, []).append(f"  {name}: {_word(value)}")
+            sections.setdefault(section, []).append(f"  {name}: {_format_value(value)}")
         return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
 
     def to_json(self) -> dict[str, Any]:
@@ -102,137 +109,136 @@ class Setting:
 class Fit:
     """The result of the search.
 
-    ``best`` is the fastest setting that fits, or None. ``reasons`` says what each of its switches is for. ``exacter``
-    are settings that fit and round less somewhere and nowhere more, fastest first. ``faster`` are the fastest settings
-    that do not fit. ``smallest`` needs the least memory. Where nothing fits, ``ranks`` is the number of GPUs over which
-    something would; None means that none of the tried numbers suffices or that none was tried.
+    ``best`` is the fastest setting that fits, or None. ``reasons`` gives a reason for each of its switches.
+    ``more_exact`` are settings that fit and round less, fastest first. ``faster`` are the fastest settings that do not
+    fit. ``smallest`` needs the least memory. If nothing fits, ``ranks`` is a number of GPUs on which a setting fits, or
+    None if no number was found. ``tried`` is the number of combinations.
     """
 
     card: Card
     best: Setting | None
     reasons: tuple[str, ...]
-    exacter: tuple[Setting, ...]
+    more_exact: tuple[Setting, ...]
     faster: tuple[Setting, ...]
     smallest: Setting
     ranks: int | None
     tried: int
 
 
-def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
-    """Search all combinations; ``held`` are dotted keys whose configured value is not changed."""
+def propose(sizes: MemoryEstimator, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
+    """Search all combinations; ``held`` are dotted keys that keep their configured value."""
     fixed = frozenset(held)
-    every = list(_settings(sizes, card, ranks, fixed))
-    best_time = min(s.seconds for s in every)
-    every = [replace(s, relative=s.seconds / best_time) for s in every]
-    fitting = [s for s in every if s.over(card) <= 0]
-    best = _fastest(fitting)
-    smallest = min(every, key=lambda s: s.footprint.total)
+    candidates = list(_combinations(sizes, card, ranks, fixed))
+    best_time = min(s.seconds for s in candidates)
+    candidates = [replace(s, relative=s.seconds / best_time) for s in candidates]
+    fitting = [s for s in candidates if s.excess(card) <= 0]
+    best = _select_fastest(fitting)
+    smallest = min(candidates, key=lambda s: s.footprint.total)
     if best is None:
-        makes = (n for n in RANKS if n > ranks and _makes(sizes.cfg, n))
-        wider = (n for n in makes if samples_per_step(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
+        possible = (n for n in RANKS if n > ranks and _is_possible(sizes.cfg, n))
+        divisible = (n for n in possible if samples_per_step(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
         fitting_ranks = next(
-            (n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, fixed))), None
+            (n for n in divisible if any(s.excess(card) <= 0 for s in _combinations(sizes, card, n, fixed))), None
         )
-        return Fit(card, None, (), (), (), smallest, fitting_ranks, len(every))
-    ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
-    reasons, exacter = tuple(_reasons(best, every, card, sizes, ranks)), _first(_exacter(best, fitting))
-    return Fit(card, best, reasons, exacter, _first(_spread(ahead)), smallest, None, len(every))
+        return Fit(card, None, (), (), (), smallest, fitting_ranks, len(candidates))
+    faster = sorted((s for s in candidates if s.excess(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
+    reasons, more_exact = tuple(_explain(best, candidates, card, sizes, ranks)), _take(_more_exact(best, fitting))
+    return Fit(card, best, reasons, more_exact, _take(_spread_by_memory(faster)), smallest, None, len(candidates))
 
 
-def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
-    """All combinations except those whose weights and states alone do not fit; all, if none remained."""
+def _combinations(sizes: MemoryEstimator, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
+    """Yield all combinations except those whose weights and states alone do not fit; all, if none of them fit."""
     cfg = sizes.cfg
     choices = dict(_CHOICES)
-    fixed = (
-        cfg.fp8.plan is not None or not sizes.plan.share
-    )  # the plan file decides; without FP8 there is nothing to choose
-    decided = {"fp8.activations", "fp8.weight_codes"} if fixed else set()
-    held |= decided
+    # A plan file decides about FP8; without FP8 there is no choice.
+    fixed = cfg.fp8.plan is not None or not sizes.plan.share
+    decided_keys = {"fp8.activations", "fp8.weight_codes"} if fixed else set()
+    held |= decided_keys
     for key in held & set(choices):
         choices[key] = (value_of(cfg, key),)
-    towers = [c for c, _ in cfg.train.recompute if c in sizes.family.components]
-    ways = [dict(zip(towers, how, strict=True)) for how in itertools.product(_RECOMPUTE, repeat=len(towers))]
+    components = [c for c, _ in cfg.train.recompute if c in sizes.family.components]
+    products = itertools.product(_RECOMPUTE, repeat=len(components))
+    recompute_options = [dict(zip(components, modes, strict=True)) for modes in products]
     if held & {"train.recompute"}:
-        ways = [{c: how for c, how in cfg.train.recompute if c in towers}]
-    batches = [cfg.train.micro_batch] if "train.micro_batch" in held else _batches(cfg, ranks)
-    given_all = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    bases = [(values_of, changed(cfg, values_of)) for values_of in given_all]
-    bases = [(values_of, base) for values_of, base in bases if not refused(base)]
-    standing = [sizes.standing(base, ranks) for _, base in bases]
-    limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
-    rows_of = {micro: micro * max(1, sizes.tokens.rows // cfg.train.micro_batch) for micro in batches}
-    forwards: dict[Any, FakeForward | None] = {}  # what a forward keeps, cached by everything that it depends on
+        recompute_options = [{c: mode for c, mode in cfg.train.recompute if c in components}]
+    micro_batches = [cfg.train.micro_batch] if "train.micro_batch" in held else _micro_batches(cfg, ranks)
+    combinations = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    bases = [(values, with_settings(cfg, values)) for values in combinations]
+    bases = [(values, base) for values, base in bases if not breaks_rule(base)]
+    persistent = [sizes.persistent_bytes(base, ranks) for _, base in bases]
+    limit = card.usable if min(persistent, default=0) <= card.usable else max(persistent, default=0)
+    rows_by_micro = {micro: micro * max(1, sizes.tokens.rows // cfg.train.micro_batch) for micro in micro_batches}
+    forwards: dict[Any, ForwardBytes | None] = {}  # bytes of a forward, cached by everything that they depend on
 
-    def kept_by(candidate: Config, way: Mapping[str, str]) -> FakeForward | None:
-        candidate = sizes.computing(candidate, ranks)
-        key = (candidate.fp8.activations, *sizes.forward_of(candidate), candidate.train.logits, *way.values())
-        rows = rows_of[candidate.train.micro_batch]
+    def find_forward(candidate: Config, recompute: Mapping[str, str]) -> ForwardBytes | None:
+        candidate = sizes.single_process_config(candidate, ranks)
+        key = (candidate.fp8.activations, *sizes.forward_dtypes(candidate), candidate.train.logits, *recompute.values())
+        rows = rows_by_micro[candidate.train.micro_batch]
         if key not in forwards:
-            forwards[key] = _kept(sizes, candidate, way)
-        one = forwards[key]
-        if one is not None and (*key, rows) not in forwards:
-            forwards[*key, rows] = one.times(rows)
-        return one and forwards[*key, rows]
+            forwards[key] = _combine_forward(sizes, candidate, recompute)
+        forward = forwards[key]
+        if forward is not None and (*key, rows) not in forwards:
+            forwards[*key, rows] = forward.scale(rows)
+        return forward and forwards[*key, rows]
 
-    for (values_of, base), still in zip(bases, standing, strict=True):
-        if still > limit:
+    for (values, base), persistent_size in zip(bases, persistent, strict=True):
+        if persistent_size > limit:
             continue
-        for micro in batches:
-            if values_of["optimizer.update"] == "backward" and samples_per_step(cfg) > micro * data_ranks(cfg, ranks):
+        for micro in micro_batches:
+            if values["optimizer.update"] == "backward" and samples_per_step(cfg) > micro * data_ranks(cfg, ranks):
                 continue
-            candidate = changed(base, {"train.micro_batch": micro})
-            for way in ways:
-                if values_of["train.offload_activations"] and set(way.values()) == {"full"}:
+            candidate = with_settings(base, {"train.micro_batch": micro})
+            for recompute in recompute_options:
+                if values["train.offload_activations"] and set(recompute.values()) == {"full"}:
                     continue
-                forward = kept_by(candidate, way)
+                forward = find_forward(candidate, recompute)
                 if forward is None:
                     continue
-                size = sizes.put_together(candidate, forward, rows_of[micro], ranks)
-                named = {key: value for key, value in values_of.items() if key not in decided}
-                settings = {**named, "train.recompute": _named(way), "train.micro_batch": micro}
-                yield Setting(settings, size, _seconds(sizes, candidate, way, size, forward, ranks))
+                size = sizes.assemble(candidate, forward, rows_by_micro[micro], ranks)
+                chosen = {key: value for key, value in values.items() if key not in decided_keys}
+                settings = {**chosen, "train.recompute": _merge_modes(recompute), "train.micro_batch": micro}
+                yield Setting(settings, size, _estimate_seconds(sizes, candidate, recompute, size, forward, ranks))
 
 
-def _makes(cfg: Config, ranks: int) -> bool:
-    """Whether the configured mesh can have this many ranks."""
+def _is_possible(cfg: Config, ranks: int) -> bool:
+    """Return True if the configured mesh is possible with this many ranks."""
     try:
-        return layout_of(cfg, ranks).ranks > 0
+        return make_layout(cfg, ranks).ranks > 0
     except TrainError:
         return False
 
 
-def _batches(cfg: Config, ranks: int) -> list[int]:
-    """The micro-batches that divide a rank's part of the global batch."""
+def _micro_batches(cfg: Config, ranks: int) -> list[int]:
+    """Return the micro-batch sizes that divide a rank's part of the global batch."""
     if cfg.data.packing:  # a micro-batch is a pack
         return [1]
-    each = max(1, samples_per_step(cfg) // data_ranks(cfg, ranks))
-    return [n for n in range(1, each + 1) if each % n == 0 and samples_per_step(cfg) % n == 0]
+    per_rank = max(1, samples_per_step(cfg) // data_ranks(cfg, ranks))
+    return [n for n in range(1, per_rank + 1) if per_rank % n == 0 and samples_per_step(cfg) % n == 0]
 
 
-def _named(way: Mapping[str, str]) -> Any:
-    values = set(way.values())
-    return values.pop() if len(values) == 1 else dict(way)
+def _merge_modes(recompute: Mapping[str, str]) -> Any:
+    values = set(recompute.values())
+    return values.pop() if len(values) == 1 else dict(recompute)
 
 
-def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> FakeForward | None:
-    """Return what a row keeps with these kinds of recomputation, combined from the components.
+def _combine_forward(sizes: MemoryEstimator, cfg: Config, recompute: Mapping[str, str]) -> ForwardBytes | None:
+    """Return the bytes of a forward of one row with these modes of recomputation, combined from the components.
 
-    None means that this model has nothing to recompute in that way."""
-    chunked = changed(cfg, {"train.recompute": "none", "train.logits": "chunked"})
-    plain = sizes.forward(chunked, 1)
+    Returns None if the model cannot be recomputed that way."""
+    chunked = with_settings(cfg, {"train.recompute": "none", "train.logits": "chunked"})
+    plain = sizes.estimate_forward(chunked, 1)
     if cfg.train.logits == "full":
-        plain = replace(plain, logits=sizes.logits_of(cfg))
+        plain = replace(plain, logits=sizes.head_bytes(cfg))
     blocks, largest, recomputed = dict(plain.blocks), dict(plain.largest), {}
-    for component, how in way.items():
-        if how == "none" or not plain.blocks.get(component):
+    for component, mode in recompute.items():
+        if mode == "none" or not plain.blocks.get(component):
             continue
-        if how == "full":
-            count = sizes.counts[component]
-            one = sizes.input_of(component, cfg)
-            blocks[component], largest[component] = count * one, one
+        if mode == "full":
+            block_input = sizes.block_input_bytes(component, cfg)
+            blocks[component], largest[component] = sizes.counts[component] * block_input, block_input
         else:
             try:
-                other = sizes.forward(changed(chunked, {"train.recompute": how}), 1)
+                other = sizes.estimate_forward(with_settings(chunked, {"train.recompute": mode}), 1)
             except TrainError:
                 return None
             blocks[component], largest[component] = other.blocks[component], other.largest[component]
@@ -240,29 +246,36 @@ def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> FakeForward
     return replace(plain, blocks=blocks, largest=largest, recomputed=recomputed)
 
 
-def _seconds(
-    sizes: Footprints, cfg: Config, way: Mapping[str, str], footprint: Footprint, saved: FakeForward, ranks: int
+def _estimate_seconds(
+    sizes: MemoryEstimator,
+    cfg: Config,
+    recompute: Mapping[str, str],
+    footprint: Footprint,
+    saved: ForwardBytes,
+    ranks: int,
 ) -> float:
-    """Estimate the time of one step on one rank; see the module docstring."""
+    """Return the estimated seconds of one step on one rank; see the module docstring."""
     steps = count_micro_steps(cfg, ranks)
     forward = sizes.forward_flops(footprint.tokens)
-    again = sum(forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[how] for c, how in way.items())
-    total = 3 * sum(forward.values()) + again
-    twice = cfg.optimizer.update == "backward" and cfg.train.clip > 0
-    if twice:
-        total += 2 * sum(forward.values()) + again
-    if sizes.chunks(cfg):
+    recomputed = sum(
+        forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[mode] for c, mode in recompute.items()
+    )
+    total = 3 * sum(forward.values()) + recomputed
+    two_backwards = cfg.optimizer.update == "backward" and cfg.train.clip > 0
+    if two_backwards:
+        total += 2 * sum(forward.values()) + recomputed
+    if sizes.uses_chunked_head(cfg):
         total += forward.get("lm_head", 0.0)
     compute = steps * total / FLOPS
     weights, grads = footprint.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)
     states = footprint.kinds["optimizer"] + footprint.kinds["master"] + (footprint.host if cfg.optimizer.offload else 0)
     # bytes through the card's memory
-    moved = 3 * weights * steps + 2 * grads * steps + 2 * (weights + states)
+    traffic = 3 * weights * steps + 2 * grads * steps + 2 * (weights + states)
     if cfg.fp8.weight_codes == "recast":
-        moved += 2 * 3 * sizes.elements * steps
+        traffic += 2 * 3 * sizes.elements * steps
     if cfg.fp8.activations == "fp8":
-        moved += saved.activations * steps
-    seconds = compute + moved / HBM
+        traffic += saved.activations * steps
+    seconds = compute + traffic / HBM
     if cfg.train.offload_activations:
         seconds += max(0.0, 2 * steps * (saved.activations - footprint.kinds["activations"]) / LINK - compute)
     if cfg.optimizer.offload:
@@ -270,21 +283,21 @@ def _seconds(
     return seconds
 
 
-def _inexact(settings: Settings) -> tuple[int, ...]:
-    return tuple(ranked[settings[key]] for key, ranked in _EXACT.items() if key in settings)
+def _rounding_ranks(settings: Settings) -> tuple[int, ...]:
+    return tuple(ranked[settings[key]] for key, ranked in _ROUNDING_ORDER.items() if key in settings)
 
 
-def _fastest(settings: list[Setting]) -> Setting | None:
+def _select_fastest(settings: list[Setting]) -> Setting | None:
     if not settings:
         return None
     limit = TIE * min(s.seconds for s in settings)
     tied = [s for s in settings if s.seconds <= limit]
-    return min(tied, key=lambda s: (_inexact(s.settings), s.seconds))
+    return min(tied, key=lambda s: (_rounding_ranks(s.settings), s.seconds))
 
 
-def _reasons(best: Setting, every: list[Setting], card: Card, sizes: Footprints, ranks: int) -> Iterator[str]:
-    """For each switch that is on, say what the same setting would need without it."""
-    index = {_key(s.settings): s for s in every}
+def _explain(best: Setting, candidates: list[Setting], card: Card, sizes: MemoryEstimator, ranks: int) -> Iterator[str]:
+    """Yield a sentence for each switch that is on: what the same setting would need without it."""
+    index = {_key(s.settings): s for s in candidates}
     plain = {key: values[0] for key, values in _CHOICES.items()} | {"train.recompute": "none"}
     for key, off in plain.items():
         if best.settings.get(key, off) == off:
@@ -293,50 +306,54 @@ def _reasons(best: Setting, every: list[Setting], card: Card, sizes: Footprints,
         value = best.settings[key]
         before = values[values.index(value) - 1] if value in values else off
         other = index.get(_key({**best.settings, key: before}))
-        if other is None:  # its weights and states alone do not fit, or a rule forbids it
-            without = changed(sizes.cfg, {**best.settings, key: before})
-            if refused(without):
+        if other is None:  # it was skipped: its weights and states alone do not fit, or a rule forbids it
+            without = with_settings(sizes.cfg, {**best.settings, key: before})
+            if breaks_rule(without):
                 continue
-            total = sizes.of(without, ranks).total
+            total = sizes.estimate(without, ranks).total
         else:
             total = other.footprint.total
-        what = f"with {key}: {_word(before)} it would need {gb(total)}, "
+        needs = f"with {key}: {_format_value(before)} the run would need {gb(total)}"
         if total > card.usable:
-            yield f"{key}: {_word(value)}, because {what}{gb(total - card.usable)} too much"
+            yield f"{key}: {_format_value(value)}, because {needs}, {gb(total - card.usable)} too much"
         elif other is not None:
             slower = other.seconds / best.seconds - 1
-            yield f"{key}: {_word(value)}: {what}which fits, and take {100 * slower:+.1f} % time"
+            yield f"{key}: {_format_value(value)}; {needs}, which also fits, and take {100 * slower:+.1f} % time"
 
 
 def _key(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in sorted(settings.items()))
 
 
-def _first(settings: Iterable[Setting], most: int = 3) -> tuple[Setting, ...]:
-    return tuple(itertools.islice(settings, most))
+def _take(settings: Iterable[Setting], limit: int = 3) -> tuple[Setting, ...]:
+    return tuple(itertools.islice(settings, limit))
 
 
-def _exacter(best: Setting, fitting: list[Setting]) -> Iterator[Setting]:
-    """The fastest setting for each way of rounding less than the best."""
-    here, seen = _inexact(best.settings), set()
+def _more_exact(best: Setting, fitting: list[Setting]) -> Iterator[Setting]:
+    """Yield the fastest setting for each combination that rounds less than the best."""
+    best_rounding, seen = _rounding_ranks(best.settings), set()
     for setting in sorted(fitting, key=lambda s: s.seconds):
-        inexact = _inexact(setting.settings)
-        if inexact == here or inexact in seen or any(a > b for a, b in zip(inexact, here, strict=True)):
+        rounding = _rounding_ranks(setting.settings)
+        if (
+            rounding == best_rounding
+            or rounding in seen
+            or any(a > b for a, b in zip(rounding, best_rounding, strict=True))
+        ):
             continue
-        seen.add(inexact)
+        seen.add(rounding)
         yield setting
 
 
-def _spread(ahead: list[Setting]) -> Iterator[Setting]:
-    """The fastest, then each next one that needs clearly less; near neighbours add no information."""
+def _spread_by_memory(faster: list[Setting]) -> Iterator[Setting]:
+    """Yield the fastest setting, then each next one that needs at least 5 % less memory."""
     last = None
-    for setting in ahead:
+    for setting in faster:
         if last is None or setting.footprint.total < 0.95 * last:
             last = setting.footprint.total
             yield setting
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
@@ -344,10 +361,10 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def settings_of(cfg: Config) -> Settings:
-    """The configured values of the settings that a proposal may change."""
+def configured_settings(cfg: Config) -> Settings:
+    """Return the configured values of the settings that a proposal may change."""
     values = {key: value_of(cfg, key) for key in (*_CHOICES, "train.recompute", "train.micro_batch")}
-    return {**values, "train.recompute": _named(dict(cfg.train.recompute))}
+    return {**values, "train.recompute": _merge_modes(dict(cfg.train.recompute))}
 
 
 def gb(size: float) -> str:

@@ -1,15 +1,15 @@
-"""The GPU memory that a run will need, in bytes by kind, computed before any weight is read.
+"""Estimates the GPU memory of a run, in bytes by kind, before any weight is read.
 
     weights       parameters, in the dtype of the model
     master        the extra bits that make a BF16 weight exactly fp32
-    gradients     as they are after backward
+    gradients     after backward
     optimizer     both moments
-    codes         FP8 codes of weights that are kept from step to step
+    codes         FP8 codes of weights, if kept from step to step
     reference     phases rl and preference: the frozen reference model (none with LoRA)
-    kv_cache      phase rl, while completions are generated (`rollout`), when there are no gradients and no activations
-    activations   what a forward keeps for its backward, for the tokens of the largest micro-batch
-    logits        what the head and the loss keep
-    workspace     the largest amount of temporary memory within a step
+    kv_cache      phase rl, while completions are generated (`rollout`); gradients and activations do not exist then
+    activations   tensors saved for backward, for the largest micro-batch
+    logits        tensors saved by the head and the loss
+    workspace     the peak of temporary memory within a step
 
 The first six follow exactly from shapes and the plan (`states`). Activations and logits are counted in a forward
 without values (`activations`). The workspace is estimated here with formulas; none of it is measured. A run reports the
@@ -34,11 +34,10 @@ from octavo.config.rules.general import check
 from octavo.config.sections.train import RecomputeSection
 from octavo.fp8.planning import components_saving_fp8, plan_blocks
 from octavo.parallel import Layout
-from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import states
-from octavo.train.estimate.memory.activations import FakeForward, fake_forward
-from octavo.train.estimate.memory.mesh import keys, layout_of, part
-from octavo.train.estimate.memory.rollout import Rollout, Rollouts, copied
+from octavo.train.estimate.memory.activations import ForwardBytes, count_forward
+from octavo.train.estimate.memory.mesh import key_value_bytes, make_layout, shard_forward
+from octavo.train.estimate.memory.rollout import Rollout, Rollouts, make_copy_counter
 from octavo.train.forward.forward import autocast_dtype, gathers_bf16, model_dtype, why_not_chunked
 from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.token_counts import Tokens, attention_flops
@@ -53,7 +52,7 @@ KINDS = (
 
 # The largest number of logits in a chunk of the head (octavo.fp8.memory.chunked_loss).
 CHUNK = 2**25
-CHUNK_OF_CPU = 2**23
+CPU_CHUNK = 2**23
 # Device memory of an optimizer in host memory: three buffers of a batch of states (octavo.fp8.optim.offload).
 STREAM = 3 * (64 << 20)
 
@@ -62,10 +61,10 @@ STREAM = 3 * (64 << 20)
 class Footprint:
     """The memory of one configuration.
 
-    ``kinds`` maps each kind to its bytes on the rank that holds most. ``per_token`` gives the bytes of activations for
-    a token of each component. ``host`` is the offloaded bytes in host memory. ``parts`` is the composition of the
-    workspace. ``rollout`` is the other part of a step in the phase rl. ``staging`` is the bytes in host memory of the
-    copy that is being saved (`run.save: async`).
+    ``kinds`` maps each kind to its bytes on the rank with most. ``per_token`` gives the bytes of activations for
+    a token of each component. ``host`` is the number of offloaded bytes in host memory. ``parts`` is the composition of
+    the workspace. ``rollout`` is the other part of a step in the phase rl. ``staging`` is the size of the copy in host
+    memory that is being saved (`run.save: async`).
     """
 
     kinds: Mapping[str, int]
@@ -83,7 +82,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The bytes of the part of a step that needs most."""
+        """The bytes of the larger part of a step: update or rollout."""
         return max(self.update, self.rollout.total if self.rollout else 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,8 +105,10 @@ class Footprint:
         }
 
 
-class Footprints:
-    """Footprints of one model under configurations that differ only in memory settings; each forward is counted once.
+class MemoryEstimator:
+    """Estimates the memory of one model under configurations that differ only in memory settings.
+
+    Each forward is counted once.
 
     Args:
         cfg: the configuration as given; its recipes apply to all others.
@@ -125,150 +126,164 @@ class Footprints:
     ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
-        self._copied = copied(self.config, family, plan) if copy else None
+        self._count_copy = make_copy_counter(self.config, family, plan) if copy else None
         self._rollouts = Rollouts(self.config, usable) if cfg.train.phase == "rl" else None
-        self.dressed = frozen_base.copy_with_adapters(model, family, cfg)  # the trained model, and the model that runs
-        self.held = states.held(self.dressed, family)
-        self.reached = states.backward_reaches(self.dressed)
-        self.frozen = states.frozen_of(self.held)
-        self._forwards: dict[Any, FakeForward] = {}
-        self._standing: dict[Any, int] = {}
-        self._gathered: dict[Any, tuple[int, ...]] = {}
-        self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
-        self._flops: dict[Any, Mapping[str, float]] = {}
+        self.adapted_model = frozen_base.copy_with_adapters(
+            model, family, cfg
+        )  # the trained model, and the model that runs
+        self.parameters = states.list_parameters(self.adapted_model, family)
+        self.reached = states.reached_by_backward(self.adapted_model)
+        self.frozen = states.frozen_names(self.parameters)
+        self._forward_cache: dict[Any, ForwardBytes] = {}
+        self._persistent_cache: dict[Any, int] = {}
+        self._gather_cache: dict[Any, tuple[int, ...]] = {}
+        self._plan_cache: dict[Any, fp8.Plan] = {_plan_key(cfg): plan}
+        self._flops_cache: dict[Any, Mapping[str, float]] = {}
 
     @property
     def config(self) -> Any:
         return self.model.config
 
-    def plan_of(self, cfg: Config) -> fp8.Plan:
-        """The plan of a configuration: the recipes and backends of the first one, with its own memory settings."""
-        key = _of_plan(cfg)
-        if key not in self._plans:
+    def get_plan(self, cfg: Config) -> fp8.Plan:
+        """Return the plan of a configuration: recipes and backends of ``self.cfg``, memory settings of ``cfg``."""
+        key = _plan_key(cfg)
+        if key not in self._plan_cache:
             policy = planning.policy_from(cfg)
             saving = components_saving_fp8(policy, self.family.components)
             inputs = self.plan.rows, policy.fuse == "on", saving, self.family.components
-            self._plans[key] = replace(self.plan, policy=policy, blocks=plan_blocks(self.model, *inputs))
-        return self._plans[key]
+            self._plan_cache[key] = replace(self.plan, policy=policy, blocks=plan_blocks(self.model, *inputs))
+        return self._plan_cache[key]
 
-    def forward(self, cfg: Config, rows: int) -> FakeForward:
-        """What a forward of this many rows keeps: one row is counted, and the others keep as much."""
-        key = (_of_plan(cfg)[:-2], self.forward_of(cfg), cfg.train.recompute, cfg.train.logits)
-        if key not in self._forwards:
-            counted = self._fake_forward(cfg)
-            self._forwards[key] = replace(counted, recomputed=self._recomputed(cfg, counted))
-        return self._forwards[key].times(rows)
+    def estimate_forward(self, cfg: Config, rows: int) -> ForwardBytes:
+        """Return the bytes that a forward of this many rows keeps; one row is counted, and the result is scaled."""
+        key = (_plan_key(cfg)[:-2], self.forward_dtypes(cfg), cfg.train.recompute, cfg.train.logits)
+        if key not in self._forward_cache:
+            saved = self._fake_forward(cfg)
+            self._forward_cache[key] = replace(saved, recomputed=self._recomputed_bytes(cfg, saved))
+        return self._forward_cache[key].scale(rows)
 
-    def logits_of(self, cfg: Config) -> int:
-        """What the head and the loss keep for one row, independently of the blocks."""
-        key = ("head", self.forward_of(cfg), cfg.train.logits)
-        if key not in self._forwards:
-            plain = changed(cfg, {"train.recompute": "none", "fp8.activations": self.cfg.fp8.activations})
-            self._forwards[key] = self._fake_forward(plain, head_alone=True)
-        return self._forwards[key].logits
+    def head_bytes(self, cfg: Config) -> int:
+        """Return the bytes that the head and the loss keep for one row, without counting the blocks."""
+        key = ("head", self.forward_dtypes(cfg), cfg.train.logits)
+        if key not in self._forward_cache:
+            plain = with_settings(cfg, {"train.recompute": "none", "fp8.activations": self.cfg.fp8.activations})
+            self._forward_cache[key] = self._fake_forward(plain, head_only=True)
+        return self._forward_cache[key].logits
 
-    def chunks(self, cfg: Config) -> bool:
-        """Whether losses are computed without full logits: configured, and possible with this model."""
+    def uses_chunked_head(self, cfg: Config) -> bool:
+        """Return True if losses are computed without full logits: configured, and possible with this model."""
         return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
 
-    def forward_of(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
-        """Return the dtypes of a forward's parameters and of autocast, or None instead if autocast is off."""
+    def forward_dtypes(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
+        """Return (dtype of the parameters, dtype of autocast or None if autocast is off)."""
         return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
 
-    def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
-        _, autocast = self.forward_of(cfg)
-        tokens = _one_row(self.tokens)
-        return fake_forward(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
+    def _fake_forward(self, cfg: Config, head_only: bool = False) -> ForwardBytes:
+        _, autocast = self.forward_dtypes(cfg)
+        tokens = _tokens_per_row(self.tokens)
+        return count_forward(
+            self.model, self.family, self.get_plan(cfg), tokens, cfg, autocast, head_only, self.adapted_model
+        )
 
-    def _recomputed(self, cfg: Config, counted: FakeForward) -> dict[str, int]:
-        """What a recomputed block keeps in addition during its backward."""
-        again = [
-            component for component, how in cfg.train.recompute if how != "none" and counted.largest.get(component)
+    def _recomputed_bytes(self, cfg: Config, saved: ForwardBytes) -> dict[str, int]:
+        """Return the bytes that a recomputed block of each component keeps in addition during its backward."""
+        recomputed = [
+            component for component, how in cfg.train.recompute if how != "none" and saved.largest.get(component)
         ]
-        if not again:
+        if not recomputed:
             return {}
-        whole = self.forward(changed(cfg, {"train.recompute": "none"}), 1)
-        return {component: whole.largest[component] - counted.largest[component] for component in again}
+        full = self.estimate_forward(with_settings(cfg, {"train.recompute": "none"}), 1)
+        return {component: full.largest[component] - saved.largest[component] for component in recomputed}
 
-    def of(self, cfg: Config, ranks: int = 1) -> Footprint:
-        """The footprint of a configuration that differs from the first only in memory switches and ``micro_batch``."""
+    def estimate(self, cfg: Config, ranks: int = 1) -> Footprint:
+        """Return the footprint of a configuration that differs from ``self.cfg`` only in settings of memory."""
         rows = max(1, self.tokens.rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
-        return self.put_together(cfg, self.forward(self.computing(cfg, ranks), rows), rows, ranks)
+        return self.assemble(cfg, self.estimate_forward(self.single_process_config(cfg, ranks), rows), rows, ranks)
 
-    def computing(self, cfg: Config, ranks: int) -> Config:
-        """A configuration whose single process computes as each of these ranks does."""
-        seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # a forward keeps as much as with BF16 weights
-        return changed(cfg, seen) if gathers_bf16(cfg, ranks) else cfg
+    def single_process_config(self, cfg: Config, ranks: int) -> Config:
+        """Return a configuration whose single process computes like each of these ranks."""
+        overrides = {
+            "train.gather": "stored",
+            "optimizer.master": "bf16+sr",
+        }  # a forward keeps as much as with BF16 weights
+        return with_settings(cfg, overrides) if gathers_bf16(cfg, ranks) else cfg
 
-    def put_together(self, cfg: Config, counted: FakeForward, rows: int, ranks: int = 1) -> Footprint:
-        """The footprint, with what a forward keeps already known."""
-        plan, layout = self.plan_of(cfg), layout_of(cfg, ranks)
-        counted, tokens = part(counted, _rows(self.tokens, rows), layout.context)
-        still = self.still(cfg, layout)
-        activations = resident = counted.activations
-        if cfg.train.offload_activations:  # one block's are being moved while the next block's are in use
-            resident = sum(counted.outside.values()) + counted.copies + 2 * max(counted.largest.values(), default=0)
-        parts = self._workspace(cfg, plan, counted, tokens, ranks, layout)
+    def assemble(self, cfg: Config, saved: ForwardBytes, rows: int, ranks: int = 1) -> Footprint:
+        """Return the footprint for the given bytes of a forward of ``rows`` rows."""
+        plan, layout = self.get_plan(cfg), make_layout(cfg, ranks)
+        saved, tokens = shard_forward(saved, _scale_rows(self.tokens, rows), layout.context)
+        persistent = self.persistent_kinds(cfg, layout)
+        activations = resident = saved.activations
+        if cfg.train.offload_activations:  # one block's activations are being moved while the next block uses its own
+            resident = sum(saved.outside.values()) + saved.copies + 2 * max(saved.largest.values(), default=0)
+        parts = self._workspace(cfg, plan, saved, tokens, ranks, layout)
         kinds = {
-            **still,
+            **persistent,
             "kv_cache": 0,
             "activations": min(activations, resident),
-            "logits": counted.logits,
+            "logits": saved.logits,
             "workspace": sum(parts.values()),
         }
         host = activations - kinds["activations"]
         if cfg.optimizer.offload:
             host += kinds["master"] + kinds["optimizer"]
             kinds["master"] = kinds["optimizer"] = 0
-        of = {name: counted.blocks.get(name, 0) + counted.outside.get(name, 0) for name in tokens.counts}
-        per_token = {name: of[name] / count for name, count in tokens.counts.items() if count and of[name]}
+        by_component = {name: saved.blocks.get(name, 0) + saved.outside.get(name, 0) for name in tokens.counts}
+        per_token = {
+            name: by_component[name] / count for name, count in tokens.counts.items() if count and by_component[name]
+        }
         rollout = None
         if self._rollouts is not None:
-            always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
-            dtype, autocast = self.forward_of(self.computing(cfg, ranks))
+            held = {name: size for name, size in persistent.items() if name != "gradients" and kinds[name]}
+            dtype, autocast = self.forward_dtypes(self.single_process_config(cfg, ranks))
             transient = sum(parts.get(name, 0) for name in ("codes", "values"))
-            transient += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
-            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, transient, ranks)
-        staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
+            transient += self._gather_bytes(cfg, plan, layout.expert)[0] if ranks > 1 else 0
+            rollout = self._rollouts.estimate(cfg, held, tokens, autocast or dtype, transient, ranks)
+        staging = states.checkpoint_bytes(cfg, self.parameters, ranks) if cfg.run.save == "async" else 0
         return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
 
-    def standing(self, cfg: Config, ranks: int = 1) -> int:
-        """Bytes on the device between steps, plus gradients."""
-        still = self.still(cfg, layout_of(cfg, ranks))
-        return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
+    def persistent_bytes(self, cfg: Config, ranks: int = 1) -> int:
+        """Return the bytes on the device between steps, plus gradients."""
+        persistent = self.persistent_kinds(cfg, make_layout(cfg, ranks))
+        return sum(persistent.values()) - (
+            persistent["master"] + persistent["optimizer"] if cfg.optimizer.offload else 0
+        )
 
-    def still(self, cfg: Config, layout: Layout) -> dict[str, int]:
-        """The kinds that are kept between steps, on the device or the host; each is computed once and cached."""
-        plan, held, how, ranks = self.plan_of(cfg), self.held, cfg.optimizer, layout.sharded
-        each, shared = (states.width(cfg), states.trained_width(cfg)), layout.ranks > 1
+    def persistent_kinds(self, cfg: Config, layout: Layout) -> dict[str, int]:
+        """Return the bytes by kind that are kept between steps, on the device or the host; results are cached."""
+        plan, parameters, optimizer, ranks = self.get_plan(cfg), self.parameters, cfg.optimizer, layout.sharded
+        widths, shared = (states.weight_width(cfg), states.trained_width(cfg)), layout.ranks > 1
         kinds: dict[str, tuple[Any, Callable[[], int]]] = {
-            "weights": (each, lambda: states.weights(cfg, held, ranks)),
-            "master": ((each, how.master), lambda: states.master(cfg, held, ranks)),
-            "gradients": ((each, how.update), lambda: states.gradients(cfg, held, ranks)),
-            "optimizer": (how.states, lambda: states.states(cfg, held, ranks)),
-            "codes": ((_of_plan(cfg), shared), lambda: states.codes(plan, self.reached, ranks, self.frozen, shared)),
+            "weights": (widths, lambda: states.weight_bytes(cfg, parameters, ranks)),
+            "master": ((widths, optimizer.master), lambda: states.master_bytes(cfg, parameters, ranks)),
+            "gradients": ((widths, optimizer.update), lambda: states.gradient_bytes(cfg, parameters, ranks)),
+            "optimizer": (optimizer.states, lambda: states.moment_bytes(cfg, parameters, ranks)),
+            "codes": (
+                (_plan_key(cfg), shared),
+                lambda: states.code_bytes(plan, self.reached, ranks, self.frozen, shared),
+            ),
             "reference": (
-                (each, _of_plan(cfg)),
-                lambda: 0 if self._copied is None else self._copied(cfg, plan, ranks),
+                (widths, _plan_key(cfg)),
+                lambda: 0 if self._count_copy is None else self._count_copy(cfg, plan, ranks),
             ),
         }
-        for kind, (on, count) in kinds.items():
-            if (kind, ranks, on) not in self._standing:
-                self._standing[kind, ranks, on] = count()
-        return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
+        for kind, (key, count) in kinds.items():
+            if (kind, ranks, key) not in self._persistent_cache:
+                self._persistent_cache[kind, ranks, key] = count()
+        return {kind: self._persistent_cache[kind, ranks, key] for kind, (key, _) in kinds.items()}
 
     def _workspace(
-        self, cfg: Config, plan: fp8.Plan, counted: FakeForward, tokens: Tokens, ranks: int, layout: Layout
+        self, cfg: Config, plan: fp8.Plan, saved: ForwardBytes, tokens: Tokens, ranks: int, layout: Layout
     ) -> dict[str, int]:  # fmt: skip
-        """The most temporary memory that exists while all activations are still kept, by part:
+        """Return the peak of temporary memory while all activations are still kept, by part:
 
         loss       the current chunk of logits (as the GEMM returns it, in fp32, and its gradient in both dtypes) and
                    the fp32 gradient of the hidden states; with full logits, their gradient in both dtypes
         blocks     the gradients inside one block: three tensors of its widest layer in 16 bits (an MLP's product, gate
                    and up), each with codes for dgrad and wgrad; and the activations of the block if it is recomputed
         gradient   of one weight before it is added, or applied with `update: backward`
-        codes      of one weight, where they are cast at each use
-        values     of one frozen FP8 weight, where a GEMM uses values instead of codes
+        codes      of one weight, if they are cast at each use
+        values     of one frozen FP8 weight, if a GEMM uses values instead of codes
         gathered   under FSDP2: the whole weights and gradients of the root and of two blocks (one is prefetched)
         keys       of a layer, from the other ranks that share a row (octavo.train.estimate.memory.mesh)
         mask       of a tower that separates the images of a micro-batch by a mask over all their patches (Pixtral)
@@ -277,77 +292,83 @@ class Footprints:
         A reference model's forward, while activations are kept, needs less than the backward. The first two parts
         never coincide, so the larger counts; with `update: backward` the head's gradient belongs to the first.
         """
-        about = self._about
-        low = (autocast_dtype(cfg, torch.device(self.device)) or model_dtype(cfg)).itemsize
+        sizes = self._layer_sizes
+        width = (autocast_dtype(cfg, torch.device(self.device)) or model_dtype(cfg)).itemsize
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
-        if self.chunks(cfg):
-            most = CHUNK_OF_CPU if self.device == "cpu" else CHUNK
-            chunk = min(most, positions * about.vocabulary)
-            codes = 2 if "lm_head" in about.in_fp8 else 0  # codes of the chunk's gradient, for dgrad and wgrad
-            loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
+        if self.uses_chunked_head(cfg):
+            limit = CPU_CHUNK if self.device == "cpu" else CHUNK
+            chunk = min(limit, positions * sizes.vocabulary)
+            codes = 2 if "lm_head" in sizes.in_fp8 else 0  # codes of the chunk's gradient, for dgrad and wgrad
+            loss = chunk * (width + 4 + 4 + width + codes) + 4 * positions * sizes.hidden
         else:
-            loss = positions * about.vocabulary * (low + 4 + low)
+            loss = positions * sizes.vocabulary * (width + 4 + width)
         blocks = max(
-            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.in_fp8 else 0))
-            + counted.recomputed.get(name, 0)
-            for name, wide in about.widest.items()
+            tokens.counts.get(name, 0) * wide * (3 * width + (6 if name in sizes.in_fp8 else 0))
+            + saved.recomputed.get(name, 0)
+            for name, wide in sizes.widest.items()
         )
-        inner, outer = (states.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
+        inner_gradient, outer_gradient = (states.trained_width(cfg) * n for n in (sizes.largest_inside, sizes.largest))
         parts: dict[str, int] = {}
         if cfg.optimizer.update == "backward":
-            first = loss + outer > blocks + inner
-            parts["loss" if first else "blocks"] = loss if first else blocks
-            parts["gradient"] = outer if first else inner
+            loss_is_larger = loss + outer_gradient > blocks + inner_gradient
+            parts["loss" if loss_is_larger else "blocks"] = loss if loss_is_larger else blocks
+            parts["gradient"] = outer_gradient if loss_is_larger else inner_gradient
         else:
             parts["loss" if loss > blocks else "blocks"] = max(loss, blocks)
-            parts["gradient"] = outer if planning.count_micro_steps(cfg, ranks) > 1 else 0
+            parts["gradient"] = outer_gradient if planning.count_micro_steps(cfg, ranks) > 1 else 0
         if plan.policy.weight_codes == "recast":
-            parts["codes"] = about.codes
+            parts["codes"] = sizes.codes
         if self.frozen:
-            parts["values"] = low * self._dequantized
+            parts["values"] = width * self._dequantized
         if ranks > 1:
-            parts["gathered"] = sum(self._gather(cfg, plan, layout.expert))
+            parts["gathered"] = sum(self._gather_bytes(cfg, plan, layout.expert))
         if layout.context > 1:
-            parts["keys"] = keys(cfg, self.config, layout, tokens, low)
+            parts["keys"] = key_value_bytes(cfg, self.config, layout, tokens, width)
         if tokens.image and models.vision_of(self.config).kind == "whole":
-            parts["mask"] = low * tokens.counts.get("image_encoder", 0) ** 2
+            parts["mask"] = width * tokens.counts.get("image_encoder", 0) ** 2
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}
 
     @cached_property
     def _dequantized(self) -> int:
-        """Elements of the largest frozen FP8 weight that some GEMM uses as values, one expert at a time."""
+        """The elements of the largest frozen FP8 weight that a GEMM uses as values, one expert at a time."""
         rows = {states.weight_name(row): row for row in self.plan.rows}
         sizes = [0]
-        for p in self.held:
+        for p in self.parameters:
             row = rows.get(stock_name(p.name)) if p.codes is not None else None
             if row is not None and not states.multiplies_by_codes(row, p.codes):
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
-    def _gather(self, cfg: Config, plan: fp8.Plan, ways: int = 1) -> tuple[int, ...]:
-        """Bytes of the whole (weights, gradients) of the root and of two blocks.
+    def _gather_bytes(self, cfg: Config, plan: fp8.Plan, expert_ranks: int = 1) -> tuple[int, ...]:
+        """Return the bytes of whole (weights, gradients) of the root and two blocks.
 
-        The blocks' experts are split over ``ways`` ranks.
+        The experts of the blocks are split over ``expert_ranks`` ranks.
         """
-        key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg), ways)
-        if key not in self._gathered:
-            held, plan = states.dealt(self.held, plan, ways)
-            both = states.gathered(cfg, held, plan), states.ungathered(cfg, held)
-            self._gathered[key] = tuple(
-                sizes.get("", 0) + 2 * max((size for name, size in sizes.items() if name), default=0) for sizes in both
+        key = (
+            states.sent_width(cfg, states.weight_width(cfg)),
+            cfg.lora and cfg.lora.dtype,
+            _plan_key(cfg),
+            expert_ranks,
+        )
+        if key not in self._gather_cache:
+            parameters, plan = states.shard_experts(self.parameters, plan, expert_ranks)
+            by_block = states.gathered_bytes(cfg, parameters, plan), states.whole_gradient_bytes(cfg, parameters)
+            self._gather_cache[key] = tuple(
+                sizes.get("", 0) + 2 * max((size for name, size in sizes.items() if name), default=0)
+                for sizes in by_block
             )
-        return self._gathered[key]
+        return self._gather_cache[key]
 
     @cached_property
     def elements(self) -> int:
         """The number of trained parameters."""
-        return sum(p.elements() for p in self.held if p.trained)
+        return sum(p.elements() for p in self.parameters if p.trained)
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """The repeating blocks of each component."""
+        """The number of repeating blocks of each component."""
         return Counter(self.family.component_of(name) or "foundation" for name, _ in self.family.layers(self.model))
 
     @cached_property
@@ -360,35 +381,36 @@ class Footprints:
         return out
 
     def forward_flops(self, tokens: Tokens) -> Mapping[str, float]:
-        """The FLOPs of each component in one forward of these tokens; attention counts for the language model."""
+        """Return the FLOPs of each component in one forward of these tokens; attention counts as language model."""
         key = (tokens.row, tokens.image, tokens.sound, *tokens.counts.values())
-        if key not in self._flops:
-            out = {component: each * tokens.counts.get(component, 0) for component, each in self.flops.items()}
+        if key not in self._flops_cache:
+            out = {component: flops * tokens.counts.get(component, 0) for component, flops in self.flops.items()}
             attention = attention_flops(self.model.config, tokens)
             out["foundation"] = out.get("foundation", 0.0) + (attention or 0.0) / 3.5
-            self._flops[key] = out
-        return self._flops[key]
+            self._flops_cache[key] = out
+        return self._flops_cache[key]
 
-    def input_of(self, component: str, cfg: Config) -> int:
-        """Bytes of a row's hidden states between two blocks, which is what a fully recomputed block keeps."""
+    def block_input_bytes(self, component: str, cfg: Config) -> int:
+        """Return the bytes of a row's hidden states between two blocks, which a fully recomputed block keeps."""
         config = self.model.config
         towers = {"image_encoder": "vision_config", "audio_encoder": "audio_config"}
         section = getattr(config, towers[component]) if component in towers else config.get_text_config()
         width = section.hidden_size
-        return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
+        return _tokens_per_row(self.tokens).counts.get(component, 0) * width * states.weight_width(cfg)
 
     @cached_property
-    def _about(self) -> _About:
-        return _About.of(self.held, self.plan)
+    def _layer_sizes(self) -> _LayerSizes:
+        return _LayerSizes.from_plan(self.parameters, self.plan)
 
 
 @dataclass(frozen=True)
-class _About:
+class _LayerSizes:
     """Sizes that the workspace depends on.
 
-    ``vocabulary`` and ``hidden`` are the head's sizes. ``widest`` gives the widest layer of each component, and
-    ``in_fp8`` the components with FP8 layers. ``largest`` and ``largest_inside`` are the elements of the largest weight
-    and of the largest within a block. ``codes`` is the bytes of the largest layer's codes.
+    ``vocabulary`` and ``hidden`` are the dimensions of the head. ``widest`` maps each component to the width of its
+    widest layer, and ``in_fp8`` has the components with FP8 layers. ``largest`` and ``largest_inside`` are the numbers
+    of elements of the largest weight and of the largest weight in a block. ``codes`` is the number of bytes of the
+    largest layer's codes.
     """
 
     vocabulary: int
@@ -400,14 +422,14 @@ class _About:
     codes: int
 
     @classmethod
-    def of(cls, held: tuple[states.Held, ...], plan: fp8.Plan) -> _About:
+    def from_plan(cls, parameters: tuple[states.ParameterInfo, ...], plan: fp8.Plan) -> _LayerSizes:
         heads = [row.shape for row in plan.rows if row.component == "lm_head"]
         vocabulary, hidden = heads[0] if heads else (0, 0)
         widest: dict[str, int] = {}
         for row in plan.rows:
             if row.component != "lm_head":
                 widest[row.component] = max(widest.get(row.component, 0), *row.shape)
-        trained = [p for p in held if p.trained]
+        trained = [p for p in parameters if p.trained]
         return cls(
             vocabulary,
             hidden,
@@ -415,85 +437,44 @@ class _About:
             frozenset(row.component for row in plan.rows if row.fp8),
             max((p.elements() for p in trained), default=0),
             max((p.elements() for p in trained if p.block), default=0),
-            max((states.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
+            max((states.layer_code_bytes(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
         )
 
 
 def value_of(cfg: Config, key: str) -> Any:
-    """The value under a dotted key."""
+    """Return the value of a dotted key."""
     section, name = key.split(".")
     return getattr(getattr(cfg, section), name)
 
 
-def refused(cfg: Config) -> bool:
-    """Whether the configuration breaks a rule, so that a run would refuse it."""
+def breaks_rule(cfg: Config) -> bool:
+    """Return True if config validation would reject the configuration."""
     return any(True for _ in check(cfg))
 
 
-def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
-    """Return a copy with other values under dotted keys.
+def with_settings(cfg: Config, settings: Mapping[str, Any]) -> Config:
+    """Return a copy with different values for dotted keys.
 
-    The rules are not checked, so that combinations that a run refuses can be sized too.
+    The result is not validated, so combinations that a run would reject can be estimated too.
     """
     for key, value in settings.items():
         section, name = key.split(".")
         if key == "train.recompute" and not isinstance(value, RecomputeSection):
-            ways = dict.fromkeys(RecomputeSection.model_fields, value) if isinstance(value, str) else value
-            value = RecomputeSection(**ways)
+            modes = dict.fromkeys(RecomputeSection.model_fields, value) if isinstance(value, str) else value
+            value = RecomputeSection(**modes)
         cfg = cfg.model_copy(update={section: getattr(cfg, section).model_copy(update={name: value})})
     return cfg
 
 
-def _of_plan(cfg: Config) -> Any:
-    """The memory settings of a configuration that the plan depends on."""
+def _plan_key(cfg: Config) -> Any:
+    """Return the memory settings of a configuration that the plan depends on."""
     parts = [getattr(cfg.fp8, name) for name in COMPONENTS]
     return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
 
 
-def _one_row(tokens: Tokens) -> Tokens:
+def _tokens_per_row(tokens: Tokens) -> Tokens:
     return replace(tokens, counts={name: n // tokens.rows for name, n in tokens.counts.items()})
 
 
-def _rows(tokens: Tokens, rows: int) -> Tokens:
-    return replace(tokens, counts={name: n * rows for name, n in _one_row(tokens).counts.items()})
-
-
-# --- cards ------------------------------------------------------------------------------------------------------------
-
-# Memory that belongs to no tensor: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about
-# 1 GB), and the share that the allocator loses to fragmentation. Both are assumptions until a run measures them.
-CONTEXT, FRAGMENTS = 1.0e9, 0.02
-
-
-@dataclass(frozen=True)
-class Card:
-    """A card; ``size`` is in bytes as given, so 80GB is 80e9, although such a card has 85e9 bytes."""
-
-    name: str
-    size: int
-
-    @property
-    def reserve(self) -> int:
-        """Bytes that a run's tensors must leave free."""
-        return int(CONTEXT + FRAGMENTS * self.size)
-
-    @property
-    def usable(self) -> int:
-        return self.size - self.reserve
-
-    @classmethod
-    def parse(cls, text: str) -> Card:
-        """Parse ``80GB``, ``24GiB`` or ``141``; raises TrainError for anything else."""
-        words = text.strip().lower()
-        number, unit = words, 1e9
-        for ending, size in (("gib", 2.0**30), ("gb", 1e9)):
-            if words.endswith(ending):
-                number, unit = words[: -len(ending)], size
-                break
-        try:
-            value = float(number)
-        except ValueError:
-            value = 0.0
-        if not 1 <= value <= 10000:
-            raise TrainError(f"a card is given by its memory, as in 80GB, 24GB or 141GB; found {text[:60]!r}")
-        return cls(text.strip(), int(value * unit))
+def _scale_rows(tokens: Tokens, rows: int) -> Tokens:
+    return replace(tokens, counts={name: n * rows for name, n in _tokens_per_row(tokens).counts.items()})

@@ -1,11 +1,11 @@
-"""Memory that the phase rl needs besides an update: while it generates completions, and for a frozen copy.
+"""Memory of phase rl during a rollout, and of a frozen reference copy.
 
 A step of the phase rl has two parts. During the **rollout** there are no gradients and no activations, but there are
 the key-value cache (`kv_cache`: its pages and the state of each sequence) and the tensors of the generation engine; see
 :mod:`octavo.generation.memory`. During the **update** the cache is freed. Memory held between steps is held in both.
 
-The number of sequences generated at a time is `rl.slots`. Without that setting it is all sequences of a step or, where
-a card is named, as many as fit. A run on a GPU applies the same rule to the memory that is free at that time.
+The number of sequences generated at a time is `rl.slots`. By default all sequences of a step are
+generated at once, or as many as fit if a card is given. A run on a GPU applies the same rule to its free memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from octavo.train.setup.token_counts import Tokens
 class Rollout:
     """Memory during a rollout.
 
-    ``kinds`` maps each kind to its bytes. ``sequences`` are generated at a time, out of ``of`` in a step of one rank.
-    ``token`` is the number of bytes that a token takes in the cache.
+    ``kinds`` maps each kind to its bytes. ``sequences`` of the ``of`` sequences in a step of one rank are generated at
+    a time. ``token`` is the number of bytes per cached token.
     """
 
     kinds: Mapping[str, int]
@@ -53,21 +53,21 @@ class Rollout:
 
 
 class Rollouts:
-    """Rollouts of one model under configurations that differ only in memory settings.
+    """Estimates the rollouts of one model under configurations that differ only in memory settings.
 
-    ``usable`` is the number of bytes of a card that they must fit into; None sets no limit.
+    ``usable`` is the number of bytes that a rollout must fit into, or None for no limit.
     """
 
     def __init__(self, config: Any, usable: int | None) -> None:
         self.config, self.usable = config, usable
-        self._found: dict[Any, generation.Bytes] = {}
+        self._cache: dict[Any, generation.Bytes] = {}
 
-    def of(
-        self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, transient: int, ranks: int
+    def estimate(
+        self, cfg: Config, persistent: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, transient: int, ranks: int
     ) -> Rollout:
-        """Return the rollout of one rank.
+        """Return the memory of a rollout on one rank.
 
-        ``standing`` is the memory held throughout a step. ``dtype`` is the model's computing dtype. ``transient`` is
+        ``persistent`` is the memory held throughout a step. ``dtype`` is the model's computing dtype. ``transient`` is
         the largest temporary memory of one weight or block in any forward.
         """
         rl = cfg.rl
@@ -88,21 +88,21 @@ class Rollouts:
         def shape(sequences: int) -> generation.Shape:
             return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, limit=rl.pages)
 
-        def predicted(sequences: int) -> generation.Bytes:
+        def predict(sequences: int) -> generation.Bytes:
             key = (shape(sequences), rl.kv, dtype, sampling)
-            if key not in self._found:
-                self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling, in_place)
-            return self._found[key]
+            if key not in self._cache:
+                self._cache[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling, in_place)
+            return self._cache[key]
 
-        still = sum(standing.values()) + transient
+        held = sum(persistent.values()) + transient
         slots = min(rl.slots or completions, completions)
         if rl.slots is None and rl.pages is not None:
             slots = generation.most_that_fit(slots, lambda count: shape(count).needed_pages <= shape(count).pages) or 1
         if rl.slots is None and self.usable is not None:
-            room = self.usable - still
-            slots = generation.most_that_fit(slots, lambda count: predicted(count).total <= room) or 1
-        chosen = predicted(slots)
-        kinds = {**standing, "kv_cache": chosen.held, "workspace": chosen.total - chosen.held + transient}
+            free = self.usable - held
+            slots = generation.most_that_fit(slots, lambda count: predict(count).total <= free) or 1
+        selected = predict(slots)
+        kinds = {**persistent, "kv_cache": selected.held, "workspace": selected.total - selected.held + transient}
         return Rollout(kinds, slots, completions, generation.bytes_of_token(self.config, rl.kv, dtype))
 
 
@@ -111,25 +111,25 @@ def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
     need = generation.pages_needed(prompt, rl.max_new_tokens, page)
     if rl.pages is not None and need > rl.pages:
         raise TrainError(
-            f"rl.pages is {rl.pages}, pages of {page} tokens, and one completion of {name or 'a prompt'}, {prompt} "
-            f"tokens, with {rl.max_new_tokens} new ones (rl.max_new_tokens) may need {need}. Raise rl.pages (with "
-            "rl.kv: fp8 they take half the bytes), lower rl.max_new_tokens, or leave rl.pages out"
+            f"rl.pages is {rl.pages} pages of {page} tokens, but one completion of {name or 'a prompt'} with {prompt} "
+            f"tokens and up to {rl.max_new_tokens} new tokens (rl.max_new_tokens) may need {need} pages. Raise "
+            "rl.pages (rl.kv: fp8 halves their size), lower rl.max_new_tokens, or remove rl.pages"
         )
 
 
-def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
+def make_copy_counter(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
     """Return a function that counts the bytes of a frozen copy of the model.
 
-    They are the weights as a run keeps them (see `frozen_base.quantize_frozen_weights`) and the FP8 codes of weights
+    A copy has the weights as a run keeps them (see `frozen_base.quantize_frozen_weights`) and the FP8 codes of weights
     that stay in high precision.
     """
     model = models.empty(config).requires_grad_(False)
     frozen_base.quantize_frozen_weights(model, plan)
-    parameters = states.held(model, family)
-    frozen = states.frozen_of(parameters)
+    parameters = states.list_parameters(model, family)
+    frozen = states.frozen_names(parameters)
 
     def count(cfg: Config, plan: fp8.Plan, ranks: int) -> int:
-        codes = states.codes(plan, (), ranks, frozen) if ranks == 1 else 0
-        return states.weights(cfg, parameters, ranks) + codes
+        codes = states.code_bytes(plan, (), ranks, frozen) if ranks == 1 else 0
+        return states.weight_bytes(cfg, parameters, ranks) + codes
 
     return count

@@ -1,12 +1,12 @@
-"""The cost of a step before it runs: FLOPs, bytes sent by each exchange, and the time that they take on a cluster."""
+"""Estimates the cost of a step before it runs: FLOPs, bytes of each exchange, and their time on a cluster."""
 
 from octavo.train.estimate.step_time.cluster import GPUS, Cluster, Speeds
-from octavo.train.estimate.step_time.search import Found, evaluate, search
+from octavo.train.estimate.step_time.search import MeshResult, evaluate, search
 from octavo.train.estimate.step_time.seconds import Estimate, estimate
-from octavo.train.estimate.step_time.wire import CARRIED, Decoder, Group, Mesh, Rows, by_collective, total
-from octavo.train.estimate.step_time.work import Work, work_of
+from octavo.train.estimate.step_time.wire import COLLECTIVES, Decoder, Group, Mesh, Rows, by_collective, total_bytes
+from octavo.train.estimate.step_time.work import Work, estimate_work
 
 __all__ = [
-    "CARRIED", "GPUS", "Cluster", "Decoder", "Estimate", "Found", "Group", "Mesh", "Rows", "Speeds", "Work",
-    "by_collective", "estimate", "evaluate", "search", "total", "work_of",
+    "COLLECTIVES", "GPUS", "Cluster", "Decoder", "Estimate", "MeshResult", "Group", "Mesh", "Rows", "Speeds", "Work",
+    "by_collective", "estimate", "evaluate", "search", "total_bytes", "estimate_work",
 ]  # fmt: skip

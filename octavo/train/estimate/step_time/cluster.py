@@ -1,4 +1,4 @@
-"""Clusters: the data-sheet speeds and memory of a GPU, and the fractions of those speeds that are reached.
+"""Describes a cluster: data-sheet speeds and memory of a GPU, and the fractions of those speeds that are reached.
 
 `h100x8x8` names a GPU, the number of GPUs in a node and the number of nodes. Any other cluster is a YAML file:
 
@@ -12,7 +12,7 @@ per_node: 8
 nodes: 8
 nvlink: 450e9         # bytes/s of a GPU to other GPUs in its node, one way
 network: 50e9         # bytes/s of a GPU to other nodes, one way
-speeds: {bf16: 0.5}   # reached fractions, where known better; see Speeds
+speeds: {bf16: 0.5}   # optional: measured fractions; see Speeds
 ```
 """
 
@@ -30,19 +30,19 @@ from octavo.config.yaml.problems import nearest
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Card
 
-WHOLE = "docs/scale.md shows a whole file"
-SHARES = ("bf16", "fp8", "experts", "attention", "links")  # the speeds that are fractions, at most 1
+EXAMPLE_HINT = "docs/scale.md shows a whole file"
+FRACTIONS = ("bf16", "fp8", "experts", "attention", "links")  # the speeds that are fractions, at most 1
 SPEEDS_FILE = Path(__file__).with_name("speeds.json")
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How much of the data-sheet speeds is reached.
+    """The fractions of the data-sheet speeds that are reached, and the memory passes of a block.
 
     ``bf16``, ``fp8`` and ``attention`` are fractions of peak FLOP/s in matrix products; ``experts`` is a further factor
     on the first two for experts, which have few rows. ``compiled`` and ``eager`` are the passes over memory that a
     block makes for each value of its hidden states, forward and backward together. ``links`` is the fraction of link
-    bandwidth; it is assumed. The rest is fitted to published figures by `python benchmarks/cost.py`.
+    bandwidth, which is assumed. All others are fitted to published figures by `python benchmarks/cost.py`.
     """
 
     bf16: float
@@ -73,7 +73,7 @@ class Cluster:
     def ranks(self) -> int:
         return self.per_node * self.nodes
 
-    def of(self, ranks: int) -> Cluster:
+    def with_ranks(self, ranks: int) -> Cluster:
         """Return the same cluster with this many GPUs."""
         per_node = min(self.per_node, ranks)
         return replace(self, per_node=per_node, nodes=-(-ranks // per_node))
@@ -82,23 +82,27 @@ class Cluster:
     def parse(cls, text: str) -> Cluster:
         """Parse ``h100x8x8`` or read a YAML file; raises TrainError for anything else."""
         if (match := re.fullmatch(r"([a-z0-9]+?)x(\d{1,4})x(\d{1,5})", text.lower())) and match[1] in GPUS:
-            return cls(match[1], *GPUS[match[1]], int(match[2]), int(match[3]), fitted())._checked(text)
+            return cls(match[1], *GPUS[match[1]], int(match[2]), int(match[3]), load_speeds())._validate(text)
         if not text.endswith((".yaml", ".yml")):
-            close = nearest(text.lower().split("x")[0], GPUS)
-            hint = f" (did you mean {close}x8x8?)" if close and not match else ""
+            suggestion = nearest(text.lower().split("x")[0], GPUS)
+            hint = f" (did you mean {suggestion}x8x8?)" if suggestion and not match else ""
             raise TrainError(
-                f"--cluster {text[:60]!r} is no cluster{hint}: give a kind of GPU, how many a node has and how many "
-                f"nodes, as in h100x8x8, or a YAML file of bandwidths. Kinds are {', '.join(GPUS)}"
+                f"cannot parse --cluster {text[:60]!r}{hint}: give the GPU, the number per node and the number of "
+                f"nodes, as in h100x8x8, or a YAML file of bandwidths. GPUs: {', '.join(GPUS)}"
             )
-        return _of_file(text)
+        return _read_cluster(text)
 
-    def _checked(self, where: str) -> Cluster:
-        wrong = [f.name for f in fields(self) if isinstance(v := getattr(self, f.name), int | float) and not v > 0]
-        wrong += [f"speeds.{f.name}" for f in fields(Speeds) if not getattr(self.speeds, f.name) > 0]
-        if wrong:
-            raise TrainError(f"{where}: {', '.join(wrong)} must be above 0")
-        if above := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
-            raise TrainError(f"{where}: {', '.join(above)} must be at most 1: a share of what the data sheet promises")
+    def _validate(self, source: str) -> Cluster:
+        not_positive = [
+            f.name for f in fields(self) if isinstance(v := getattr(self, f.name), int | float) and not v > 0
+        ]
+        not_positive += [f"speeds.{f.name}" for f in fields(Speeds) if not getattr(self.speeds, f.name) > 0]
+        if not_positive:
+            raise TrainError(f"{source}: {', '.join(not_positive)} must be above 0")
+        if too_large := [f"speeds.{name}" for name in FRACTIONS if getattr(self.speeds, name) > 1]:
+            raise TrainError(
+                f"{source}: {', '.join(too_large)} must be at most 1, as fractions of the data-sheet speed"
+            )
         return self
 
 
@@ -114,27 +118,27 @@ GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
 
 
 @cache
-def fitted() -> Speeds:
-    """The constants that `benchmarks/cost.py` fitted to published figures."""
+def load_speeds() -> Speeds:
+    """Return the constants that `benchmarks/cost.py` fitted to published figures."""
     constants = read_json(SPEEDS_FILE)
     return Speeds(**{f.name: float(constants["speeds"][f.name]) for f in fields(Speeds)})
 
 
-def _of_file(path: str) -> Cluster:
-    """Read a cluster from a YAML file; raises TrainError that names every missing, unknown or non-numeric value."""
-    parsed = parse(read_text(path, TrainError), path, fix=WHOLE)
+def _read_cluster(path: str) -> Cluster:
+    """Read a cluster from a YAML file; raises a TrainError that names every missing, unknown or non-numeric value."""
+    parsed = parse(read_text(path, TrainError), path, fix=EXAMPLE_HINT)
     if parsed.problems:
         raise TrainError("\n".join(map(str, parsed.problems)))
     values: dict[str, Any] = dict(parsed.value)
     names = {f.name for f in fields(Cluster)}
     speeds = values.pop("speeds", None) or {}
     if missing := sorted(names - values.keys() - {"speeds"}):
-        raise TrainError(f"{path}: {', '.join(missing)} missing; {WHOLE}")
+        raise TrainError(f"{path}: {', '.join(missing)} missing; {EXAMPLE_HINT}")
     known = {f.name for f in fields(Speeds)}
     if not isinstance(speeds, dict):
         raise TrainError(f"{path}: speeds must be a mapping of {', '.join(sorted(known))}")
     if unknown := sorted({*(values.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
-        raise TrainError(f"{path}: nothing is called {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
+        raise TrainError(f"{path}: unknown keys: {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
     gpu, memory = values.pop("gpu"), values.pop("memory")
     if not isinstance(gpu, str):
         raise TrainError(f"{path}: gpu must be a name, found {gpu!r}")
@@ -147,5 +151,5 @@ def _of_file(path: str) -> Cluster:
     bad = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
     bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(values[name], int)]
     if bad:
-        raise TrainError(f"{path}: {', '.join(bad)} must be a number, of GPUs and nodes a whole one")
-    return Cluster(gpu=gpu, memory=card, **values, speeds=replace(fitted(), **speeds))._checked(path)
+        raise TrainError(f"{path}: {', '.join(bad)} must be a number (per_node and nodes: an integer)")
+    return Cluster(gpu=gpu, memory=card, **values, speeds=replace(load_speeds(), **speeds))._validate(path)

@@ -1,4 +1,4 @@
-"""The groups of parameters that FSDP2 gathers together: the parameters of a block, or of the root.
+"""The groups of parameters that FSDP2 gathers together: one per block, and one for the root.
 
 FSDP2 splits a parameter along its first dimension into equal numbers of rows and pads the last, so all ranks send the
 same amount. Experts are first distributed over the `parallel.expert` ranks, then split over the remaining ranks, and
@@ -15,48 +15,49 @@ from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.parallel import Layout
 from octavo.train.estimate.memory import states
-from octavo.train.estimate.memory.states import Held
+from octavo.train.estimate.memory.states import ParameterInfo
 from octavo.train.estimate.step_time.wire import Group
 
 
 def groups(
-    cfg: Config, held: Iterable[Held], plan: fp8.Plan, reached: Collection[str], layout: Layout
+    cfg: Config, parameters: Iterable[ParameterInfo], plan: fp8.Plan, reached: Collection[str], layout: Layout
 ) -> tuple[Group, ...]:
     """Return the groups of this layout.
 
-    For ``reached`` see :func:`octavo.train.estimate.memory.states.backward_reaches`.
+    For ``reached`` see :func:`octavo.train.estimate.memory.states.reached_by_backward`.
     """
-    dealt = states.experts_of(plan) if layout.expert > 1 else frozenset()
-    held, plan = states.dealt(held, plan, layout.expert)
-    coded = {states.weight_name(row): row for row in states.fp8_weights(plan)}
-    backward = _in_backward(held, reached)
+    sharded_experts = states.expert_parameters(plan) if layout.expert > 1 else frozenset()
+    parameters, plan = states.shard_experts(parameters, plan, layout.expert)
+    fp8_rows = {states.weight_name(row): row for row in states.fp8_weights(plan)}
+    backward = _in_backward(parameters, reached)
     sizes: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])  # bytes: gathered, reduced
-    for p in held:
+    for p in parameters:
         name, shape = stock_name(p.name), p.shape or (1,)
-        ranks = layout.sharded // (layout.expert if name in dealt else 1)
-        casts = states.casts_of(coded[name]) if name in coded else [p.codes] if p.codes is not None else []
-        turned = p.turned or (name in coded and len(shape) == 3 and shape[1:] != coded[name].shape)
-        each = states.sent_width(cfg, p.width(cfg)) * p.elements(ranks)
-        sums = sizes[p.block, ranks]
+        ranks = layout.sharded // (layout.expert if name in sharded_experts else 1)
+        casts = states.weight_casts(fp8_rows[name]) if name in fp8_rows else [p.codes] if p.codes is not None else []
+        transposed = p.transposed or (name in fp8_rows and len(shape) == 3 and shape[1:] != fp8_rows[name].shape)
+        value_bytes = states.sent_width(cfg, p.width(cfg)) * p.elements(ranks)
+        totals = sizes[p.block, ranks]
         if casts:
-            sums[0] += states.shard_of_codes((shape[0], *(shape[1:][::-1] if turned else shape[1:])), casts, ranks)
+            inner = shape[1:][::-1] if transposed else shape[1:]
+            totals[0] += states.shard_code_bytes((shape[0], *inner), casts, ranks)
         else:
-            sums[0] += each
-        sums[1] += each if p.trained else 0
+            totals[0] += value_bytes
+        totals[1] += value_bytes if p.trained else 0
     return tuple(
         Group(block, ranks, gathered, reduced, block in backward)
         for (block, ranks), (gathered, reduced) in sizes.items()
     )
 
 
-def _in_backward(held: Iterable[Held], reached: Collection[str]) -> frozenset[str]:
-    """The blocks that are gathered again for backward; the root stays gathered.
+def _in_backward(parameters: Iterable[ParameterInfo], reached: Collection[str]) -> frozenset[str]:
+    """Return the blocks that are gathered again for backward; the root stays gathered.
 
-    They are the blocks that the backward reaches and the one before them in forward order (a frozen tower's last),
-    which FSDP2 prefetches without need.
+    These are the blocks that backward reaches, and the block before them in forward order (the last block of a frozen
+    tower), which FSDP2 prefetches although it is not needed.
     """
-    blocks = list(dict.fromkeys(p.block for p in held if p.block))
-    trained = {p.block for p in held if p.trained}
-    visited = [b for b in blocks if b in trained or any(name.startswith(f"{b}.") for name in reached)]
-    ahead = blocks[: blocks.index(visited[0])][-1:] if visited else []
-    return frozenset(visited + ahead)
+    blocks = list(dict.fromkeys(p.block for p in parameters if p.block))
+    trained = {p.block for p in parameters if p.trained}
+    reached_blocks = [b for b in blocks if b in trained or any(name.startswith(f"{b}.") for name in reached)]
+    prefetched = blocks[: blocks.index(reached_blocks[0])][-1:] if reached_blocks else []
+    return frozenset(reached_blocks + prefetched)

@@ -1,6 +1,6 @@
-"""Bytes that a rank receives in one micro-batch, by kind of exchange, from shapes and the mesh.
+"""Computes the bytes that a rank receives in one micro-batch, by kind of exchange, from shapes and the mesh.
 
-The bytes that a collective brings to each rank are in :mod:`octavo.parallel.wire`. Let R = replicate, F = shard x
+The bytes of each collective are in :mod:`octavo.parallel.wire`. Let R = replicate, F = shard x
 context (the ranks that share a replica), P = context, U = ulysses, C = P / U, E = expert, T the tokens of a pack shared
 by P ranks, and b the bytes of an element. For one micro-batch on one rank:
 
@@ -8,18 +8,18 @@ by P ranks, and b the bytes of an element. For one micro-batch on one rank:
 gather        weights, of a group of n = F ranks (experts F / E)               (n - 1) x shard, again in backward
 reduce        gradients, the same groups                                       (n - 1) x shard
 sum           shards of gradients, over R copies                               2 (R - 1) / R x shard
-ulysses       q, k, v in and o out; backward as much, a layer                  4 (Hq + Hk') D b T / P (U - 1) / U
+ulysses       q, k, v in and o out; per layer, and backward                   4 (Hq + Hk') D b T / P (U - 1) / U
 keys          k and v whole, gathered in the forward                           2 Hk' D b T / U (C - 1) / C
 keys_grad     their gradients, reduced in fp32                                 8 Hk' D T / U (C - 1) / C
 features      images' features to the ranks of their tokens, and back          2 I / P w b (P - 1) / P
 dispatch      rows to their experts, and the gradients of their results        k T / P (E - 1) / E x two rows
 combine       results to their tokens, and the gradients of the rows           k T / P (E - 1) / E x two rows
-counts        how many rows come from whom, int64, a layer                     8 x experts (E - 1) / E
+counts        the number of rows from each rank, int64, per layer              8 x experts (E - 1) / E
 ============= ================================================================ =====================================
 
 Hk' is the number of key heads after they are repeated for U. There are I image tokens with w = d (1 + deepstack)
-features each. A row has d elements of b bytes. `dispatch`, `combine` and `features` are expected values, for tokens
-that choose all experts equally often and for images at random positions. The others are exact
+features each. A row has d elements of b bytes. `dispatch`, `combine` and `features` are expected values, assuming
+that tokens choose all experts equally often and images are at random positions. The others are exact
 (`tests/train/step_time/test_counted.py` counts them in runs).
 """
 
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from octavo.parallel import Layout, ulysses_size
 from octavo.parallel.wire import all_reduce_bytes
 
-# Which collective carries each kind.
-CARRIED = {
+# kind of exchange -> its collective
+COLLECTIVES = {
     "gather": "all_gather", "reduce": "reduce_scatter", "sum": "all_reduce", "ulysses": "all_to_all",
     "keys": "all_gather", "keys_grad": "reduce_scatter", "features": "all_to_all", "dispatch": "all_to_all",
     "combine": "all_to_all", "counts": "all_to_all",
@@ -42,18 +42,18 @@ CARRIED = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout, and the number of its context ranks that exchange heads; the rest gather keys."""
+    """A layout and its number of context ranks that exchange heads; the other context ranks gather keys."""
 
     layout: Layout
     ulysses: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
-        """The mesh with `parallel.ulysses`, for a decoder with this many query heads."""
+    def from_layout(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
+        """Return the mesh with `parallel.ulysses`, for a decoder with this many query heads."""
         return cls(layout, ulysses_size(layout.context, ulysses, heads))
 
     @property
-    def gathering(self) -> int:
+    def gathering_ranks(self) -> int:
         """The number of ranks among which keys and values are gathered."""
         return self.layout.context // self.ulysses
 
@@ -67,26 +67,26 @@ class Mesh:
 class Group:
     """Parameters that FSDP2 gathers together.
 
-    ``ranks`` is the number of ranks that share them. ``gathered`` is the bytes that one rank sends, ``reduced`` those
-    of its shard of the gradients. ``again`` says whether they are gathered a second time, in backward.
+    ``ranks`` is the number of ranks that share them. ``gathered`` is the bytes that one rank sends, and ``reduced`` the
+    bytes of its shard of the gradients. ``regathered`` is True if they are gathered again in backward.
     """
 
     name: str
     ranks: int
     gathered: int
     reduced: int
-    again: bool
+    regathered: bool
 
 
 @dataclass(frozen=True)
-class Coded:
-    """How many layers send a tensor as FP8 codes (`train.exchange: fp8`), and the bytes of a value then."""
+class CodedLayers:
+    """The number of layers that send a tensor as FP8 codes (`train.exchange: fp8`), and their bytes per value."""
 
     layers: int = 0
     width: float = 0.0
 
     def __call__(self, layers: int, width: int) -> float:
-        """Bytes of one value summed over all layers; layers without codes send `width` bytes."""
+        """Return the bytes of one value summed over all layers; layers without codes send `width` bytes."""
         return self.layers * self.width + (layers - self.layers) * width
 
 
@@ -95,8 +95,8 @@ class Decoder:
     """The properties of a decoder that its exchanges depend on.
 
     ``layers`` have attention, and ``sparse`` layers have ``experts``, of which a token uses ``choices``. ``features``
-    is the number of elements of an image token, including deepstack's. ``outputs`` of attention, ``rows`` sent
-    to experts and ``gradients`` of their results may be sent as codes.
+    is the number of elements of an image token, including deepstack's. Attention ``outputs``, the ``rows``
+    sent to experts, and the ``gradients`` of their results may be sent as codes.
     """
 
     layers: int
@@ -108,9 +108,9 @@ class Decoder:
     experts: int = 0
     choices: int = 0
     features: int = 0
-    outputs: Coded = Coded()
-    rows: Coded = Coded()
-    gradients: Coded = Coded()
+    outputs: CodedLayers = CodedLayers()
+    rows: CodedLayers = CodedLayers()
+    gradients: CodedLayers = CodedLayers()
 
 
 @dataclass(frozen=True)
@@ -118,73 +118,74 @@ class Rows:
     """A micro-batch of the ranks that share it.
 
     Of its ``tokens``, ``images`` are image tokens. ``width`` is the bytes of an element in the computing dtype.
-    ``again`` and ``again_experts`` are the forwards of attention and of experts within backward: 1 where they are
-    recomputed.
+    ``recomputed_attention`` and ``recomputed_experts`` are the numbers of forwards within backward: 1 if attention or
+    experts are recomputed.
     """
 
     tokens: int
     images: int = 0
     width: int = 2
-    again: int = 0
-    again_experts: int = 0
+    recomputed_attention: int = 0
+    recomputed_experts: int = 0
 
 
-def weights(groups: Iterable[Group], copies: int, twice: bool = False) -> dict[str, int]:
-    """The bytes of FSDP2's exchanges: gather, reduce and sum.
+def fsdp_bytes(groups: Iterable[Group], copies: int, two_backwards: bool = False) -> dict[str, int]:
+    """Return the bytes of FSDP2's exchanges: gather, reduce and sum.
 
-    With ``twice``, backward runs twice and gathers all groups again (`optimizer.update: backward` with `train.clip`).
+    With ``two_backwards``, backward runs twice and gathers all groups again (`optimizer.update: backward` with
+    `train.clip`).
     """
-    moved, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if twice else 1
+    received, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if two_backwards else 1
     for group in groups:
-        gathers = 1 + group.again + (twice and (group.again or not group.name))
-        moved["gather"] += (group.ranks - 1) * group.gathered * gathers
-        moved["reduce"] += (group.ranks - 1) * group.reduced * backwards
-        moved["sum"] += all_reduce_bytes(group.reduced, copies) * backwards
-    return moved
+        gathers = 1 + group.regathered + (two_backwards and (group.regathered or not group.name))
+        received["gather"] += (group.ranks - 1) * group.gathered * gathers
+        received["reduce"] += (group.ranks - 1) * group.reduced * backwards
+        received["sum"] += all_reduce_bytes(group.reduced, copies) * backwards
+    return received
 
 
-def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
-    """The bytes exchanged by the ranks that share a row."""
-    ranks, heads, gathering = mesh.layout.context, mesh.ulysses, mesh.gathering
-    here, passes = rows.tokens // ranks, 2 + rows.again
+def context_bytes(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
+    """Return the bytes that the ranks that share a row exchange."""
+    ranks, heads, gathering_ranks = mesh.layout.context, mesh.ulysses, mesh.gathering_ranks
+    local_tokens, passes = rows.tokens // ranks, 2 + rows.recomputed_attention
     repeated = math.lcm(decoder.kv_heads, heads)
     exchanged = (decoder.heads + 2 * repeated) * decoder.layers * rows.width * passes  # q, k, v, and their gradients
-    out = decoder.outputs(decoder.layers, rows.width) * (passes - 1) + decoder.layers * rows.width
-    swapped = (exchanged + decoder.heads * out) * decoder.head_dim * here * (heads - 1) / heads
-    shard = (
-        2 * repeated // heads * decoder.head_dim * (here * heads)
-    )  # the elements of k and v that a rank contributes to the gather
+    outputs = decoder.outputs(decoder.layers, rows.width) * (passes - 1) + decoder.layers * rows.width
+    swapped = (exchanged + decoder.heads * outputs) * decoder.head_dim * local_tokens * (heads - 1) / heads
+    # the elements of k and v that a rank contributes to the gather
+    shard = 2 * repeated // heads * decoder.head_dim * (local_tokens * heads)
     features = decoder.features * rows.width * (rows.images // ranks) * (ranks - 1) // ranks
     return {
         "ulysses": int(swapped),
-        "keys": decoder.layers * (passes - 1) * (gathering - 1) * shard * rows.width,
-        "keys_grad": decoder.layers * (gathering - 1) * shard * 4,
+        "keys": decoder.layers * (passes - 1) * (gathering_ranks - 1) * shard * rows.width,
+        "keys_grad": decoder.layers * (gathering_ranks - 1) * shard * 4,
         "features": 2 * features,
     }
 
 
-def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
-    """The bytes exchanged by the ranks that share experts."""
-    ranks, forwards = mesh.layout.expert, 1 + rows.again_experts
+def expert_bytes(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
+    """Return the bytes that the ranks that share experts exchange."""
+    ranks, forwards = mesh.layout.expert, 1 + rows.recomputed_experts
     sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
-    plain = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
-    dispatched, back = (coded(decoder.sparse, rows.width) for coded in (decoder.rows, decoder.gradients))
-    moved = int(sent * decoder.hidden * (dispatched * forwards + back))
+    combined = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
+    dispatched, returned = (layers(decoder.sparse, rows.width) for layers in (decoder.rows, decoder.gradients))
+    received = int(sent * decoder.hidden * (dispatched * forwards + returned))
     counts = decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks
-    return {"dispatch": moved, "combine": plain, "counts": counts}
+    return {"dispatch": received, "combine": combined, "counts": counts}
 
 
-def total(
-    groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh, twice: bool = False
+def total_bytes(
+    groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh, two_backwards: bool = False
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes that a rank receives in a micro-batch, by kind; kinds without any are left out."""
-    moved = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
-    return {kind: size for kind, size in moved.items() if size}
+    """Return the bytes that a rank receives in a micro-batch, by kind; kinds of 0 bytes are left out."""
+    received = fsdp_bytes(groups, mesh.layout.replicate, two_backwards)
+    received |= context_bytes(decoder, rows, mesh) | expert_bytes(decoder, rows, mesh)
+    return {kind: size for kind, size in received.items() if size}
 
 
 def by_collective(kinds: Mapping[str, int]) -> dict[str, int]:
-    """The same by collective, as :class:`octavo.parallel.CommCounter` counts them."""
+    """Return the bytes of each collective, as :class:`octavo.parallel.CommCounter` counts them."""
     out: dict[str, int] = {}
     for kind, size in kinds.items():
-        out[CARRIED[kind]] = out.get(CARRIED[kind], 0) + size
+        out[COLLECTIVES[kind]] = out.get(COLLECTIVES[kind], 0) + size
     return out
