@@ -186,8 +186,8 @@ def _plan_run(
     _note_image_backend(counters, processor, log)
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
-    # A collective, so that no rank continues before the file is written: each
-    # quantizes a reference model according to it.
+    # A collective, so that no rank continues before the file is written: each quantizes a reference model
+    # according to it.
     world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in describe_plan(planning.RunPlan(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         log(line)
