@@ -1,24 +1,24 @@
 """The search for the cause of a broken configuration: its runs and their order.
 
-    1. Run the configuration, and high precision without savings. If the first is not worse by the margin, nothing is
-    broken. 2. Find the smallest set that breaks a run (:func:`smallest`), with runs as short as possible. 3. Remove one
-    candidate of that set, and repeat the search while the rest is still broken; finally check all steps. 4. Check
-    whether another recipe works for the layers of the removed GEMMs, so that they stay in FP8.
+    1. Run the configuration, and high precision without savings. If the first is not worse by more than the margin,
+    nothing is broken. 2. Find a minimal set that breaks a run (:func:`minimal_failing_set`), with runs as short as
+    possible. 3. Remove one candidate of that set, and repeat the search while the rest is still broken; finally check
+    all steps. 4. Check whether another recipe works for the layers of the removed GEMMs, so that they stay in FP8.
 
 If many candidates each do a little harm, there is no small set. Then whole recipes, components, kinds of GEMMs and
 features are tried instead, and the first change that works is the answer.
 
-:func:`smallest` finds a smallest set of candidates that fails, in as few runs as halving needs.
+:func:`minimal_failing_set` finds a minimal set of candidates that fails, in as few runs as halving needs.
 
-``fails(on)`` returns whether a run with these candidates on fails: it passes with none and fails with all. Halving
-finds the shortest prefix of the candidates that fails, in ceil(log2 n) runs. Its last candidate is a culprit, because
-the prefix without it passes. If the culprits so far fail without the others, they are complete; else the search is
-repeated over the candidates before, with the culprits on. So k culprits cost k ceil(log2 n) + k runs. This is the
-dichotomic search for a minimal unsatisfiable set (F. Hemery, C. Lecoutre, L. Sais, F. Boussemart, Extracting MUCs from
-constraint networks, ECAI 2006), with runs as constraints.
+``fails(enabled)`` returns whether a run with these candidates enabled fails: it passes with none and fails with all.
+Halving finds the shortest prefix of the candidates that fails, in ceil(log2 n) runs. Its last candidate is a culprit,
+because the prefix without it passes. If the culprits so far fail without the others, the set is complete; otherwise the
+search is repeated over the candidates that precede it, with the culprits found so far enabled. So k culprits cost k
+ceil(log2 n) + k runs. This is the dichotomic search for a minimal unsatisfiable set (F. Hemery, C. Lecoutre, L. Sais,
+F. Boussemart, Extracting MUCs from constraint networks, ECAI 2006), with runs as constraints.
 
-It assumes that a failing set also fails with more candidates on. If that does not hold, each culprit is still one whose
-removal, at that point, made a run pass.
+It assumes that a failing set also fails with more candidates enabled. If that does not hold, each culprit is still one
+whose removal, at that point, made a run pass.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def bisect(
     original = resolve_steps(resolve_recipe(cfg))
     cfg = _set_start(original, start)
     if own_recipe(cfg) == "off" and not enabled_savings(cfg) and not extra_features(cfg):
-        raise BisectError("the configuration is high precision without savings: nothing in it could break a run")
+        raise BisectError(
+            "the configuration already runs in high precision without memory savings; there is nothing to search"
+        )
     # Runs of different lengths would run different parts of a schedule, so their losses are not comparable.
     has_schedule = any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules)
     if cfg.fp8.adapt is not None or has_schedule:
@@ -133,7 +135,7 @@ class _Session:
         outcome = self.trials.outcome(cfg, bar.steps, words)
         value = bar.figure(outcome)
         if self.trials.trained == before:
-            self.log(f"read: {words}")
+            self.log(f"reused: {words}")
         self.lines.append(Line(words, outcome, value, value > bar.bar))
         self.log(f"  {describe_figure(self.by, value)}: {'broken' if value > bar.bar else 'works'}")
         return value
@@ -180,28 +182,28 @@ def _search(cfg: Config, session: _Session, by: By, margin: float, total: int) -
 def _culprits(
     space: Space, session: _Session, figure: float, bar: Bar, full: Bar
 ) -> tuple[list[tuple[Candidate, ...]], list[Candidate]]:
-    """Return (smallest sets that break a run, candidates to remove so that none does), or empty lists if the culprits
-    are too many. ``figure``: the figure of the configuration over the steps of ``bar``."""
+    """Return (minimal sets that break a run, candidates to remove so that none does), or empty lists if there
+    are too many culprits. ``figure``: the figure of the configuration over the steps of ``bar``."""
     sets: list[tuple[Candidate, ...]] = []
-    out: list[Candidate] = []
+    removed: list[Candidate] = []
     while len(sets) < MAX_SETS:
-        remaining = [c for c in space.candidates if c not in out]
+        remaining = [c for c in space.candidates if c not in removed]
         try:
-            culprits = smallest(_failure_test(space, session, bar.halfway(figure)), remaining)
+            culprits = minimal_failing_set(_failure_test(space, session, bar.halfway(figure)), remaining)
         except TooManyCulprits:
             break
         sets.append(tuple(culprits))
-        out.append(
+        removed.append(
             min(culprits, key=lambda candidate: (bool(candidate.gemm), candidate.flops))
         )  # the one with the fewest FLOPs
         session.log(f"found: {list_words(culprits)}")
-        words, rest = f"without {list_words(out)}", space.without(out)
+        words, rest = f"without {list_words(removed)}", space.without(removed)
         figure = session.figure(rest, bar, words)
         if figure <= bar.bar and bar.steps < full.steps:  # later steps may have another fault
             bar = full
             figure = session.figure(rest, bar, f"{words}, all steps")
         if figure <= bar.bar:
-            return sets, out
+            return sets, removed
     return [], []
 
 
@@ -269,15 +271,15 @@ def _make_log(console: Any) -> Any:
 
 
 class TooManyCulprits(Exception):
-    """More culprits are needed together than the limit: many candidates each do a little harm. ``beginning``: the
+    """The minimal set has more culprits than allowed: many candidates each do a little harm. ``failing_prefix`` is the
     shortest prefix of the candidates that fails."""
 
-    def __init__(self, beginning: Sequence[object]) -> None:
-        super().__init__(f"{len(beginning)} together")
-        self.beginning = beginning
+    def __init__(self, failing_prefix: Sequence[object]) -> None:
+        super().__init__(f"{len(failing_prefix)} candidates break the run together")
+        self.failing_prefix = failing_prefix
 
 
-def smallest(fails: Callable[[Collection[T]], bool], candidates: Sequence[T], most: int = 4) -> list[T]:
+def minimal_failing_set(fails: Callable[[Collection[T]], bool], candidates: Sequence[T], most: int = 4) -> list[T]:
     """Return a minimal set of candidates that fails, in the order in which they were found.
 
     Raises TooManyCulprits if it would have more than ``most``.
@@ -288,14 +290,14 @@ def smallest(fails: Callable[[Collection[T]], bool], candidates: Sequence[T], mo
     while not culprits or (left and not fails(culprits)):
         if len(culprits) == most:
             raise TooManyCulprits(candidates[:first])
-        end = _shortest(lambda count: fails([*left[:count], *culprits]), len(left))  # noqa: B023  called at once
+        end = _shortest_failing_prefix(lambda count: fails([*left[:count], *culprits]), len(left))  # noqa: B023  called at once
         first = end if not culprits else first
         culprits.append(left[end - 1])
         left = left[: end - 1]
     return culprits
 
 
-def _shortest(fails: Callable[[int], bool], known: int) -> int:
+def _shortest_failing_prefix(fails: Callable[[int], bool], known: int) -> int:
     """Return the smallest count that fails, between 0, which passes, and `known`, which fails."""
     passes, failing = 0, known
     while failing - passes > 1:

@@ -1,7 +1,7 @@
-"""Generation with the modules that train, by continuous batching: sequences join and leave between steps.
+"""Generation with the training modules, by continuous batching: sequences join and leave between steps.
 
-No weight is copied or cast again: the forward is the model's own. Only the attention of the decoder is replaced by that
-of the engine, which keeps keys and values in pages.
+No weight is copied or cast again: the forward is the model's own. Only the decoder's attention is replaced by the
+engine's, which keeps keys and values in pages.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Engine:
 
     processor  the model's processor or tokenizer: completions also end with the token that ends answers in its chat
                template, even if the model's generation settings do not name it
-    slots      sequences at a time
+    slots      maximum number of concurrent sequences
     kv         "bf16": keys and values in the model's compute dtype; "fp8": E4M3 with a scale per token and head
-    page       tokens of a page
-    pages      pages of the cache (None: as many as the slots can need in a call)
+    page       number of tokens per page
+    pages      number of pages of the cache, or None for as many as the slots can need in a call
     invariant  compute inside `fp8.batch_invariant`: a sequence's result does not depend on the rest of the batch, so
                log-probabilities equal the ones that an invariant training step computes bit for bit
-    log        called once with each reason why a GPU decodes without its kernels or without CUDA graphs
+    log        called once with each reason why a GPU decodes without Octavo's kernels or without CUDA graphs
 
-    The cache is kept between calls until :meth:`release`; `bytes` has what the last call held, by kind. Raises
+    The cache is kept between calls until :meth:`release`; `bytes` is the memory of the last call by kind. Raises
     GenerationError for a model whose attention cannot be replaced.
     """
 
@@ -52,8 +52,8 @@ class Engine:
     ) -> None:  # fmt: skip
         if slots < 1 or page < 1 or (pages is not None and pages < 1) or kv not in KINDS:
             raise GenerationError(
-                f"slots={slots}, page={page}, pages={pages}, kv={kv!r} are not valid for an engine: use at least 1 of "
-                f"each, and kv {' or '.join(KINDS)}."
+                f"invalid engine settings slots={slots}, page={page}, pages={pages}, kv={kv!r}: slots, page and pages "
+                f"must be at least 1, and kv must be {' or '.join(KINDS)}."
             )
         if invariant and kv != "bf16":
             raise GenerationError(
@@ -69,7 +69,7 @@ class Engine:
         self._stops: dict[tuple[str, ...], StopConditions] = {}
 
     @property
-    def in_place(self) -> bool:
+    def reads_pages_in_place(self) -> bool:
         """Return whether kernels read pages in place."""
         return not self.caller.invariant and kernels.why_not_paged(self.caller.device) is None
 
@@ -85,8 +85,8 @@ class Engine:
         """`group` completions of each prompt, ordered by (prompt, sample). `progress` gets (finished, total).
         A collective if ranks share the model's parameters: each rank passes its own prompts, or none.
 
-        Raises GenerationError for a prompt that exceeds the model's context or the cache, for images that a text-only
-        model gets, and for NaN or infinite scores.
+        Raises GenerationError for a prompt that exceeds the model's context or the cache, for images passed to a
+        text-only model, and for NaN or infinite scores.
         """
         if group < 1:
             raise GenerationError(f"group is {group}; it must be at least 1 completion per prompt.")
@@ -98,8 +98,9 @@ class Engine:
 
     @torch.no_grad()
     def replay(self, prompt: Prompt | None, tokens: np.ndarray) -> None:
-        """Run a prompt and its completion's tokens [T] through the model exactly as :meth:`generate` did, for hooks on
-        its modules. A collective if ranks share the model's parameters; None: this rank has no prompt."""
+        """Run a prompt and its completion's tokens [T] through the model exactly as :meth:`generate` did, so that
+        hooks on its modules can record the computed values. A collective if ranks share the model's parameters; None:
+        this rank has no prompt."""
         sampling = Sampling(max(len(tokens), 1), temperature=0.0)
         forced = torch.from_numpy(tokens).to(self.caller.device)
         no_stops = StopConditions(np.zeros(0, dtype=np.int64), (), self.tokenizer)
@@ -130,7 +131,9 @@ class Engine:
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
         if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
-            self._log_once(f"generation: torch gathers keys and values for each token: {why}")
+            self._log_once(
+                f"generation: paged-attention kernels are off, so torch gathers keys and values for each token: {why}"
+            )
         return self.cache
 
     def _log_once(self, text: str) -> None:
@@ -152,8 +155,8 @@ class Engine:
                 f"{shape.context} tokens (max_position_embeddings). Shorten the prompt, or lower max_new_tokens."
             )
         # The image token may be outside the embedding table, because its embedding is not used.
-        place = self.caller.family.image_token_id
-        if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary and i != place}):
+        image_token = self.caller.family.image_token_id
+        if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary and i != image_token}):
             raise GenerationError(
                 f"{name} contains the token {outside[0]}, but the model's vocabulary has {shape.vocabulary} tokens. "
                 "Use the tokenizer that belongs to the model."

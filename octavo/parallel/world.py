@@ -51,7 +51,8 @@ class World:
     experts  the expert mesh, if experts are distributed over ranks (`Layout.expert_axes`)
 
     `sum`, `all_reduce_max`, `any`, `barrier`, `gather_objects`, `run_on_main` and `with_separate_group` are
-    collectives: all ranks call them, in the same order. `set_phase` sends nothing, but all ranks must call it alike.
+    collectives: all ranks call them, in the same order. `set_phase` sends nothing, but every rank must call it in the
+    same order.
     """
 
     rank: int = 0
@@ -68,7 +69,8 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The part of a global batch that this rank trains on; the ranks of a context share one."""
+        """The index of the part of a global batch that this rank trains on; the ranks of a context-parallel group share
+        one."""
         return self.rank // self.layout.context
 
     @property
@@ -78,7 +80,7 @@ class World:
 
     @property
     def context_rank(self) -> int:
-        """The part of each row that this rank has, among `layout.context`."""
+        """The index of this rank's slice of each row, below `layout.context`."""
         return self.rank % self.layout.context
 
     @property
@@ -102,8 +104,8 @@ class World:
         record = f"Its last collectives are in {trace}; torchfrtrace reads the files of all ranks. " if trace else ""
         return WorldError(
             f"a collective failed on rank {self.rank} of {self.size} at {self.progress.phase} (run.timeout: "
-            f"{self.timeout:g} s): {describe_missing(self.heartbeat)}. A message of that rank, above or in its log, "
-            f"has the cause; if it only needs more time, raise run.timeout. {record}({first_line(error)})"
+            f"{self.timeout:g} s): {describe_missing(self.heartbeat)}. See that rank's own message, above or in its "
+            f"log, for the cause; if it only needs more time, raise run.timeout. {record}({first_line(error)})"
         )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -164,8 +166,8 @@ class World:
         return answer["value"]
 
     def with_separate_group(self) -> World:
-        """Return this world with a new gloo group, for a thread that runs during the steps: in their group its
-        collectives could be matched with theirs. Returns self in one process."""
+        """Return this world with a new gloo group, for a thread that runs during the steps: in the same group,
+        its collectives could be matched with the collectives of the steps. Returns self in one process."""
         if self.size == 1:
             return self
         return replace(
@@ -197,7 +199,7 @@ class World:
 
 
 def setup(
-    threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None,
+    threads: int | None = None, timeout: float = TIMEOUT, trace_dir: Path | None = None,
     facts: Callable[[], Mapping[str, str]] | None = None, section: ParallelSection | None = None,
 ) -> World:  # fmt: skip
     """Join the run that torchrun started, or create the world of a single process. Call once, before the model is
@@ -209,15 +211,15 @@ def setup(
 
     threads  torch's intra-op threads; None leaves torch's default (torchrun exports OMP_NUM_THREADS=1)
     timeout  seconds within which a missing rank is named, here and in every collective
-    traces   directory for NCCL's last collectives once one has failed (:mod:`octavo.parallel.nccl_flight_recorder`)
+    trace_dir  directory for NCCL's last collectives once one has failed (:mod:`octavo.parallel.nccl_flight_recorder`)
     facts    returns settings that must be equal on all ranks, key -> value; called only if there are several ranks
     section  the requested sizes of the axes
 
     A rank that has waited `NOTICE_SECONDS` for others prints a message to stderr and keeps waiting.
 
     Raises WorldError if the environment contradicts itself, the product of the axes is not the number of ranks, a rank
-    has no accelerator for itself, or peers do not appear. If ranks differ in WORLD_SIZE or facts, every rank that has
-    appeared raises it.
+    has no accelerator of its own, or other ranks do not join in time. If ranks differ in WORLD_SIZE or facts, every
+    rank that has joined raises it.
     """
     if threads is not None:
         if threads < 1:
@@ -229,8 +231,8 @@ def setup(
     if size == 1:
         return World(device=device)
     backend = _backend(device)
-    if accelerator.has_flight_recorder(device) and traces is not None:
-        nccl_flight_recorder.enable(traces)
+    if accelerator.has_flight_recorder(device) and trace_dir is not None:
+        nccl_flight_recorder.enable(trace_dir)
     settings = None if facts is None else facts()
     try:
         with _print_if_waiting(rank, size, timeout):

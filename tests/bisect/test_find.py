@@ -165,7 +165,7 @@ def test_unsearchable_configurations_are_rejected(trainer, no_plots, cfg, tmp_pa
     trainer(lambda c, on, step: math.inf if step > 3 else 0.0)
     with pytest.raises(BisectError, match="high precision itself fails at step 4"):
         bisect.bisect(cfg(), tmp_path)
-    with pytest.raises(BisectError, match="nothing in it could break a run"):
+    with pytest.raises(BisectError, match="there is nothing to search"):
         bisect.bisect(cfg("fp8.recipe=off"), tmp_path / "b")
     with pytest.raises(BisectError, match="the losses of phase preference do not measure what is learned"):
         bisect.bisect(cfg("train.phase=preference", "preference={}"), tmp_path / "b")
@@ -195,7 +195,7 @@ def test_bisect_command(trainer, no_plots, tmp_path, monkeypatch, capsys):
         (["--margin", "0"], "expected a share above 0"),
         (["--steps", "81"], "the run has 80 steps from its start"),
         (["--from", "nowhere"], "the folder does not exist"),
-        (["fp8.recipe=off"], "nothing in it could break a run"),
+        (["fp8.recipe=off"], "there is nothing to search"),
     ):
         assert main(["bisect", "run.yaml", *words, "--out", "c"]) in (1, 2)
         assert message in capsys.readouterr().err

@@ -130,7 +130,11 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
         (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published model has no data"),
         (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each component once with an integer below"),
-        (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
+        (
+            ["plan", "run.yaml", "--tokens", "fundation=8"],
+            1,
+            "given for fundation, but qwen3_vl has no such component",
+        ),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (
             ["plan", "run.yaml", "fp8.rules=[{match: '**.nothing', recipe: off}]"],
@@ -345,7 +349,10 @@ def test_compare_power_trains_nothing(here, capsys):
     assert main([*command, "--power"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in lines) == 2
-    assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % takes 5" in lines[5]
+    assert (
+        "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with probability 18 %, 80 % power needs 5"
+        in lines[5]
+    )
     at = lines.index("8 runs, 0 of them already trained:")
     assert lines[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(lines) == at + 9
     assert main([*command, "--power", "--json"]) == 0

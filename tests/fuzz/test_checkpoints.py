@@ -1,10 +1,10 @@
-"""Damaged checkpoints of runs: read rightly, or refused in a sentence that names the file; the former one serves.
+"""Damaged checkpoints of runs are read correctly or rejected with the file's name; `latest` then finds the previous.
 
     python -m tests.fuzz.test_checkpoints --cases 10000 --seed 1
 
-One file of the newest checkpoint is damaged: bytes, a field of state.json (its checksum made right again in half of the
-cases, as somebody who edits it might), the pickle of `.metadata`, something else in its place. What is loaded all the
-same must be the state that was saved; `latest` must find a whole checkpoint.
+One file of the newest checkpoint is damaged: bytes, a field of state.json (with a corrected checksum in half of the
+cases, as after an edit by hand), or the pickle of `.metadata`, or the file is replaced by something else. A checkpoint
+that loads must equal the saved state; `latest` must find an undamaged checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.fuzz.bounded import Finding, command, outcome
 
 
 def damage(rng: random.Random, folder: Path) -> str:
-    """Damage one file of a checkpoint; returns what was done."""
+    """Damage one file of a checkpoint. Returns a description of the damage."""
 
     def fields(file: Path, raw: bytes, how: float) -> str | None:
         if file.name != files.STATE or how >= 0.8:
@@ -68,12 +68,12 @@ def run(seed: int, cases: int) -> list[Finding]:
 
             refused = outcome(read, folder, case, found)
             if refused is None and "sealed" not in case and not same(snapshot(model, optimizer), saved):
-                found.append(Finding(case, "it was loaded, and is not what was saved"))
+                found.append(Finding(case, "the loaded state differs from the saved state"))
             if refused is not None and number % 4 == 0:
                 newest: list[Path | None] = []
                 outcome(lambda: newest.append(checkpoint.latest(folder, One())), folder, f"{case}, latest", found)  # noqa: B023
                 if newest and newest[0] != folder / "step_1" and "sealed" not in case:
-                    found.append(Finding(case, f"latest gives {newest[0]}, though: {refused}"))
+                    found.append(Finding(case, f"latest returned {newest[0]} instead of step_1: {refused}"))
     return found
 
 

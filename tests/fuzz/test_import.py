@@ -1,7 +1,7 @@
-"""Configurations of other frameworks, damaged at random: translated, or refused by a sentence, within a bounded time.
+"""Randomly damaged configurations of other frameworks are translated or rejected with a message, in bounded time.
 
-Held: no other exception, no hang, no file outside the folder read, no text that cannot be written; what is translated
-is YAML that Octavo reads or refuses by name, with a report of every key.
+No case may raise a different exception, hang, read a file outside the folder or produce text that cannot be encoded. A
+translation must have exactly one row per key in its report.
 
     python -m tests.fuzz.test_import --cases 5000 --seed 1
 """
@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parents[1] / "importers"
 FILES = [*sorted((HERE / "theirs").iterdir()), *sorted((HERE.parents[1] / "examples" / "import").glob("*.[ys]*"))]
 SECONDS, WALL_SECONDS, LETTERS = 5, 120, 20_000  # of processor time, by the clock, of a message
 
-#: values in the place of others
+#: values that replace others
 STRANGE = (
     *mutate.STRANGE, "\ud800", "a\udfffb", "${a}", "${a.b}${a.b}", "${oc.env:HOME}", "${oc.env:X,7}", "$X",
     "$(reboot)",
@@ -37,7 +37,7 @@ STRANGE = (
     "../outside", "z2.json", ".", "config.json", 2**62, -(2**62), 1e18, [1, [2]], {"a": {"b": {}}}, ["\ud800"],
     [None, None], [[]] * 3, "true", "none", "auto",
 )  # fmt: skip
-#: lines and words put into files
+#: lines and words that are inserted into files
 PIECES = (
     '"\\ud800": 1\n', 'x: "${x}"\n', 'a: {b: "${a.c}", c: "${a.b}"}\n', "\x00", "\ufeff", "${", "}", "---\n", "&a ",
     "*a", "<<: {a: 1}\n", "- \n", '"', "'", "\\", "$(", "`", "${A:-", ")", "(", "\n", "#", " --lr fast ", "é" * 40,
@@ -46,12 +46,12 @@ PIECES = (
 
 
 def _tree(path: Path) -> Any:
-    """A file's values, with its references as they are written."""
+    """Return the values of a file without resolving its references."""
     return read_text(path.read_text(encoding="utf-8"), path.name).value
 
 
 def _circles(rng: random.Random, tree: dict[str, Any]) -> None:
-    """References that lead back, or that double in each of many keys."""
+    """Add a chain of references, which may double in each of many keys."""
     count = rng.choice((1, 2, 3, 50))
     end = rng.choice(("${z0}", "x", "1"))
     for number in range(count):
@@ -89,7 +89,7 @@ def _damaged(rng: random.Random, path: Path) -> str:
 
 
 def _side_files(rng: random.Random, folder: Path) -> None:
-    """What a configuration leads to: a model's config.json, a register of data sets, a DeepSpeed file, damaged too."""
+    """Write the files that configurations refer to, possibly damaged: config.json, dataset_info.json, DeepSpeed."""
     config = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16, "spatial_merge_size": 2},
               "text_config": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}}  # fmt: skip
     register = {"some_texts": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk"},
@@ -106,8 +106,7 @@ def _side_files(rng: random.Random, folder: Path) -> None:
 
 
 def run(seed: int, cases: int) -> list[Finding]:
-    """Damaged files, each with its side files. A finding is an exception that is no sentence, a hang, or text that no
-    file can hold."""
+    """Translate damaged files. A finding is an unexpected exception, a hang, or text that cannot be encoded."""
     found: list[Finding] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "in"
@@ -128,13 +127,13 @@ def run(seed: int, cases: int) -> list[Finding]:
     return found
 
 
-#: what files in the folder lead to, and nothing may read
+#: paths that files in the folder refer to and that must not be read
 _OUTSIDE = ("/etc/passwd", "/dev/zero", "outside")
 _opened: list[str] = []
 
 
 def _watch() -> None:
-    """Note every opening of a path that leads out of the folder; a hook cannot be taken off."""
+    """Record every opened path outside the folder. The hook is added once, because it cannot be removed."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str) and arguments[0].endswith(_OUTSIDE):

@@ -1,10 +1,10 @@
-"""Reward functions that do random things to what they are given: the right numbers, or an error with both counts.
+"""Reward functions that modify their arguments at random: rewards are correct, or an error has both counts.
 
     python -m tests.fuzz.test_rewards --cases 10000 --seed 1
 
-Each case is a short program, run by one function in one process: it changes its list of completions and its columns in
-place, then returns the right numbers, numbers of what is left, too many, none, strange values, or raises. A second
-function, asked after it about the same rows, must see the rows as they were.
+Each case is a short program that a reward function runs: it changes its list of completions and its columns in place,
+then returns correct rewards, rewards of the remaining rows, too many, none, invalid values, or raises. A second
+function that is called afterwards for the same rows must get them unchanged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ RETURNS = ("right", "left", "tuple", "iterator", "twice", "endless", "none", "st
 
 
 def case_of(rng: random.Random) -> tuple[list[str], dict[str, list[Any]], dict[str, Any]]:
-    """Completions, their columns, and the program that each row carries."""
+    """Return completions, their columns, and the program in each row."""
     texts = ["x" * rng.randrange(5) for _ in range(rng.randrange(1, 6))]
     program = {
         "changes": [[rng.choice(CHANGES), rng.randrange(10**6)] for _ in range(rng.randrange(4))],

@@ -1,12 +1,11 @@
-"""Folders of checkpoints in which a user copies, renames, links and leaves things: no save fails, nothing of his goes.
+"""A user adds copies, links and files to folders of checkpoints: saving must not fail, and nothing of theirs is lost.
 
     python -m tests.fuzz.test_run_folders --cases 10000 --seed 1
 
-Each case is a short life of `checkpoints/`: the run saves, prunes, sweeps and asks for its newest checkpoint; between
-two of these a user does something to the folder. Whatever he put there must stay, under its name or, where a save
-needed the name, under that name and `.other` (but a copy of a damaged one under a name that a run gives: nothing tells
-it from the run's own); what links lead to must be whole; the newest checkpoint must be the
-run's own.
+In each case a run saves and prunes checkpoints, removes leftovers and looks up its newest checkpoint, while a user
+changes the folder in between. The user's files must be kept under their names or, if a save needed the name, under that
+name plus `.other`. (A copy of a damaged checkpoint under a name that a run uses is excluded: it cannot be distinguished
+from the run's checkpoint.) Targets of links must be unchanged, and the newest checkpoint must be the run's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from octavo.checkpoint.run_state import files, state
 from tests.fuzz.bounded import Finding, command
 
 KEEP = 2
-MARK = "mark"  # a file that says whose a folder is
+MARK = "mark"  # a file with the owner of a folder
 
 
 class One:
@@ -35,7 +34,7 @@ class One:
 
 
 def save(directory: Path, step: int) -> None:
-    """A checkpoint of one small file, written as the run writes."""
+    """Write a checkpoint with one small file, in the same way as a run."""
     directory.mkdir(exist_ok=True)
     files.remove_leftovers(directory)
     made = files.temporary_path(directory, step, "tmp")
@@ -48,7 +47,7 @@ def save(directory: Path, step: int) -> None:
 
 
 def name_of(rng: random.Random, step: int) -> str:
-    """A name as users and file managers make them of `step_N`; sometimes one that the run will want itself."""
+    """Return a name such as users and file managers derive from `step_N`; sometimes one that the run will use."""
     number = rng.choice((step, step + 1, step + 2, 98, 10**18))
     fullwidth = "".join(chr(ord("0") + 0xFEE0 + int(digit)) for digit in str(number))
     arabic = "".join(chr(0x660 + int(digit)) for digit in str(number))
@@ -61,10 +60,10 @@ def name_of(rng: random.Random, step: int) -> str:
 
 
 def disturb(rng: random.Random, directory: Path, outside: Path, step: int, number: int) -> tuple[str, Path | None]:
-    """What a user does: (in words, what he put there: None where he only took something away)."""
+    """Change the folder as a user. Returns (a description, the path that was added or None)."""
     path = directory / name_of(rng, step)
-    own = [files.step_path(directory, n) for n in files.steps(directory)]
-    own = [one for one in own if (one / MARK).is_file() and f"step_{(one / MARK).read_text()[4:]}" == one.name]
+    steps = [files.step_path(directory, n) for n in files.steps(directory)]
+    own = [path for path in steps if (path / MARK).is_file() and f"step_{(path / MARK).read_text()[4:]}" == path.name]
     kind = rng.choice(("copy", "copy", "folder", "file", "link", "link to a file", "broken link", "damage"))
     if kind == "damage":
         if own:
@@ -77,7 +76,7 @@ def disturb(rng: random.Random, directory: Path, outside: Path, step: int, numbe
         shutil.copytree(source, path)
         state_of = source / files.STATE
         if files._STEP_NAME.fullmatch(path.name) and state_of.exists() and state_of.read_text() == "damaged":
-            return f"copy {path.name!r} of a damaged one", None  # which is the run's, as far as its name says
+            return f"copy {path.name!r} of a damaged one", None  # by its name it belongs to the run
     elif kind == "link":
         path.symlink_to(outside)
     elif kind == "broken link":
@@ -95,7 +94,7 @@ def disturb(rng: random.Random, directory: Path, outside: Path, step: int, numbe
 
 
 def is_there(path: Path, number: int) -> bool:
-    """Whether what the user put at a path is there still, or next to it under another name."""
+    """Return True if the user's file or folder still exists, under its name or next to it with a suffix."""
     for found in [path, *path.parent.glob(f"{glob_of(path.name)}{files.MOVED_SUFFIX}*")]:
         if found.is_symlink():
             return True
@@ -111,7 +110,7 @@ def glob_of(name: str) -> str:
 
 
 def life(rng: random.Random, directory: Path, outside: Path, findings: list[Finding], case: str) -> None:
-    """One case; what breaks the promise goes to `findings`."""
+    """Run one case and add violations to `findings`."""
     theirs: dict[Path, int] = {}
     step, done = 0, []
     for number in range(rng.randrange(2, 8)):

@@ -1,9 +1,9 @@
-"""Launch scripts made at random, read by Octavo and carried out by bash: what `octavo import` takes is what bash has.
+"""Random launch scripts are read by `octavo import` and run by bash, and the words of their last command compared.
 
-Each script is made of assignments, conditions, functions, loops, here-documents, subshells and quotes over a few
-variables, and ends with one command whose words show them. A word that import takes must be bash's word; where import
-leaves a word open or unsure, a line of the script must be listed. Scripts that are damaged are read, or refused by a
-sentence that names the file, within a bounded time.
+Each script consists of assignments, conditions, functions, loops, here-documents, subshells and quotes over a few
+variables, and ends with a command that prints them. A word that import resolves must equal bash's; if import leaves a
+word open or unsure, it must list a line of the script. Damaged scripts are read, or rejected with a message that names
+the file, in bounded time.
 
     python -m tests.fuzz.test_shell --cases 5000 --seed 1
 """
@@ -227,13 +227,15 @@ def script(rng: random.Random) -> str:
 
 
 def run_bash(text: str) -> list[str] | None:
-    """The words of the last command as bash has them; None where bash does not get there."""
+    """Return the words of the last command as bash expands them, or None if bash does not reach it."""
     show = {"BASH_FUNC_torchrun%%": "() { printf '%s\\0' \"$@\" >&9; }", "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "a.sh"
         file.write_text(text)
         out = Path(folder) / "words"
-        start = f"ulimit -t 1 -s 1024; exec 9>{out} </dev/null >/dev/null 2>&1; . {file}"  # some have no end
+        start = (
+            f"ulimit -t 1 -s 1024; exec 9>{out} </dev/null >/dev/null 2>&1; . {file}"  # some scripts do not terminate
+        )
         done = subprocess.run(["bash", "-c", start], env=show, cwd="/", check=False)
         if done.returncode < 0:
             return None
@@ -242,7 +244,7 @@ def run_bash(text: str) -> list[str] | None:
 
 
 def difference(text: str) -> str | None:
-    """What import has in silence and bash has not."""
+    """Return the difference between import and bash that import does not list, or None."""
     try:
         read = shell_script.read(text, {}, "a.sh")
     except TranslateError as error:  # functions that call each other
@@ -251,14 +253,14 @@ def difference(text: str) -> str | None:
         (command.words[1:] for command in reversed(read.commands) if command.words[0].text == "torchrun"), None
     )
     bash = run_bash(text)
-    if bash is None:  # it ran into its own recursion, or ended before
+    if bash is None:  # infinite recursion, or the script exited before
         return None
     if words is None:
         return f"import has no command, bash has {bash}"
     for at, word in enumerate(words):
         if word.open or word.unsure:
             if not read.unread and word.unsure:
-                return f"{word} is unsure, and no line is listed"
+                return f"{word} is unsure, but no line is listed"
             continue
         if at >= 14 and any(word.open or word.unsure for word in words[14:]):  # not quoted: any number of words
             return None
@@ -298,7 +300,7 @@ def _read_damaged(rng: random.Random, tally: Counter[str]) -> str | None:
 
 
 def run(seed: int, cases: int, only: int | None = None, tally: Counter[str] | None = None) -> list[Finding]:
-    """What does not hold; ``tally`` counts what was compared, read and refused."""
+    """Run the cases and return the findings; ``tally`` counts compared, read and rejected scripts."""
     findings: list[Finding] = []
     tally = Counter() if tally is None else tally
     for number in range(cases) if only is None else [only]:

@@ -1,7 +1,7 @@
-"""Weights of FP8 layers written in random ways and orders, between forwards, backwards and optimizer steps.
+"""Weights of FP8 layers are written in random ways and orders, between forwards, backwards and optimizer steps.
 
-``fp8.weights.stale_codes`` names exactly the layers that would compute with the codes of a former weight: those whose
-output is another one than that of a copy, which has no codes yet and casts again.
+``fp8.weights.stale_codes`` must name exactly the layers that would compute with codes of a previous weight: those whose
+output differs from that of a copy, which has no codes and casts its weight.
 
     python -m tests.fuzz.test_stale_codes --cases 2000 --seed 1
 """
@@ -20,7 +20,7 @@ from octavo import fp8
 from octavo.fp8.weights import stale_codes
 from tests.fuzz.bounded import Finding, command
 
-RECIPES = tuple(name for name in fp8.RECIPES if name != "delayed")  # whose forward leaves no history behind
+RECIPES = tuple(name for name in fp8.RECIPES if name != "delayed")  # delayed scaling keeps a history between forwards
 SIZES = (8, 24, 33, 96, 128, 130, 160)
 OPERATIONS = 12
 
@@ -29,13 +29,14 @@ def _numpy(weight: nn.Parameter, part: slice, factor: float) -> None:
     weight.detach().numpy()[part] *= factor
 
 
-#: (weight, rows that are written, a factor near or far from 1); those that layers cannot see, then those that they do
+#: writes of (weight, rows, factor) that layers cannot detect
 UNSEEN: dict[str, Callable[[nn.Parameter, slice, float], object]] = {
     "data": lambda w, part, factor: w.data[part].mul_(factor),
     "copy": lambda w, part, factor: w.data[part].copy_(w.data[part] * factor),
     "foreach": lambda w, part, factor: torch._foreach_mul_([w.data[part]], factor),
     "numpy": _numpy,
 }
+#: writes that layers detect
 SEEN: dict[str, Callable[[nn.Parameter, slice, float], object]] = {
     "in place": lambda w, part, factor: w[part].mul_(factor),
     "whole": lambda w, part, factor: w.copy_(w * factor),
@@ -44,7 +45,7 @@ SEEN: dict[str, Callable[[nn.Parameter, slice, float], object]] = {
 
 
 def run(seed: int, cases: int, tally: Counter[str] | None = None) -> list[Finding]:
-    """``tally`` counts what was done and found."""
+    """Run the cases. ``tally`` counts the operations and the stale layers."""
     tally = Counter() if tally is None else tally
     findings = []
     for number in range(cases):
@@ -85,13 +86,13 @@ def _case(rng: random.Random, tally: Counter[str]) -> str | None:
         named, stale = stale_codes(model, draw=rng.randrange(9)), _stale(model, sizes, dtype)
         tally["stale"] += len(stale)
         if named != stale:
-            return f"{policy.recipe} {policy.weight_codes} {dtype} {sizes}: {history}: {named} named, {stale} are stale"
+            return f"{policy.recipe} {policy.weight_codes} {dtype} {sizes}: {history}: {named} named, but {stale} stale"
     return None
 
 
 def _write(rng: random.Random, model: nn.Sequential, ways: dict[str, Callable[..., object]], dtype: torch.dtype) -> str:
     way, number = rng.choice(sorted(ways)), rng.randrange(len(model))
-    if way == "numpy" and dtype is torch.bfloat16:  # which numpy lacks
+    if way == "numpy" and dtype is torch.bfloat16:  # numpy has no bfloat16
         way = "data"
     weight = model[number].weight
     first = rng.randrange(weight.shape[0])
@@ -103,8 +104,10 @@ def _write(rng: random.Random, model: nn.Sequential, ways: dict[str, Callable[..
 
 @torch.no_grad()
 def _stale(model: nn.Sequential, sizes: list[int], dtype: torch.dtype) -> list[str]:
-    """The layers that compute otherwise than a copy of theirs, of those that hold codes; a layer that has none casts
-    anew as well, and must not do so here: its next write would not be seen as it is in a run."""
+    """Return the layers with codes whose output differs from that of their copy.
+
+    Layers without codes are skipped: a forward would cast them, and change whether their next write can be detected.
+    """
     names = []
     for name, (layer, inputs) in enumerate(zip(model, sizes, strict=True)):
         if not layer._site.codes.is_valid(layer.weight):

@@ -1,12 +1,11 @@
-"""Encrypted folders that were damaged, or whose files were exchanged, renamed, dropped or added: read as what was
-written, or refused in a sentence that names the file; and nothing is left behind.
+"""Tampered encrypted folders are read with their original contents, or rejected with a message that names the file.
 
     python -m tests.fuzz.test_vault --cases 10000 --seed 1
 
-A case is one to three changes of an encrypted folder by somebody who has no key and may write on the disk: bytes, other
-files of the same key, of a former state of the same folder and of Octavo 0.4.0. Whatever a reader gives is what was
-encrypted at that path, and `octavo decrypt` writes the whole folder as it was or nothing. Every tenth folder is one
-that 0.4.0 wrote, which binds no names: there damage alone is tried.
+A case is one to three changes of an encrypted folder by an attacker who can write to the disk but has no key: damaged
+bytes, and files with the same key from the same folder, from its previous state or from Octavo 0.4.0. A reader must
+return what was encrypted at that path, and `octavo decrypt` must write the whole original folder or nothing, and leave
+no temporary files. Every tenth folder was written by 0.4.0, which does not bind names; there only bytes are damaged.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ PLAIN = {
 
 @contextlib.contextmanager
 def _folders() -> Iterator[Path]:
-    """A place with a plain folder, an encryption of it, one of its former state, two of 0.4.0, and a single file."""
+    """Yield a folder with plain files, encryptions of them and of their previous state by this version and by 0.4.0,
+    and an encrypted single file."""
     before = {name: os.environ.pop(name, None) for name in (encryption.FILE, encryption.VALUE)}
     os.environ[encryption.VALUE] = SECRET.hex()
     try:
@@ -62,7 +62,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _command(*words: object) -> tuple[int, str]:
-    """(exit code, what was said) of a command."""
+    """Run a command. Returns (exit code, its output)."""
     output = io.StringIO()
     with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         code = main([str(word) for word in words])
@@ -74,7 +74,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def change(rng: random.Random, here: Path, folder: Path) -> str:
-    """Change an encrypted folder; returns what was done."""
+    """Change an encrypted folder. Returns a description of the change."""
     file, other = rng.choice(_files(folder)), rng.choice(_files(folder))
     twin = here / "again" / file.relative_to(folder)
     raw = file.read_bytes() if file.is_file() else b""
@@ -139,7 +139,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                 mutate.write(file, damaged := mutate.damage(rng, file.read_bytes()))
                 done = [f"{file.relative_to(folder)} of 0.4.0: bytes"]
                 if not encryption.has_magic(damaged) and not looks_encrypted(damaged[:64], encryption.find_key()):
-                    continue  # nothing of an encrypted file is left, and nothing says that one was here
+                    continue  # no sign of an encrypted file is left
             else:
                 done = []
                 for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -151,28 +151,28 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 def _read(here: Path, folder: Path, case: str, old: bool, found: list[Finding]) -> None:
-    one, good = folder / encryption.LIST, here / "good" / encryption.LIST
-    listed = one.is_file() and one.read_bytes() == good.read_bytes()
+    current, good = folder / encryption.LIST, here / "good" / encryption.LIST
+    listed = current.is_file() and current.read_bytes() == good.read_bytes()
     for name, wanted in PLAIN.items():
         got: list[bytes] = []
         outcome(lambda: got.append(safe_read.read_bytes(folder / name)), folder, f"{case}, {name}", found)  # noqa: B023
-        # with the list gone nothing says what a file was that is bound to nothing; and with the list of a former state
-        # its files are whole: both are seen where the folder is read as one, and bound files of this state are refused
+        # Without the list, a file that is not bound to a name cannot be identified; with the list of a previous state,
+        # the files of that state are valid. Both are detected when the whole folder is read.
         if got and got[0] != wanted and listed:
-            found.append(Finding(case, f"{name} was read as what it is not: {got[0][:40]!r}"))
+            found.append(Finding(case, f"{name} was read with wrong contents: {got[0][:40]!r}"))
     target = here / "out"
     with bounds(case, found):
         code, output = _command("decrypt", folder, target)
     if code == 0:
         written = {str(path.relative_to(target)): path.read_bytes() for path in _files(target)}
         if written != PLAIN and not (old and {**PLAIN, **written} == PLAIN):
-            found.append(Finding(case, "decrypt wrote what was not encrypted"))
+            found.append(Finding(case, "decrypt wrote contents that were not encrypted"))
         shutil.rmtree(target)
         return
     if code not in (1, 2) or str(folder) not in output or "Traceback" in output:
         found.append(Finding(case, f"decrypt ended with {code}: {output[:300]}"))
     if os.path.lexists(target) or list(here.glob(".*")):
-        found.append(Finding(case, "decrypt left something behind"))
+        found.append(Finding(case, "decrypt left files behind"))
         shutil.rmtree(target, ignore_errors=True)
 
 

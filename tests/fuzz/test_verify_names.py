@@ -1,11 +1,11 @@
-"""Model folders whose tensors have odd names, dtypes and companions: what loading refuses, `verify` finds.
+"""Model folders with unusual tensor names, dtypes and settings: `verify` must report all that loading rejects.
 
     python -m tests.fuzz.test_verify_names --cases 10000 --seed 1
 
-A good folder gets tensors more (scales of a KV cache under every name and near ones, layers for multi-token prediction,
-heads, second tied tensors), loses some, has one of another dtype; its config.json has odd numbers, its generation
-settings and its tokenizer other end tokens. Loading either takes it, and answers with numbers, or refuses it in a
-sentence; whatever it refuses, `verify` finds, and a tensor of the good folder that is gone `--against` names.
+A good folder gets additional tensors (scales of a KV cache under known and similar names, layers for multi-token
+prediction, heads, tied tensors), loses tensors, or has a tensor with a different dtype; its config.json gets unusual
+values. Loading must succeed, or reject the folder with a message. `verify` must report every rejected folder, and
+`--against` every tensor that is missing compared with the reference.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ TENSORS = (add_scales, add_scales, add_tensors, drop_tensor, change_dtype, renam
 
 
 def damage(rng: random.Random, folder: Path) -> str:
-    """Change one or two things of a folder; returns their names."""
+    """Make one or two changes to a folder. Returns a description of them."""
     done = []
     for _ in range(rng.choice((1, 1, 2))):
         how = rng.random()
@@ -118,15 +118,14 @@ def run(seed: int, cases: int) -> list[Finding]:
             verified: list[checkpoint.VerifyResult] = []
             outcome(lambda: verified.append(checkpoint.verify(folder)), folder, f"{case}, verify", found)  # noqa: B023
             if refused and verified and verified[0].ok:
-                found.append(Finding(case, f"verify finds nothing, and it was refused: {refused}"))
+                found.append(Finding(case, f"verify reports nothing, but loading failed: {refused}"))
             against: list[checkpoint.VerifyResult] = []
             aside: list[Finding] = []
             outcome(lambda: against.append(checkpoint.verify(good, folder)), folder, case, aside)  # noqa: B023
-            found += [
-                finding for finding in aside if "names no file" not in finding.what
-            ]  # it may be about the good one
+            # An error may be about the good folder.
+            found += [finding for finding in aside if "names no file" not in finding.what]
             extra = sorted(set(load_file(folder / WEIGHTS)) - set(load_file(good / WEIGHTS)) - {"lm_head.weight"})
-            # transformers takes a second `model.` in front: such a tensor has its counterpart
+            # transformers accepts a second `model.` prefix, so such a tensor has its counterpart.
             lost = [n for n in extra if "scale" not in n and "zero_point" not in n and not n.startswith("model.model.")]
             if against and lost and not all(any(name in f.text for f in against[0].findings) for name in lost):
                 found.append(Finding(case, f"--against does not name {lost}"))

@@ -57,8 +57,8 @@ def test_spreads_are_assumed_without_earlier_runs(cfg, tmp_path: Path) -> None:
     assert told["accuracy"].units == told[WEIGHTS].units == 40 and told[FORKS].units == 3 and told[SEEDS].units == 2
     assert told[FORKS].pass_probability > 0.99 and told[SEEDS].pass_probability < 0.2 and told[SEEDS].needed == 6
     assert found.lines[3] == (
-        "  Loss of forks: +-0.032 % from 3 forks, margin 0.25 %: passes with 100 %, 80 % needs 2; spread 0.013 %, "
-        "assumed, as in docs/studies.md"
+        "  Loss of forks: +-0.032 % from 3 forks, margin 0.25 %: passes with probability 100 %, 80 % power needs 2; "
+        "spread 0.013 %, assumed, as in docs/studies.md"
     )
     assert not (tmp_path / "trial").exists(), "nothing is written"
     alone = of(design.design(override(cfg, ["data.eval=[]"]), None, tmp_path / "trial"))
@@ -73,7 +73,7 @@ def test_earlier_runs_determine_the_spread_of_gaps(cfg, tmp_path: Path) -> None:
     for claim, units in ((SEEDS, 6), (FORKS, 5)):
         assert told[claim].seen and told[claim].units == units and told[claim].source.startswith("seen in 3")
         assert told[claim].spread == pytest.approx(float(np.std(GAPS, ddof=1)), rel=0.02)
-        assert told[claim].half == pytest.approx(power.half_width(told[claim].spread, units))
+        assert told[claim].expected_half_width == pytest.approx(power.half_width(told[claim].spread, units))
     again = of(design.design(cfg, None, tmp_path, forks=5, seeds=6, fresh=True))
     assert not again[SEEDS].seen and not again[FORKS].seen, "what is trained again shows nothing yet"
 
@@ -98,7 +98,7 @@ def test_earlier_answers_determine_the_spread_of_sources(cfg, tmp_path: Path) ->
     told = of(design.design(cfg, None, tmp_path))
     accuracy = claims.paired_accuracy(ours.pieces, theirs.pieces)
     assert told["accuracy"].seen and told["accuracy"].units == 400
-    assert told["accuracy"].half == pytest.approx(accuracy.half)
+    assert told["accuracy"].expected_half_width == pytest.approx(accuracy.half)
     assert told[WEIGHTS].half == pytest.approx(claims.relative_loss(ours.pieces, theirs.pieces).half)
     (tmp_path / "arms" / "fp8-blockwise" / "result.json").write_text('{"status": "finished", "steps": 120, "x": 1}')
     assert not of(design.design(cfg, None, tmp_path))["accuracy"].seen, "of other weights"

@@ -137,7 +137,11 @@ def test_pending_completions_are_redistributed_over_ranks():
         **make_pending([1]).tensors(2),
     }
     restored = restore_pending(extra, prompt, text, World(rank=0, size=3))
-    assert restored is not None and [p.number for p in restored.rollout.prompts] == [8, 2, 5] and restored.weights == 4
+    assert (
+        restored is not None
+        and [p.number for p in restored.rollout.prompts] == [8, 2, 5]
+        and restored.weights_version == 4
+    )
     parts = [restore_pending(extra, prompt, text, World(rank=rank, size=2)) for rank in (0, 1)]
     assert [[p.number for p in part.rollout.prompts] for part in parts] == [[1, 2], [5, 8]]
     for number, part, row in ((2, parts[0], 3), (5, parts[1], 1), (8, restored, 1)):

@@ -53,12 +53,8 @@ def _geometry(weight: Tensor) -> _Geometry:
 
 
 class WeightSlice(NamedTuple):
-    """The (N, K) matrix of a parameter that a GEMM uses: the expert ``slot``, ``transposed`` if stored as (K, N), or
-    the
-    ``rows`` (from, to) of a weight that is used in blocks.
-
-    Without a slot all experts of a parameter are used, [E, N, K].
-    """
+    """The (N, K) matrix of a parameter that a GEMM uses: the expert ``slot`` (all experts [E, N, K] if None), stored as
+    (K, N) if ``transposed``, or the ``rows`` (from, to) of a weight that is used in blocks."""
 
     slot: int | None = None
     transposed: bool = False
@@ -81,11 +77,11 @@ class WeightSlice(NamedTuple):
 class WeightCache:
     """The codes of one parameter by part and cast. ``casts`` counts the casts, for tests and diagnostics.
 
-    ``keep``: False casts again at each use and keeps nothing (``Policy.weight_codes="recast"``). ``both``: the codes
-    that forward and dgrad share are kept in two layouts (``Policy.weight_codes="both"``). A weight that FSDP2 gathered
-    as FP8 holds its codes itself (:mod:`octavo.fp8.weights.fp8_tensor`), and so does a frozen weight, for which this
-    cache permanently keeps only dgrad's layout, from its first use on; dgrad's codes of a frozen weight in rows, whose
-    blocks are columns, are cast at each use and not kept.
+    If ``keep`` is False, codes are cast at each use and not kept (``Policy.weight_codes="recast"``). If ``both`` is
+    True, codes that forward and dgrad share are kept in two layouts (``Policy.weight_codes="both"``). A weight that
+    FSDP2 gathered as FP8 contains its codes (:mod:`octavo.fp8.weights.fp8_tensor`), as does a frozen weight, for which
+    this cache keeps only dgrad's layout, from its first use on. For a frozen weight in rows, the blocks of dgrad are
+    columns; these codes are cast at each use and not kept.
 
     Copies and pickles of a module start with an empty cache: codes are derived data. Creating a cache starts the watch
     on optimizers, because a pickle may bring a model into a process that never converted one.
@@ -95,13 +91,12 @@ class WeightCache:
         watch_optimizers()
         self.keep, self.both = keep, both
         self.casts = 0
-        self.block: int | None = None  # rows of the weight that are cast at a time; None: all
-        self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
+        self.block: int | None = None  # rows of the weight that are cast at a time, or None for all
+        self.captured = False  # True if the last codes were cast into a CUDA graph, without being cached
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._for_dgrad: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
-        self._source: StorageWeakRef | None = (
-            None  # the weight's storage as a weak reference, so that its address cannot be reused
-        )
+        # A weak reference to the weight's storage, so that its address cannot be reused.
+        self._source: StorageWeakRef | None = None
         self._stamp: tuple[object, ...] = ()
         self._sharded: Callable[[], Tensor | None] = NoneType  # a call returns None
         self._address = 0  # of the storage under which this cache is registered
@@ -155,14 +150,14 @@ class WeightCache:
         cast: Callable[..., Quantized] | None = None,
         shared: bool = False,
     ) -> Quantized:
-        """The codes of ``part`` of ``parameter`` under ``spec``, cast now if there are no valid ones.
+        """Return the codes of ``part`` of ``parameter`` under ``spec``, casting them if there are no valid ones.
 
-        ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``. ``shared``: dgrad
-        multiplies by the codes of the forward, which are in the forward's layout. With ``both`` the cast also produces
+        ``cast`` replaces the backend's ``quantize``, for example by ``quantize_experts``. If ``shared`` is True, dgrad
+        multiplies by the codes of the forward, which are in the forward's layout. With ``both``, the cast also produces
         dgrad's layout; otherwise dgrad's GEMMs transpose the codes, with scales that are transposed once.
 
-        Only a forward starts a new generation of codes. A backward that gets other values than the last forward (a
-        weight that was offloaded and returned, gathered again, or replaced) casts them and keeps nothing. Codes are
+        Only a forward replaces the cached codes. If the values differ in the backward (a weight that was offloaded and
+        returned, gathered again, or replaced), they are cast and not cached. Codes are
         neither kept nor reused during a CUDA graph capture, unless weights do not change while the graph is in use
         (`capture.assume_constant_weights`): then it reads existing codes.
         """
@@ -304,9 +299,9 @@ class CachesWeights(nn.Module):
             if "swap" not in str(error) or not applied:
                 raise
             raise RuntimeError(
-                f"An FP8 weight of {type(self).__name__} was to change its dtype or device while something holds it: "
-                "the graph of a loss that is alive, or a weak reference. Convert the model before the forward, or let "
-                "go of the loss (del loss)."
+                f"Cannot change the dtype or device of an FP8 weight of {type(self).__name__} while the graph of a "
+                "loss or a weak reference refers to it. Convert the model before the forward, or delete the loss (del "
+                "loss)."
             ) from error
         finally:
             self._parameters.update({name: p for name, p in parameters.items() if self._parameters[name] is None})

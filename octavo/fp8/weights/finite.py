@@ -46,10 +46,10 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _is_finite(x: Tensor) -> Tensor:
-    """Return a 0-d tensor on the device of x: whether all its elements are finite."""
+    """Return a 0-d bool tensor on the device of x, True if all elements are finite."""
     if x.dtype is torch.float8_e8m0fnu:
         return x.view(torch.uint8).amax() < 0xFF
     if x.dtype in _FIRST_BAD:
         return (x.view(torch.uint8) & 0x7F).amax() < _FIRST_BAD[x.dtype]
-    low, high = x.aminmax()  # a NaN is both
+    low, high = x.aminmax()  # both are NaN if any element is
     return low.isfinite() & high.isfinite()

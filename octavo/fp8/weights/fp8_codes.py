@@ -67,15 +67,19 @@ class Codes:
     """One :class:`Quantized` for each need of ``source``, of the matrix that the GEMM multiplies by; one object for all
     aliases of a weight. ``codes`` is empty in a shard without rows, and before a shard is filled.
 
-    ``turned``: the weight shows the transpose of that matrix (experts stored as [E, K, N]). ``frozen``: permanent
-    codes, of one need. ``lead``: the rows of the first block on earlier ranks. ``shard``: made by FSDP2.
+    Args:
+        is_transposed: True if the weight is the transpose of that matrix (experts stored as [E, K, N]).
+        frozen: True for permanent codes, of one need.
+        lead: the number of rows of the first block on earlier ranks.
+        shard: True for a shard created by FSDP2.
     """
 
     def __init__(
-        self, codes: list[Quantized], source: Source, turned: bool, frozen: bool, lead: int = 0, shard: bool = False
-    ) -> None:
+        self, codes: list[Quantized], source: Source, is_transposed: bool, frozen: bool, lead: int = 0,
+        shard: bool = False,
+    ) -> None:  # fmt: skip
         self.codes, self.source = codes, source
-        self.is_transposed, self.frozen, self.lead, self.shard = turned, frozen, lead, shard
+        self.is_transposed, self.frozen, self.lead, self.shard = is_transposed, frozen, lead, shard
 
     @classmethod
     def gathered(

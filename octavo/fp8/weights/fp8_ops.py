@@ -40,13 +40,13 @@ def _alias(weight: Fp8Weight, *_: object, **__: object) -> Fp8Weight:
 def _as_strided(
     weight: Fp8Weight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Fp8Weight | None:
-    same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
-    return _alias(weight) if same else None
+    is_unchanged = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
+    return _alias(weight) if is_unchanged else None
 
 
 @_implements(aten.view.default)
 def _view(weight: Fp8Weight, size: Sequence[int]) -> Tensor | None:
-    """FSDP2 keeps the padded shard as one flat tensor, to detect whether it was moved: this returns its codes."""
+    """Return the codes for FSDP2's flat view of the padded shard, by which it detects that a shard was moved."""
     if weight.frozen is None:
         return None
     if tuple(size) == tuple(weight.shape):
@@ -95,7 +95,7 @@ def _split_sizes(weight: Fp8Weight, sizes: list[int], dim: int = 0) -> list[Fp8W
 
 
 def _row_codes(weight: Fp8Weight) -> Codes | None:
-    """Frozen codes with the same rows (or experts) as the weight; None otherwise."""
+    """Return frozen codes with the same rows (or experts) as the weight; None otherwise."""
     return None if weight.is_transposed and weight.dim() == 2 else weight.frozen
 
 
@@ -172,7 +172,7 @@ def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
 
 
 def _like(op: Any, weight: Fp8Weight, *args: Any, **how: Any) -> Any:
-    """``op`` of a placeholder with the weight's shape, dtype and device, and one element of memory."""
+    """Apply ``op`` to a placeholder with the weight's shape, dtype and device, and one element of memory."""
     return op(torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape), *args, **how)
 
 
@@ -193,9 +193,9 @@ for _op in (
 
 @_implements(aten.new_zeros.default)
 def _new_zeros(weight: Fp8Weight, size: Sequence[int], **how: Any) -> Any:
-    """If the width is the same: a master of zeros, or an empty frozen shard that ``copy_`` fills (until then zeros)."""
-    other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
-    if not other and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):
+    """Return a master of zeros or, for frozen codes, an empty shard that ``copy_`` fills, if the width is unchanged."""
+    changes = [v for k, v in how.items() if v is not None and k != "pin_memory"]
+    if not changes and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):
         if weight.held is not None:
             return Fp8Weight.of(weight.held.tensor.new_zeros(size), weight.source)
         if _row_codes(weight) is not None:

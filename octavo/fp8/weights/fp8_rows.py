@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class Need(NamedTuple):
     """A cast of a weight for the GEMMs of its layer, by the backend that runs them.
 
-    ``contract``: the dimension that the GEMM sums over; ``transposed``: the matrix is the transpose of the stored one;
-    ``grouped``: all experts are cast at once, for grouped GEMMs.
+    ``contract`` is the dimension that the GEMM sums over. If ``transposed`` is True, the matrix is the transpose of the
+    stored one; if ``grouped`` is True, all experts are cast at once, for grouped GEMMs.
     """
 
     spec: CastSpec
@@ -53,7 +53,7 @@ class Need(NamedTuple):
         return values.mT if self.transposed else values
 
     def cast(self, values: Tensor) -> Quantized:
-        """Codes of a whole weight [N, K], or of whole experts [E, N, K]."""
+        """Return the codes of a whole weight [N, K], or of whole experts [E, N, K]."""
         if self.grouped:
             return self.backend.quantize_experts(self.matrix(values), self.spec, self.contract)
         if values.dim() == 3:
@@ -76,7 +76,7 @@ class Shards:
         return max(1, ceil_div(self.rows, self.ranks))
 
     def begin(self, rank: int) -> int:
-        """The first row of a rank; the number of rows for ranks without rows and for ``ranks`` itself."""
+        """Return the first row of a rank; the number of rows for ranks without rows and for ``ranks`` itself."""
         return min(rank * self.chunk, self.rows)
 
     @property
@@ -85,29 +85,29 @@ class Shards:
         return self.begin(self.rank), self.begin(self.rank + 1)
 
     def cut(self, height: int) -> list[int]:
-        """The row blocks of ``height`` rows (-1: all of them) that span more than one rank, in order."""
+        """Return the blocks of ``height`` rows (-1 for all rows) that span more than one rank, in order."""
         borders = [b for r in range(1, self.ranks) if 0 < (b := self.begin(r)) < self.rows]
         if height == -1:
             return [0] if borders else []
         return sorted({b // height for b in borders if b % height})
 
     def cuts(self, need: Need) -> bool:
-        """Whether any block of a two-dimensional weight is cut."""
+        """Return True if any block of a two-dimensional weight is cut."""
         return bool(self.cut(need.spec.block[0]))
 
     def first_block(self, rank: int, height: int) -> int:
-        """The first row block that begins on a rank or on a later one."""
+        """Return the first row block that begins on a rank or on a later one."""
         begin = self.begin(rank)
         return min(begin, 1) if height == -1 else ceil_div(begin, height)
 
     def blocks(self, height: int) -> int:
-        """The most row blocks that begin on one rank."""
+        """Return the maximum number of row blocks that begin on one rank."""
         ends = [self.first_block(r, height) for r in range(self.ranks + 1)]
         return max(b - a for a, b in zip(ends, ends[1:], strict=False))
 
     def pieces(self, height: int) -> Iterator[tuple[int, int, int | None]]:
-        """(first row, last row + 1, the cut block that they belong to or None) for this rank's rows, counted from its
-        first one: at most part of a cut block, then whole blocks, then part of another cut block."""
+        """Yield (first row, last row + 1, the cut block that they belong to or None) for this rank's rows, counted from
+        its first row: at most part of a cut block, then whole blocks, then part of another cut block."""
         begin, end = self.here
         if begin == end:
             return
@@ -137,7 +137,7 @@ class Rows(NamedTuple):
 
 
 def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> Rows:
-    """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` if blocks are cut."""
+    """Cast this rank's rows ``values`` for every need. Collective call over ``mesh`` if blocks are cut."""
     amaxes: list[dict[int, Tensor]] = (
         [{}] * len(needs) if values.dim() == 3 else _reduce_amaxes(values, needs, shards, mesh)
     )
@@ -176,7 +176,7 @@ def _write_codes(q: Quantized, rows: Rows, where: slice, block: int) -> None:
 
 
 def _cast_piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
-    """The codes of this rank's rows of a cut block, with the amax [1, column blocks] of all its rows."""
+    """Cast this rank's rows of a cut block, with the amax [1, column blocks] of all its rows."""
     spec = CastSpec(need.spec.format, (-1, need.spec.block[1]), need.spec.scale)
     scale = scale_from_amax(amax, spec)
     if spec.block == (-1, -1):
@@ -185,16 +185,15 @@ def _cast_piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
 
 
 def _reduce_amaxes(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> list[dict[int, Tensor]]:
-    """For every need the amaxes [1, column blocks] of its cut blocks, over all ranks."""
+    """Return the amaxes [1, column blocks] over all ranks of the cut blocks of every need."""
     cols = values.shape[1]
     cuts = [shards.cut(need.spec.block[0]) for need in needs]
     widths = [grid_shape(1, cols, need.spec)[1] for need in needs]
     if not any(cuts):
         return [{} for _ in needs]
-    # Patterns of amaxes as integers: they order like amaxes, with NaN last.
-    bits = torch.zeros(
-        sum(len(c) * w for c, w in zip(cuts, widths, strict=True)), dtype=torch.int32, device=values.device
-    )
+    # The bit patterns of amaxes order like the amaxes, with NaN last.
+    count = sum(len(cut) * width for cut, width in zip(cuts, widths, strict=True))
+    bits = torch.zeros(count, dtype=torch.int32, device=values.device)
     sizes = [w for cut, w in zip(cuts, widths, strict=True) for _ in cut]
     slots = iter(bits.split(sizes))
     amaxes: list[dict[int, Tensor]] = [{block: next(slots) for block in cut} for cut in cuts]
@@ -207,7 +206,7 @@ def _reduce_amaxes(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: 
 
 
 def _amax_bits(rows: Tensor, width: int) -> Tensor:
-    """int32 patterns of max |x| over all rows of each block of ``width`` columns (-1: one block)."""
+    """Return max |x| over all rows of each block of ``width`` columns (-1 for one block), as int32 bit patterns."""
     bits = rows.detach().abs().amax(0).float().abs().view(torch.int32)  # amax may set the sign of a NaN
     if width == -1:
         return bits.amax(0, keepdim=True)
@@ -216,8 +215,8 @@ def _amax_bits(rows: Tensor, width: int) -> Tensor:
 
 
 def pack_for_gather(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
-    """The tensors that FSDP2 gathers: codes and scales of every need in turn; for one rank a single tensor of bytes,
-    because FSDP2 then takes only the first tensor."""
+    """Return the tensors that FSDP2 gathers: codes and scales of every need in turn. For one rank, return a single
+    tensor of bytes, because FSDP2 then takes only the first tensor."""
     parts = [t for pair in zip(rows.codes, rows.scales, strict=True) for t in pair]
     if shards.ranks > 1:
         return tuple(parts)
@@ -226,13 +225,13 @@ def pack_for_gather(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
 
 
 def shard_mesh(weight: Any) -> DeviceMesh:
-    """The ranks that FSDP2 shards a DTensor over: the last dimension of its mesh; it replicates over the others."""
+    """Return the ranks that FSDP2 shards a DTensor over: the last dimension of its mesh; the others replicate."""
     mesh = weight.device_mesh
     return mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
 
 
 def gather(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The concatenated parts of all ranks. A collective."""
+    """Return the concatenated parts of all ranks. Collective call."""
     whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
     torch.distributed.all_gather(list(whole.split(part.shape[0])), part.contiguous(), group=mesh.get_group())
     return whole
@@ -245,9 +244,9 @@ def unpack_gathered(
     shards: Shards,
     scales: Sequence[Tensor] | None,
 ) -> list[Quantized]:
-    """The codes of the whole weight under every need, from the tensors of all ranks; codes are views of these.
+    """Return the codes of the whole weight for every need, as views of the tensors of all ranks.
 
-    ``scales``: the tensors of the last gather, which are written again.
+    ``scales`` are the tensors of the last gather, which are overwritten.
     """
     sizes = [shapes(need, whole, shards) for need in needs]
     if shards.ranks == 1:
@@ -263,7 +262,7 @@ def unpack_gathered(
 
 
 def assemble_scales(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
-    """Scales of all row blocks (or experts), in order, from the scales of each rank, without padding."""
+    """Return the scales of all row blocks (or experts), in order, from the padded scales of each rank."""
     if len(whole) == 3:
         parts = [sent[: whole[0]]]
     else:
@@ -282,7 +281,7 @@ def assemble_scales(sent: Tensor, need: Need, whole: torch.Size, shards: Shards,
 def _unpack_bytes(
     flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[torch.Size, torch.Size]]
 ) -> tuple[Tensor, ...]:
-    """The tensors that :func:`pack_for_gather` joined into one."""
+    """Split the tensor that :func:`pack_for_gather` joined."""
     wanted: list[tuple[torch.Size, torch.dtype]] = []
     for need, (codes, scale) in zip(needs, sizes, strict=True):
         wanted += [(codes, torch.uint8), (scale, _scale_dtype(need))]
@@ -296,7 +295,7 @@ def _unpack_bytes(
 
 
 def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, torch.Size]:
-    """The shapes of what one rank sends: codes and scales."""
+    """Return the shapes of the codes and scales that one rank sends."""
     if len(whole) == 3:
         n, k = (whole[2], whole[1]) if need.transposed else (whole[1], whole[2])
         return torch.Size((shards.chunk, n, k)), torch.Size((shards.chunk, *grid_shape(n, k, need.spec)))
@@ -305,12 +304,12 @@ def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, t
 
 
 def _scale_dtype(need: Need) -> torch.dtype:
-    """The dtype of scales while they are sent: scales of one byte as bytes."""
+    """Return the dtype of scales while they are sent: scales of one byte are sent as bytes."""
     return torch.uint8 if need.spec.scale == "e8m0" else torch.float32
 
 
 def dequantize(q: Quantized, need: Need, dtype: torch.dtype) -> Tensor:
-    """The values of codes of a matrix, or of all experts [E, N, K]."""
+    """Return the values of the codes of a matrix, or of all experts [E, N, K]."""
     if q.data.dim() == 2:
         return need.backend.dequantize(q, dtype)
     parts = [Quantized(d, s, q.spec) for d, s in zip(q.data, q.scale, strict=True)]

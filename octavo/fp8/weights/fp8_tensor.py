@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Fp8Weight(Tensor):
-    """See the module's docstring. Created by :meth:`of` and :meth:`from_codes`."""
+    """A weight with a master or codes, as described above. Created by :meth:`of` and :meth:`from_codes`."""
 
     source: Source
     held: Master | None
@@ -113,27 +113,27 @@ class Fp8Weight(Tensor):
         return self.held.tensor
 
     def values(self, slot: int | None = None) -> Tensor:
-        """The values in high precision, on the device of the weight: the master or dequantized codes; with ``slot``, of
-        one expert."""
+        """Return the values in high precision, the master or dequantized codes, on the device of the weight; with
+        ``slot``, those of one expert."""
         if self.held is not None:
             values = self.held.tensor.detach()
             return values if slot is None else values[slot]
         return (self if slot is None else self.expert(slot)).dequantize()
 
     def expert(self, slot: int) -> Fp8Weight:
-        """The codes of one expert."""
+        """Return the codes of one expert."""
         assert self.stored is not None
         codes = self.stored.expert(slot)
         return Fp8Weight.from_codes(codes, self.shape[1:], self.dtype, self.device, self.stride()[1:])
 
     def dequantize(self) -> Tensor:
-        """The values of codes, in this tensor's dtype; zeros where a shard has no codes."""
+        """Return the values of the codes in this tensor's dtype; zeros for rows of a shard without codes."""
         assert self.stored is not None
         return self.stored.values(self.shape, self.dtype, self.device)
 
     def codes(self, spec: CastSpec, slot: int | None = None) -> Quantized | None:
-        """The codes under ``spec``; with ``slot``, of one expert. None for a weight with a master, whose codes its
-        layer casts, and for frozen codes in other blocks.
+        """Return the codes under ``spec``; with ``slot``, those of one expert. None for a weight with a master, whose
+        codes its layer casts, and for frozen codes in other blocks.
 
         Raises RuntimeError for gathered codes if the cast was not planned when the parameter was replaced.
         """
@@ -157,8 +157,8 @@ class Fp8Weight(Tensor):
         return sum(self.stamp())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the master, or of the first codes, by which FSDP2 detects that a shard was moved. A whole
-        frozen weight has its wrapper's, which refuses its address to ``model.save_pretrained`` and safetensors."""
+        """Return the storage of the master or of the first codes, by which FSDP2 detects that a shard was moved. For a
+        whole frozen weight, return the wrapper's storage, whose address safetensors cannot read."""
         if self.frozen is None or self.frozen.shard:
             return self.first_tensor().untyped_storage()
         storage, shape = super().untyped_storage(), self.shape  # not self: the storage would keep it alive
@@ -170,13 +170,13 @@ class Fp8Weight(Tensor):
         return storage
 
     def data_ptr(self) -> int:
-        """The address of the master, or of gathered codes. RuntimeError for frozen codes, which are not values."""
+        """Return the address of the master or of gathered codes. Raises RuntimeError for frozen codes, not values."""
         if self.frozen:
             raise RuntimeError(_no_values_message(self.shape))
         return self.first_tensor().data_ptr()
 
     def first_tensor(self) -> Tensor:
-        """The master, or the first codes; an empty tensor if there are no codes."""
+        """Return the master, or the first codes; an empty tensor if there are no codes."""
         if self.stored is None:
             return self.master
         if self.stored.codes:
@@ -244,8 +244,8 @@ class Fp8Weight(Tensor):
         self.held.edits += 1
 
     def copy_from(self, other: object) -> None:
-        """Become a copy of ``other``, a frozen weight like this one: fills shards and replaces codes. RuntimeError if
-        they differ in more than codes."""
+        """Copy the codes of ``other``, a frozen weight like this one, which also fills shards. Raises RuntimeError if
+        the weights differ in more than codes."""
         assert self.stored is not None
         if isinstance(other, Fp8Weight) and other.stored is self.stored:
             return
@@ -256,7 +256,7 @@ class Fp8Weight(Tensor):
         self.stored.copy_from(codes)
 
     def _codes_of(self, other: object, what: str) -> Codes:
-        """The codes of another frozen weight. RuntimeError if this one cannot take them."""
+        """Return the codes of another frozen weight. Raises RuntimeError if this weight cannot take them."""
         why: str | None = "not a frozen FP8 weight"
         if isinstance(other, Fp8Weight) and other.frozen:
             expected, given = self._identity(), other._identity()
@@ -267,7 +267,7 @@ class Fp8Weight(Tensor):
         raise RuntimeError(self._refusal(f"A tensor ({why}) {what}"))
 
     def _identity(self) -> dict[str, object]:
-        """The properties that must be equal for one frozen weight to take the codes of another."""
+        """Return the properties that must be equal for a frozen weight to take the codes of another."""
         assert self.stored is not None
         spec = self.stored.need.spec
         identity = {"shape": list(self.shape), "dtype": self.dtype, "device": self.device}
@@ -299,8 +299,8 @@ class Fp8Weight(Tensor):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Convert to another device or dtype; a frozen weight in another dtype becomes values. RuntimeError if a module
-        would replace its parameter by them (``module.to(dtype)``, ``model.half()``)."""
+        """Convert to another device or dtype; a frozen weight in another dtype becomes values. Raises RuntimeError if
+        a module would replace its parameter by them (``module.to(dtype)``, ``model.half()``)."""
         if self.frozen and called_by_conversion():
             for arg in (*args, *kwargs.values()):
                 dtype = arg if isinstance(arg, torch.dtype) else arg.dtype if isinstance(arg, Tensor) else None
@@ -314,7 +314,7 @@ class Fp8Weight(Tensor):
     bfloat16 = partialmethod(to, torch.bfloat16)
 
     def type(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The name of its type; with a dtype, like :meth:`to`."""
+        """Return the name of its type; with a dtype, convert like :meth:`to`."""
         if dtype is not None and self.frozen and called_by_conversion():
             self.refuse_dtype(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
         return super().type(dtype, *args, **kwargs)
@@ -322,7 +322,7 @@ class Fp8Weight(Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Raises RuntimeError for True on a frozen weight."""
         if requires_grad and self.frozen:
-            raise RuntimeError(self._refusal("A gradient was asked of"))
+            raise RuntimeError(self._refusal("A gradient was requested for"))
         return super().requires_grad_(requires_grad)
 
     @property
@@ -336,7 +336,7 @@ class Fp8Weight(Tensor):
     # Copies ----------------------------------------------------------------------------------------------------------
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
-        """A copy with ``change`` applied to its master, or to its frozen codes and scales, which may move them."""
+        """Return a copy with ``change``, such as a move, applied to the master or to frozen codes and scales."""
         if not self.frozen:
             return Fp8Weight.of(change(self.master.detach()), self.source)
         codes = self.frozen.map(change)
@@ -357,8 +357,8 @@ class Fp8Weight(Tensor):
         return _unpickle, (inner, self._context(), self.shape, self.stride(), grad)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Its inner tensors by name. Because it exists, ``module.to()`` replaces the whole object instead of setting
-        ``data``."""
+        """Return the names of the inner tensors. Because this method exists, ``module.to()`` replaces the whole object
+        instead of setting ``data``."""
         if self.stored is not None:
             self.__dict__.update(self._inner())
         return list(self._inner()), self._context()
@@ -370,7 +370,7 @@ class Fp8Weight(Tensor):
         return {name: t for c, data, s, scale in parts for name, t in ((c, data), (s, scale))}
 
     def _context(self) -> tuple[Any, ...]:
-        """Everything except the inner tensors, in comparable values: the compiler guards on them."""
+        """Return everything except the inner tensors, as comparable values that the compiler guards on."""
         needs, whole, keep = self.source
         named = tuple((need.spec, need.backend.name, *need[2:]) for need in needs)
         codes = self.stored
@@ -390,13 +390,13 @@ class Fp8Weight(Tensor):
     # FSDP2 -----------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], int]:
-        """(codes and scales of this rank's rows, cast if they changed; the number of ranks). FSDP2 joins the tensors of
-        all parameters of a group in one buffer."""
+        """Return (codes and scales of this rank's rows, cast if they changed; the number of ranks). FSDP2 joins the
+        tensors of all parameters of a group in one buffer."""
         return self.wire(mesh), mesh.size()
 
     def wire(self, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        """The tensors that this rank sends: see :func:`octavo.fp8.weights.fp8_rows.pack_for_gather`. A collective if
-        blocks of a master cross shards; frozen codes are sent unchanged."""
+        """Return the tensors that this rank sends: see :func:`octavo.fp8.weights.fp8_rows.pack_for_gather`. Collective
+        call if blocks of a master cross shards; frozen codes are sent unchanged."""
         shards = Shards(self.source.whole[0], mesh.size(), mesh.get_local_rank())
         if self.stored is not None:
             return fp8_rows.pack_for_gather(self.stored.shard_rows(shards, self.device), shards)
@@ -411,8 +411,8 @@ class Fp8Weight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that layers see, from the tensors of all ranks. Its codes are views of FSDP2's buffers; its scales
-        are separate tensors, which FSDP2 frees and allocates with them."""
+        """Return the weight that layers see, from the tensors of all ranks. Its codes are views of FSDP2's buffers; its
+        scales are separate tensors, which FSDP2 frees and allocates with them."""
         held = getattr(out, "_local_tensor", out)  # of a DTensor for distributed experts
         before = held.stored if isinstance(held, Fp8Weight) else None
         assert out is None or before is not None
@@ -441,7 +441,7 @@ def _no_values_message(shape: torch.Size) -> str:
 
 
 def _weights_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fp8Weight]:
-    """The weights among the arguments that an operation writes to."""
+    """Return the weights that an operation writes to."""
     if not func._schema.is_mutable:
         return []
     weights: list[Fp8Weight] = []
@@ -454,8 +454,8 @@ def _weights_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def master_of(value: Any) -> Any:
-    """The plain tensor (or DTensor) with the values of an FP8 weight, the same object until the master is replaced;
-    anything else unchanged."""
+    """Return the plain tensor (or DTensor) with the values of an FP8 weight, always the same object until the master
+    is replaced; anything else is returned unchanged."""
     local = local_of(value)
     if not isinstance(local, Fp8Weight) or local.held is None:
         return value
@@ -468,10 +468,10 @@ def master_of(value: Any) -> Any:
 
 
 def fill_parameter(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
-    """A parameter like ``parameter``, which has no values, with the values ``rows`` (this rank's rows of a DTensor):
-    the same sharding, ``requires_grad`` and FP8 state. A frozen weight takes a frozen weight as its rows.
+    """Return a parameter like ``parameter``, which has no values, with the values ``rows`` (this rank's rows of a
+    DTensor) and the same sharding, ``requires_grad`` and FP8 state. The rows of a frozen weight are a frozen weight.
 
-    Raises ValueError for rows of another shape or dtype, and for codes instead of values or the reverse.
+    Raises ValueError if the rows differ in shape or dtype, or are codes instead of values or the reverse.
     """
     local = local_of(parameter)
     takes_codes, has_codes = (isinstance(x, Fp8Weight) and x.frozen is not None for x in (local, rows))
@@ -491,7 +491,7 @@ def fill_parameter(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
 
 
 def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
-    """A copy of experts ``first`` to ``last`` of a parameter [E, ...] with values, for one rank."""
+    """Return a copy of experts ``first`` to ``last`` of a parameter [E, ...] with values, for one rank."""
     experts = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
     if not isinstance(parameter, Fp8Weight):
         return experts

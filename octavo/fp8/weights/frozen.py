@@ -47,16 +47,17 @@ FROZEN = {kind: CastSpec("e4m3", block, SPECS[NAME_OF_KIND[kind]].scale) for kin
 def frozen_from_codes(
     codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype = torch.bfloat16, transposed: bool = False
 ) -> nn.Parameter:
-    """A frozen weight of existing codes, which are used without a copy.
+    """Create a frozen weight from existing codes, without a copy.
 
     Args:
-        codes: float8_e4m3fn, [N, K], or [E, N, K] for experts: in the orientation of their GEMM. scale: fp32
-        dequantization multipliers, one for each block of ``spec``: [n, k] or [E, n, k]. spec: the cast of the codes;
-        its ``scale`` may be "pow2" only if every scale is a power of two (some GEMMs need it). dtype: of the values
-        that the weight represents. transposed: the parameter is stored as [E, K, N] in the module (experts of some
-        families).
+        codes: float8_e4m3fn, [N, K], or [E, N, K] for experts, in the orientation of their GEMM.
+        scale: fp32 dequantization multipliers, one for each block of ``spec``: [n, k] or [E, n, k].
+        spec: the cast of the codes; its ``scale`` may be "pow2" only if every scale is a power of two (some GEMMs need
+            it).
+        dtype: the dtype of the values that the weight represents.
+        transposed: True if the module stores the parameter as [E, K, N] (experts of some families).
 
-    Raises ValueError for another dtype, or a grid of scales that does not match this shape and block.
+    Raises ValueError for an unsupported dtype, or a grid of scales that does not match the shape and block.
     """
     if codes.dtype is not spec.fmt.dtype or codes.dim() not in (2, 3):
         raise ValueError(
@@ -80,18 +81,18 @@ def frozen_from_codes(
 def frozen_rows(
     codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype, transposed: bool, whole: torch.Size, first: int
 ) -> Fp8Weight:
-    """One rank's rows of a frozen weight, from existing codes.
+    """Create one rank's rows of a frozen weight from existing codes.
 
     Args:
         codes: [n, K], or [e, N, K] for experts, possibly none: the rows (or experts) from ``first`` on.
-        scale: of all blocks that these rows touch, as in :func:`frozen_from_codes`.
+        scale: the scales of all blocks that these rows touch, as in :func:`frozen_from_codes`.
         whole: the shape of the whole weight as its module stores it.
     """
     source = Source((Need(spec, get("reference"), 1, transposed),), whole)
     height = spec.block[0]
     lead = 0 if codes.dim() == 3 else first if height == -1 else first % height
-    held = [Quantized(codes.detach(), scale.detach(), spec)] if codes.shape[0] else []
-    shard = Codes(held, source, transposed, frozen=True, lead=lead if held else 0, shard=True)
+    local_codes = [Quantized(codes.detach(), scale.detach(), spec)] if codes.shape[0] else []
+    shard = Codes(local_codes, source, transposed, frozen=True, lead=lead if local_codes else 0, shard=True)
     return Fp8Weight.from_codes(shard, (codes.shape[0], *whole[1:]), dtype, codes.device)
 
 
@@ -100,11 +101,11 @@ def freeze_weight(
 ) -> nn.Parameter:
     """Quantize ``values`` [N, K] or [E, N, K] ([E, K, N] if ``transposed``) into a frozen weight.
 
-    ``kind``: row, block or tensor, or a cast. On the meta device the frozen weight has no codes either: it serves for
-    planning. Raises ValueError for another kind.
+    ``kind`` is row, block or tensor, or a cast. On the meta device the frozen weight has no codes, for planning. Raises
+    ValueError for an unknown kind.
     """
     if not isinstance(kind, CastSpec) and kind not in FROZEN:
-        raise ValueError(f"There is no kind {kind!r} of frozen weights; there are {', '.join(FROZEN)}.")
+        raise ValueError(f"Unknown kind of frozen weights {kind!r}; use one of {', '.join(FROZEN)}.")
     spec = kind if isinstance(kind, CastSpec) else FROZEN[kind]
     if values.is_meta:
         matrix = values.mT if transposed else values
@@ -116,19 +117,19 @@ def freeze_weight(
 
 
 def is_frozen(value: object) -> bool:
-    """Whether this is a frozen FP8 weight, or a DTensor of one."""
+    """Return True for a frozen FP8 weight, or a DTensor of one."""
     return _frozen_codes(value) is not None
 
 
 def _frozen_codes(value: object) -> Codes | None:
-    """This rank's codes of a frozen weight; None for anything else."""
+    """Return this rank's codes of a frozen weight; None for anything else."""
     local = local_of(value)
     return local.frozen if isinstance(local, Fp8Weight) else None
 
 
 def codes_of_frozen(weight: Tensor) -> Quantized:
-    """The codes and scales of a frozen weight, not copies; of a sharded one, of this rank's rows (none on a rank
-    without rows). Raises ValueError for other weights."""
+    """Return the codes and scales of a frozen weight without copying; for a sharded one, those of this rank's rows
+    (empty on a rank without rows). Raises ValueError for other weights."""
     codes = _frozen_codes(weight)
     if codes is None:
         raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is not a frozen FP8 weight.")
@@ -136,30 +137,30 @@ def codes_of_frozen(weight: Tensor) -> Quantized:
 
 
 def codes_cast(weight: object) -> CastSpec | None:
-    """The cast of the codes of a frozen weight, also of a sharded one; None for other weights."""
+    """Return the cast of the codes of a frozen weight, sharded or not; None for other weights."""
     codes = _frozen_codes(weight)
     return None if codes is None else codes.need.spec
 
 
 def frozen_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The frozen FP8 weights of a model with their names, each once."""
+    """Yield the names and frozen FP8 weights of a model, each weight once."""
     return ((name, p) for name, p in model.named_parameters() if is_frozen(p))
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Bytes of the codes and scales of all frozen weights of a model on this rank."""
-    held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
-    return sum(t.numel() * t.element_size() for q in held for t in (q.data, q.scale))
+    """Return the bytes of the codes and scales of all frozen weights of a model on this rank."""
+    codes = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
+    return sum(t.numel() * t.element_size() for q in codes for t in (q.data, q.scale))
 
 
 def kind_of(spec: CastSpec) -> str:
-    """row, block or tensor; for other blocks the cast as text."""
+    """Return row, block or tensor; for other blocks, the cast as text."""
     return next((kind for kind, s in FROZEN.items() if (s.format, s.block) == (spec.format, spec.block)), str(spec))
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """A SHA-256 of each frozen weight by its name: equal before and after a training that did not change codes or
-    scales.
+    """Return a SHA-256 of each frozen weight by its name: equal before and after a training that did not change codes
+    or scales.
 
     It is the same on any number of ranks; if the model is sharded, all ranks must call it. Each rank hashes its own
     rows, and the digest of a weight covers the digests of its rows (or experts), in order, and all scales. Adapters do
@@ -183,20 +184,21 @@ def _digest(weight: Any) -> str:
 
 
 def _gather_digests(weight: Any, digests_here: bytes) -> tuple[bytes, Tensor]:
-    """The digests of all rows, and all scales, of a weight whose rows are on several ranks. A collective."""
+    """Return the digests of all rows, and all scales, of a weight whose rows are on several ranks. Collective call."""
     mesh, local = shard_mesh(weight), local_of(weight)
     (need,), whole, _ = local.source
     shards = Shards(whole[0], mesh.size(), mesh.get_local_rank())
-    mine = torch.zeros(shards.chunk, 32, dtype=torch.uint8)
+    local_digests = torch.zeros(shards.chunk, 32, dtype=torch.uint8)
     if digests_here:
-        mine[: len(digests_here) // 32] = torch.frombuffer(bytearray(digests_here), dtype=torch.uint8).view(-1, 32)
+        digest_bytes = torch.frombuffer(bytearray(digests_here), dtype=torch.uint8)
+        local_digests[: len(digests_here) // 32] = digest_bytes.view(-1, 32)
     scales = local.frozen.shard_rows(shards, local.device).scales[0]
-    digests, scales = (gather(part.to(local.device), mesh) for part in (mine, scales))
+    digests, scales = (gather(part.to(local.device), mesh) for part in (local_digests, scales))
     return digests[: whole[0]].cpu().numpy().tobytes(), assemble_scales(scales, need, whole, shards, None)
 
 
 def _empty_codes(frozen: Codes, device: torch.device) -> Quantized:
-    """Codes and scales of a weight without rows."""
+    """Return the codes and scales of a weight without rows."""
     (need,), whole, _ = frozen.source
     n, k = (whole[-1], whole[-2]) if need.transposed else (whole[-2], whole[-1])
     lead, grid = ((0,), grid_shape(n, k, need.spec)) if len(whole) == 3 else ((), (0, grid_shape(1, k, need.spec)[1]))

@@ -1,7 +1,7 @@
 """This rank's part of a parameter: its plain tensor, and where that begins in the whole parameter.
 
 Optimizers see three kinds of parameters: plain ones; FSDP2's DTensors, of which a rank has the rows of its shard; and
-weights that hold FP8 codes with the values that they are cast from (a tensor subclass whose ``master`` has the values),
+weights that have FP8 codes and the values that they are cast from (a tensor subclass whose ``master`` has the values),
 sharded or not. Experts may be distributed over one mesh dimension before FSDP2 shards them over another: each rank's
 rows are then still contiguous.
 """
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether this is a DTensor; does not import torch.distributed if it is not imported yet."""
+    """Return True for a DTensor. Does not import torch.distributed if it is not imported yet."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(value: Any) -> Any:
-    """This rank's part of a parameter: the local tensor of a DTensor, anything else unchanged."""
+    """Return this rank's part of a parameter: the local tensor of a DTensor, anything else unchanged."""
     return value._local_tensor if is_dtensor(value) else value
 
 
 def is_whole(value: object) -> bool:
-    """Whether all of a weight is here, so that a GEMM may multiply by it; False for a DTensor."""
+    """Return True if all of a weight is on this rank, so that a GEMM may multiply by it; False for a DTensor."""
     return not is_dtensor(value)
 
 
 def mesh_of(value: Any) -> DeviceMesh | None:
-    """The device mesh of a DTensor; None for anything else."""
+    """Return the device mesh of a DTensor; None for anything else."""
     return value.device_mesh if is_dtensor(value) else None
 
 
 def full(value: Any) -> Any:
-    """The whole tensor, on every rank: a collective for a DTensor; anything else unchanged."""
+    """Return the whole tensor on every rank; anything except a DTensor unchanged. Collective call for a DTensor."""
     if not is_dtensor(value):
         return value
     over = sharded_over(value)
@@ -57,16 +57,16 @@ def full(value: Any) -> Any:
 
 
 def _gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """The concatenated rows of all ranks of a group, which have equally many."""
+    """Return the concatenated rows of all ranks of a group, which have the same number of rows."""
     whole = rows.new_empty((torch.distributed.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     torch.distributed.all_gather(list(whole.split(rows.shape[0])), rows.contiguous(), group=group)
     return whole
 
 
 def local_experts(value: Tensor) -> Tensor:
-    """This rank's experts of a parameter whose experts are distributed over ranks: the local tensor, differentiable.
+    """Return this rank's experts, differentiable, of a parameter whose experts are distributed over ranks.
 
-    Raises RuntimeError while FSDP2 has it sharded.
+    Raises RuntimeError while the parameter is sharded by FSDP2.
     """
     if not is_dtensor(value) or len(value.placements) > 1:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -77,7 +77,7 @@ def local_experts(value: Tensor) -> Tensor:
 
 
 class _LocalTensor(torch.autograd.Function):
-    """The local tensor of a DTensor. (``to_local`` makes a view, which for FP8 codes would be values.)"""
+    """Returns the local tensor of a DTensor. (``to_local`` creates a view, which for FP8 codes would be values.)"""
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Tensor:
@@ -93,8 +93,8 @@ class _LocalTensor(torch.autograd.Function):
 
 
 def sharded_over(parameter: Any) -> tuple[int, ...]:
-    """The mesh dimensions over which the rows of a DTensor are split, in the order of the splits: the last dimension
-    first. One, or two for experts that are distributed over ranks. Raises ValueError for other splits.
+    """Return the mesh dimensions over which the rows of a DTensor are split, in the order of the splits: the last
+    dimension first; two for experts that are distributed over ranks, else one. Raises ValueError for other splits.
 
     ``_StridedShard``, torch's placement of rows that were split before, does not report itself as a shard.
     """
@@ -112,7 +112,7 @@ def sharded_over(parameter: Any) -> tuple[int, ...]:
 
 
 def distribute_like(value: Tensor, like: Any) -> Tensor:
-    """A tensor that every rank has whole, as a DTensor with the placements of ``like``; nothing is sent."""
+    """Return a tensor that every rank has whole as a DTensor with the placements of ``like``, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -132,13 +132,13 @@ class Span(NamedTuple):
 
 
 def is_plain_tensor(x: object) -> bool:
-    """Whether this is a plain tensor or parameter, not a subclass with its own operations. A fake tensor counts as
-    plain: it lacks only the values."""
+    """Return True for a plain tensor or parameter, False for a subclass with its own operations. A fake tensor counts
+    as plain."""
     return type(x) in (Tensor, nn.Parameter) or hasattr(x, "fake_mode")
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The plain tensor with this rank's values in high precision: writing to it writes the parameter."""
+    """Return the plain tensor with this rank's values in high precision; writing to it writes the parameter."""
     here = parameter.detach()
     if is_dtensor(here):
         here = here.to_local()  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def plain(parameter: Tensor) -> Tensor:
 
 
 def span(parameter: Tensor) -> Span:
-    """The elements of the whole parameter on this rank.
+    """Return the elements of the whole parameter on this rank.
 
     Raises ValueError unless a DTensor is split in contiguous rows, as by FSDP2 over one mesh dimension, also after a
     split in rows over another dimension.
@@ -162,23 +162,23 @@ def span(parameter: Tensor) -> Span:
 
 
 def shard_borders(parameter: Any) -> tuple[int, ...]:
-    """The rows of a DTensor at which another rank's rows begin, in order; the same on every rank."""
+    """Return the rows of a DTensor at which another rank's rows begin, in order; equal on all ranks."""
     sizes = tuple(parameter.device_mesh.size(dim) for dim in sharded_over(parameter))
     return row_borders(parameter.shape[0], sizes)
 
 
 @lru_cache(maxsize=4096)
 def row_borders(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """:func:`shard_borders` of ``rows`` rows that are split into ``sizes[0]`` parts, each of them into ``sizes[1]``,
-    and so on."""
+    """Return :func:`shard_borders` for ``rows`` rows that are split into ``sizes[0]`` parts, each of them into
+    ``sizes[1]``, and so on."""
     places = product(*(range(size) for size in sizes))
     begin = {_split_rows(rows, list(zip(sizes, place, strict=True)))[0] for place in places}
     return tuple(sorted(begin - {0, rows}))
 
 
 def _split_rows(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The rows [first, last) that remain of ``rows`` after each of the cuts (number of parts, selected part), divided
-    like `torch.chunk`."""
+    """Return the rows [first, last) that remain of ``rows`` after each of the cuts (number of parts, selected part),
+    divided like `torch.chunk`."""
     first, last = 0, rows
     for parts, part in cuts:
         each = -(-(last - first) // parts)
@@ -187,8 +187,8 @@ def _split_rows(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:
-    """The rows [first, last) of the whole parameter on this rank: all of them, unless it is a DTensor."""
+    """Return the rows [first, last) of the whole parameter on this rank: all of them, unless it is a DTensor."""
     if not is_dtensor(parameter):
         return 0, parameter.shape[0]
-    row, mine = max(1, parameter.shape[1:].numel()), span(parameter)
-    return mine.start // row, mine.stop // row
+    row, elements = max(1, parameter.shape[1:].numel()), span(parameter)
+    return elements.start // row, elements.stop // row

@@ -57,7 +57,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if state[name].dtype is not need.spec.fmt.dtype:
             if is_frozen(weight) and not is_frozen(state[name]):
                 raise ValueError(
-                    f"{name} is a frozen FP8 weight of shape {list(weight.shape)}, and the state dict holds "
+                    f"{name} is a frozen FP8 weight of shape {list(weight.shape)}, but the state dict contains "
                     f"{state[name].dtype} for it. Load codes and scales (fp8.fp8_state_dict), or call "
                     "fp8.dequantize_weights(model) first."
                 )
@@ -65,8 +65,8 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         scale = plain.pop(name + _scale_suffix(need.spec), None)
         if scale is None:
             raise ValueError(
-                f"{name} holds FP8 codes without the scales {name}{_scale_suffix(need.spec)} of its recipe "
-                f"({need.spec}). Load a state dict that fp8_state_dict gave for the same plan, or one in high "
+                f"{name} has FP8 codes without the scales {name}{_scale_suffix(need.spec)} of its recipe "
+                f"({need.spec}). Load a state dict of fp8_state_dict for the same plan, or one in high "
                 "precision."
             )
         device = weight.device
@@ -79,8 +79,8 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     left = [name for name, value in plain.items() if value.is_floating_point() and value.element_size() == 1]
     if left:  # load_state_dict would copy them as values, and report the error afterwards
         raise ValueError(
-            f"{left[0]} ({len(left)} in all) holds FP8 codes, and that weight of the model is not FP8. Apply a plan "
-            "with param=True first, the one of the model that fp8_state_dict was made of."
+            f"{left[0]} ({len(left)} in all) has FP8 codes, but that weight of the model is not FP8. First apply "
+            "the plan, with param=True, of the model that the state dict was taken from."
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in list(plain.items()):
@@ -101,7 +101,7 @@ def _local_frozen_rows(codes: Tensor, scale: Tensor, weight: Any, name: str) -> 
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if whole.shape != weight.shape:
-        raise ValueError(f"{name} has the shape {list(weight.shape)}, and the state dict {list(whole.shape)}.")
+        raise ValueError(f"{name} has shape {list(weight.shape)}, but {list(whole.shape)} in the state dict.")
     if not is_whole(weight):
         mesh = shard_mesh(weight)
         begin, end = Shards(whole.shape[0], mesh.size(), mesh.get_local_rank()).here

@@ -39,8 +39,8 @@ WeightSums = Mapping[str, int]
 
 @torch.no_grad()
 def weight_sums(model: nn.Module) -> WeightSums:
-    """Checksums of this rank's part of all parameters of a model and of the FP8 codes in their layers' caches.
-    Parameters that a forward left gathered are resharded first. Waits for the device once."""
+    """Return checksums of this rank's part of all parameters of a model and of the FP8 codes in their layers' caches.
+    Reshards parameters that a forward left gathered. Waits for the device once."""
     reshard(model)
     named = dict(_named_tensors(model))
     each = [_checksum(tensor) for tensor in named.values()]
@@ -49,8 +49,8 @@ def weight_sums(model: nn.Module) -> WeightSums:
 
 
 def changed_weights(before: WeightSums, now: WeightSums) -> list[str]:
-    """The names of what differs, in the model's order. Codes that were cast or dropped in between depend on their
-    parameter, and count only if both have them."""
+    """Return the names of the tensors that differ, in the model's order. Codes are compared only if both have them,
+    because codes that were cast or dropped in between depend on their parameter."""
     return [name for name, value in now.items() if before.get(name, value) != value]
 
 
@@ -85,13 +85,13 @@ def _cached_tensors(name: str, module: CachesWeights) -> Iterator[tuple[str, Ten
 
 @torch.no_grad()
 def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
-    """The names of the FP8 layers whose next GEMM would use codes that differ from their current weight.
+    """Return the names of the FP8 layers whose next GEMM would use codes that differ from their current weight.
 
     Codes that an optimizer step, a version or an address shows to be old are cast again at the next use and are not
-    stale. ``draw``: another number selects other rows. Waits for the device once. Shards of FP8 weights between steps
+    stale. ``draw`` selects the sampled rows. Waits for the device once. Shards of FP8 weights between steps
     (``param=True`` under FSDP2) are not checked: writes to them are detected, also through ``.data``.
 
-    Call :func:`octavo.fp8.invalidate` after the write that this reveals.
+    Call :func:`octavo.fp8.invalidate` after such writes.
     """
     marks: list[tuple[str, Tensor]] = []
     for name, module in model.named_modules():
@@ -109,17 +109,17 @@ def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
 
 
 def stale_codes_message(names: Sequence[str]) -> str:
-    """The text of an error for the result of :func:`stale_codes`, with the fix."""
+    """Return an error message for the result of :func:`stale_codes`, with the fix."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"FP8 GEMMs of {names[0]}{others} multiply by codes of a former weight: it was written through .data (an "
+        f"FP8 GEMMs of {names[0]}{others} multiply by codes of a previous weight: it was written through .data (an "
         "average, a merge, NumPy) and no optimizer step followed. Call octavo.fp8.invalidate(model) after such writes, "
         "or write to the parameter itself under torch.no_grad()."
     )
 
 
 def _is_stale(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
-    """Whether a sample of rows of ``matrix`` [N, K] or [E, N, K] has other codes than ``q``; a 0-d bool on its device.
+    """Return True, as a 0-d bool, if the codes of a sample of rows of ``matrix`` [N, K] or [E, N, K] differ from ``q``.
     Blocks whose scale is NaN are skipped: there one NaN or infinity determines the codes of all values."""
     *experts, n, k = matrix.shape
     rows = n * (experts[0] if experts else 1)
@@ -142,12 +142,12 @@ def _is_stale(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
 
 
 def _expand_mask(of_blocks: Tensor, wide: int, k: int) -> Tensor:
-    """A mask of blocks as a mask of columns."""
+    """Expand a mask of blocks to a mask of columns."""
     return of_blocks if wide == -1 else of_blocks.repeat_interleave(wide, dim=1)[:, :k]
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a tensor, 0-d int64 on its device."""
+    """Return the checksum of a tensor, 0-d int64 on its device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     aligned = len(flat) % 8 == 0 and flat.storage_offset() % 8 == 0
     words = flat.view(torch.int64) if aligned else flat.to(torch.int64)

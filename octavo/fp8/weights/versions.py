@@ -39,7 +39,7 @@ def notify() -> None:
 
 
 def record_edit() -> None:
-    """Record that weights were written, and not by an optimizer."""
+    """Record that weights were written by something other than an optimizer."""
     global edits
     edits += 1
 
@@ -60,7 +60,7 @@ def _on_optimizer_step(*_: object) -> None:
 
 
 def _caller_frames(most: int = sys.maxsize) -> Iterator[FrameType]:
-    """The frames of the call stack, from the caller's caller outward, at most ``most``."""
+    """Yield at most ``most`` frames of the call stack, from the caller's caller outward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and most:
         yield frame
@@ -97,5 +97,7 @@ def peft_advice() -> str:
             return "PEFT's modules_to_save trains a copy of this layer: leave the layer out of it. "
     if peft_frames:
         kind = peft_frames[0].f_globals["__name__"]
-        return f"PEFT's {kind} writes to the base: choose an adapter that is added to its output, as LoRA and DoRA. "
+        return (
+            f"PEFT's {kind} writes to the base: choose an adapter that is added to its output, such as LoRA or DoRA. "
+        )
     return ""

@@ -2,8 +2,8 @@
 
 Everything refers to the mean of ``units`` independent gaps (forks, pairs of seeds, questions) that scatter with
 standard deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as
-:func:`octavo.report.evidence.claims.mean_gap` does. Gaps, spreads and margins are shares (0.0025 is 0.25 %), positive
-where FP8 is worse. Spreads are determined by :mod:`octavo.report.trial.design`.
+:func:`octavo.report.evidence.claims.mean_gap` does. Gaps, spreads and margins are fractions (0.0025 is 0.25 %),
+positive where FP8 is worse. Spreads are determined by :mod:`octavo.report.trial.design`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 POWER = 0.8  # the power that a design should have for a true claim, the usual value in trials
-MOST = 100_000  # units that a search counts up to
+MAX_UNITS = 100_000  # upper limit of the search for a number of units
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Estimate:
     passes if FP8 changes nothing.
 
     ``units`` is the number of independent units, and ``unit`` their name in the plural; ``spread`` is the standard
-    deviation of one unit, ``source`` describes its origin, and ``seen`` is True if earlier runs of this trial measured
-    it. If nothing can be predicted, ``why_not`` gives the reason.
+    deviation of one unit, ``source`` describes its origin, and ``seen`` is True if earlier runs of this trial
+    measured it. If nothing can be predicted, ``why_not`` gives the reason.
     """
 
     claim: str
@@ -38,7 +38,7 @@ class Estimate:
     why_not: str = ""
 
     @property
-    def half(self) -> float:
+    def expected_half_width(self) -> float:
         return half_width(self.spread, self.units)
 
     @property
@@ -47,7 +47,8 @@ class Estimate:
 
     @property
     def needed(self) -> int | None:
-        """The number of units with which the claim passes with probability :data:`POWER`; None above :data:`MOST`."""
+        """The number of units with which the claim passes with probability :data:`POWER`; None above
+        :data:`MAX_UNITS`."""
         return required_units(self.spread, self.margin)
 
     def format(self, share: float) -> str:
@@ -61,21 +62,21 @@ class Estimate:
         """The line of the estimate that is printed before the first run."""
         if self.why_not:
             return f"{self.title}: {self.why_not}"
-        expected = f"{self.format(self.half)} from {self.units:,} {self.unit}"
+        expected = f"{self.format(self.expected_half_width)} from {self.units:,} {self.unit}"
         if self.units < 2:
             expected = f"no interval ({self.unit}: {self.units})"
-        needed = f"{self.needed:,}" if self.needed is not None else f"more than {MOST:,}"
+        needed = f"{self.needed:,}" if self.needed is not None else f"more than {MAX_UNITS:,}"
         return (
             f"{self.title}: {expected}, margin {self.format(self.margin)[2:]}: passes with "
-            f"{100 * self.pass_probability:.0f} %, {100 * POWER:.0f} % needs {needed}; spread "
+            f"probability {100 * self.pass_probability:.0f} %, {100 * POWER:.0f} % power needs {needed}; spread "
             f"{self.format(self.spread)[2:]}, {self.source}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, from which the estimate can be restored, and derived figures."""
+        """Return all fields, from which the estimate can be restored, and derived values."""
         if self.why_not:
             return asdict(self)
-        return asdict(self) | {"half": self.half, "chance": self.pass_probability, "needed": self.needed}
+        return asdict(self) | {"half": self.expected_half_width, "chance": self.pass_probability, "needed": self.needed}
 
 
 def half_width(spread: float, units: int) -> float:
@@ -94,7 +95,7 @@ def pass_probability(spread: float, units: int, margin: float, gap: float = 0.0)
 
     It passes where (margin - mean) * sqrt(units) / sd exceeds Student's t of 97.5 %; that quotient follows the
     noncentral t distribution about (margin - gap) * sqrt(units) / spread (Johnson and Welch 1940). A gap at the margin
-    passes with 2.5 %.
+    passes with probability 2.5 %.
     """
     _check_arguments(spread, units)
     if units < 2:
@@ -106,19 +107,19 @@ def pass_probability(spread: float, units: int, margin: float, gap: float = 0.0)
     return float(nct.sf(_t_quantile(units - 1), units - 1, (margin - gap) * math.sqrt(units) / spread))
 
 
-def required_units(spread: float, margin: float, gap: float = 0.0, likely: float = POWER) -> int | None:
-    """Return the smallest number of units with which a claim passes with probability ``likely``, or None above
-    ``MOST``."""
-    return _smallest_sufficient(lambda units: pass_probability(spread, units, margin, gap) >= likely)
+def required_units(spread: float, margin: float, gap: float = 0.0, power: float = POWER) -> int | None:
+    """Return the smallest number of units with which a claim passes with probability ``power``, or None above
+    ``MAX_UNITS``."""
+    return _smallest_sufficient(lambda units: pass_probability(spread, units, margin, gap) >= power)
 
 
 def _smallest_sufficient(enough: Callable[[int], bool]) -> int | None:
     """Return the smallest sufficient number of units, by doubling, then bisection (``enough`` must be monotone)."""
     high = 2
     while not enough(high):
-        if high >= MOST:
+        if high >= MAX_UNITS:
             return None
-        high = min(2 * high, MOST)
+        high = min(2 * high, MAX_UNITS)
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -133,7 +134,7 @@ def _check_arguments(spread: float, units: int) -> None:
         )
 
 
-def _t_quantile(freedom: int) -> float:
+def _t_quantile(df: int) -> float:
     from scipy.stats import t
 
-    return float(t.ppf(0.975, freedom))
+    return float(t.ppf(0.975, df))

@@ -199,7 +199,7 @@ def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
             continue
         for run, half in expectation["came"].items():
             texts[expectation["claim"], run] = (
-                f"expected {estimate.format(estimate.half)}, measured {estimate.format(half)}"
+                f"expected {estimate.format(estimate.expected_half_width)}, measured {estimate.format(half)}"
             )
     return texts
 

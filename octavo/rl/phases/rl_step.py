@@ -110,11 +110,11 @@ class RlStepper(Stepper):
         figures.pop("completions")
         if section.stale:
             self.weight_check.after_update()
-            figures["weights"] = generated.weights
+            figures["weights"] = generated.weights_version
         generated_tokens = self.world.sum(torch.tensor(self.generated_tokens, dtype=torch.float64))  # of all draws
         figures["rollout_tokens_per_s"] = float(generated_tokens) / seconds[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / seconds[1]
-        lines = completion_lines(self.step_number, rollout, section.show, generated.weights)
+        lines = completion_lines(self.step_number, rollout, section.show, generated.weights_version)
         all_lines = self.world.gather_objects(lines)
         if self.log is not None:
             self.log.write(sum(all_lines, []))

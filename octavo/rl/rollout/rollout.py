@@ -85,11 +85,13 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
         patches=max(grids, default=0),
         most=total,
         pages=rl.pages,
-        in_place=engine.in_place,
+        in_place=engine.reads_pages_in_place,
     )
     if not slots:
         shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0), rl.pages)
-        needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype, sampling, engine.in_place).total
+        needs = generation.predict(
+            caller.model.config, shape, rl.kv, caller.dtype, sampling, engine.reads_pages_in_place
+        ).total
         raise TrainError(
             f"the rollout has {gb(free)} of free memory, but one completion of {rl.max_new_tokens} tokens after a "
             f"prompt of {longest} tokens takes {gb(needs)}. Lower rl.max_new_tokens{' or rl.pages' * bool(rl.pages)}, "

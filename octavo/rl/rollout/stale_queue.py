@@ -5,7 +5,7 @@ and update could therefore run in parallel on different devices; here they run o
 log-probabilities are computed right after generation, with the weights that generated the completions, and the
 objective's ratio is relative to them.
 
-Pending completions are stored in the checkpoint as tensors and JSON. Their prompts are read again by their numbers in
+Pending completions are stored in the checkpoint as tensors and JSON. Their prompts are re-read by their indices in
 the data stream.
 """
 
@@ -29,7 +29,7 @@ from octavo.train import TrainError
 
 _PREFIX = "pending"
 _PARTS = {"tokens": np.int64, "logps": np.float32, "entropy": np.float32, "old": np.float32}  # per-token arrays
-_FORM = {
+_SCHEMA = {
     "numbers!": [safe_read.COUNT], "lengths!": [safe_read.COUNT], "reasons!": [safe_read.TEXT],
     "scores!": [safe_read.TEXT], "weights!": safe_read.COUNT, "figures!": {...: safe_read.FINITE},
 }  # fmt: skip
@@ -37,23 +37,23 @@ _FORM = {
 
 @dataclass
 class VersionedRollout:
-    """A rollout of this rank's prompts, its figures over all ranks, and the version of the weights that generated it:
-    `weights` is the number of the last step before it (0: the initial weights)."""
+    """A rollout of this rank's prompts, its metrics reduced over all ranks, and the version of the weights that
+    generated it: the number of the last step before it, 0 for the initial weights."""
 
     rollout: Rollout
     figures: dict[str, Any]
-    weights: int
+    weights_version: int
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """Return the state for a checkpoint, by tensor name."""
         rollout, name = self.rollout, f"{_PREFIX}.{rank}."
         assert rollout.old is not None
-        about = {
+        metadata = {
             "numbers": [prompt.number for prompt in rollout.prompts], "lengths": rollout.lengths.tolist(),
             "reasons": [c.reason for c in rollout.completions], "scores": list(rollout.scores),
-            "weights": self.weights, "figures": self.figures,
+            "weights": self.weights_version, "figures": self.figures,
         }  # fmt: skip
-        out = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
+        out = {"about": np.frombuffer(json.dumps(metadata).encode(), dtype=np.uint8)}
         if rollout.completions:
             each = {part: [getattr(c, part) for c in rollout.completions] for part in _PARTS if part != "old"}
             out |= {part: np.concatenate(parts) for part, parts in (each | {"old": rollout.old}).items()}
@@ -63,14 +63,14 @@ class VersionedRollout:
 
 def restore_pending(
     extra: Mapping[str, Tensor],
-    row: Callable[[int], PromptSample],
+    read_prompt: Callable[[int], PromptSample],
     decode: Callable[[np.ndarray], str],
     world: World,
 ) -> VersionedRollout | None:
     """Return this rank's pending completions from a checkpoint, or None if there are none.
 
-    `row` reads a prompt by its number. With an unchanged number of ranks each rank takes its own part; otherwise the
-    prompts are redistributed in their order.
+    `read_prompt` reads a prompt by its index in the data stream. With an unchanged number of ranks each rank takes its
+    own part; otherwise the prompts are redistributed in their order.
 
     Raises TrainError for a damaged checkpoint.
     """
@@ -79,8 +79,8 @@ def restore_pending(
         return None
     try:
         if len(ranks) == world.size:
-            return _read(extra, ranks[world.rank], row, decode)
-        parts = [_read(extra, name, row, decode) for name in ranks]
+            return _read(extra, ranks[world.rank], read_prompt, decode)
+        parts = [_read(extra, name, read_prompt, decode) for name in ranks]
     except (KeyError, ValueError, TypeError, IndexError) as error:
         cause = safe_read.first_line(error)
         raise TrainError(f"the pending completions of the checkpoint are damaged ({cause})") from error
@@ -93,23 +93,27 @@ def restore_pending(
 
 
 def _read(
-    extra: Mapping[str, Tensor], name: str, row: Callable[[int], PromptSample], decode: Callable[[np.ndarray], str]
+    extra: Mapping[str, Tensor],
+    name: str,
+    read_prompt: Callable[[int], PromptSample],
+    decode: Callable[[np.ndarray], str],
 ) -> VersionedRollout:
-    about = json.loads(extra[f"{name}about"].numpy().tobytes())
-    safe_read.check_schema(about, _FORM, "the pending completions of the checkpoint", TrainError)
-    prompts = [replace(row(number), number=number) for number in about["numbers"]]
-    lengths, group = about["lengths"], len(about["lengths"]) // max(len(prompts), 1)
+    metadata = json.loads(extra[f"{name}about"].numpy().tobytes())
+    safe_read.check_schema(metadata, _SCHEMA, "the pending completions of the checkpoint", TrainError)
+    prompts = [replace(read_prompt(number), number=number) for number in metadata["numbers"]]
+    lengths, group = metadata["lengths"], len(metadata["lengths"]) // max(len(prompts), 1)
     if not lengths:
-        no_scores = {reward: np.zeros(0) for reward in about["scores"]}
-        return VersionedRollout(Rollout([], [], [], np.zeros(0), no_scores, old=[]), about["figures"], about["weights"])
+        no_scores = {reward: np.zeros(0) for reward in metadata["scores"]}
+        empty = Rollout([], [], [], np.zeros(0), no_scores, old=[])
+        return VersionedRollout(empty, metadata["figures"], metadata["weights"])
     ends = np.cumsum(lengths)[:-1]
     parts = {part: np.split(extra[name + part].numpy().astype(kind), ends) for part, kind in _PARTS.items()}
     completions = [
         Completion(n // group, n % group, parts["tokens"][n], parts["logps"][n], parts["entropy"][n], reason)
-        for n, reason in enumerate(about["reasons"])
+        for n, reason in enumerate(metadata["reasons"])
     ]
-    scores = dict(zip(about["scores"], extra[f"{name}judged"].numpy(), strict=True))
+    scores = dict(zip(metadata["scores"], extra[f"{name}judged"].numpy(), strict=True))
     texts = [decode(c.tokens) for c in completions]
     rewards = extra[f"{name}rewards"].numpy()
     rollout = Rollout(prompts, completions, texts, rewards, scores, old=parts["old"])
-    return VersionedRollout(rollout, about["figures"], about["weights"])
+    return VersionedRollout(rollout, metadata["figures"], metadata["weights"])

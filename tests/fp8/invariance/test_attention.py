@@ -157,7 +157,7 @@ def test_sequences_start_at_any_column() -> None:
         ({"is_causal": True, "positions": torch.zeros(3, 4, dtype=torch.int64)}, "is_causal"),
         ({"positions": torch.zeros(3, 5, dtype=torch.int64)}, r"\[3, 5\]"),
         ({"window": 4}, "positions"),
-        ({"window": 0, "is_causal": True}, "1 or more"),
+        ({"window": 0, "is_causal": True}, "at least 1"),
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, "four"),
     ],
 )

@@ -330,7 +330,11 @@ def test_log_probabilities_are_minus_the_loss():
             TypeError,
             "floating",
         ),
-        ({"hidden": torch.zeros(19, 24).long(), "weight": torch.zeros(9, 24).long()}, TypeError, "floating dtype"),
+        (
+            {"hidden": torch.zeros(19, 24).long(), "weight": torch.zeros(9, 24).long()},
+            TypeError,
+            "a floating-point dtype",
+        ),
         ({"weight": torch.zeros(0, 24), "target": torch.full((19,), IGNORE)}, ValueError, "has no classes"),
     ],
 )
@@ -347,5 +351,5 @@ def test_zero_temperature_is_rejected():
 
 def test_torch_func_transforms_are_rejected():
     hidden, weight, target, _ = problem()
-    with pytest.raises(RuntimeError, match="leading dimensions will do in place of vmap"):
+    with pytest.raises(RuntimeError, match="use leading dimensions in place of vmap"):
         torch.vmap(lambda h: linear_cross_entropy(h, weight, target))(hidden.detach().expand(2, -1, -1))

@@ -205,7 +205,7 @@ def test_state_dict_can_contain_codes(recipe):
     fp8.load_fp8_state_dict(other, model.state_dict())  # one in high precision loads as well
     assert torch.equal(other.up_proj.weight, model.up_proj.weight)
     del state["up_proj.weight" + suffix]
-    with pytest.raises(ValueError, match=r"up_proj\.weight holds FP8 codes without the scales"):
+    with pytest.raises(ValueError, match=r"up_proj\.weight has FP8 codes without the scales"):
         fp8.load_fp8_state_dict(other, state)
 
 
@@ -356,7 +356,7 @@ def test_weight_held_by_graph_cannot_be_converted():
     loss, before = loss_of(model), dict(model.named_parameters())
     model.to("cpu").to(torch.float32)  # nothing to do, as trainers ask for it at every turn
     assert all(p is before[name] for name, p in model.named_parameters())
-    with pytest.raises(RuntimeError, match="let go of the loss"):
+    with pytest.raises(RuntimeError, match="delete the loss"):
         model.bfloat16()
     assert all(p is before[name] for name, p in model.named_parameters())
     loss.backward()
@@ -366,6 +366,6 @@ def test_weight_held_by_graph_cannot_be_converted():
 def test_codes_are_not_loaded_as_values():
     codes, stock = fp8.fp8_state_dict(build()), Mlp()
     before = {name: value.clone() for name, value in stock.state_dict().items()}
-    with pytest.raises(ValueError, match="Apply a plan with param=True first"):
+    with pytest.raises(ValueError, match="First apply the plan, with param=True"):
         fp8.load_fp8_state_dict(stock, codes)
     assert all(torch.equal(value, before[name]) for name, value in stock.state_dict().items())

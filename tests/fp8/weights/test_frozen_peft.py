@@ -91,7 +91,7 @@ def test_merge_error_names_octavo_merge(kind: str, how: str) -> None:
 
 def test_other_peft_writes_are_named() -> None:
     shira = peft.get_peft_model(base(), peft.ShiraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(RuntimeError, match="peft.tuners.shira.*writes to the base.*as LoRA and DoRA"):
+    with pytest.raises(RuntimeError, match="peft.tuners.shira.*writes to the base.*such as LoRA or DoRA"):
         shira(torch.randn(3, 64, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="modules_to_save trains a copy.*leave the layer out"):
         peft.get_peft_model(base(), lora(modules_to_save=["o_proj"]))

@@ -539,7 +539,7 @@ area(
     (
         "fill-lead-lost",
         "fp8/weights/frozen.py",
-        "lead=lead if held else 0",
+        "lead=lead if local_codes else 0",
         "lead=0",
         "a shard that begins inside a block takes scales for rows that are not its own",
         "parallel/test_fill.py -k two",

@@ -148,9 +148,9 @@ def test_both_bases_are_compared(runs):
 
 
 def test_compare_bases_rejects_targets_with_one_base(runs, place):
-    with pytest.raises(TrainError, match="has no adapters, so it has one base"):
+    with pytest.raises(TrainError, match="has no adapters, so there are no two bases to compare"):
         artifacts.compare_bases(artifacts.inspect_target(runs / "full"))
-    with pytest.raises(TrainError, match="holds FP8 codes .* and no high-precision weights"):
+    with pytest.raises(TrainError, match="has FP8 codes .* and no high-precision weights"):
         artifacts.compare_bases(artifacts.inspect_target(runs / "lora", runs / "fp8"))
     outside = runs / "worn"
     if not outside.exists():
