@@ -71,7 +71,7 @@ def judged(recipe: str | None, h: Tensor, target: Tensor, weight: Tensor) -> tup
     assert isinstance(head, ChunkedHead), head
     h = h.clone().requires_grad_()
     with head.losses(target) as losses:
-        each = losses.take(model(h).logits)
+        each = losses.checked_losses(model(h).logits)
     return each.detach()[0], *torch.autograd.grad(each.mean(), [h, model.lm_head.weight])
 
 

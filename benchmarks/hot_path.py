@@ -263,7 +263,7 @@ def lines_of_forward() -> int:
     module = inspect.getmodule(fp8.Linear)
     assert module is not None
     tree = ast.parse(inspect.getsource(module))
-    function_class = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "_ThreeGemms")
+    function_class = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "_Fp8Linear")
     forward = next(n for n in function_class.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
     assert forward.end_lineno is not None
     return forward.end_lineno - forward.lineno + 1
@@ -295,7 +295,7 @@ def _print_layer(result: dict[str, Any]) -> None:
         print(f"{way}: {len(through['files'])} files, {through['changes']} changes of file, {through['calls']} calls")
         for file in through["files"]:
             print(f"    {file}")
-    print(f"_ThreeGemms.forward: {result['forward_lines']} lines")
+    print(f"_Fp8Linear.forward: {result['forward_lines']} lines")
 
 
 def main() -> None:

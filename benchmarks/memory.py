@@ -223,7 +223,7 @@ def _octavo(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any
 
     def loss() -> Any:
         with head.losses(target) as losses:
-            return losses.take(model(input_ids=ids, use_cache=False).logits).sum() / (ids.numel() - 1)
+            return losses.checked_losses(model(input_ids=ids, use_cache=False).logits).sum() / (ids.numel() - 1)
 
     def step(loss: Any, meter: Meter) -> Any:
         if updating:

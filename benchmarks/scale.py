@@ -84,7 +84,7 @@ def load(folder: str, how: dict[str, Any], world: parallel.World) -> tuple[torch
         return models.load(folder, torch.bfloat16, **how), 0
     unread = models.load_deferred(folder, torch.bfloat16, **how)
     parallel.shard(unread.model, models.describe(unread.model), world)
-    return unread.model, parallel.fill(unread.model, unread, world)[1]
+    return unread.model, parallel.load_into_shards(unread.model, unread, world)[1]
 
 
 def rank(number: int, size: int, port: int, place: str, kind: str) -> None:

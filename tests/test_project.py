@@ -98,7 +98,7 @@ PHASES = ("    # Load, and why.\n" + "    tl.debug_barrier()\n" * 14) * 3
         (subpackages_import_down, {"octavo.fp8.kernels.groups": "from octavo.fp8.observe.counts import GemmCounts"}),
         (
             subpackages_import_down,
-            {"octavo.fp8.weights.cache": "if TYPE_CHECKING:\n    from octavo.fp8.dense.gemms import Site"},
+            {"octavo.fp8.weights.cache": "if TYPE_CHECKING:\n    from octavo.fp8.dense.gemms import LayerGemms"},
         ),
         (subpackages_import_down, {"octavo.fp8.stray": ""}),
         (subpackages_import_down, {"octavo.data.formats.tar": "def f():\n    from octavo.data.storage import cache"}),
@@ -142,9 +142,9 @@ PHASES = ("    # Load, and why.\n" + "    tl.debug_barrier()\n" * 14) * 3
         (inits, {"octavo.fp8.dense": '"""A sentence."""\nfrom torch import nn\n__all__ = ["nn"]'}),
         (reach_inside, {"octavo.train.step.step": "from octavo.fp8.dense.linear import Linear"}),
         (reach_inside, {"octavo.train.step.step": "def f():\n    from octavo.fp8.weights import cache"}),
-        (reach_inside, {"octavo.train.step.step": "from octavo import fp8\nfp8.dense.gemms.Site"}),
-        (reach_inside, {"octavo.train.step.step": "from octavo.fp8 import dense as d\nd.gemms.Site"}),
-        (reach_inside, {"octavo.train.step.step": "import octavo.fp8\noctavo.fp8.dense.gemms.Site"}),
+        (reach_inside, {"octavo.train.step.step": "from octavo import fp8\nfp8.dense.gemms.LayerGemms"}),
+        (reach_inside, {"octavo.train.step.step": "from octavo.fp8 import dense as d\nd.gemms.LayerGemms"}),
+        (reach_inside, {"octavo.train.step.step": "import octavo.fp8\noctavo.fp8.dense.gemms.LayerGemms"}),
         (know_shards, {"octavo.fp8.dense.linear": "from octavo.fp8.weights.shards import is_dtensor"}),
         *(
             (know_shards, {"octavo.train.step.step": says})

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.adapters.errors import AdapterError
 from octavo.fp8 import moe
-from octavo.fp8.dense import Source, get_source
+from octavo.fp8.dense import Recomputable, get_recomputable
 from octavo.fp8.kernels import Groups
 
 if TYPE_CHECKING:
@@ -180,9 +180,9 @@ def _adapted_class() -> type[nn.Module]:
 def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
     """Return s B_e A_e x [R, N] for every expert's rows x [R, K], summed over active adapters; padding rows are
     undefined."""
-    source = get_source(x)
+    recomputable = get_recomputable(x)
     parts = [
-        _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
+        _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, recomputable)
         for adapter in _active_adapters(wrapper)
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -197,13 +197,13 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float, groups: Groups, source: Source | None
+        ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float, groups: Groups, recomputable: Recomputable | None
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             h = moe.grouped_fwd(x, _contiguous_factor(down, x.dtype), None, groups) * scale
             y = moe.grouped_fwd(h, _contiguous_factor(up, x.dtype), None, groups)
-        saved = (x,) if source is None else source.tensors
-        ctx.recompute = None if source is None else source.recompute
+        saved = (x,) if recomputable is None else recomputable.tensors
+        ctx.recompute = None if recomputable is None else recomputable.recompute
         ctx.save_for_backward(*groups[:3], h, down, up, *(saved if ctx.needs_input_grad[1] else ()))
         ctx.scale, ctx.rows, ctx.dtype = scale, groups.rows, x.dtype
         return y

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.dense import Input, Source, get_source
+from octavo.fp8.dense import Input, Recomputable, get_recomputable
 
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
@@ -34,7 +34,7 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
     mask = None
     if dropout:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
-    args = LowRankArgs(scale, dropout, user, get_source(x))
+    args = LowRankArgs(scale, dropout, user, get_recomputable(x))
     out: Tensor = _LowRank.apply(y, x, a, b, mask, args)
     return out
 
@@ -54,7 +54,7 @@ class LowRankArgs(NamedTuple):
     scale: float
     dropout: float
     user: object
-    source: Source | None  # how the backward recomputes x, if it need not be saved
+    recomputable: Recomputable | None  # how the backward recomputes x, if it need not be saved
 
 
 class _LowRank(torch.autograd.Function):
@@ -67,12 +67,12 @@ class _LowRank(torch.autograd.Function):
             h = _apply_mask(x_MK, mask, args.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
             out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=args.scale)
-        source = args.source
+        recomputable = args.recomputable
         # Save x itself and not a view, because its other users save x too, and the memory is then shared.
-        saved = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
+        saved = recomputable.tensors if recomputable is not None else (x if x.dtype == dtype else x_MK,)
         masks = () if mask is None else (mask,)
         ctx.save_for_backward(a, b, h, *masks, *(saved if ctx.needs_input_grad[2] else ()))
-        ctx.recompute = None if source is None else source.recompute
+        ctx.recompute = None if recomputable is None else recomputable.recompute
         ctx.scale, ctx.dropout, ctx.masked = args.scale, args.dropout, mask is not None
         ctx.x_shape, ctx.x_dtype, ctx.dtype = x.shape, x.dtype, dtype
         return torch.ops.aten._unsafe_view(out, y.shape)

@@ -83,7 +83,7 @@ def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int)
     def call() -> None:
         x = inputs()
         with head.losses(target) as losses:
-            loss = losses.take(model(x).logits).mean()
+            loss = losses.checked_losses(model(x).logits).mean()
         torch.autograd.grad(loss, [x, *model.parameters()])
 
     return call

@@ -28,7 +28,7 @@ class WeightSource(Protocol):
     ) -> int: ...
 
 
-def fill(model: nn.Module, source: WeightSource, world: World) -> tuple[dict[str, Tensor], int]:
+def load_into_shards(model: nn.Module, source: WeightSource, world: World) -> tuple[dict[str, Tensor], int]:
     """Replace the meta parameters of `model` by this rank's rows of their values. Collective call.
 
     Returns the lower halves (int16) of BF16 parameters that are not 0 on every rank, by the source's names and sharded

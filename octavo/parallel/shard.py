@@ -9,8 +9,8 @@ Differences from plain FSDP2:
   and lm_head are in one group, which FSDP2 requires for a shared parameter.
 - Frozen and trainable parameters may share a block; only the gradients of trainable ones are reduced.
 - Parameters are gathered in their own dtype, FP8 weights (`fp8.param`) as codes and scales: a rank computes with the
-  same bits as one process. With ``gather=torch.bfloat16`` weights are gathered and gradients summed in BF16, which
-  halves the bytes of fp32 and computes the forward of a BF16 model. Shards keep their dtype for updates and
+  same bits as one process. With ``gather_dtype=torch.bfloat16`` weights are gathered and gradients summed in BF16,
+  which halves the bytes of fp32 and computes the forward of a BF16 model. Shards keep their dtype for updates and
   checkpoints; FP8 weights are still sent as codes, and get BF16 gradients.
 - Experts that are distributed over ranks are a separate group in each block (:mod:`octavo.parallel.experts`).
 - Two blocks are gathered at a time: the current one and the next.
@@ -46,7 +46,7 @@ def shard(
     family: HasLayers,
     world: World,
     reshard_after_forward: bool = True,
-    gather: torch.dtype | None = None,
+    gather_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard `model` in place over the ranks of `world` and return it. Does nothing in one process.
 
@@ -56,7 +56,7 @@ def shard(
 
     reshard_after_forward  free a block's gathered weights after its forward and gather them again for backward; False
                            keeps them, which is faster but needs memory for the full model on each rank between the two
-    gather                 the dtype in which ranks send weights and gradients, or None for the dtype of each; the
+    gather_dtype           the dtype in which ranks send weights and gradients, or None for the dtype of each; the
                            caller's forward must expect it
 
     Raises WorldError if the description finds no block, or if two blocks share a parameter.
@@ -71,7 +71,7 @@ def shard(
         )
     _check_unshared(model, blocks)
     # Inputs of blocks are not cast: they include positions that a model computes in fp32 on purpose.
-    policy = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=gather, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=gather_dtype, cast_forward_inputs=False)
     if world.experts is not None:
         expert_mesh = fsdp_mesh(world.experts)
         for module in distribute_experts(model, world):

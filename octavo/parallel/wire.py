@@ -13,9 +13,9 @@ broadcast       the tensor, except on the source rank
 :class:`CommCounter` counts the bytes of the collectives in a context; :mod:`octavo.train.estimate.step_time` predicts
 them.
 
-:func:`send_codes` (`train.exchange: fp8`) makes ranks exchange FP8 codes where a layer's recipe casts the values
-row by row with power-of-two scales anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj if
-ranks share rows, the rows dispatched to experts before gate_up_proj, and the gradients of their results before
+:func:`enable_fp8_exchange` (`train.exchange: fp8`) makes ranks exchange FP8 codes where a layer's recipe casts the
+values row by row with power-of-two scales anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj
+if ranks share rows, the rows dispatched to experts before gate_up_proj, and the gradients of their results before
 down_proj. Everything else is sent in its own dtype.
 """
 
@@ -147,7 +147,7 @@ def predicted_collectives(received: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in received.items() if name != "figures" and size}
 
 
-def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]:
+def enable_fp8_exchange(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]:
     """Make the layers of a sharded model exchange FP8 codes; return how many attention and expert modules do.
 
     Raises WorldError if ranks share rows or experts but no layer can exchange codes.

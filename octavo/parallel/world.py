@@ -89,7 +89,7 @@ class World:
         return self.rank == 0
 
     def set_phase(self, phase: str) -> None:
-        """Record the current phase ("step 7, reading its rows"), for the message of other ranks if this one hangs in
+        """Record the current phase ("step 7, loading its batch"), for the message of other ranks if this one hangs in
         it. Sends nothing. All ranks record the same phases, in the same order."""
         self.progress.count, self.progress.phase = self.progress.count + 1, phase
 

@@ -155,8 +155,8 @@ def test_sound_expands_at_its_placeholder(folder, processor):
     batch = collate(together, 0)
     assert batch["input_features"].shape == (3, 32, 100) and batch["meta"].sounds == (1, 0, 2)
     assert batch["feature_attention_mask"].sum(-1).tolist() == [50, 7, 100]
-    assert "pixel_values" not in batch and batch["meta"].has_sound and not batch["meta"].has_image
-    assert not collate([alone[1]], 0)["meta"].has_sound
+    assert "pixel_values" not in batch and batch["meta"].has_audio and not batch["meta"].has_image
+    assert not collate([alone[1]], 0)["meta"].has_audio
 
 
 def test_features_match_stock_processor(processor):

@@ -230,7 +230,18 @@ def test_pack_stream_resumes_for_any_ranks_and_workers(source, encoder, tmp_path
         begun = stream(source, encoder, tmp_path)
         take(begun, first)
         ranks = [
-            take(stream(source, encoder, tmp_path, place=begun.place, workers=workers, rank=rank, world=world), 4)
+            take(
+                stream(
+                    source,
+                    encoder,
+                    tmp_path,
+                    pack_position=begun.pack_position,
+                    workers=workers,
+                    rank=rank,
+                    world=world,
+                ),
+                4,
+            )
             for rank in range(world)
         ]
         for number in range(4):
@@ -274,12 +285,15 @@ def test_repaired_row_does_not_change_packs_of_a_resumed_run(folder, models, tmp
     whole = take(stream(source, encoder, cache, on_bad="skip", window=40), 10)
     begun = stream(source, encoder, cache, on_bad="skip", window=40)
     take(begun, 3)
-    assert begun.place[1]
+    assert begun.pack_position[1]
     file.write_bytes(data)
-    again = take(stream(source, encoder, cache, place=begun.place, on_bad="skip", window=40), 5)
+    again = take(stream(source, encoder, cache, pack_position=begun.pack_position, on_bad="skip", window=40), 5)
     assert [rows(step) for step in again] == [rows(step) for step in whole[3:8]]
     with pytest.raises(DataError, match="of the order are packed differently from when this checkpoint"):
-        take(stream(source, encoder, tmp_path / "another", place=begun.place, on_bad="skip", window=40), 1)
+        take(
+            stream(source, encoder, tmp_path / "another", pack_position=begun.pack_position, on_bad="skip", window=40),
+            1,
+        )
 
 
 def test_left_out_rows_are_listed_by_the_rank_of_their_pack(folder, models, tmp_path):

@@ -220,7 +220,7 @@ def test_epoch_has_every_answer_once_and_resumes(folder, encoder, cfg, packing):
     ]
     first = train_loader(cfg, text_encoder.processor)
     learned_words(first, 2, text_encoder)
-    place = {"place": first.place} if packing else {"start_row": first.rows}
+    place = {"pack_position": first.pack_position} if packing else {"start_row": first.rows}
     assert (
         learned_words(train_loader(override(cfg, ["data.workers=1"]), text_encoder.processor, **place), 3, text_encoder)
         == whole[2:5]

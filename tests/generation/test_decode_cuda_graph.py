@@ -29,7 +29,7 @@ GREEDY = Sampling(4, temperature=0)
 def codes_of(model):
     """Return the weight caches of FP8 layers, and their tensors."""
     layers = [m for m in model.modules() if isinstance(m, fp8.Linear)]
-    caches = [cache for layer in layers for cache in layer._weight_codes().values()]
+    caches = [cache for layer in layers for cache in layer._weight_caches().values()]
     return caches, [t for cache in caches for q in cache._codes.values() for t in (q.data, q.scale)]
 
 

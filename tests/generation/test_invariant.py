@@ -100,7 +100,7 @@ def batched_forward(
     if head:
         chunked = chunk_head(model)
         with chunked.log_probs(target, TEMPERATURE, entropy=True) as request:
-            logs = request.take(model(**batch, logits_to_keep=keep, use_cache=False).logits)
+            logs = request.checked_losses(model(**batch, logits_to_keep=keep, use_cache=False).logits)
         entropy = request.entropy
     else:
         logits = model(**batch, use_cache=False).logits[:, :-1]

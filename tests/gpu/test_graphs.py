@@ -15,7 +15,7 @@ pytest.importorskip("pyarrow")
 
 from octavo import fp8, models
 from octavo.fp8.kernels import CudaGraph
-from octavo.train.step.cuda_graphs import Graphs
+from octavo.train.step.cuda_graphs import CudaGraphs
 from octavo.train.step.update import Loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -27,7 +27,7 @@ class Meta:
     sees, lengths = False, (TOKENS,)
 
 
-def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[Any, int], Graphs, list[str]]:
+def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[Any, int], CudaGraphs, list[str]]:
     """Return (losses of each micro-batch, counts, graphs, logged lines) of two micro-batches per step."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2).train()
@@ -41,7 +41,7 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
         loss = (each.view(target.shape) * weight).sum()
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    results = Graphs(model, torch.device("cuda"), loss_at, lines.append)
+    results = CudaGraphs(model, torch.device("cuda"), loss_at, lines.append)
     losses = []
     with fp8.count_gemms() as counts:
         for step in range(steps):

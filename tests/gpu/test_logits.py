@@ -68,7 +68,7 @@ def test_fp8_head_is_close_to_logits(recipe: str, m: int, v: int):
     full = F.cross_entropy(model(hidden[None]).logits[0].float(), target.cuda(), reduction="none")
     head = chunk_head(model)
     with head.losses(target[None], chunk=64) as inputs:
-        actual = inputs.take(model(hidden[None]).logits)[0]
+        actual = inputs.checked_losses(model(hidden[None]).logits)[0]
     got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (actual, full))
     if not m:
         assert actual.shape == (0,) and not got[1].any()

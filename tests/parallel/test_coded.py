@@ -8,7 +8,7 @@ import torch
 from octavo import fp8
 from octavo.fp8.arithmetic.cast import CastSpec, dequantize, quantize
 from octavo.fp8.dense import WireFormat
-from octavo.parallel import Layout, World, WorldError, send_codes
+from octavo.parallel import Layout, World, WorldError, enable_fp8_exchange
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,4 +36,4 @@ def test_codes_are_exchanged_only_where_exact():
     refused = [(block, 96), (fp8.recipe("rowwise"), 128), (fp8.recipe("blockwise", wgrad="bf16"), 128), (None, 128)]
     assert [WireFormat.for_inputs(recipe, piece) for recipe, piece in refused] == [None] * 4
     with pytest.raises(WorldError, match="no layer casts exchanged values"):
-        send_codes(torch.nn.Linear(2, 2), World(size=2, layout=Layout(context=2)), 128)
+        enable_fp8_exchange(torch.nn.Linear(2, 2), World(size=2, layout=Layout(context=2)), 128)

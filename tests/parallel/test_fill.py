@@ -14,7 +14,7 @@ from octavo import fp8, models
 from octavo.fp8.weights import is_frozen, plain, span
 from octavo.models.tiny import tiny
 from octavo.models.weights import streaming
-from octavo.parallel import World, WorldError, fill, shard
+from octavo.parallel import World, WorldError, load_into_shards, shard
 from tests import ranks
 from tests.models.fp8_folders import edit_weights, quantized
 
@@ -116,7 +116,7 @@ def _differences(world: World, folder: Path, case: Case) -> list[str]:
             fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=case.recipe, param=case.param)))
     assert all(p.is_meta for p in unread.model.parameters())
     shard(unread.model, models.describe(unread.model), world)
-    halves, read = fill(unread.model, unread, world)
+    halves, read = load_into_shards(unread.model, unread, world)
     actual = ["the very model", "buffers", "codes", "halves"]
     local, stock = unread.model, dict(whole.named_buffers())
     if all(torch.equal(b, stock[name]) for name, b in local.named_buffers()):
@@ -173,7 +173,7 @@ def _read(world: World, folder: str) -> list[float]:
     for case in READ:
         _, _, unread = _load(Path(folder), CASES[case])
         shard(unread.model, models.describe(unread.model), world)
-        _, read = fill(unread.model, unread, world)
+        _, read = load_into_shards(unread.model, unread, world)
         total = sum(entry.nbytes for entry in unread.prepared.stream.shards.stored.values())
         out.append(read / total)
     return out
@@ -191,4 +191,4 @@ def test_unfilled_parameter_is_an_error(folders: Folders):
     unread = models.load_deferred(folders([CASES["values"]]) / "qwen3")
     unread.prepared.sources.origins.pop()
     with pytest.raises(WorldError, match="1 parameters were sharded without values and not filled, first model"):
-        fill(unread.model, unread, World())
+        load_into_shards(unread.model, unread, World())

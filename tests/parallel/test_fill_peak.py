@@ -14,7 +14,7 @@ from octavo import models
 from octavo.fp8.weights import frozen_bytes, is_frozen
 from octavo.fp8.weights.shards import local_of
 from octavo.models.tiny import tiny
-from octavo.parallel import World, fill, shard
+from octavo.parallel import World, load_into_shards, shard
 from tests import ranks
 from tests.models.test_load_peak import written
 
@@ -25,7 +25,7 @@ def _filled(folder: str, how: dict[str, Any], world: World) -> tuple[nn.Module, 
     """Return (model, bytes read, bytes of the largest tensor on disk)."""
     unread = models.load_deferred(folder, torch.bfloat16, **how)
     shard(unread.model, models.describe(unread.model), world)
-    _, read = fill(unread.model, unread, world)
+    _, read = load_into_shards(unread.model, unread, world)
     return unread.model, read, max(entry.nbytes for entry in unread.prepared.stream.shards.stored.values())
 
 

@@ -46,7 +46,7 @@ def _model(name: str, world: World) -> nn.Module:
     policy, gather = WAYS[name]
     if policy is not None:
         fp8.apply(model, fp8.plan(model, policy, components={"foundation": ("blocks.**",)}))
-    return shard(model, Blocks(), world, gather=gather)
+    return shard(model, Blocks(), world, gather_dtype=gather)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, steps: range) -> list[float]:

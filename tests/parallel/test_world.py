@@ -147,12 +147,12 @@ def _exit(world: World) -> None:
 
 
 def _sleep(world: World) -> None:
-    world.set_phase("step 7, reading its rows")
+    world.set_phase("step 7, loading its batch")
     time.sleep(60)
 
 
 def _stop(world: World) -> None:
-    world.set_phase("step 7, reading its rows")
+    world.set_phase("step 7, loading its batch")
     time.sleep(0.5)  # for a beat that says so
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -164,7 +164,7 @@ def _survive(rank: int, fails: int, port: int, failure: Callable[[World], None],
     world.barrier()
     if rank == fails:
         failure(world)
-    world.set_phase("step 7, reading its rows")
+    world.set_phase("step 7, loading its batch")
     world.set_phase("step 7, forward and backward")
     try:
         world.barrier()
@@ -175,8 +175,8 @@ def _survive(rank: int, fails: int, port: int, failure: Callable[[World], None],
 
 FAILURES = [  # of rank r: how, the timeout, what the other one says
     (1, _exit, 600.0, "rank 1 has died or is stopped; it was last seen at the start"),  # noticed at once
-    (1, _sleep, 6.0, r"rank 1 has not got past step 7, reading its rows \(parallel/test_world.py:\d+, _sleep"),
-    (1, _stop, 6.0, r"rank 1 has died or is stopped; it was last seen at step 7, reading its rows \(.*, _stop"),
+    (1, _sleep, 6.0, r"rank 1 has not got past step 7, loading its batch \(parallel/test_world.py:\d+, _sleep"),
+    (1, _stop, 6.0, r"rank 1 has died or is stopped; it was last seen at step 7, loading its batch \(.*, _stop"),
     (0, _stop, 6.0, "rank 0, which holds the store of the rendezvous, no longer answers"),
 ]
 

@@ -64,7 +64,7 @@ def in_rollout(folder: Path) -> None:
     step, run, state = Batch._step, RlStepper.run, {}
 
     def patched_run(stepper, *args):
-        state["step"] = stepper.number
+        state["step"] = stepper.step_number
         return run(stepper, *args)
 
     def patched_step(batch, active):
@@ -80,7 +80,7 @@ def in_reward(folder: Path) -> None:
     run = RlStepper.run
 
     def patched_run(stepper, *args):
-        if stepper.number == STEP:
+        if stepper.step_number == STEP:
             (folder / "hang").touch()
         return run(stepper, *args)
 
@@ -92,7 +92,7 @@ def in_update(folder: Path, kind: type = RlStepper) -> None:
     step, run, state = AfterBackward.step, kind.run, {}
 
     def patched_run(stepper, *args):
-        state["step"] = stepper.number
+        state["step"] = stepper.step_number
         return run(stepper, *args)
 
     def patched_step(update):
@@ -110,7 +110,7 @@ def before_metrics(folder: Path) -> None:
 
     def patched_run(stepper, *args):
         result = run(stepper, *args)
-        if stepper.number == STEP:
+        if stepper.step_number == STEP:
             with (Path(stepper.cfg.run.dir) / COMPLETIONS).open("a") as file:
                 file.write(f'{{"step": {STEP}, "comp')  # an incomplete write
             die()
@@ -195,7 +195,7 @@ def before_metrics_of_encrypted(folder: Path) -> None:
 
     def patched_run(stepper, *args):
         result = run(stepper, *args)
-        if stepper.number == STEP:
+        if stepper.step_number == STEP:
             with (Path(stepper.cfg.run.dir) / f"{COMPLETIONS}.aes").open("ab") as file:
                 file.write(encryption.encrypt_line(b'{"step": 3, "comp')[:60])
             die()

@@ -144,7 +144,7 @@ def _write(rank: int) -> None:
     make_micro_batches = RlStepper._make_micro_batches
 
     def write_weight(stepper, rollout):
-        if rank == 1 and stepper.number == 2:
+        if rank == 1 and stepper.step_number == 2:
             stepper.model.get_submodule(LAYER).weight.to_local().data[0, 5] += 1e-3
         return make_micro_batches(stepper, rollout)
 

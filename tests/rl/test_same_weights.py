@@ -42,7 +42,7 @@ def unseen(layer: nn.Module) -> None:
 
 def to_codes(layer: nn.Module) -> None:
     assert isinstance(layer, CachesWeights)
-    (codes,) = layer._weight_codes()["weight"]._codes.values()
+    (codes,) = layer._weight_caches()["weight"]._codes.values()
     codes.data.view(torch.uint8)[3, 5] ^= 1
 
 
@@ -68,7 +68,7 @@ def test_weights_that_change_between_rollout_and_update_stop_the_run(
     make_micro_batches = RlStepper._make_micro_batches
 
     def write_weight(stepper: RlStepper, rollout):
-        if stepper.number == 2:
+        if stepper.step_number == 2:
             write(stepper.model.get_submodule(LAYER))
         return make_micro_batches(stepper, rollout)
 

@@ -91,7 +91,7 @@ def test_external_weight_writes_are_detected(
     method = getattr(RlStepper, where)
 
     def write_weight(stepper: RlStepper, argument):
-        if stepper.number == 2:
+        if stepper.step_number == 2:
             unseen(stepper.model.get_submodule(LAYER))
         return method(stepper, argument)
 

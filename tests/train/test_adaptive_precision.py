@@ -260,7 +260,7 @@ def test_a_step_keeps_amax_histories_where_a_plan_or_a_move_may_have_some(recipe
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     main, *others = (fp8.plan(model, recipe) for recipe in recipes)
     spans = tuple(Span(n + 1, n + 1, plan) for n, plan in enumerate(others))
-    assert PrecisionSchedule(Schedule(main, spans), adapt).may_delay == may
+    assert PrecisionSchedule(Schedule(main, spans), adapt).may_use_delayed_scaling == may
 
 
 def test_the_defaults_are_the_healthy_column_of_the_trust_table():
@@ -325,8 +325,8 @@ def test_two_ranks_decide_alike_and_as_one(planted, make):
         report = f"{cfg.run.dir}.report"
 
         def plant(rank: int, where: tuple[int, ...] = where, report: str = report) -> None:
-            begin, usual = BEGIN if rank in where else 10**9, loop._callback_order
-            loop._callback_order = lambda users, *more: usual((*users, Outlier(begin, END, report)), *more)
+            begin, usual = BEGIN if rank in where else 10**9, loop._ordered_callbacks
+            loop._ordered_callbacks = lambda users, *more: usual((*users, Outlier(begin, END, report)), *more)
 
         for code, said in both(cfg, plant):
             assert code == 0, said

@@ -124,7 +124,7 @@ class Plant(train.Callback):
 
     def before_step(self, run: train.Run, number: int, batches: Any) -> None:
         if number == self.step and run.world.rank == self.rank:
-            seen = {site.layer for site in run.job.stepper.check.sites if site.gemm == "fwd"}
+            seen = {site.layer for site in run.job.stepper.corruption_checker.gemms if site.gemm == "fwd"}
             self.layer = next(name for name in self.names if (name in seen) == self.checked and "layers" in name)
 
 

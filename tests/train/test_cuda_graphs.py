@@ -20,7 +20,7 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
 from octavo.train.step import cuda_graphs, loss_scale
-from octavo.train.step.cuda_graphs import Graphs
+from octavo.train.step.cuda_graphs import CudaGraphs
 from octavo.train.step.update import Loss
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
@@ -73,15 +73,15 @@ def test_graphs_do_not_change_losses_counts_or_weights(
 ) -> None:
     """Two micro-batches a step; steps 1, 4, 5 and 8 are looked into, in step 2 the second one is captured. In FP16 with
     a loss scale that doubles every two steps."""
-    made: list[Graphs] = []
+    made: list[CudaGraphs] = []
 
-    class Here(Graphs):
+    class Here(CudaGraphs):
         def __init__(self, model: nn.Module, *more: Any) -> None:
             super().__init__(model, *more, lambda: Again(model))
             made.append(self)
 
-    monkeypatch.setattr(cuda_graphs, "Graphs", Here)
-    monkeypatch.setattr(cuda_graphs, "why_not_run", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "CudaGraphs", Here)
+    monkeypatch.setattr(cuda_graphs, "unsupported_run_reason", lambda *_: None)
     monkeypatch.setattr(loss_scale, "INTERVAL", 2)
     freeze = "model.freeze=[image_encoder, image_projector]" if model == "tiny" else "model.freeze=[]"
     over = (f"model.path={place / model}", f"data.train={counting}", "data.eval=[]", freeze, "run.health_every=4",
@@ -120,7 +120,7 @@ def batch(rows: int = 1, length: int = 5, seed: int = 0, images: bool = False, s
     return given, keep, ids[:, 1:].clone(), torch.full((rows, length - 1), 0.25)
 
 
-def small(graph: Any = None) -> tuple[Small, Graphs, list[str]]:
+def small(graph: Any = None) -> tuple[Small, CudaGraphs, list[str]]:
     torch.manual_seed(0)
     model, said = Small(), []
 
@@ -130,10 +130,10 @@ def small(graph: Any = None) -> tuple[Small, Graphs, list[str]]:
         loss = (each.view(target.shape) * weight).sum()
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    return model, Graphs(model, CPU, loss_at, said.append, graph or (lambda: Again(model))), said
+    return model, CudaGraphs(model, CPU, loss_at, said.append, graph or (lambda: Again(model))), said
 
 
-def eager(model: nn.Module, each: Graphs, given: tuple[Any, ...]) -> Tensor:
+def eager(model: nn.Module, each: CudaGraphs, given: tuple[Any, ...]) -> Tensor:
     loss = each.compute_loss(*given)
     loss.total.backward()
     return loss.parts
@@ -236,19 +236,19 @@ def test_a_run_that_could_capture_nothing_is_refused_before_weights_are_read(mak
 def test_why_not_run_names_the_obstacle(make, over: str, ranks: int, why: str | None) -> None:
     cfg = make(over)
     plan, _, _ = planning.plan_for(cfg)
-    found = cuda_graphs.why_not_run(plan, World(0, ranks, device=torch.device("cuda")))
+    found = cuda_graphs.unsupported_run_reason(plan, World(0, ranks, device=torch.device("cuda")))
     assert found is None if why is None else why in str(found)
 
 
 def test_why_not_model_names_the_trained_tower(make, place: Path) -> None:
     model, family = planning.meta_model(make())
-    assert "vision tower that is trained" in str(cuda_graphs.why_not_model(model, family, 0.0))
+    assert "vision tower that is trained" in str(cuda_graphs.unsupported_model_reason(model, family, 0.0))
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
-    assert cuda_graphs.why_not_model(model, family, 0.0) is None
-    assert "routers" in str(cuda_graphs.why_not_model(model, family, 0.1))
+    assert cuda_graphs.unsupported_model_reason(model, family, 0.0) is None
+    assert "routers" in str(cuda_graphs.unsupported_model_reason(model, family, 0.1))
     model.model.visual.add_module("drop", nn.Dropout(0.1))
-    assert "dropout (model.visual.drop)" in str(cuda_graphs.why_not_model(model, family, 0.0))
+    assert "dropout (model.visual.drop)" in str(cuda_graphs.unsupported_model_reason(model, family, 0.0))
 
 
 def test_without_masks_is_without_them_and_refuses_windows(place: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_is_missed(make, started, mon
     totals = Stepper.totals
 
     def fails(stepper: Stepper, batches: object) -> object:
-        if stepper.number == 3 and stepper.world.rank == 1:
+        if stepper.step_number == 3 and stepper.world.rank == 1:
             raise full
         return totals(stepper, batches)
 

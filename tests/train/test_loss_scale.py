@@ -51,7 +51,7 @@ class Overflows(train.Callback):
 
         def larger(gradient: Tensor) -> Tensor | None:
             self.dtypes.add(gradient.dtype)
-            if self.steps and run.job.stepper.number not in self.steps:
+            if self.steps and run.job.stepper.step_number not in self.steps:
                 return None
             return gradient * self.factor
 
@@ -328,7 +328,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
     alone = text("fp8.recipe=rowwise", "train.micro_batch=1", "train.global_batch=2", dir="alone")
     train.run(alone, callbacks=[Overflows(3)])
     shared = override(alone, [f"run.dir={Path(alone.run.dir).parent / 'shared'}"])
-    begin = loop._callback_order
+    begin = loop._ordered_callbacks
 
     def plant(rank: int) -> None:
         def with_it(*given: Any) -> Any:
@@ -337,7 +337,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
                 monkeypatch.setattr(step.Stepper, "run", _with(planted, step.Stepper.run))
             return begin(*given)
 
-        loop._callback_order = with_it  # in a process of its own
+        loop._ordered_callbacks = with_it  # in a process of its own
 
     ended = both(shared, plant)
     assert [code for code, _ in ended] == [0, 0], ended

@@ -51,7 +51,7 @@ def iter_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
         f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules()
         if isinstance(module, CachesWeights)
-        for name in module._weight_codes()
+        for name in module._weight_caches()
     }
     for name, value in state.items():
         if name in tied:

@@ -64,7 +64,7 @@ class Meta:
         return self.has_image or self.has_video
 
     @property
-    def has_sound(self) -> bool:
+    def has_audio(self) -> bool:
         return any(self.sounds)
 
     @property
@@ -77,13 +77,13 @@ class Boundaries:
     """The boundaries of the samples in a pack of T tokens: `batch["boundaries"]`, removed by the trainer.
 
     `edges`: 0, the end of each sample, and T where padding follows. `samples`: their number; padding after them is a
-    separate segment. `plan`: a checksum of all packs of the step, as they were planned; ranks whose checksums differ
-    have different packs.
+    separate segment. `packing_checksum`: a checksum of all packs of the step, as they were planned; ranks
+    whose checksums differ have different packs.
     """
 
     edges: tuple[int, ...]
     samples: int
-    plan: int = 0
+    packing_checksum: int = 0
 
     @property
     def tokens(self) -> int:
@@ -125,7 +125,7 @@ def make_micro_batches(rows: NumberedRows, size: int, pad_id: int, collate: Call
 
 
 def collate_pack(
-    samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0, ranks: int = 1
+    samples: Sequence[Sample], pad_id: int, capacity: int, packing_checksum: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
     """Collate samples to a batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not
     beyond
@@ -151,7 +151,7 @@ def collate_pack(
     labels[0, ends[:-1]] = IGNORE
     batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_media_tensors(samples)}
     batch |= {name: row(kinds, 0) for name, kinds in _token_types(samples).items()}
-    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _make_meta(samples)}
+    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), packing_checksum), "meta": _make_meta(samples)}
 
 
 def _media_tensors(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

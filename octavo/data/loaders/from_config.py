@@ -58,11 +58,11 @@ def train_loader(
     rank: int = 0,
     world: int = 1,
     start_row: int = 0,
-    place: tuple[int, int, int] = (0, 0, 0),
+    pack_position: tuple[int, int, int] = (0, 0, 0),
     report_path: str | Path | None = None,
 ) -> Loader | PackLoader:
     """Return the loader of training rows: conversations, and in phase pretrain also documents. With `data.packing` it
-    yields packs and starts at `place` instead of `start_row`. Raises `DataError`."""
+    yields packs and starts at `pack_position` instead of `start_row`. Raises `DataError`."""
     encoder, sources = rows_for_phase(cfg, processor, cfg.data.train, cfg.run.seed)
     mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
     loader: Loader | PackLoader
@@ -72,8 +72,9 @@ def train_loader(
             open_counts(source, encoder, cache_folder(cfg), dataset_identity(dataset)) for source, dataset in pairs
         ]
         loader = PackLoader(
-            mixture, encoder, counts, cfg.data.window, cfg.train.global_batch, rank, world, place, worker_count(cfg),
-            cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, context_ranks=cfg.parallel.context,
+            mixture, encoder, counts, cfg.data.window, cfg.train.global_batch, rank, world, pack_position,
+            worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+            context_ranks=cfg.parallel.context,
         )  # fmt: skip
     else:
         loader = Loader(

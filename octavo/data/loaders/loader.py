@@ -158,7 +158,7 @@ class StepStream:
     is the position of the next pack in a stream of packs.
     """
 
-    place = (0, 0, 0)
+    pack_position = (0, 0, 0)
 
     def __init__(
         self, mixture: Mixture, encoder: Any, rank: int, world: int, workers: int, on_bad: str,

@@ -41,13 +41,13 @@ _EMPTY = Pack((), ())
 class PackLoader(StepStream):
     """Yields for each step the packs of this rank, each as a micro-batch (`collate_pack`).
 
-    Step t takes `global_batch` packs of the stream, from `place` on. They are distributed over the `world` ranks by
-    cost; a rank with one pack less than others gets an empty pack, so that all ranks run the same number of forwards. A
-    row that is bad or too long is missing from its pack; other packs do not change.
+    Step t takes `global_batch` packs of the stream, from `pack_position` on. They are distributed over the `world`
+    ranks by cost; a rank with one pack less than others gets an empty pack, so that all ranks run the same number of
+    forwards. A row that is bad or too long is missing from its pack; other packs do not change.
 
-    `place` is the position of the first pack after the yielded steps: (window, pack in it, checksum of the window's
-    packs). To resume, pass the stored `place`. `counts` are the token counts of each data set, `context_ranks` is the
-    number of ranks that share the tokens of a pack. For the other arguments see `StepStream`.
+    `pack_position` is the position of the first pack after the yielded steps: (window, pack in it, checksum of the
+    window's packs). To resume, pass the stored `pack_position`. `counts` are the token counts of each data set,
+    `context_ranks` is the number of ranks that share the tokens of a pack. For the other arguments see `StepStream`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PackLoader(StepStream):
         global_batch: int,
         rank: int = 0,
         world: int = 1,
-        place: tuple[int, int, int] = (0, 0, 0),
+        pack_position: tuple[int, int, int] = (0, 0, 0),
         workers: int = 0,
         on_bad: str = "error",
         report_path: str | Path | None = None,
@@ -70,13 +70,20 @@ class PackLoader(StepStream):
         if global_batch < 1:
             raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
-        self.window, self.global_batch, self.place, self.context_ranks = window, global_batch, place, context_ranks
-        self._lengths = WindowLengths(mixture, encoder, window, counts, place[0], rank, world, min(1, workers), timeout)
+        self.window, self.global_batch, self.pack_position, self.context_ranks = (
+            window,
+            global_batch,
+            pack_position,
+            context_ranks,
+        )
+        self._lengths = WindowLengths(
+            mixture, encoder, window, counts, pack_position[0], rank, world, min(1, workers), timeout
+        )
         self.packs = lru_cache(maxsize=4)(self._make_packs)
 
     @property
     def rows(self) -> int:
-        window, number, _ = self.place
+        window, number, _ = self.pack_position
         finished = self.packs(window)[:number] if number else ()
         return self._lengths.rows(window).start + sum(len(pack.rows) for pack in finished)
 
@@ -114,10 +121,10 @@ class PackLoader(StepStream):
         ]
         return tuple(planned[n] for n in permutation(len(planned), self.mixture.seed, 4, window))
 
-    def steps(self, place: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
-        """Yield for each step from a place on: this rank's packs, the place after the step, and a checksum of the packs
-        of all ranks."""
-        stream = self._packs_from(place)
+    def steps(self, position: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
+        """Yield for each step from a position on: this rank's packs, the position after the step, and a checksum of
+        the packs of all ranks."""
+        stream = self._packs_from(position)
         while True:
             step = list(islice(stream, self.global_batch))
             local_packs = packing.assign_to_ranks([packing.pack_cost(pack.lengths) for pack, _ in step], self.world)[
@@ -125,10 +132,10 @@ class PackLoader(StepStream):
             ]
             yield [step[n][0] for n in local_packs], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
-    def _packs_from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
-        """Yield each pack of the stream and the place after it. Raises `DataError` if the packs in the window of
-        `place` differ from those at the time of the checkpoint."""
-        window, number, saved_checksum = place
+    def _packs_from(self, position: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
+        """Yield each pack of the stream and the position after it. Raises `DataError` if the packs in the window of
+        `pack_position` differ from those at the time of the checkpoint."""
+        window, number, saved_checksum = position
         while True:
             packs = self.packs(window)
             checksum = crc32(repr(packs).encode())
@@ -151,23 +158,23 @@ class PackLoader(StepStream):
             processed = (list(zip(chunk, self._encoded[chunk], strict=True)) for chunk in chunks)
         rows = chain.from_iterable(processed)
         try:
-            for local_packs, next_place, plan in self.steps(self.place):
+            for local_packs, next_position, checksum in self.steps(self.pack_position):
                 padding = [_EMPTY] * (-(-self.global_batch // self.world) - len(local_packs))
-                batches = [self._collate(pack, rows, plan) for pack in [*local_packs, *padding]]
-                self.place = next_place
+                batches = [self._collate(pack, rows, checksum) for pack in [*local_packs, *padding]]
+                self.pack_position = next_position
                 if self._prefetcher is not None:
                     # The files of this window were downloaded when its tokens were counted.
-                    self._prefetcher.prefetch_from(self._lengths.rows(next_place[0]).stop)
+                    self._prefetcher.prefetch_from(self._lengths.rows(next_position[0]).stop)
                 yield batches
         finally:
             if self._prefetcher is not None:
                 self._prefetcher.close()
             processed.close()
 
-    def _collate(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
+    def _collate(self, pack: Pack, rows: Iterator[tuple[Place, Any]], checksum: int) -> dict[str, Any]:
         admitted = [self._policy.admit(*self._check_length(*next(rows), planned)) for planned in pack.lengths]
         samples = [sample for sample in admitted if sample is not None]
-        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.context_ranks)
+        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, checksum, self.context_ranks)
 
     def _check_length(self, place: Place, row: Any, planned: int) -> tuple[Place, Any]:
         """Return the place and its row, or a `BadSample` in place of the row if it has more than `planned` tokens."""
@@ -190,10 +197,10 @@ class _RowChunks:
     step = ROWS_PER_CALL
 
     def __init__(self, loader: PackLoader) -> None:
-        self.loader, self.place = loader, loader.place
+        self.loader, self.pack_position = loader, loader.pack_position
 
     def __iter__(self) -> Iterator[list[Place]]:
-        for local_packs, _, _ in self.loader.steps(self.place):
+        for local_packs, _, _ in self.loader.steps(self.pack_position):
             for pack in local_packs:
                 places = [self.loader.mixture.row(number) for number in pack.rows]
                 yield from (places[first : first + ROWS_PER_CALL] for first in range(0, len(places), ROWS_PER_CALL))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.blocks.probe import unwrap_adapter
-from octavo.fp8.dense.inputs import Source
-from octavo.fp8.dense.linear import SOURCE_KEY
+from octavo.fp8.dense.inputs import Recomputable
+from octavo.fp8.dense.linear import RECOMPUTE_KEY
 from octavo.fp8.dense.swap import add_attribute
 
 _INPUTS = (("q_proj", "k_proj", "v_proj"), ("qkv",), ("query", "key", "value"))
@@ -62,15 +62,15 @@ def find_attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
 
 def recompute_input(attention: AttentionModule) -> None:
     """Let the output layer cast its input in the backward instead of saving codes."""
-    add_attribute(attention.output, SOURCE_KEY, attention_source)
+    add_attribute(attention.output, RECOMPUTE_KEY, attention_recomputable)
 
 
-def attention_source(x: Tensor, dtype: torch.dtype) -> Source | None:
+def attention_recomputable(x: Tensor, dtype: torch.dtype) -> Recomputable | None:
     """Return x itself as the source for the backward of attention's output layer, if attention keeps x and the GEMMs
     need no conversion; otherwise None, and the layer saves codes."""
     if x.dtype != dtype or not is_saved_by_attention(x):
         return None
-    return Source((x.detach(),), _identity)
+    return Recomputable((x.detach(),), _identity)
 
 
 def _identity(x: Tensor) -> Tensor:

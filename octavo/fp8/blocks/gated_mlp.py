@@ -41,7 +41,7 @@ from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import compiled, mlp
 from octavo.fp8.blocks.probe import cache_trial, compare_mlp, small_mlp, why_replaced
 from octavo.fp8.dense import gemms, sources
-from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, Site
+from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, LayerGemms
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import WHOLE_WEIGHT, Linear
 from octavo.fp8.dense.swap import (
@@ -190,7 +190,7 @@ def _has_global_hooks() -> bool:
 
 
 class _MlpArgs(NamedTuple):
-    sites: tuple[Site, Site, Site]  # gate, up, down
+    sites: tuple[LayerGemms, LayerGemms, LayerGemms]  # gate, up, down
     grad: bool
     saves: bool  # gate and up are saved in FP8
 
@@ -282,7 +282,9 @@ class _Mlp(torch.autograd.Function):
         return dx, None, *dws, *dbs
 
 
-def _cast_h(down: Site, gate: Tensor, up: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
+def _cast_h(
+    down: LayerGemms, gate: Tensor, up: Tensor, row: CastRequest | None, col: CastRequest | None
+) -> QuantizedPair:
     backend = sources.select_fused_backend("swiglu", down, gate.device)
     return backend.swiglu_codes(gate, up, _request_spec(row), _request_spec(col))
 

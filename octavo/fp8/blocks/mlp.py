@@ -12,8 +12,9 @@ a, as in the stock module. The activation is the module's own, and autograd comp
 
 The first layers and the last layer are called as modules, so that they may have any recipe or high precision, hooks,
 or an adapter around them. The last layer detects that its input can be recomputed
-(:class:`octavo.fp8.dense.inputs.Source`): an FP8 layer casts it in the backward, a stock layer (:class:`HighLinear`)
-multiplies by it. The trained matrices of an adapter save h in 16 bits, unless they use the source too.
+(:class:`octavo.fp8.dense.inputs.Recomputable`): an FP8 layer casts it in the backward, a stock layer
+(:class:`HighLinear`) multiplies by it. The trained matrices of an adapter save h in 16 bits, unless they
+recompute it too.
 
 A module is recognized by the names of its children (:data:`LAYER_NAMES`), and must reproduce the output of the stock
 forward on random input (:func:`matches_stock`). Modules with additional children (dropout, a norm in between) are not
@@ -42,7 +43,7 @@ from octavo.fp8.blocks.probe import (
     wrong_dtype,
 )
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import Source, get_source, with_source, without_autocast
+from octavo.fp8.dense.inputs import Recomputable, get_recomputable, with_recomputable, without_autocast
 from octavo.fp8.dense.swap import SwappedModule, has_hooks, is_supported_input, make_trial_module, swap
 from octavo.fp8.weights.shards import is_plain_tensor, is_whole
 
@@ -142,7 +143,7 @@ def save_as_codes(module: nn.Module) -> str | None:
 
 
 def prepare_last_layer(module: nn.Module, mlp_parts: MlpParts) -> None:
-    """Let a last layer in high precision use the source of its input, as FP8 layers do."""
+    """Let a last layer in high precision recompute its input, as FP8 layers do."""
     last = unwrap_adapter(module._modules[mlp_parts.last])
     if type(last) is nn.Linear and "forward" not in last.__dict__:
         swap(last, HighLinear)
@@ -169,16 +170,16 @@ def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
     if not all(is_plain_tensor(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
-    h, source = activation_product(act, *inner)
+    h, recomputable = activation_product(act, *inner)
     del inner  # frees them before the last layer runs
-    if source is None:
+    if recomputable is None:
         return last(h)
-    with with_source(h, source):
+    with with_recomputable(h, recomputable):
         return last(h)
 
 
-def activation_product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
-    """Return (act(a^) * b^, its source or None if neither a nor b needs a gradient) for a, b [..., I].
+def activation_product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Recomputable | None]:
+    """Return (act(a^) * b^, its recomputation or None if neither a nor b needs a gradient) for a, b [..., I].
 
     Autocast is disabled, because it would choose dtypes again in the backward. Gradients flow to a and b.
     """
@@ -188,7 +189,7 @@ def activation_product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Te
     call = _ProductArgs(act, specs, a.shape, tensors)
     h = _Product.apply(a, b, call)
     # If a and b need no gradient, their codes are not saved, and saving the codes of h takes less memory.
-    return h, Source(tensors, partial(_recompute_product, act, specs, a.shape)) if h.requires_grad else None
+    return h, Recomputable(tensors, partial(_recompute_product, act, specs, a.shape)) if h.requires_grad else None
 
 
 def _encode(*tensors: Tensor | None) -> list[tuple[Quantized, torch.dtype]]:
@@ -252,17 +253,17 @@ class HighLinear(SwappedModule):
     bias: Tensor | None
 
     def replacement_forward(self, x: Tensor) -> Tensor | None:
-        source = get_source(x)
-        if source is None or not self.weight.requires_grad or not is_whole(self.weight):
+        recomputable = get_recomputable(x)
+        if recomputable is None or not self.weight.requires_grad or not is_whole(self.weight):
             return None  # a frozen weight saves no input
-        return _HighLinear.apply(x, self.weight, self.bias, source)
+        return _HighLinear.apply(x, self.weight, self.bias, recomputable)
 
 
 class _HighLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
-        ctx.save_for_backward(weight, *source.tensors)
-        ctx.recompute, ctx.b_dtype, ctx.x_dtype = source.recompute, None if bias is None else bias.dtype, x.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recomputable: Recomputable) -> Tensor:
+        ctx.save_for_backward(weight, *recomputable.tensors)
+        ctx.recompute, ctx.b_dtype, ctx.x_dtype = recomputable.recompute, None if bias is None else bias.dtype, x.dtype
         return F.linear(x, weight, bias)  # autocast applies as in the stock layer
 
     @staticmethod

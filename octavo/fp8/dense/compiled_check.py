@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.kernels.registry import Selection, get
 from octavo.fp8.kernels.self_check import BOUND, Mismatch, find_largest_error, random_matrix, sizes
 
@@ -51,7 +51,7 @@ def _make_layer(w: Tensor, recipe: Recipe, selections: Mapping[str, Selection]) 
     """Return an FP8 layer with weight w, created on meta so that the random state of the process does not change."""
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(w.clone())
-    return convert(layer, Site("self-check", recipe, selections))
+    return convert(layer, LayerGemms("self-check", recipe, selections))
 
 
 def _run_step(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octavo.base import accelerator
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.capture import is_capturing
@@ -53,7 +53,7 @@ class History(NamedTuple):
 
 
 class DelayedScaling(NamedTuple):
-    """The scaling of a :class:`~octavo.fp8.dense.gemms.Site`, by the histories of its module whose names end in
+    """The scaling of a :class:`~octavo.fp8.dense.gemms.LayerGemms`, by the histories of its module whose names end in
     ``suffix``."""
 
     histories: dict[str, Tensor]
@@ -149,7 +149,7 @@ def _quantize(
     return (backend.quantize_with_scale(x, scale, spec, amax, contracts[0]),)
 
 
-def convert(module: nn.Linear, site: Site) -> Linear:
+def convert(module: nn.Linear, site: LayerGemms) -> Linear:
     """Convert a layer (:meth:`Linear.convert`), and attach histories if the recipe uses delayed scaling."""
     layer = Linear.convert(module, site)
     if site.recipe.delayed is not None:
@@ -157,7 +157,7 @@ def convert(module: nn.Linear, site: Site) -> Linear:
     return layer
 
 
-def attach_histories(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
+def attach_histories(module: nn.Module, site: LayerGemms, slots: int = 1, suffix: str = "") -> None:
     """Attach empty histories of x and dy, [slots, length] each, to a module, and delayed scaling to its site."""
     assert site.recipe.delayed is not None
     weight, length = next(module.parameters(recurse=False)), site.recipe.delayed.length

@@ -1,4 +1,4 @@
-"""The three GEMMs of a layer: their backends (:class:`Site`), and one implementation for all layers that run them.
+"""The three GEMMs of a layer: their backends (:class:`LayerGemms`), and one implementation for all such layers.
 
 With x [M, K], w [N, K], dy [M, N]::
 
@@ -57,7 +57,7 @@ class Scaling(Protocol):
 
 
 @dataclass(eq=False)
-class Site:
+class LayerGemms:
     """The GEMMs of one layer.
 
     Args:
@@ -97,9 +97,9 @@ class Site:
         gemm = self.recipe.gemm(name)
         return None if gemm is None else CastRequest(self.selections[name].backend, getattr(gemm, operand))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Site:
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerGemms:
         codes, scaling = copy.deepcopy(self.codes, memo), copy.deepcopy(self.scaling, memo)
-        return Site(self.name, self.recipe, self.selections, codes, scaling)
+        return LayerGemms(self.name, self.recipe, self.selections, codes, scaling)
 
     @property
     def backend(self) -> Selection:
@@ -174,7 +174,7 @@ DENSE_OPS, INFERENCE_OPS = DenseOps(), InferenceOps()
 
 
 def get_weight_codes(
-    site: Site, ops: DenseOps, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec
+    site: LayerGemms, ops: DenseOps, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec
 ) -> Quantized:
     """Return the codes of a weight for fwd or dgrad; dgrad reads the forward's codes if both have the same cast."""
     backend = site.selections[gemm].backend
@@ -184,7 +184,7 @@ def get_weight_codes(
 
 
 def fwd(
-    site: Site, ops: DenseOps, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
+    site: LayerGemms, ops: DenseOps, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
     bias: Tensor | None, dtype: torch.dtype, record: LayerRecord,
 ) -> tuple[Tensor, Quantized | None]:  # fmt: skip
     """Return (y [M, N] in ``dtype``, the codes of w or None if the backward need not save them).
@@ -218,7 +218,7 @@ def fwd(
 
 
 def dgrad(
-    site: Site,
+    site: LayerGemms,
     ops: DenseOps,
     dy: Tensor,
     dy_q: Quantized | None,
@@ -253,7 +253,7 @@ def dgrad(
 
 
 def wgrad(
-    site: Site,
+    site: LayerGemms,
     ops: DenseOps,
     dy: Tensor,
     dy_q: Quantized | None,

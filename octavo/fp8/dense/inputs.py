@@ -26,7 +26,7 @@ detected, or call ``fp8.invalidate`` after the write.
 A layer that quantizes its output, such as a norm, stores the codes here for the layers that it feeds
 (:func:`store_output_codes`), under the same rules. Delayed scaling has a history for each layer and shares no codes. A
 layer need not save an input that the backward can recompute: the caller that computes the input provides a source
-(:func:`with_source`).
+(:func:`with_recomputable`).
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ class Input:
         dtype: the dtype of its GEMMs, by default x's own or autocast's.
         cast: casts a matrix under two requests.
 
-    ``source`` recomputes the input, if possible. The backward calls ``drop_codes()``, after which no layer reuses the
-    codes of this input; the callable does not keep codes alive.
+    ``recomputable`` recomputes the input, if possible. The backward calls ``drop_codes()``, after which no layer reuses
+    the codes of this input; the callable does not keep codes alive.
     """
 
     __slots__ = (
-        *("autocast_off", "cast", "dtype", "drop_codes", "features", "tensor", "rows", "source", "user"),
+        *("autocast_off", "cast", "dtype", "drop_codes", "features", "tensor", "rows", "recomputable", "user"),
         *("_entry", "_matrix"),
     )
 
@@ -141,7 +141,7 @@ class Input:
         if dtype is None:
             dtype = x.dtype if self.autocast_off is _NO_OP_CONTEXT else compute_dtype(x)
         self.dtype = dtype
-        self.source = get_source(x)
+        self.recomputable = get_recomputable(x)
         self.drop_codes: Callable[[], None] = _no_op
         self.rows, self.features = x.shape[:-1].numel(), x.shape[-1]  # no -1, ambiguous in an empty tensor
         self._matrix: Tensor | None = None
@@ -223,7 +223,7 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.cache = _ThreadCache()
-        self.binding: _SourceBinding | None = None
+        self.binding: _RecomputableBinding | None = None
         _thread_caches.add(self.cache)
 
 
@@ -334,7 +334,7 @@ def _input_key(x: Input) -> tuple[object, ...]:
 # --- an input that need not be saved ----------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class Recomputable(NamedTuple):
     """A recomputation of a linear layer's input in its backward, instead of saved codes.
 
     ``tensors`` are saved; ``recompute(*tensors)`` returns the input bit for bit, detached.
@@ -344,25 +344,25 @@ class Source(NamedTuple):
     recompute: Callable[..., Tensor]
 
 
-class _SourceBinding(NamedTuple):
+class _RecomputableBinding(NamedTuple):
     x: Tensor
     version: int
-    source: Source
+    recomputable: Recomputable
 
 
 @contextmanager
-def with_source(x: Tensor, source: Source) -> Iterator[None]:
+def with_recomputable(x: Tensor, recomputable: Recomputable) -> Iterator[None]:
     """Inside this context, layers of this thread that are called with ``x`` itself, also inside an adapter, use
-    ``source``."""
+    ``recomputable``."""
     before = _state.binding
-    _state.binding = _SourceBinding(x, x._version, source)
+    _state.binding = _RecomputableBinding(x, x._version, recomputable)
     try:
         yield
     finally:
         _state.binding = before
 
 
-def get_source(x: Tensor) -> Source | None:
-    """Return the source of this tensor, or None if there is none or the tensor was written to since it was set."""
+def get_recomputable(x: Tensor) -> Recomputable | None:
+    """Return the recomputation of this tensor, or None if none is set or the tensor was written to since."""
     binding = _state.binding
-    return binding.source if binding is not None and binding.x is x and binding.version == x._version else None
+    return binding.recomputable if binding is not None and binding.x is x and binding.version == x._version else None

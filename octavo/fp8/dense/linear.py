@@ -4,18 +4,18 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.arithm
 
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
-An FP8 GEMM needs two operands in codes with scales. x is cast in the forward, twice if the recipe's blocks are along
-the contracted dimension (K in fwd, M in wgrad), in one pass; dy is cast the same way in the backward. w is cast once
-per optimizer step into the cache of its layer (:mod:`octavo.fp8.weights.cache`); the backward and all micro-steps use
-these codes.
+An FP8 GEMM needs two quantized operands, each FP8 data (its codes) with scales. x is cast in the forward, twice if the
+recipe's blocks are along the contracted dimension (K in fwd, M in wgrad), in one pass; dy is cast the same way in the
+backward. w is cast once per optimizer step into the cache of its layer (:mod:`octavo.fp8.weights.cache`); the backward
+and all micro-batches use these codes.
 
 A forward saves the FP8 codes and scales of x in wgrad layout, and a reference to the weight. It saves nothing in 16 or
 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input without gradient
-needs no dgrad. If the backward can recompute x (:class:`octavo.fp8.dense.inputs.Source`), no codes are saved: the
+needs no dgrad. If the backward can recompute x (:class:`octavo.fp8.dense.inputs.Recomputable`), no codes are saved: the
 backward recomputes x and casts it to identical codes.
 
-Compared with saving x itself, one more cast in the forward halves the memory. Compared with scales from an amax history
-(:mod:`octavo.fp8.dense.delayed`), a cast by the current amax reads x twice and never saturates.
+Compared with saving x itself, one more cast in the forward halves the memory. Unlike delayed scaling
+(:mod:`octavo.fp8.dense.delayed`), current scaling reads x twice but never saturates.
 
 Observers, delayed scaling and compilation attach from outside: see :mod:`octavo.fp8.observe.recorder`,
 :mod:`octavo.fp8.dense.delayed`, :mod:`octavo.fp8.dense.compiled`. Next: :mod:`octavo.fp8.dense.gemms`, the core that
@@ -36,8 +36,8 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
-from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, ScaledCasts, Site, select_backends
-from octavo.fp8.dense.inputs import Input, Source, without_autocast
+from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, LayerGemms, ScaledCasts, select_backends
+from octavo.fp8.dense.inputs import Input, Recomputable, without_autocast
 from octavo.fp8.invariance import is_active
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import LayerRecord
@@ -47,46 +47,46 @@ from octavo.fp8.weights.shards import is_whole
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _NO_GRADS = (False, False, False, False)
 WHOLE_WEIGHT = WeightSlice()
-SOURCE_KEY = "_source"
-"""The key of a :data:`SourceFactory` in the ``__dict__`` of a layer whose input an enclosing module can recompute."""
-SourceFactory = Callable[[Tensor, torch.dtype], "Source | None"]
+RECOMPUTE_KEY = "_recompute_input"
+"""The key of a :data:`RecomputeFactory` in the ``__dict__`` of a layer whose input can be recomputed."""
+RecomputeFactory = Callable[[Tensor, torch.dtype], "Recomputable | None"]
 
 
 class GemmArgs(NamedTuple):
     """The arguments of a forward that are not inputs of autograd."""
 
-    site: Site
+    site: LayerGemms
     weight: Tensor  # the parameter
     part: WeightSlice  # the part of the parameter that is multiplied
-    grad: bool  # gradients are enabled
+    grad_enabled: bool
     training: bool = False  # delayed scaling records the amax
     ops: DenseOps = DENSE_OPS
     share_codes: bool = True  # with other layers that are called with the same input
-    source: SourceFactory | None = None  # recomputes x in the backward
+    recompute_input: RecomputeFactory | None = None  # recomputes x in the backward
 
 
 @torch._disable_dynamo  # as torch.compiler.disable, without importing torch._dynamo before the first call
-def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
     """Return x [..., K] @ weight [N, K].T + bias [N], as [..., N] in the dtype of x (autocast's under autocast).
 
     ``torch.compile`` does not trace into this function: caches, counters and casts that read values cannot be traced.
     """
     _check(x, weight, args.site.name)
-    return _ThreeGemms.apply(x, weight, bias, args)
+    return _Fp8Linear.apply(x, weight, bias, args)
 
 
-def three_gemms_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
-    """Run :func:`three_gemms` without its checks, with the casts and products of ``args.ops``."""
-    return _ThreeGemms.apply(x, weight, bias, args)
+def fp8_linear_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
+    """Run :func:`fp8_linear` without its checks, with the casts and products of ``args.ops``."""
+    return _Fp8Linear.apply(x, weight, bias, args)
 
 
-class _ThreeGemms(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
         site, ops = args.site, args.ops
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if args.grad else _NO_GRADS
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if args.grad_enabled else _NO_GRADS
         ctx.needs = needs_x, needs_w, needs_b
-        ctx.record = record = recorder.begin(site.name, needs_x, needs_w, args.grad, ops.sizes)
+        ctx.record = record = recorder.begin(site.name, needs_x, needs_w, args.grad_enabled, ops.sizes)
         operand = Input(x, site if args.share_codes else None, cast=ops.cast)
         with operand.autocast_off:
             ctx.scaling, x_q, saved = _cast_x(operand, args, record, needs_w)
@@ -119,8 +119,8 @@ class _ThreeGemms(torch.autograd.Function):
                 dx = gemms.dgrad(site, ops, dy_MN, dy_row, weight, ctx.part, w_q, ctx.dtype, record)
                 dx = (dx if dx.shape == ctx.x_shape else dx.view(ctx.x_shape)).to(x_dtype)
             if needs_w:
-                x, exact = ctx.restore(ops, tensors)
-                dw = gemms.wgrad(site, ops, dy_MN, dy_col, x, exact, w_dtype, record)
+                x, x_high = ctx.restore(ops, tensors)
+                dw = gemms.wgrad(site, ops, dy_MN, dy_col, x, x_high, w_dtype, record)
             if needs_b:
                 db = ops.bias_grad(dy_MN).to(b_dtype)
         return dx, dw, db, None
@@ -130,7 +130,7 @@ class _ThreeGemms(torch.autograd.Function):
 
 
 class SavedInput(NamedTuple):
-    """The tensors that a forward saves of x for wgrad.
+    """What the forward saves of x for wgrad.
 
     ``restore(ops, tensors)`` returns (the operand of wgrad, x in high precision or None if it was not saved).
     """
@@ -145,25 +145,26 @@ def _cast_x(
     """Cast x for fwd and wgrad.
 
     Returns (the scaling of the casts or None for the current amax, the operand of fwd, the tensors saved for wgrad).
-    If the backward recomputes x, only the tensors that x is computed from are saved, and the scale from its history.
+    If the backward recomputes x, only the tensors that x is computed from are saved, plus, under delayed
+    scaling, x's scale.
     """
-    site, source = args.site, x.source if needs_w else None
-    if needs_w and source is None and args.source is not None:
-        source = args.source(x.tensor, x.dtype)
+    site, recomputable = args.site, x.recomputable if needs_w else None
+    if needs_w and recomputable is None and args.recompute_input is not None:
+        recomputable = args.recompute_input(x.tensor, x.dtype)
     scaling = None if site.scaling is None else site.scaling.begin(x.tensor, args.part.slot, args.training, record)
     cast = x.codes if scaling is None else partial(scaling.cast_x, x)
-    col_request = site.x.col if needs_w and (source is None or scaling is not None) else None
+    col_request = site.x.col if needs_w and (recomputable is None or scaling is not None) else None
     x_q, x_col = cast(site.x.row, col_request)
     if not needs_w:
         return scaling, x_q, SavedInput((), None)
-    if source is not None:
+    if recomputable is not None:
         scale = () if x_col is None else (x_col.scale,)
-        recompute = partial(_recompute_x, source.recompute, len(source.tensors), site, x.dtype)
-        return scaling, x_q, SavedInput((*source.tensors, *scale), recompute)
+        recompute = partial(_recompute_x, recomputable.recompute, len(recomputable.tensors), site, x.dtype)
+        return scaling, x_q, SavedInput((*recomputable.tensors, *scale), recompute)
     if x_col is None:
         return scaling, x_q, SavedInput((x.high_precision(),), _restore_x)
-    exact = (x.matrix(),) if record.keeps_x else ()
-    return scaling, x_q, SavedInput((x_col.data, x_col.scale, *exact), partial(_restore_codes, x_col.spec))
+    x_high = (x.matrix(),) if record.keeps_x else ()
+    return scaling, x_q, SavedInput((x_col.data, x_col.scale, *x_high), partial(_restore_codes, x_col.spec))
 
 
 def _restore_codes(spec: CastSpec, ops: DenseOps, tensors: Sequence[Tensor]) -> tuple[Quantized, Tensor | None]:
@@ -177,7 +178,7 @@ def _restore_x(ops: DenseOps, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
 def _recompute_x(
     recompute_x: Callable[..., Tensor],
     count: int,
-    site: Site,
+    site: LayerGemms,
     dtype: torch.dtype,
     ops: DenseOps,
     tensors: Sequence[Tensor],
@@ -204,8 +205,8 @@ def _weight_tensors(args: GemmArgs, w_q: Quantized | None, needs_x: bool) -> tup
 def _check(x: Tensor, weight: Tensor, name: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{name!r} was called under a transform of torch.func (grad, vmap, jvp, ...), and FP8 layers are "
-            "differentiated only by torch.autograd. Use loss.backward() or torch.autograd.grad, or call the model "
+            f"{name!r} was called inside a torch.func transform (grad, vmap, jvp, ...), but FP8 layers "
+            "support only torch.autograd. Use loss.backward() or torch.autograd.grad, or call the model "
             "inside fp8.high_precision(model)."
         )
     if type(weight) not in _PLAIN_TENSORS and not is_whole(weight):
@@ -228,12 +229,12 @@ class Linear(CachesWeights, nn.Linear):
     so that checkpoints, optimizers and PEFT see no difference.
     """
 
-    _site: Site
+    _site: LayerGemms
     _fp8_param = False  # True if the weight is stored in FP8 between steps: see `compiled`
-    _source: SourceFactory | None = None  # set by an enclosing module that can recompute the input
+    _recompute_input: RecomputeFactory | None = None  # set by an enclosing module that can recompute the input
 
     @classmethod
-    def convert(cls, module: nn.Linear, site: Site) -> Linear:
+    def convert(cls, module: nn.Linear, site: LayerGemms) -> Linear:
         """Convert a stock ``nn.Linear`` into an FP8 one, in place. Raises TypeError for other modules."""
         if type(module) is not nn.Linear:
             raise TypeError(
@@ -264,21 +265,28 @@ class Linear(CachesWeights, nn.Linear):
     def name(self) -> str:
         return self._site.name
 
-    def _weight_codes(self) -> Mapping[str, WeightCache]:
+    def _weight_caches(self) -> Mapping[str, WeightCache]:
         return {"weight": self._site.codes}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map input [..., K] to [..., N]. The argument has its name from ``nn.Linear``, for callers that pass it by
-        keyword."""
+        """Map input [..., K] to [..., N]. The argument is named as in ``nn.Linear``, for keyword callers."""
         if torch.compiler.is_compiling():
             return compiled.forward(self, input)
-        grad = torch.is_grad_enabled()
-        ops = DENSE_OPS if grad else INFERENCE_OPS
-        args = GemmArgs(self._site, self.weight, WHOLE_WEIGHT, grad, self.training, ops, source=self._source)
+        grad_enabled = torch.is_grad_enabled()
+        ops = DENSE_OPS if grad_enabled else INFERENCE_OPS
+        args = GemmArgs(
+            self._site,
+            self.weight,
+            WHOLE_WEIGHT,
+            grad_enabled,
+            self.training,
+            ops,
+            recompute_input=self._recompute_input,
+        )
         if torch._C._len_torch_function_stack() and is_active():
             with torch._C.DisableTorchFunction():  # intercepting a call takes longer than most calls
-                return three_gemms(input, self.weight, self.bias, args)
-        return three_gemms(input, self.weight, self.bias, args)
+                return fp8_linear(input, self.weight, self.bias, args)
+        return fp8_linear(input, self.weight, self.bias, args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
@@ -320,7 +328,5 @@ def linear(
     if torch.compiler.is_compiling():
         key = compiled.make_key(compiled.format_casts(resolved), str(x.device), backend)
         return compiled.linear(x, weight, bias, key)
-    site = Site("linear", resolved, select_backends(resolved, x.device, backend), WeightCache(keep=False))
-    return three_gemms(
-        x, weight, bias, GemmArgs(site, weight, WHOLE_WEIGHT, torch.is_grad_enabled(), share_codes=False)
-    )
+    site = LayerGemms("linear", resolved, select_backends(resolved, x.device, backend), WeightCache(keep=False))
+    return fp8_linear(x, weight, bias, GemmArgs(site, weight, WHOLE_WEIGHT, torch.is_grad_enabled(), share_codes=False))

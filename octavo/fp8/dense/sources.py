@@ -42,7 +42,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import Backend, select
 
@@ -93,7 +93,7 @@ def decode_if_quantized(saved: Quantized | Tensor, dtype: torch.dtype) -> Tensor
     return decode_activation(saved, dtype) if isinstance(saved, Quantized) else saved
 
 
-def select_fused_backend(op: str, site: Site, device: torch.device) -> Backend:
+def select_fused_backend(op: str, site: LayerGemms, device: torch.device) -> Backend:
     """Select the backend of a fused operation of a layer: the backend of its GEMMs if it supports the operation,
     otherwise as :func:`select_backend` does. All backends give the same codes."""
     return _select_cached(registry.names(), op, site.recipe, device, site.backend.backend.name)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, list_candidates
@@ -126,10 +126,10 @@ class _Bench:
     def make_fp8_module(self, recipe: Recipe, chosen: Mapping[str, Selection]) -> nn.Module:
         """Return an FP8 layer with the same weights."""
         if self.case.kind != "experts":
-            return _make_fp8_layer(self.stock, Site(str(self.case), recipe, chosen)).train()
+            return _make_fp8_layer(self.stock, LayerGemms(str(self.case), recipe, chosen)).train()
         memo = {id(p): p for p in self.stock.parameters()}
         module = copy.deepcopy(self.stock, memo)
-        sites = {name: Site(name, recipe, chosen) for name in ("gate_up_proj", "down_proj")}
+        sites = {name: LayerGemms(name, recipe, chosen) for name in ("gate_up_proj", "down_proj")}
         return Experts.convert(module, sites).train()
 
     def call(self, module: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
@@ -151,7 +151,7 @@ class _Bench:
         return accelerator.autocast(self.device, accelerator.autocast_dtype(self.device))
 
 
-def _make_fp8_layer(stock: nn.Module, site: Site) -> Linear:
+def _make_fp8_layer(stock: nn.Module, site: LayerGemms) -> Linear:
     """Return an FP8 layer with the weights of a stock layer."""
     assert isinstance(stock, nn.Linear)
     twin = nn.Linear(stock.in_features, stock.out_features, bias=stock.bias is not None, device="meta")

@@ -18,7 +18,7 @@ from torch import nn
 
 from octavo.base.recipe_specs import PER_TOKEN, join_words
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.invariance import KERNELS, BatchInvariantMode, InvarianceError, is_active
 from octavo.fp8.kernels import why_not_rows
@@ -89,7 +89,7 @@ def first_compiled_module(model: nn.Module) -> str | None:
     return next((name or "the model" for name, m in model.named_modules() if _is_compiled(m)), None)
 
 
-def _sites(module: nn.Module) -> list[Site]:
+def _sites(module: nn.Module) -> list[LayerGemms]:
     """Return the sites of an FP8 layer."""
     if isinstance(module, Linear):
         return [module._site]

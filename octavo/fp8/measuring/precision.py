@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.dense.swap import STOCK_KEY, SwappedModule
 from octavo.fp8.moe.experts import Experts
@@ -65,7 +65,7 @@ def _set_class(module: nn.Module, kind: Any) -> None:
 
 def _without_fp8(value: Any) -> Any:
     """Return a site, or sites by projection, in high precision."""
-    if not isinstance(value, Site):
+    if not isinstance(value, LayerGemms):
         return {name: _without_fp8(site) for name, site in value.items()}
     off = Recipe("off", "high precision", None, None, None)
     return replace(value, recipe=off, selections={}, scaling=None)

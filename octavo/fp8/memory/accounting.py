@@ -191,7 +191,7 @@ class Accountant:
                 yield parameter.grad
         yield from self.model.buffers()
         for module in self.model.modules():
-            for cache in module._weight_codes().values() if isinstance(module, CachesWeights) else ():
+            for cache in module._weight_caches().values() if isinstance(module, CachesWeights) else ():
                 for codes in cache._codes.values():
                     yield from (codes.data, codes.scale)
 

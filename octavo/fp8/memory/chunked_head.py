@@ -3,7 +3,7 @@
     head = chunk_head(model)                    # or a str: the reason why this model needs its logits
     with head.losses(target) as outputs:        # [B, P], for the positions that reach the head
         out = model(**inputs, logits_to_keep=positions)
-    loss = (outputs.take(out.logits) * weights).sum()
+    loss = (outputs.checked_losses(out.logits) * weights).sum()
 
 Models of transformers end with ``logits = self.lm_head(hidden)`` and return ``out.logits``, which then has the losses,
 fp32 [B, P]. The head runs inside the forward of the model as usual, so FSDP2 gathers its weight and reduces its
@@ -17,7 +17,7 @@ site.
 
 Models that modify their logits (soft-capping, a scale) would modify the losses. :func:`chunk_head` runs the forward of
 the model once, on two tokens and with all modules replaced, and rejects models whose ``out.logits`` is not the output
-of the head; :meth:`TokenOutputs.take` checks that again at every step.
+of the head; :meth:`TokenOutputs.checked_losses` checks that again at every step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TokenOutputs:
         self._version = self._values._version
         return self._values
 
-    def take(self, logits: Tensor) -> Tensor:
+    def checked_losses(self, logits: Tensor) -> Tensor:
         """Return the logits of the model after checking that they are the unmodified losses. Raises RuntimeError if
         they are not."""
         values = self._values

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.base import accelerator
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.inputs import compute_dtype, is_functorch_active, without_autocast
 from octavo.fp8.invariance import is_active
 from octavo.fp8.memory.head_gemms import Head, HeadCall, accumulation_dtype, begin_head, fp8_block_width
@@ -75,7 +75,7 @@ def linear_cross_entropy(
 
 
 def head_losses(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: Site | None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: LayerGemms | None,
     label_smoothing: float, z_loss: float, ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute :func:`linear_cross_entropy` with GEMMs at ``site``, or in high precision if it is None."""
@@ -118,7 +118,7 @@ def token_log_probs(
 
 
 def head_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: Site | None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, site: LayerGemms | None,
     temperature: float, entropy: bool, ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute :func:`token_log_probs` with GEMMs at ``site``, or in high precision if it is None."""
@@ -255,7 +255,7 @@ class _TokenStatistics(NamedTuple):
 
 def _compute_statistics(
     tokens: _Tokens, weight: Tensor | None, bias: Tensor | None, needs: _Needs, chunk: int | None,
-    site: Site | None = None,
+    site: LayerGemms | None = None,
 ) -> _TokenStatistics:  # fmt: skip
     """Compute the statistics of all tokens; if ``weight`` is None, their hidden states are logits."""
     if chunk is not None and chunk < 1:

@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import gemms
-from octavo.fp8.dense.gemms import DENSE_OPS, Site
+from octavo.fp8.dense.gemms import DENSE_OPS, LayerGemms
 from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import LayerRecord
@@ -38,7 +38,7 @@ class HeadCall(NamedTuple):
 
     width: int
     low: torch.dtype
-    site: Site | None
+    site: LayerGemms | None
     grad: bool
 
 
@@ -181,7 +181,7 @@ def begin_head(h: Tensor, weight: Tensor | None, call: HeadCall, needs_grad: Seq
     return Fp8Head(weight, call, h, cast_matrix(h, site.x.row, site.x.col if needs_w else None), seen)
 
 
-def fp8_block_width(site: Site, width: int, size: int, exactly: bool = False) -> int:
+def fp8_block_width(site: LayerGemms, width: int, size: int, exactly: bool = False) -> int:
     """Return the number of weight rows per block: 128 times a power of two, and never more than in an earlier forward,
     so that codes are cached with one partition and cast once per step. ``exactly``: use ``width`` unchanged."""
     blocks = max(1, width // _BLOCK)

@@ -33,9 +33,9 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import cache_trial, make_generator
 from octavo.fp8.dense import delayed, sources
-from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import Source, compute_dtype, with_source
-from octavo.fp8.dense.linear import GemmArgs, three_gemms
+from octavo.fp8.dense.gemms import LayerGemms
+from octavo.fp8.dense.inputs import Recomputable, compute_dtype, with_recomputable
+from octavo.fp8.dense.linear import GemmArgs, fp8_linear
 from octavo.fp8.dense.swap import add_attribute
 from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.moe.exchange import EXCHANGE, Exchange, local_parameter
@@ -122,11 +122,11 @@ def stand_in_matches(module: nn.Module) -> str | None:
 class Experts(CachesWeights):
     """FP8 forward of a module of experts; see the module docstring."""
 
-    _sites: dict[str, Site]
+    _sites: dict[str, LayerGemms]
     _stock: type[nn.Module]  # the class before conversion
 
     @classmethod
-    def convert(cls, module: nn.Module, sites: Mapping[str, Site]) -> Experts:
+    def convert(cls, module: nn.Module, sites: Mapping[str, LayerGemms]) -> Experts:
         """Convert a module of experts to FP8 in place. ``sites``: one for each projection."""
         module.__dict__["_sites"] = dict(sites)
         module.__class__ = _fp8_class(type(module))
@@ -144,7 +144,7 @@ class Experts(CachesWeights):
         late = (site.recipe for site in self._sites.values() if site.recipe.delayed is not None)
         return next((recipe.summary() for recipe in late), None)
 
-    def _weight_codes(self) -> Mapping[str, WeightCache]:
+    def _weight_caches(self) -> Mapping[str, WeightCache]:
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -188,7 +188,7 @@ class Experts(CachesWeights):
         def run(expert: int, rows: Tensor) -> Tensor:
             part = WeightSlice(expert, transposed)
             call = GemmArgs(site, weight, part, grad, self.training)
-            return three_gemms(rows, weights[expert], biases[expert], call)
+            return fp8_linear(rows, weights[expert], biases[expert], call)
 
         y, ran = run_each_expert(x, groups, run)
         recorder.record_idle_experts(site.name, groups.experts - ran)
@@ -271,7 +271,7 @@ def run_mixture(
         gate_up = project("gate_up_proj", x, groups)
     else:  # an adapter of a frozen weight saves the tokens, not one row per choice
         again = partial(gather_rows, top_k=top_k, dtype=dtype)
-        with with_source(x, Source((tokens.detach(), pair_of), again)):
+        with with_recomputable(x, Recomputable((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = run_gated(gate, gate_up, lambda h: project("down_proj", h, groups))
@@ -308,10 +308,10 @@ def run_gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[
     """Compute down(gate(gate_up)) from the FP8 values of gate_up [R, 2I]."""
     if gate_up.dtype not in sources.DTYPES or not gate_up.numel():
         return down(gate(gate_up))
-    h, source = mlp.activation_product(gate, gate_up)
-    if source is None:
+    h, recomputable = mlp.activation_product(gate, gate_up)
+    if recomputable is None:
         return down(h)
-    with with_source(h, source):
+    with with_recomputable(h, recomputable):
         return down(h)
 
 

@@ -25,7 +25,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import DenseOps
 from octavo.fp8.dense.inputs import CastRequest, QuantizedPair
-from octavo.fp8.dense.linear import GemmArgs, three_gemms_unchecked
+from octavo.fp8.dense.linear import GemmArgs, fp8_linear_unchecked
 from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, select_expert
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend, Selection
 from octavo.fp8.moe import grouped_high
@@ -161,7 +161,7 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
             "weights: under FSDP2 call the module that fully_shard wrapped, so that its hooks gather them first; "
             "expert and tensor parallelism are not supported."
         )
-    return three_gemms_unchecked(x, call.weight, bias, call)
+    return fp8_linear_unchecked(x, call.weight, bias, call)
 
 
 def run_each_expert(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:

@@ -15,7 +15,7 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
 from octavo.fp8.blocks.probe import share_trials
 from octavo.fp8.dense.delayed import convert
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.dense.swap import SwappedModule, unswap
 from octavo.fp8.kernels.self_check import run_checks
 from octavo.fp8.moe import experts
@@ -160,13 +160,13 @@ def _why_experts_differ(module: nn.Module) -> str | None:
     return experts.stand_in_matches(module) if is_meta(module) else experts.matches_stock(module)
 
 
-def _make_site(row: PlanRow) -> Site:
-    return Site(row.name, row.recipe or _HIGH, row.selections)
+def _make_site(row: PlanRow) -> LayerGemms:
+    return LayerGemms(row.name, row.recipe or _HIGH, row.selections)
 
 
 def _apply_weights(model: nn.Module, plan: Plan, switchable: Collection[str]) -> None:
     """Apply the settings for weights between steps: ``weight_codes`` to caches, and ``param`` to parameters."""
-    sites: dict[tuple[str, str], Site] = {}
+    sites: dict[tuple[str, str], LayerGemms] = {}
     keep = plan.policy.weight_codes != "recast"
     for row in plan.rows:
         if not row.fp8 and row.name not in switchable:

@@ -48,7 +48,7 @@ def check_requests(policy: Policy, rows: Sequence[PlanRow], able: Collection[str
             raise PlanError(
                 f"{what} requests FP8, but none of its {len(matching)} layers can run in FP8 ({why}). Remove it."
             )
-    if step is None and policy.at(None).requests_fp8 and not any(r.fp8 or r.decided for r in rows):
+    if step is None and policy.at(None).requests_fp8 and not any(r.fp8 or r.automatic for r in rows):
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
         raise PlanError(
             f"FP8 is requested, but no layer of this model would run in FP8: {why}. Use recipe 'off' for high "
@@ -144,7 +144,7 @@ def measurement_notes(policy: Policy, measurements: Measurements | None, rows: S
             return ()
         where = "" if measurements is None else " on a GPU: FP8 is emulated on a CPU, and its times are ignored"
         return (f"recipe auto: nothing was measured{where}; recipes come from the table in docs/plan.md",)
-    unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
+    unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.automatic)]
     unmeasured = f"; {len(unknown)} layers without tokens were not measured (such as {unknown[0]})" if unknown else ""
     return (f"measured on {measurements.machine.gpu}: a layer runs in FP8 only if it is faster{unmeasured}",)
 

@@ -49,12 +49,12 @@ def plan(
         model: real or on the meta device.
         policy: a :class:`Policy`, or the name of a recipe for the whole model.
         components: component -> globs of module names. Default: common module names.
-        tokens: tokens of one forward for each component. They weight FLOPs, and are the M of measured cases. None
-            weights all components equally.
+        tokens: tokens of one forward for each component. Used to weight FLOPs, and as M of the benchmarked
+            GEMMs. None weights all components equally.
         measurements: from :func:`octavo.fp8.measure` with the same tokens. A layer then runs in FP8 only if it is
             faster, in the requested recipe or, with "auto", in the fastest one. Measurements of a CPU are ignored.
         micro_steps: forwards per optimizer step; they share one cast of the weights.
-        step: plan for this step; None plans for steps outside of the spans of rules.
+        step: plan for this step; None: the plan in effect outside every rule's step range.
 
     Raises:
         PlanError: a rule that matches nothing; an unknown component; a request for FP8 that no layer can meet; a recipe
@@ -64,20 +64,24 @@ def plan(
     policy = policy if isinstance(policy, Policy) else _policy_for(policy)
     if measurements is not None and tokens is None:
         raise PlanError("measurements also need tokens: pass the tokens that they were made with.")
-    decided = decide_layers(model, policy, components, tokens, step)
+    layer_decisions = decide_layers(model, policy, components, tokens, step)
     device = device_of(model)
     # FP8 is emulated on a CPU: its times are reported, but would disable every layer, so they decide nothing.
     used = None if measurements is None or measurements.machine.emulated else measurements
-    cases = make_cases(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
+    cases = (
+        make_cases(model, [row for row, _, _ in layer_decisions], tokens)
+        if used is not None and tokens is not None
+        else {}
+    )
     chooser = _Chooser(policy, device, used, micro_steps)
     rows: list[PlanRow] = []
-    for row, decision, why_not in decided:
+    for row, decision, why_not in layer_decisions:
         flops = _flops(row, tokens)
         if why_not is not None:
             rows.append(PlanRow(row, None, why_not, {}, flops))
         else:
             rows.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    check_requests(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)
+    check_requests(policy, rows, {row.name for row, _, why_not in layer_decisions if why_not is None}, step)
     total = sum(r.flops for r in rows if r.kind not in OUTSIDE) or 1.0
     plan_rows = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in rows)
     blocks = plan_blocks(model, plan_rows, policy.fuse == "on", components_saving_fp8(policy, components), components)
@@ -91,15 +95,15 @@ def plan(
 
 
 def schedule(model: nn.Module, main: Plan, steps: int, measurements: Measurements | None = None) -> Schedule:
-    """Return the plans of a run of ``steps`` steps. ``main``: the plan outside of all spans, made with the same
-    ``measurements``. Raises PlanError as :func:`plan` does."""
+    """Return the plans of a run of ``steps`` steps. ``main``: the plan outside every rule's step range, made with
+    the same ``measurements``. Raises PlanError as :func:`plan` does."""
     policy = main.policy
     if all(rule.steps is None for rule in policy.rules):
         return Schedule(main)
-    plans = {tuple(rule.holds(None) for rule in policy.rules): main}
+    plans = {tuple(rule.applies_at(None) for rule in policy.rules): main}
     spans = []
     for first, last in policy.spans(steps):
-        active = tuple(rule.holds(first) for rule in policy.rules)
+        active = tuple(rule.applies_at(first) for rule in policy.rules)
         if active not in plans:
             span_plan = plan(model, policy, main.components, main.tokens, measurements, main.micro_steps, first)
             plans[active] = replace(span_plan, blocks=main.blocks)
@@ -120,7 +124,7 @@ class _Chooser:
 
     def _allowed_recipes(self, decision: Decision) -> dict[str, Recipe]:
         if decision not in self._allowed:
-            self._allowed[decision] = decision.allowed(self.policy.candidates)
+            self._allowed[decision] = decision.allowed_recipes(self.policy.candidates)
         return self._allowed[decision]
 
     def _allowed_for_row(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:
@@ -131,9 +135,9 @@ class _Chooser:
     def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
         allowed = self._allowed_for_row(row, decision)
         if not allowed and decision.recipe == AUTO and row.codes is not None:
-            return PlanRow(row, None, no_recipe_reason(row.codes), {}, flops, decided=True)
+            return PlanRow(row, None, no_recipe_reason(row.codes), {}, flops, automatic=True)
         if not allowed:
-            off = decision.recipe == OFF and "stays" not in decision.source
+            off = decision.recipe == OFF and not decision.kept_high
             return PlanRow(row, None, decision.reason(": off" if off else ""), {}, flops)
         if self.measurements is not None and case is not None and case in self.measurements.cases:
             return self._choose_measured(row, allowed, case, self.measurements.cases[case], flops)
@@ -146,26 +150,28 @@ class _Chooser:
         self, row: Row, allowed: Mapping[str, Recipe], case: Case, measured: Measured, flops: float
     ) -> PlanRow:
         choice = choose_by_measurement(measured, tuple(allowed.values()), self.micro_steps)
-        high = measured.high.cost(self.micro_steps)
-        best, fp8 = (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
-        planned = high if choice.entry is None or fp8 is None else fp8
-        times = Times(case, measured, best, high, fp8, planned)
+        high_cost = measured.high.cost(self.micro_steps)
+        best, fp8_cost = (
+            (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
+        )
+        planned = high_cost if choice.entry is None or fp8_cost is None else fp8_cost
+        times = Times(case, measured, best, high_cost, fp8_cost, planned)
         if choice.entry is None:
-            return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
+            return PlanRow(row, None, choice.reason, {}, flops, times=times, automatic=True)
         recipe = next(r for r in allowed.values() if r.summary() == choice.entry.recipe)
         picked = self._measured_backends(row, recipe, choice.entry, case.m)
-        return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
+        return PlanRow(row, recipe, choice.reason, picked, flops, times=times, automatic=True)
 
     def _choose_by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
         recipe, reason = choose_by_table(self.sm, row.shape, allowed)
         if recipe is not None:
             try:
-                return PlanRow(row, recipe, reason, self._select(row, recipe), flops, decided=True)
+                return PlanRow(row, recipe, reason, self._select(row, recipe), flops, automatic=True)
             except BackendError as error:
                 if self.policy.backend != "auto":
                     raise
                 reason = f"auto, not measured: {error}"
-        return PlanRow(row, None, reason, {}, flops, decided=True)
+        return PlanRow(row, None, reason, {}, flops, automatic=True)
 
     def _select(self, row: Row, recipe: Recipe, m: int | None = None) -> dict[str, Selection]:
         key = (recipe, m, row.shape, row.kind)
@@ -175,7 +181,7 @@ class _Chooser:
         return self._selections[key]
 
     def _select_requested(self, row: Row, recipe: Recipe, decision: Decision) -> dict[str, Selection]:
-        """The registry's choice, but for the GEMMs whose backend a rule names."""
+        """Return the registry's choice, except for GEMMs whose backend a rule sets."""
         picked = dict(self._select(row, recipe))
         for gemm, name in decision.backends:
             if gemm in picked:
@@ -186,7 +192,7 @@ class _Chooser:
         return picked
 
     def _measured_backends(self, row: Row, recipe: Recipe, entry: Entry, m: int) -> dict[str, Selection]:
-        """Return the measured backends; rejected ones come from the default choice of the registry."""
+        """Return the measured backends; their `rejected` lists are taken from the registry's default selection."""
         key = (recipe, m, row.shape, row.kind, tuple(entry.backends.items()))
         if key not in self._selections:
             shape, default = (m, *row.shape), self._select(row, recipe, m)
@@ -197,7 +203,7 @@ class _Chooser:
                 rejected = first.rejected if first.backend is timed else (
                     *first.rejected, (first.backend.name, "measured, and slower")
                 )  # fmt: skip
-                self._selections[key][gemm] = Selection(timed, "the fastest as measured", rejected)
+                self._selections[key][gemm] = Selection(timed, "fastest in the measurements", rejected)
         return self._selections[key]
 
 

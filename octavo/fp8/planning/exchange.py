@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.moe.grouped import why_not_grouped
 from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.policy import PlanError
@@ -17,7 +17,7 @@ from octavo.fp8.weights.frozen import is_frozen
 from octavo.fp8.weights.shards import is_whole
 
 
-def convert_to_fp8_weights(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> None:
+def convert_to_fp8_weights(model: nn.Module, sites: Mapping[tuple[str, str], LayerGemms], keep: bool = True) -> None:
     """Replace the parameters in ``sites``, which has (module, parameter) keys, by FP8 weights.
 
     A parameter that several layers share is replaced only if all of them use FP8 codes. Frozen FP8 weights are not
@@ -61,13 +61,13 @@ def _share_cache(modules: Mapping[str, nn.Module], uses: list[tuple[str, str]]) 
             site.codes = first
 
 
-def get_sites(module: nn.Module) -> dict[str, Site]:
+def get_sites(module: nn.Module) -> dict[str, LayerGemms]:
     """Return parameter name -> site of its GEMMs, for an FP8 layer or a module of FP8 experts."""
     sites = module.__dict__.get("_sites")
     return sites if sites is not None else {"weight": module.__dict__["_site"]}
 
 
-def required_casts(module: nn.Module, name: str, site: Site) -> list[Need]:
+def required_casts(module: nn.Module, name: str, site: LayerGemms) -> list[Need]:
     """Return the casts of a weight for the GEMMs of its layer: one or two, or none if no FP8 GEMM uses it."""
     weight, recipe = module._parameters[name], site.recipe
     assert weight is not None

@@ -235,7 +235,7 @@ def make_lines(
 ) -> list[dict[str, Any]]:
     """Return the lines of rows: one for repeated layers if a glob matches exactly these, else one per layer. With
     ``main_rows`` only layers that differ from these rows, as lines for ``steps``."""
-    listed = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
+    listed = [r for r in rows if r.fp8 or r.automatic or r.kind in ("linear", "experts")]
     if main_rows:
         main = {r.name: r for r in main_rows}
         listed = [r for r in rows if (r.recipe, r.selections) != (main[r.name].recipe, main[r.name].selections)]

@@ -41,8 +41,8 @@ class PlanRow:
     """One layer of a plan.
 
     ``recipe`` is None in high precision; ``reason`` explains the choice; ``selections`` has the backend of each FP8
-    GEMM; ``flops`` counts the three GEMMs of a step (two if frozen). ``times`` are measurements; ``decided`` is True if
-    a measurement or the table chose the recipe, and False if the policy did.
+    GEMM; ``flops`` counts the three GEMMs of a step (two if frozen). ``times`` are measurements; ``automatic`` is True
+    if a measurement or the table chose the recipe, and False if the policy did.
     """
 
     row: Row
@@ -52,7 +52,7 @@ class PlanRow:
     flops: float
     share: float = 0.0
     times: Times | None = None
-    decided: bool = False
+    automatic: bool = False
 
     @property
     def name(self) -> str:

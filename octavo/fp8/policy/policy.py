@@ -18,6 +18,8 @@ from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
 
 OFF, AUTO, HEAD = "off", "auto", "lm_head"
+# Sources of decisions that keep a layer in high precision because nothing requests FP8 for it.
+_HEAD_KEPT_HIGH, _KEPT_HIGH = f"{HEAD} stays unless asked", "stays: "
 FUSE = (OFF, "on", AUTO)
 ACTIVATIONS = ("bf16", "fp8")
 WEIGHT_CODES = ("keep", "recast", "both")
@@ -73,7 +75,7 @@ class Rule:
         """Name of this rule in reasons."""
         return f"rule {self.match}"
 
-    def holds(self, step: int | None) -> bool:
+    def applies_at(self, step: int | None) -> bool:
         """Return True if the rule applies in ``step``, or if ``step`` is None: if it applies in all steps."""
         return self.steps is None or (step is not None and self.steps[0] <= step <= self.steps[1])
 
@@ -245,7 +247,7 @@ class Policy:
         """Return the policy of one step, with only the rules that apply in it. None: a step outside of all spans."""
         if all(rule.steps is None for rule in self.rules):
             return self
-        return replace(self, rules=tuple(replace(r, steps=None) for r in self.rules if r.holds(step)))
+        return replace(self, rules=tuple(replace(r, steps=None) for r in self.rules if r.applies_at(step)))
 
     def spans(self, steps: int) -> tuple[tuple[int, int], ...]:
         """Split the steps 1 to ``steps`` into spans (first, last) in which the same rules apply."""
@@ -299,7 +301,12 @@ class Decision:
         """Return the source, followed by ``word`` and the remark."""
         return f"{self.source}{word}" + (f" ({self.why})" if self.why else "")
 
-    def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
+    @property
+    def kept_high(self) -> bool:
+        """True if the layer stays in high precision because nothing requests FP8 for it."""
+        return self.source == _HEAD_KEPT_HIGH or self.source.startswith(_KEPT_HIGH)
+
+    def allowed_recipes(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
         """Return the allowed recipes by name: none if off; for auto the ``candidates`` that are compatible with the
         other settings; else one. Raises PlanError if no recipe is compatible."""
         out: dict[str, Recipe] = {}
@@ -320,10 +327,12 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
     level = policy.components.get(component)
     if component == HEAD and (level is None or level.recipe is None):
-        decision = replace(decision, recipe=OFF, source=f"{HEAD} stays unless asked")
+        decision = replace(decision, recipe=OFF, source=_HEAD_KEPT_HIGH)
     on = [name for name, part in policy.components.items() if part.recipe not in (None, OFF)]
     if policy.recipe == OFF and on and component != HEAD:
-        decision = replace(decision, source=f"stays: {' and '.join(on)} alone {'is' if len(on) == 1 else 'are'} named")
+        decision = replace(
+            decision, source=f"{_KEPT_HIGH}{' and '.join(on)} alone {'is' if len(on) == 1 else 'are'} named"
+        )
     if level is not None:
         decision = decision.overlay(level, f"component {component}" if level.recipe is not None else decision.source)
     for rule in rules:

@@ -79,7 +79,7 @@ def select_gemms(candidates: Sequence[CheckedGemm], seed: int, number: int) -> t
     return tuple(dict.fromkeys(chosen))
 
 
-class Check:
+class CorruptionChecker:
     """The checks of one step. ``draw``: seed for the tile of a product, the expert and the weight rows.
 
     ``faults``: wrong results in the order of the step; ``done``: how much was compared; ``stale``: layers whose codes
@@ -87,17 +87,17 @@ class Check:
     """
 
     def __init__(self, chosen: Iterable[CheckedGemm], draw: int = 0) -> None:
-        self.sites = tuple(chosen)
+        self.gemms = tuple(chosen)
         self.faults: list[Fault] = []
         self.done = ComparisonCounts()
         self.stale: list[str] = []
         self._draw, self._random = draw, random.Random(draw)
-        self._gemms: dict[str, set[str]] = {}
-        for site in self.sites:
-            self._gemms.setdefault(site.layer, set()).add(site.gemm)
+        self._gemms_by_layer: dict[str, set[str]] = {}
+        for gemm in self.gemms:
+            self._gemms_by_layer.setdefault(gemm.layer, set()).add(gemm.gemm)
 
     @contextmanager
-    def attach(self) -> Iterator[Check]:
+    def attach(self) -> Iterator[CorruptionChecker]:
         """Check a forward and its backward inside the context."""
         with recorder.attach(checker=self):
             yield self
@@ -109,7 +109,7 @@ class Check:
     # Called by the recorder: see `recorder.Checker`.
 
     def gemms_of(self, layer: str) -> Collection[str]:
-        return self._gemms.get(layer, ())
+        return self._gemms_by_layer.get(layer, ())
 
     def pick(self, count: int) -> int:
         return self._random.randrange(count)

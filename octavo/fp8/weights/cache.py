@@ -259,13 +259,13 @@ class CachesWeights(nn.Module):
     Because of this ``__setattr__``, FSDP2 swaps parameters by assignment, so that the module notices.
     """
 
-    def _weight_codes(self) -> Mapping[str, WeightCache]:
+    def _weight_caches(self) -> Mapping[str, WeightCache]:
         """Return parameter name -> cache."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name in self.__dict__.get("_parameters", ()):
-            codes = self._weight_codes().get(name)
+            codes = self._weight_caches().get(name)
             if codes is not None:
                 codes.on_parameter_set(value)
         super().__setattr__(name, value)
@@ -273,18 +273,18 @@ class CachesWeights(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         clock.record_edit()
-        for codes in self._weight_codes().values():
+        for codes in self._weight_caches().values():
             codes.drop()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """State dicts are stock: they contain the master of an FP8 weight, which may be written to."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._weight_codes():
+        for name in self._weight_caches():
             if prefix + name in destination:
                 destination[prefix + name] = master_of(destination[prefix + name])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for codes in self._weight_codes().values():
+        for codes in self._weight_caches().values():
             codes.drop()
         with torch.no_grad():
             applied = {id(p): fn(p) for p in self._parameters.values() if isinstance(p, Fp8Weight)}
@@ -314,7 +314,7 @@ class CachesWeights(nn.Module):
 
     def register_caches(self) -> None:
         """Register the caches by weight for compiled graphs, which do not know the layer."""
-        for name, codes in self._weight_codes().items():
+        for name, codes in self._weight_caches().items():
             weight = self._parameters.get(name)
             if weight is not None and is_whole(weight):
                 codes.register(weight)
@@ -334,7 +334,7 @@ def invalidate(model: nn.Module) -> None:
     clock.record_edit()
     for module in model.modules():
         if isinstance(module, CachesWeights):
-            for codes in module._weight_codes().values():
+            for codes in module._weight_caches().values():
                 codes.drop()
 
 
@@ -347,7 +347,7 @@ def weight_cache_bytes(model: nn.Module) -> int:
     """Return the bytes of cached weight codes and their scales, including shards of FP8 weights, without the codes of
     frozen weights."""
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
-    caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
+    caches = {id(c): c for m in modules for c in m._weight_caches().values()}.values()
     codes = [q for c in caches for entries in (c._codes, c._for_dgrad) for q in entries.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in masters(m) if h.rows is not None}
     parameters: list[object] = [p for m in modules for p in m._parameters.values()]
@@ -362,7 +362,7 @@ def weight_cache_bytes(model: nn.Module) -> int:
 def masters(module: CachesWeights) -> list[Master]:
     """Return the masters of a module's FP8 weights, even while FSDP2 has replaced them by gathered ones."""
     held = []
-    for name, codes in module._weight_codes().items():
+    for name, codes in module._weight_caches().items():
         for value in (module._parameters.get(name), codes._sharded()):
             local = local_of(value)
             if isinstance(local, Fp8Weight) and local.held is not None:

@@ -114,7 +114,7 @@ def _fp8_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the FP8 weights of a model with all their names; sharded ones as DTensors."""
     reshard(model)
     for prefix, module in model.named_modules():
-        layers = module._weight_codes() if isinstance(module, CachesWeights) else ()
+        layers = module._weight_caches() if isinstance(module, CachesWeights) else ()
         for name, value in module._parameters.items():
             if is_frozen(value) or (name in layers and isinstance(local_of(value), Fp8Weight)):
                 yield f"{prefix}.{name}" if prefix else name, value

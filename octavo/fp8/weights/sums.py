@@ -69,7 +69,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cached_tensors(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
-    for key, cache in module._weight_codes().items():
+    for key, cache in module._weight_caches().items():
         for kind, codes in (("", cache._codes), (", for dgrad", cache._for_dgrad)):
             for (part, spec), q in codes.items():
                 which = "" if part.slot is None else f" of slot {part.slot}"
@@ -97,7 +97,7 @@ def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
     for name, module in model.named_modules():
         if not isinstance(module, CachesWeights):
             continue
-        for key, cache in module._weight_codes().items():
+        for key, cache in module._weight_caches().items():
             weight = module._parameters.get(key)
             if weight is None or not cache.is_valid(weight):
                 continue

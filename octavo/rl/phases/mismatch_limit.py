@@ -37,8 +37,8 @@ class MismatchLimit:
         worst = maxima.index(max(maxima))
         cause = self._find_first_difference(batch, int(each.argmax()) if worst == world.rank else None)
         raise TrainError(
-            f"step {self.stepper.number}: log-probabilities of rollout and trainer differ by up to {max(maxima):.3g} "
-            "nats, and "
+            f"step {self.stepper.step_number}: log-probabilities of rollout and trainer differ by up to "
+            f"{max(maxima):.3g} nats, and "
             f"{'rl.invariant allows none' if self.configured is None else f'rl.max_gap is {self.configured:g}'}: "
             f"{world.gather_objects(cause)[worst]}. The last checkpoint is not affected. Raise rl.max_gap, or remove "
             "what makes them differ (rl.kv: fp8, recipes whose scales span rows)"

@@ -113,7 +113,7 @@ class PreferenceStepper(Stepper):
             figures = {**dict.fromkeys(FIGURES), **figures, "kl": float(self.z)}
         if not result.loss_tokens:  # without a token, there are no figures
             figures = dict.fromkeys(figures)
-        return replace(add_reference_memory(result, self.reference), figures=figures)
+        return replace(add_reference_memory(result, self.reference), extra_metrics=figures)
 
     def totals(self, batches: Batches) -> Tensor:
         """Return [pairs or labelled answers, tokens, loss tokens] over all ranks."""

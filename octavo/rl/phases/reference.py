@@ -24,7 +24,7 @@ from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.fp8.observe import uncounted
 from octavo.fp8.proof import reference_note
 from octavo.train.forward import critic
-from octavo.train.forward.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
+from octavo.train.forward.forward import Forward, autocast_dtype, log_probs, model_dtype, run_towers_on_dummy_inputs
 from octavo.train.setup import frozen_base
 from octavo.train.step.memory_report import weight_bytes
 from octavo.train.step.step import Stepper, StepResult
@@ -102,7 +102,7 @@ class CopyReference:
         frozen_base.quantize_frozen_weights(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
-        keep_towers_running(model, family, forward, world)
+        run_towers_on_dummy_inputs(model, family, forward, world)
         head = None if stepper.head is None else chunk_head(model)
         parallel.shard(model, family, world)
         if note := reference_note(stepper.model, model):

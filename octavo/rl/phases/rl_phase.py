@@ -94,7 +94,7 @@ class RlPhase(Phase):
             roles.rewards,
             roles.tokenizer,
             [prompt for batch in self._prompts for prompt in batch],
-            replace(stepper.sampling, step=stepper.number),
+            replace(stepper.sampling, step=stepper.step_number),
             section,
             stepper.world,
             lambda at: stepper.on_progress(f"held-out answers {at}"),

@@ -88,7 +88,7 @@ class RlStepper(Stepper):
         rollout, figures = generated.rollout, dict(generated.figures)
         self.rollout = rollout
         rollout_end = time.perf_counter()
-        self.world.set_phase(f"step {self.number}, forward and backward")
+        self.world.set_phase(f"step {self.step_number}, forward and backward")
         self.on_progress("training")
         updates = self._make_micro_batches(rollout)
         multiple_updates = section.epochs * section.mini_batches > 1 and not section.stale
@@ -97,7 +97,7 @@ class RlStepper(Stepper):
             self._compute_logprobs([batch for part in updates for batch in part], old)
         figures |= {"kl": None, **self._compute_advantages(rollout, updates)}
         self.part_figures = []
-        self.weight_check.before_update(self.number)
+        self.weight_check.before_update(self.step_number)
         results: list[StepResult] = []
         for _ in range(section.epochs):
             for part in updates:
@@ -114,7 +114,7 @@ class RlStepper(Stepper):
         generated_tokens = self.world.sum(torch.tensor(self.generated_tokens, dtype=torch.float64))  # of all draws
         figures["rollout_tokens_per_s"] = float(generated_tokens) / seconds[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / seconds[1]
-        lines = completion_lines(self.number, rollout, section.show, generated.weights_version)
+        lines = completion_lines(self.step_number, rollout, section.show, generated.weights_version)
         all_lines = self.world.gather_objects(lines)
         if self.log is not None:
             self.log.write(sum(all_lines, []))
@@ -128,13 +128,13 @@ class RlStepper(Stepper):
         """Return the completions that this step trains on. With `rl.stale` they were generated in the previous step,
         and `prompts` are for the next one."""
         if not self.settings.section.stale:
-            return VersionedRollout(*self.sample_step(prompts, self.number), self.number - 1)
+            return VersionedRollout(*self.sample_step(prompts, self.step_number), self.step_number - 1)
         current = self._pending or restore_pending(self._restored_tensors, self.prompts.at, self._decode, self.world)
         self._restored_tensors = {}
         if current is None:
-            current, prompts = self._sample_ahead(prompts, self.number), [*next(self.prompts)]
-        is_last = self.number == self.cfg.train.steps
-        self._pending = None if is_last else self._sample_ahead(prompts, self.number + 1)
+            current, prompts = self._sample_ahead(prompts, self.step_number), [*next(self.prompts)]
+        is_last = self.step_number == self.cfg.train.steps
+        self._pending = None if is_last else self._sample_ahead(prompts, self.step_number + 1)
         return current
 
     def _sample_ahead(self, prompts: list[PromptSample], step: int) -> VersionedRollout:
@@ -148,7 +148,7 @@ class RlStepper(Stepper):
             experience: Experience = batch["experience"]
             assert experience.old is not None
             old |= {row: experience.old[n, rollout.span(row)].numpy() for n, row in enumerate(experience.rows)}
-        return VersionedRollout(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.number - 1)
+        return VersionedRollout(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.step_number - 1)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._pending is None else self._pending.tensors(self.world.rank)
@@ -187,15 +187,15 @@ class RlStepper(Stepper):
 
     def _generate_and_score(self, prompts: list[PromptSample], step: int) -> Rollout:
         section, roles = self.settings.section, self.roles
-        self.world.set_phase(f"step {self.number}, rollout")
+        self.world.set_phase(f"step {self.step_number}, rollout")
         sampling = replace(self.sampling, step=step)
         completions, cache_size = generate_completions(
             roles.engine, prompts, sampling, section, lambda at: self.on_progress(f"rollout {at}")
         )
         self.cache_bytes = max(self.cache_bytes, cache_size)
         self.generated_tokens += sum(len(c.tokens) for c in completions)
-        self.weight_check.after_rollout(self.number)
-        self.world.set_phase(f"step {self.number}, rewards")
+        self.weight_check.after_rollout(self.step_number)
+        self.world.set_phase(f"step {self.step_number}, rewards")
         self.on_progress("rewards")
         rollout = score_completions(roles.rewards, roles.tokenizer, prompts, completions)
         if self.reward_errors is not None:
@@ -417,5 +417,5 @@ def _merge_results(results: Sequence[StepResult], figures: Mapping[str, Any]) ->
         loss_tokens=sum(r.loss_tokens for r in results),
         applied=all(r.applied for r in results),
         overflow=any(r.overflow for r in results) and all(r.applied or r.overflow for r in results),
-        figures=figures,
+        extra_metrics=figures,
     )

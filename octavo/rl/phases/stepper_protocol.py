@@ -42,7 +42,7 @@ class Roles:
 
 class StepperProtocol(Protocol):
     cfg: Config
-    number: int
+    step_number: int
     model: PreTrainedModel
     world: World
     forward: Forward

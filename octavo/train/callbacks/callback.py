@@ -124,7 +124,7 @@ class Run:
     eval: Mapping[str, Any] | None
     memory: Mapping[str, int]
     gain: Mapping[str, Any] | None
-    users: Sequence[Callback]
+    user_callbacks: Sequence[Callback]
     callbacks: Sequence[Callback] = ()
     watchers: Sequence[Callback] = ()
     stopping: bool = False
@@ -174,7 +174,7 @@ class Run:
         return self.world.any(self.request.asked or self.request.signal is not None)
 
     def save(self, folder: str = run_dir.CHECKPOINTS) -> None:
-        """Write a checkpoint, unless this step has one; with `run.save: async` it is complete after `settle`.
+        """Write a checkpoint, unless this step has one; with `run.save: async` it is complete after `wait_for_save`.
         Collective call. The row of the step must be written first, because a resumed run needs it, so `save` raises
         ValueError in `after_step` and `evaluated`."""
         if self._saved.get(folder) == self.step:
@@ -183,23 +183,23 @@ class Run:
             raise ValueError(f"step {self.step} has no row in metrics.jsonl yet; save in end_step")
         if self.log is not None:
             self.log.sync()
-        self.settle()
+        self.wait_for_save()
         self._saved[folder] = self.step
         self.world.set_phase(f"step {self.step}, saving")
         with self._waiting():
             path = save(self.job, folder)
         self._notify_saved(path)
 
-    def settle(self, wait: bool = True) -> None:
-        """Notify callbacks of an asynchronous checkpoint if it is complete; with `wait`, wait for it. Raises write
+    def wait_for_save(self, block: bool = True) -> None:
+        """Notify callbacks of an asynchronous checkpoint if it is complete; with `block`, wait for it. Raises write
         errors on all ranks. Collective call; does nothing if no checkpoint is being written."""
         background = self.job.background
         if background is None or not background.has_pending_save:
             return
-        if wait:
+        if block:
             self.world.set_phase(f"step {self.step}, waiting for the checkpoint that is being written")
         with self._waiting():
-            path = background.poll(wait)
+            path = background.poll(block)
         self._notify_saved(path)
 
     @property
@@ -249,7 +249,7 @@ class Run:
                 self.say(f"warning: {watcher} failed and was removed; the run continues ({first_line(error)})")
 
     def _call(self, callback: Callback, event: str, args: Sequence[Any]) -> Any:
-        if not any(callback is user for user in self.users):
+        if not any(callback is user for user in self.user_callbacks):
             return getattr(callback, event)(self, *args)
         before = self._protected_values(args)
         try:

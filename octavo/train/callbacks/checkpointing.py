@@ -33,7 +33,7 @@ class CheckpointCallback(Callback):
         self.due, self.newest = False, run.step  # so that the extra checkpoint of a stopped session is pruned
 
     def end_step(self, run: Run, step: Step) -> None:
-        run.settle(wait=False)
+        run.wait_for_save(block=False)
         if step.number in run.cfg.run.milestones:
             run.save(run_dir.MILESTONES)
         every, last = save_interval(run.cfg), run.stopping or step.number == run.cfg.train.total_steps

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import environment
-from octavo.fp8.proof import Check, check_size, fp8_gemms, select_gemms
+from octavo.fp8.proof import CorruptionChecker, check_size, fp8_gemms, select_gemms
 from octavo.fp8.weights import stale_codes_message
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -52,9 +52,9 @@ class CorruptionCheck(Callback):
         every, seed = run.cfg.run.check_every, run.cfg.run.seed
         if number % every == 0:
             chosen = select_gemms(fp8_gemms(run.job.plan), seed, number // every - 1)
-            run.job.stepper.check = Check(chosen, draw=number)
+            run.job.stepper.corruption_checker = CorruptionChecker(chosen, draw=number)
         elif self.weights_may_differ:
-            run.job.stepper.check = Check((), draw=number)
+            run.job.stepper.corruption_checker = CorruptionChecker((), draw=number)
         self.weights_may_differ = False
 
     def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
@@ -64,37 +64,37 @@ class CorruptionCheck(Callback):
         self.weights_may_differ = True
 
     def after_step(self, run: Run, step: Step) -> None:
-        check, run.job.stepper.check = run.job.stepper.check, None
-        if check is None:
+        checker, run.job.stepper.corruption_checker = run.job.stepper.corruption_checker, None
+        if checker is None:
             return
         run.world.set_phase(f"step {step.number}, gathering what its check found")
-        counts = asdict(check.done)
-        local_result = {"done": counts, "faults": _located_faults(run, check), "stale": check.stale}
+        counts = asdict(checker.done)
+        local_result = {"done": counts, "faults": _located_faults(run, checker), "stale": checker.stale}
         by_rank = run.world.gather_objects(local_result)
         done = {key: sum(result["done"][key] for result in by_rank) for key in counts}
         faults = [fault for result in by_rank for fault in result["faults"]]
         stale = list(dict.fromkeys(name for result in by_rank for name in result["stale"]))
-        if check.sites:
+        if checker.gemms:
             step.row["checked"] = done["products"]
-        if run.world.is_main and (check.sites or stale):
+        if run.world.is_main and (checker.gemms or stale):
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            gemms = [list(site) for site in check.sites]
+            gemms = [list(gemm) for gemm in checker.gemms]
             line: dict[str, object] = {"step": step.number, "time": now, "sites": gemms, **done, "faults": faults}
             _append(run, line | ({"stale": stale} if stale else {}))
         if faults:
             raise TrainError(_fault_message(step.number, faults, self.last_clean_step))
         if stale:
             raise TrainError(f"step {step.number}: {stale_codes_message(stale)} The step is not saved")
-        if check.sites:
+        if checker.gemms:
             self.last_clean_step = step.number
 
 
-def _located_faults(run: Run, check: Check) -> list[dict[str, Any]]:
+def _located_faults(run: Run, checker: CorruptionChecker) -> list[dict[str, Any]]:
     """Return the faults of this rank, with its host and device."""
-    if not check.faults:
+    if not checker.faults:
         return []
     where = {"rank": run.world.rank, "host": platform.node(), "device": environment.describe_device(run.world.device)}
-    return [{**where, **fault.to_json()} for fault in check.faults]
+    return [{**where, **fault.to_json()} for fault in checker.faults]
 
 
 def _append(run: Run, line: Mapping[str, object]) -> None:

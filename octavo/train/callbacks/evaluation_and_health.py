@@ -167,7 +167,7 @@ class Evaluation(Callback):
             run.log.write(step.row)
         run.row = step.row
         run.save()
-        run.settle()
+        run.wait_for_save()
         run.say(
             f"step {step.number} is saved: octavo eval, generate and export can read it, and run.resume=auto repeats "
             "the evaluation"

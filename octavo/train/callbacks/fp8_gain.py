@@ -70,7 +70,7 @@ class Gain:
         )
 
 
-class GainWindow(Callback):
+class SpeedupMeasurement(Callback):
     """Measures once in a run (`run.gain_steps`), after the warm-up of a session. The result is written to gain.json and
     to the step's row; if the measurement fails, gain.json has the reason. A run that stops in the window repeats the
     measurement after it is resumed."""
@@ -102,10 +102,10 @@ class GainWindow(Callback):
             measured = measure(run.job.stepper, step.batches, steps, step.number, run.stop_requested)
             row: dict[str, Any] = asdict(measured)
             message = measured.sentence(emulated=not accelerator.is_gpu(run.world.device))
-        except GainWindowStopped:
+        except SpeedupMeasurementStopped:
             run.say("left the gain window because the run is stopping; it is repeated when the run continues")
             return
-        except GainWindowOutOfMemory as error:
+        except SpeedupMeasurementOutOfMemory as error:
             row = {"failed": str(error), "step": step.number}
             message = f"warning: {error}; the run continues without the measurement"
         run.say(message)
@@ -118,11 +118,11 @@ class GainWindow(Callback):
                 run.log.amend(run.row, "gain")
 
 
-class GainWindowOutOfMemory(Exception):
+class SpeedupMeasurementOutOfMemory(Exception):
     """The gain window ran out of memory; the message has the precision."""
 
 
-class GainWindowStopped(Exception):
+class SpeedupMeasurementStopped(Exception):
     """A stop was requested during the gain window."""
 
 
@@ -151,7 +151,7 @@ def measure(
         for turn in range(-1, steps):  # turn -1 is the warm-up of both
             for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
                 if stop():
-                    raise GainWindowStopped
+                    raise SpeedupMeasurementStopped
                 seconds = _time_step(stepper, batches, kind == "high", clock)
                 if turn >= 0:
                     times[kind].append(seconds)
@@ -170,7 +170,7 @@ def measure(
         checkpoint.rng.restore(generators, world.rank)
     if out_of_memory:  # raised outside the except block, after the frames that hold an incomplete graph are freed
         accelerator.empty_cache(world.device)
-        raise GainWindowOutOfMemory(out_of_memory)
+        raise SpeedupMeasurementOutOfMemory(out_of_memory)
     medians = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
     low, high = world.all_reduce_max(medians).tolist()
     tokens = sum(batch["meta"].tokens for batch in batches)

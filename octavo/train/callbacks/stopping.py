@@ -23,7 +23,9 @@ class StopOnRequest(Callback):
         step.wanted |= run.stopping  # the resumed run may add its evaluation to this row
 
     def end_step(self, run: Run, step: Step) -> None:
-        run.stopping |= bool(run.users) and run.world.any(run.request.asked)  # requested in `evaluated` or `end_step`
+        run.stopping |= bool(run.user_callbacks) and run.world.any(
+            run.request.asked
+        )  # requested in `evaluated` or `end_step`
 
 
 class StopOnNonFinite(Callback):

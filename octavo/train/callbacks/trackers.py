@@ -112,7 +112,7 @@ def _swanlab(settings: dict[str, Any], directory: Path, run_id: str | None) -> T
 _OPEN = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "swanlab": _swanlab}
 
 
-def refuse_missing(cfg: Config) -> None:
+def check_installed(cfg: Config) -> None:
     """Raise TrainError if the package of a tracker is not installed."""
     if why := environment.why_no_trackers(cfg.run.trackers):
         raise TrainError(why)

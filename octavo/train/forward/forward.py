@@ -98,7 +98,7 @@ class Forward:
 
     def needs_dummy(self, needed: bool) -> None:
         """Set whether a forward outside this class (an engine's) needs the dummy image of
-        :func:`keep_towers_running`."""
+        :func:`run_towers_on_dummy_inputs`."""
         self.images = not needed
 
     def part(self, batch: dict[str, Any]) -> slice:
@@ -138,7 +138,7 @@ class Forward:
         original, batch = batch, self._with_videos_as_images(batch)
         if original is not batch and "boundaries" not in batch:
             batch["position_ids"] = models.batch_positions(self.model, original)  # type: ignore[arg-type]
-        self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
+        self.images, self.sounds = batch["meta"].sees, batch["meta"].has_audio
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
             for name, value in self._local_inputs(batch).items()
@@ -218,7 +218,7 @@ def log_probs(
     """
     if head is not None:
         with head.log_probs(target, temperature, entropy) as by_head:
-            logps = by_head.take(forward(batch, keep))
+            logps = by_head.checked_losses(forward(batch, keep))
         return logps, by_head.entropy
     logits = forward(batch, keep)
     if entropy:
@@ -226,7 +226,7 @@ def log_probs(
     return fp8.log_probs(logits, target, temperature=temperature), None
 
 
-def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
+def run_towers_on_dummy_inputs(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
     """Run towers that are trained or sharded on a dummy image or sound in micro-batches without images or sounds, and
     run experts that only images reach on no tokens.
 

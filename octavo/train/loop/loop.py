@@ -1,7 +1,7 @@
 """`run(cfg)`: enter the run directory, assemble the run, train step by step, and return the result.
 
-Everything around a step is done by callbacks (:mod:`octavo.train.callbacks.callback`), built in or a user's, in a fixed
-order. :mod:`octavo.train.setup.build` assembles the run.
+Everything around a step is done by callbacks (:mod:`octavo.train.callbacks.callback`), built-in or user-supplied, in a
+fixed order. :mod:`octavo.train.setup.build` assembles the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.checkpointing import CheckpointCallback, write_outputs
 from octavo.train.callbacks.corruption_check import CorruptionCheck
 from octavo.train.callbacks.evaluation_and_health import Evaluation, HealthMetrics, Proof, is_due
-from octavo.train.callbacks.fp8_gain import GainWindow
+from octavo.train.callbacks.fp8_gain import SpeedupMeasurement
 from octavo.train.callbacks.garbage_collection import GarbageCollection, gc_settings
 from octavo.train.callbacks.metrics import MetricsLog
 from octavo.train.callbacks.progress import Display
@@ -92,10 +92,10 @@ def run(
     cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
     phase.check(cfg)
     if cfg.run.trackers:
-        trackers.refuse_missing(cfg)
+        trackers.check_installed(cfg)
     encryption_rules.check(cfg)
     try:
-        with encryption_rules.hide_quotations(cfg):
+        with encryption_rules.redact_data_in_errors(cfg):
             cfg_with_steps = resolve_steps(cfg, display.log)
             return _run(cfg_with_steps, cfg.train.epochs, display, user_callbacks, phase, describe_plan, watchers)
     finally:
@@ -153,7 +153,7 @@ def _start_run(
     describe_plan: DescribePlan, watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Assemble and resume the run; read the last metrics of earlier sessions from its directory."""
-    world.set_phase("the start, assembling the run")
+    world.set_phase("startup, building the run")
     prints_plan = display.console is not None
     job = build.build(cfg, world, start, phase, display.log, describe_plan if prints_plan else lambda planned: ())
     run_dir.discard_later_files(start, world, display.log)
@@ -168,25 +168,25 @@ def _start_run(
         eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=run_dir.read_json(start.directory / run_dir.GAIN),
-        users=user_callbacks, callbacks=_callback_order(user_callbacks, job.precision_schedule, cfg),
+        user_callbacks=user_callbacks, callbacks=_ordered_callbacks(user_callbacks, job.precision_schedule, cfg),
         watchers=(*watchers, *trackers.make_trackers(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 
-def _callback_order(
+def _ordered_callbacks(
     user_callbacks: Sequence[Callback], schedule: PrecisionSchedule, cfg: Config
 ) -> tuple[Callback, ...]:
     """Return all callbacks in the order in which they are called."""
     # Checks of loss and gradients precede evaluation and saving, so that bad weights are not saved. The user's
-    # callbacks also precede both, so that the row is complete when it is written. The gain window is last, so that its
-    # failure does not affect the step.
+    # callbacks also precede both, so that the row is complete when it is written. The FP8 speedup measurement is
+    # last, so that its failure does not affect the step.
     gemm_check = (CorruptionCheck(),) if cfg.run.check_every else ()
     gc = (GarbageCollection(),) if cfg.train.gc is not None else ()
     scheduled = (ApplyPrecisionSchedule(),) if schedule.varies else ()
     adaptive = (AdaptPrecision(),) if schedule.adapt is not None else ()
     observers = *scheduled, *gemm_check, Proof(), HealthMetrics(), *adaptive
     stops = StopOnNonFinite(), StopWithoutLossTokens(), StopOnRequest()
-    return *observers, *user_callbacks, *stops, Evaluation(), *gc, CheckpointCallback(), GainWindow()
+    return *observers, *user_callbacks, *stops, Evaluation(), *gc, CheckpointCallback(), SpeedupMeasurement()
 
 
 def _train(run: Run) -> RunResult:
@@ -194,7 +194,7 @@ def _train(run: Run) -> RunResult:
     rank may be lost, because the write may then never complete."""
     wait_s = 0.0
     try:
-        with encryption_rules.hide_quotations(run.cfg):  # watchers write error messages
+        with encryption_rules.redact_data_in_errors(run.cfg):  # watchers write error messages
             return _training_loop(run)
     except Exception as error:
         may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
@@ -218,7 +218,7 @@ def _training_loop(run: Run) -> RunResult:
             run.notify("after_step", step)
             _write(run, step)
             run.notify("end_step", step)
-        run.settle()
+        run.wait_for_save()
     finally:
         run.display.end()
         run.job.loader.close()
@@ -229,40 +229,40 @@ def _training_loop(run: Run) -> RunResult:
     if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):
         raise TrainError(
             f"the last {consecutive_skips} of {steps} steps were skipped, because the loss or the gradient was not "
-            "finite. The weights may be unusable, so the run has not finished. The weights of the last applied step "
-            f"are in {run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data of these "
-            "steps, lower train.lr, or keep the layer that overflows out of FP8"
+            "finite. The weights may be unusable, so the run is not marked finished. The weights of the last applied "
+            f"step are in {run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data of "
+            "these steps, lower train.lr, or keep the layer that overflows out of FP8"
         )
     result = _result(run, stopped)
     run.notify("end", result)
     return result
 
 
-def _step(run: Run, number: int) -> Step:
+def _step(run: Run, step_number: int) -> Step:
     """Train one step and make its metrics row, without the entries that callbacks add."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
-    run.world.set_phase(f"step {number}, reading its rows")
+    run.world.set_phase(f"step {step_number}, loading its batch")
     batches = tuple(next(job.loader))
-    run.world.set_phase(f"step {number}, forward and backward")
-    observe = _observe(run, number, batches)
+    run.world.set_phase(f"step {step_number}, forward and backward")
+    observe = _observe(run, step_number, batches)
     lr = lr_at(
-        number,
+        step_number,
         schedule=settings.schedule,
         lr=settings.lr,
         steps=run.cfg.train.total_steps,
         warmup=settings.warmup,
         min_lr=settings.min_lr,
     )
-    job.stepper.number = number
+    job.stepper.step_number = step_number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
     progress.record_step(
-        number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0,
-        result.overflow,
+        step_number, job.loader.rows, job.loader.pack_position, result.tokens, seconds, result.applied,
+        result.loss_tokens > 0, result.overflow,
     )  # fmt: skip
     row: dict[str, Any] = {
-        "step": number, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
+        "step": step_number, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
         "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,
         "seconds": seconds, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }  # fmt: skip
@@ -271,26 +271,26 @@ def _step(run: Run, number: int) -> Step:
     if result.loss_scale is not None:
         row["loss_scale"] = result.loss_scale
     if not result.loss_tokens:
-        row["empty"] = True  # the loss of 0 is over no tokens
+        row["empty"] = True  # no target tokens, so the loss of 0 means nothing
     if result.aux_loss is not None:
         row["aux_loss"] = result.aux_loss
-    return Step(number, batches, result, {**row, **result.figures, **(result.experts or {})})
+    return Step(step_number, batches, result, {**row, **result.extra_metrics, **(result.experts or {})})
 
 
-def _observe(run: Run, number: int, batches: Batches) -> Observe:
+def _observe(run: Run, step_number: int, batches: Batches) -> Observe:
     """Collect the observations that callbacks request for a step."""
-    requests = [request for request in run.notify("before_step", number, batches) if request is not None]
+    requests = [request for request in run.notify("before_step", step_number, batches) if request is not None]
     requested = [any(getattr(request, field.name) for request in requests) for field in fields(Observe)]
-    if run.users:  # their callbacks may request different observations on each rank, but observing is a collective
+    if run.user_callbacks:  # they may request different observations on each rank, but observing is a collective
         requested = [run.world.any(request) for request in requested]
     observe = Observe(*requested)
     if observe.health and observe.memory:
-        # Health keeps every x in high precision, which would count as activations. A run without a memory figure
-        # measures memory first (with health_every: 1 at step 1); otherwise a later step measures it.
+        # Health keeps every x in high precision, which would count as activations. A run that has not
+        # measured memory yet measures it first (with health_every: 1 at step 1); otherwise a later step measures it.
         observe = replace(observe, health=bool(run.memory), memory=not run.memory)
-    check = run.job.stepper.check
+    checker = run.job.stepper.corruption_checker
     if run.memory and (
-        run.job.stepper.recipe_trials is not None or (check is not None and check.sites)
+        run.job.stepper.recipe_trials is not None or (checker is not None and checker.gemms)
     ):  # both keep x too
         observe = replace(observe, memory=False)
     return observe

@@ -46,7 +46,7 @@ def describe_in_full(
     run: RunPlan, layers: Callable[[fp8.Plan], Sequence[str]], on_prediction: OnPrediction = lambda footprint: None
 ) -> list[str]:
     """Return the summary with the plan layer by layer, formatted by `layers`, and all notes."""
-    off = not any(row.fp8 or row.decided for row in run.plan.rows)
+    off = not any(row.fp8 or row.automatic for row in run.plan.rows)
     table = [] if off else ["", *layers(run.plan), ""]
     notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else run.plan.notes), *run.notes])]
     return _lines_with_plan(

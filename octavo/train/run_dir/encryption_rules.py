@@ -71,7 +71,7 @@ def refuse_plain_checkpoint(path: Path, cfg: Config) -> None:
 
 
 @contextmanager
-def hide_quotations(cfg: Config) -> Iterator[None]:
+def redact_data_in_errors(cfg: Config) -> Iterator[None]:
     """With `run.encrypt`, replace errors in this context whose message may quote the data by errors without
     quotations."""
     try:

@@ -104,7 +104,7 @@ class Progress:
         self,
         step: int,
         rows: int,
-        place: tuple[int, int, int],
+        pack_position: tuple[int, int, int],
         tokens: int,
         seconds: float,
         applied: bool,
@@ -113,12 +113,12 @@ class Progress:
     ) -> None:
         """Record a step.
 
-        place     (window, pack, checksum) of the next pack
-        has_loss  True if a token of the step had a loss
-        overflow  True if the step was skipped only because the loss scale was too large
+        pack_position  (window, pack, checksum) of the next pack
+        has_loss       True if a token of the step had a loss
+        overflow       True if the step was skipped only because the loss scale was too large
         """
         self.step, self.rows = step, rows
-        self.window, self.pack, self.packs = place
+        self.window, self.pack, self.packs = pack_position
         self.last_loss_step = step if has_loss else self.last_loss_step
         self.tokens += tokens
         self.seconds += seconds
@@ -144,13 +144,13 @@ class Start:
     """The state from which a run starts.
 
     directory   the run directory
-    checkpoint  checkpoint to load, or None to start from the first weights
+    checkpoint  checkpoint to load, or None to start from the initial weights
     rows, step  rows consumed and steps done so far
     files       fingerprints of the run's inputs
     result      result.json of a run that has already finished, else None
     forked      True if the checkpoint belongs to another run, whose plan and FP8 settings may differ
-    first       record of the checkpoint with the first weights (`start_from.make_note`), or None for model.path
-    place       (window, number in the window, checksum) of the next pack
+    initial_weights  record of the checkpoint that they come from (`start_from.make_note`), or None for model.path
+    pack_position    (window, number in the window, checksum) of the next pack
     """
 
     directory: Path
@@ -160,8 +160,8 @@ class Start:
     files: input_fingerprints.Fingerprints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     forked: bool = False
-    first: Mapping[str, Any] | None = None
-    place: tuple[int, int, int] = (0, 0, 0)
+    initial_weights: Mapping[str, Any] | None = None
+    pack_position: tuple[int, int, int] = (0, 0, 0)
 
 
 def skipped_path(cfg: Config) -> Path:
@@ -224,11 +224,11 @@ def enter(
     if forked:
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
-    first = None if begins_with is None else start_from.find_first_weights(begins_with, cfg, world, log)
-    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, fingerprints, log))
+    weights = None if begins_with is None else start_from.find_initial_weights(begins_with, cfg, world, log)
+    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, weights, forked, fingerprints, log))
     if known["run"] and chosen is None:
         log(f"{directory} contains a run that has no checkpoint yet; it starts from the beginning")
-    prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
+    prepared["pack_position"] = tuple(prepared["pack_position"])  # JSON has no tuples
     return Start(directory, chosen, forked=forked, **prepared)
 
 
@@ -342,15 +342,15 @@ def _prepare(
     cfg: Config,
     directory: Path,
     chosen: Path | None,
-    first: Path | None,
+    weights: Path | None,
     forked: bool,
     fingerprints: Mapping[str, str] | None,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Check that the run may start there, and write its configuration. Returns fields of `Start`."""
-    step, rows, place = 0, 0, (0, 0, 0)
+    step, rows, pack_position = 0, 0, (0, 0, 0)
     files = {**input_fingerprints.fingerprints(cfg, log), "phase": dict(fingerprints or {})}
-    first_record = None if first is None else start_from.make_note(first)
+    source = None if weights is None else start_from.make_note(weights)
     if chosen is not None:
         _check_checkpoint(chosen)
         encryption_rules.refuse_plain_checkpoint(chosen, cfg)
@@ -362,14 +362,14 @@ def _prepare(
         input_fingerprints.check_same_inputs(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
         known = compat.complete_counters(counters)
-        place = known["window"], known["pack"], known["packs"]
-        first_record = start_from.check_note(counters, cfg, chosen)
+        pack_position = known["window"], known["pack"], known["packs"]
+        source = start_from.check_note(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
         checkpoint.remove_leftovers(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
-    return {"rows": rows, "place": place, "step": step, "files": files, "first": first_record}
+    return {"rows": rows, "pack_position": pack_position, "step": step, "files": files, "initial_weights": source}
 
 
 def _fork_settings(saved: Mapping[str, Any], forks: Mapping[str, Any]) -> dict[str, Any]:

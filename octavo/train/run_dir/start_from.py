@@ -21,7 +21,7 @@ FOLDER = "checkpoints"  # of a run directory
 ADAPTER = ("rank", "alpha", "rslora", "dora")  # keys of `lora` that determine the meaning of an adapter's weights
 
 
-def find_first_weights(named: Path, cfg: Config, world: World, log: Callable[[str], None]) -> Path:
+def find_initial_weights(named: Path, cfg: Config, world: World, log: Callable[[str], None]) -> Path:
     """Return the checkpoint that `run.start_from` names. For a run directory it is the newest good one. Collective
     call.
 

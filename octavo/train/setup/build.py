@@ -5,11 +5,11 @@ The order matters:
 - Data files are converted first, so that their errors are reported early.
 - The plan is made and shown before rows are counted or weights are read.
 - Freezing precedes the plan, because a frozen layer has no wgrad.
-- FP8 precedes adapters, which wrap FP8 layers. Both precede sharding, because FSDP2 replaces parameters inside the
-  converted layers.
+- FP8 conversion precedes adapters, which wrap FP8 layers. Both precede sharding, because FSDP2 replaces parameters
+  inside the converted layers.
 - With several ranks sharding precedes reading weights, because each rank reads its shards. It precedes the optimizer,
   which must hold the shards.
-- Resuming is last, when everything that a checkpoint fills exists.
+- Resuming is last, once everything that a checkpoint restores has been created.
 
 :mod:`octavo.train.step.step` runs the result.
 """
@@ -35,7 +35,7 @@ from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
-from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, keep_towers_running
+from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, run_towers_on_dummy_inputs
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base, model_folder, planning, token_counts
 from octavo.train.setup.checks import check_family, check_possible, refuse_cuda_graphs
@@ -72,25 +72,25 @@ def build(
 
     Raises: TrainError, ModelError, DataError, PlanError, CheckpointError.
     """
-    first_weights = None if start.first is None else start.first["path"]
-    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first_weights})})
+    initial_weights = None if start.initial_weights is None else start.initial_weights["path"]
+    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": initial_weights})})
     check_possible(cfg, world)
     check_family(cfg)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
-    processor = _processor(cfg, world, start)
+    processor = _load_processor(cfg, world, start)
     settings = data_settings(cfg)
     prepare_datasets(settings, processor, log)
-    planned = _plan(cfg, world, start, settings, processor, log, describe_plan)
-    data = _data(settings, processor, world, start, phase)
-    built = _model(cfg, world, context, data, planned, log)
+    planned = _plan_run(cfg, world, start, settings, processor, log, describe_plan)
+    data = _open_data(settings, processor, world, start, phase)
+    built = _build_model(cfg, world, context, data, planned, log)
     stepper = phase.stepper(built.stepper, processor, start.directory, start.step, log)
     if cfg.train.cuda_graphs:
-        stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at_positions, log)
+        stepper.cuda_graphs = cuda_graphs.CudaGraphs(stepper.model, world.device, stepper.loss_at_positions, log)
     progress = resume(stepper, start, log, built.base)
     phase.begin(stepper, processor, start.directory, progress.step, log)
     if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
-        _record_machine(start.directory, cfg, world, processor)
+        _record_environment(start.directory, cfg, world, processor)
     background = checkpoint.BackgroundSaver(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg=cfg,
@@ -108,16 +108,17 @@ def build(
         precision_schedule=planned.precision_schedule,
         base=built.base if built.base.fingerprint else None,
         attention=attention_kernel.saved_choices(planned.kernels),
-        first=start.first,
+        initial_weights=start.initial_weights,
         background=background,
     )
 
 
-def _processor(cfg: Config, world: parallel.World, start: run_dir.Start) -> Any:
-    """Load the processor of the model folder, and check the other files of the folder that the run will copy to hf/."""
+def _load_processor(cfg: Config, world: parallel.World, start: run_dir.Start) -> Any:
+    """Load the processor of the model folder. For a new run, also write environment.json; with `run.hf`, check the
+    other files of the folder that the run will copy to hf/."""
     processor = load_processor(cfg)
     if start.checkpoint is None:
-        _record_machine(start.directory, cfg, world, processor)  # written first, for debugging a failed start
+        _record_environment(start.directory, cfg, world, processor)  # written first, for debugging a failed start
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # fail now rather than when hf/ is written
     return processor
@@ -131,12 +132,12 @@ class _Data:
     evalset: EvalSet | None
 
 
-def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Start, phase: Phase) -> _Data:
+def _open_data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Start, phase: Phase) -> _Data:
     """Open the training data at the run's next row, and the held-out data. `cfg` is the result of `data_settings`."""
     report = {"report_path": run_dir.skipped_path(cfg)}
     loader_args: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:
-        loader_args["place"] = start.place
+        loader_args["pack_position"] = start.pack_position
     loader = phase.loader(cfg, processor, start_row=start.rows, **loader_args)
     # Ranks that share training rows do not share held-out rows: each evaluates whole rows.
     evalset = phase.evalset(cfg, processor, rank=world.rank, world=world.size, **report)
@@ -144,12 +145,12 @@ def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Sta
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The plan of a run.
+class _RunPlanning:
+    """The plan of a run, with the decisions made with it.
 
     cfg       configuration, without `lora.adapter` if the run has a checkpoint
     schedule  all plans of the run
-    plan      plan of the step from which the run starts
+    plan      plan in effect at the last completed step, or at step 1 in a new run
     """
 
     cfg: Config
@@ -161,7 +162,7 @@ class _Plan:
     notes: tuple[str, ...]
 
 
-def _plan(
+def _plan_run(
     cfg: Config,
     world: parallel.World,
     start: run_dir.Start,
@@ -169,7 +170,7 @@ def _plan(
     processor: Any,
     log: Log,
     describe_plan: DescribePlan,
-) -> _Plan:
+) -> _RunPlanning:
     """Make the plan of a new run or load the plan of a resumed run, write plan.json, and print the plan. `settings`,
     the result of `data_settings`, is used to count tokens."""
 
@@ -181,17 +182,18 @@ def _plan(
     planned_cfg = cfg if start.checkpoint is None else resolve_from_checkpoint(cfg)
     schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, log)
     precision_schedule = PrecisionSchedule.from_counters(cfg, schedule, {} if start.forked else counters)
-    plan = precision_schedule.plan_at(max(1, start.step))  # the plan that trained the newest weights
+    plan = precision_schedule.plan_at(max(1, start.step))  # in effect at the last completed step
     _note_image_backend(counters, processor, log)
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
-    # A collective, so that no rank continues before the file is written: each quantizes a reference model by it.
+    # A collective, so that no rank continues before the file is written: each quantizes a reference model
+    # according to it.
     world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in describe_plan(planning.RunPlan(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         log(line)
     if saved is not None and planning.has_open_recipes(cfg):
         log(f"note: a resumed run uses its saved plan ({saved}); fp8.plan and recipe: auto are ignored")
-    return _Plan(planned_cfg, family, schedule, precision_schedule, plan, kernels, notes)
+    return _RunPlanning(planned_cfg, family, schedule, precision_schedule, plan, kernels, notes)
 
 
 def _note_image_backend(counters: Any, processor: Any, log: Log) -> None:
@@ -209,26 +211,26 @@ def _note_image_backend(counters: Any, processor: Any, log: Log) -> None:
 
 
 @dataclass(frozen=True)
-class _Model:
-    """The stepper with the model, and the fingerprint of the frozen weights."""
+class _StepperAndBase:
+    """The stepper, which holds the model, and the fingerprint of the frozen weights."""
 
     stepper: Stepper
     base: frozen_base.FrozenBase
 
 
-def _model(
+def _build_model(
     cfg: Config,
     world: parallel.World,
     context: parallel.Context | None,
     data: _Data,
-    planned: _Plan,
+    planned: _RunPlanning,
     log: Log,
-) -> _Model:
-    """Load, convert, shard and fill the model; create its forward and its optimizer."""
+) -> _StepperAndBase:
+    """Build, convert and shard the model, load its weights, and create its forward and its optimizer."""
     # Order: see the module docstring.
     plan, family = planned.plan, planned.family
     if cfg.train.cuda_graphs:
-        refuse_cuda_graphs(cuda_graphs.why_not_run(plan, world))
+        refuse_cuda_graphs(cuda_graphs.unsupported_run_reason(plan, world))
     model, lower_halves, unread_weights = assemble_model(
         planned.cfg, world.device, plan, family, log, world.size, planned.schedule.plans
     )
@@ -238,24 +240,24 @@ def _model(
     reduce_saved_activations(model, family, plan, cfg, log)
     model.train()
     aux_loss_coef, expert_load = routing.aux_loss_coef(cfg, model), routing.ExpertLoad(model)
-    gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
+    gather_dtype = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
     packed = models.Packed(model, family, context) if cfg.data.packing else None
     image_sharding = (
         parallel.ImageSharding(model, family, context) if context is not None and family.has_vision else None
     )
-    autocast = autocast_dtype(cfg, world.device) if gather is None else None
-    forward = Forward(model, world, autocast, gather, packed, context, image_sharding)
-    keep_towers_running(model, family, forward, world)
+    autocast = autocast_dtype(cfg, world.device) if gather_dtype is None else None
+    forward = Forward(model, world, autocast, gather_dtype, packed, context, image_sharding)
+    run_towers_on_dummy_inputs(model, family, forward, world)
     head = make_chunked_head(model, cfg, log)
-    parallel.shard(model, family, world, gather=gather)
+    parallel.shard(model, family, world, gather_dtype=gather_dtype)
     if cfg.train.exchange == "fp8":
-        outputs, experts = parallel.send_codes(model, world, models.cache_shape(model.config).dim)
+        outputs, experts = parallel.enable_fp8_exchange(model, world, models.cache_shape(model.config).dim)
         log(
             f"train.exchange: sending FP8 codes: attention outputs of {outputs} layers, expert rows of {experts} layers"
         )
     if unread_weights is not None:
         world.set_phase("loading the weights")
-        lower_halves, _ = parallel.fill(model, unread_weights, world)
+        lower_halves, _ = parallel.load_into_shards(model, unread_weights, world)
     digests = frozen_base.compute_digests(model, world) if cfg.lora is not None else {}
     frozen = frozen_base.FrozenBase.from_model(model, digests, world)
     if cfg.train.compile:
@@ -274,14 +276,14 @@ def _model(
         aux_loss_coef=aux_loss_coef,
         expert_load=expert_load if expert_load.layers else None,
         head=head,
-        delayed=planned.precision_schedule.may_delay,
+        uses_delayed_scaling=planned.precision_schedule.may_use_delayed_scaling,
     )
     if cfg.train.cuda_graphs:
-        refuse_cuda_graphs(cuda_graphs.why_not_model(model, family, aux_loss_coef))
-    return _Model(stepper, frozen)
+        refuse_cuda_graphs(cuda_graphs.unsupported_model_reason(model, family, aux_loss_coef))
+    return _StepperAndBase(stepper, frozen)
 
 
-def _record_machine(directory: Path, cfg: Config, world: parallel.World, processor: Any) -> None:
+def _record_environment(directory: Path, cfg: Config, world: parallel.World, processor: Any) -> None:
     """Write environment.json, on the main rank."""
     if not world.is_main:
         return

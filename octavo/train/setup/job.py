@@ -41,7 +41,7 @@ class Job:
     precision_schedule: PrecisionSchedule
     base: frozen_base.FrozenBase | None = None
     attention: Any = None  # see `attention_kernel.saved_choices`; None if torch chooses
-    first: Mapping[str, Any] | None = None  # record of the checkpoint with the first weights (`start_from`)
+    initial_weights: Mapping[str, Any] | None = None  # record of the checkpoint that they come from (`start_from`)
     background: checkpoint.BackgroundSaver | None = (
         None  # writes checkpoints while training continues (`run.save: async`)
     )

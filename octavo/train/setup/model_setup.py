@@ -1,9 +1,9 @@
 """Assembles the model of a run: loaded, frozen, converted to FP8, with its adapters and critic.
 
 One process reads weights first. Several ranks prepare a model without values, shard it and then fill it: each rank
-reads the rows of its shards (`models.load_deferred`, `parallel.fill`), or draws all random numbers, which come from one
-generator, and keeps its rows (`models.init_deferred`). DoRA needs the norms of rows first, so with DoRA every rank has
-the whole model until it is sharded.
+reads the rows of its shards (`models.load_deferred`, `parallel.load_into_shards`), or draws all random numbers, which
+come from one generator, and keeps its rows (`models.init_deferred`). DoRA needs the norms of rows first, so with DoRA
+every rank has the whole model until it is sharded.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def resume(
     checkpoint. A run with `start_from` loads only the weights.
     """
     if start.checkpoint is None:
-        if start.first is not None:
-            _load_first_weights(stepper, Path(start.first["path"]), frozen, log)
+        if start.initial_weights is not None:
+            _load_initial_weights(stepper, Path(start.initial_weights["path"]), frozen, log)
         return run_dir.Progress()
     world = stepper.world
     if frozen is not None and frozen.fingerprint and not start.forked:  # a fork may store its base in FP8
@@ -103,7 +103,7 @@ def resume(
     return run_dir.Progress.from_counters(restored.counters)
 
 
-def _load_first_weights(
+def _load_initial_weights(
     stepper: Stepper, path: Path, frozen: frozen_base.FrozenBase | None, log: Callable[[str], None]
 ) -> None:
     """Load the weights of a checkpoint, including the critic's if both runs have one. Collective call."""
@@ -152,7 +152,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
             **({} if job.precision_schedule.adapt is None else {"adapt": job.precision_schedule.to_json()}),
             **({} if job.base is None else {"base": job.base.fingerprint}),
             **({} if job.attention is None else {"attention": job.attention}),
-            **({} if job.first is None else {"start_from": dict(job.first)}),
+            **({} if job.initial_weights is None else {"start_from": dict(job.initial_weights)}),
             "pixels": models.image_backend(job.processor),
             **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
         },

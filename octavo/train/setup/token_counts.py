@@ -106,7 +106,7 @@ def count_tokens(cfg: Config, processor: Any, family: models.Family, config: Any
     sound = 0
     if family.has_audio:
         audio = models.audio_of(config)
-        with_sound = [batch for batch in batches if batch["meta"].has_sound]
+        with_sound = [batch for batch in batches if batch["meta"].has_audio]
         sound = audio.positions if with_sound else 0
         sounds = (
             _mean_of_full(with_sound, [sum(batch["meta"].sounds) for batch in with_sound], rows) if with_sound else 0

@@ -14,7 +14,8 @@ values on the host cannot be in a graph: batches with images or padding, and row
 run eagerly, which is logged once. So do operations that cannot be captured: a warm-up under CUDA's synchronization
 check finds them before the capture. No autograd graph of an eager micro-batch may be
 alive at a capture, because its gradients belong to another stream, on which the capture would have to wait. Settings
-with which no step could be captured are refused at the start (:func:`why_not_run`, :func:`why_not_model`).
+with which no step could be captured are refused at the start (:func:`unsupported_run_reason`,
+:func:`unsupported_model_reason`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Captured:
     gemms: fp8.GemmCounts
 
 
-class Graphs:
+class CudaGraphs:
     """Captures and replays the graphs of a run.
 
     compute_loss  called with (batch, keep, target, weight); runs the forward of a micro-batch
@@ -215,7 +216,7 @@ def _why_not(batch: dict[str, Any], target: Tensor) -> str | None:
     return None
 
 
-def why_not_run(plan: fp8.Plan, world: World) -> str | None:
+def unsupported_run_reason(plan: fp8.Plan, world: World) -> str | None:
     """Return why no step of this run could be captured, with the setting to change, or None if steps can be captured.
     Conflicts between settings are rejected by config validation."""
     delayed = any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows)
@@ -229,7 +230,7 @@ def why_not_run(plan: fp8.Plan, world: World) -> str | None:
     return next((why for why, applies in obstacles.items() if applies), None)
 
 
-def why_not_model(model: nn.Module, family: models.Family, aux_loss_coef: float) -> str | None:
+def unsupported_model_reason(model: nn.Module, family: models.Family, aux_loss_coef: float) -> str | None:
     """Return why no step of this model could be captured, with the setting to change, or None if steps can be
     captured."""
     dropout = next((name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p), None)

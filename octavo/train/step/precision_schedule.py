@@ -64,7 +64,7 @@ class PrecisionSchedule:
         return self.adapt is not None or bool(self.schedule.spans)
 
     @property
-    def may_delay(self) -> bool:
+    def may_use_delayed_scaling(self) -> bool:
         """True if a layer may have amax histories in some step, by a plan or by a change of `fp8.adapt`."""
         rows = [row for plan in self.schedule.plans for row in plan.rows]
         return self.adapt is not None or any(row.recipe is not None and row.recipe.delayed is not None for row in rows)

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of the micro-batches, clipping, finiteness check, update.
 
-:mod:`octavo.fp8.dense.linear` describes the part of a linear layer in a step.
+:mod:`octavo.fp8.dense.linear` describes what a linear layer does in a step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from octavo.fp8.adapting import RecipeTrials
 from octavo.fp8.delayed import reduce_scaling_state, scale_gradient_histories
 from octavo.fp8.memory import ChunkedHead
 from octavo.fp8.observe import Health
-from octavo.fp8.proof import Check
+from octavo.fp8.proof import CorruptionChecker
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import losses
 from octavo.train.forward.forward import Forward
 from octavo.train.forward.routing import ExpertLoad
 from octavo.train.step import compile
-from octavo.train.step.cuda_graphs import Graphs
+from octavo.train.step.cuda_graphs import CudaGraphs
 from octavo.train.step.memory_report import Memory
 from octavo.train.step.optimizer import count_zeroed
 from octavo.train.step.update import AfterBackward, Loss, Update, set_lr
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Batches = Sequence[dict[str, Any]]
 VISION = ("image_encoder", "image_projector")
-SOUND = ("audio_encoder", "audio_projector")
+AUDIO = ("audio_encoder", "audio_projector")
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,15 @@ class StepResult:
     loss         cross-entropy, including label smoothing and z-loss if configured
     grad_norm    gradient norm before clipping
     tokens       tokens of the global batch, without padding
-    loss_tokens  tokens of the global batch that have a loss
+    loss_tokens  tokens of the global batch that contribute to the loss
     applied      False if the loss or the gradient norm was not finite, so the weights are unchanged
     counts, health, memory  values of this rank, or None if not requested
     aux_loss     load-balancing loss before it is multiplied by its coefficient, or None if not computed
     experts      expert load over all ranks, or None if not requested
     zeroed       number of second moments that the step rounded to zero, or None if health was not requested
-    figures      further entries of the metrics row, such as the share of `padding` in packs
-    loss_scale   factor of the losses, or None if there is no loss scaling
+    extra_metrics
+                 further entries of the metrics row, such as the share of `padding` in packs
+    loss_scale   loss scale of this step, or None without loss scaling
     overflow     True if the step was not applied because gradients overflowed FP16; the next loss scale is smaller
     """
 
@@ -79,7 +80,7 @@ class StepResult:
     aux_loss: float | None = None
     experts: Mapping[str, Any] | None = None
     zeroed: int | None = None
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    extra_metrics: Mapping[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None
     overflow: bool = False
 
@@ -91,10 +92,13 @@ class Stepper:
     aux_loss_coef  coefficient of the routers' load-balancing loss; 0 disables it
     expert_load    counts tokens per expert, or None if the model has no experts
     head           computes losses instead of logits, or None if the model does not allow it
-    delayed        True if layers may have amax histories
-    number         number of the current step
+    uses_delayed_scaling
+                   True if layers may have amax histories
+    cuda_graphs    captures and replays micro-batches (`train.cuda_graphs`), or None
+    step_number    number of the current step
     recipe_trials  tries recipes on the GEMMs of this step, for `fp8.adapt`
-    check          recomputes GEMMs of this step (`run.check_every`)
+    corruption_checker
+                   recomputes GEMMs of this step (`run.check_every`), or None
     on_progress    called with the name of each part of a step that has several long parts
     """
 
@@ -107,11 +111,11 @@ class Stepper:
     aux_loss_coef: float = 0.0
     expert_load: ExpertLoad | None = None
     head: ChunkedHead | None = None
-    delayed: bool = True
-    graphs: Graphs | None = None
-    number: int = 0
+    uses_delayed_scaling: bool = True
+    cuda_graphs: CudaGraphs | None = None
+    step_number: int = 0
     recipe_trials: RecipeTrials | None = None
-    check: Check | None = None
+    corruption_checker: CorruptionChecker | None = None
     on_progress: Callable[[str], None] = lambda part: None
 
     @classmethod
@@ -126,19 +130,20 @@ class Stepper:
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """Train on one global batch, of which `batches` are this rank's micro-batches."""
         memory = Memory(self.model, self.family) if observe.memory else None
+        checker = self.corruption_checker
         expert_load = self.expert_load if observe.experts else None
         observed = observe.gemms or observe.health or memory or expert_load
-        graphs = None if observed else self.graphs  # observers cannot see inside a graph
+        graphs = None if observed else self.cuda_graphs  # observers cannot see inside a CUDA graph
         if expert_load:
             expert_load.begin(self.world.device)
-        histories = fp8.scaling_state(self.model) if self.delayed else {}
+        histories = fp8.scaling_state(self.model) if self.uses_delayed_scaling else {}
         set_lr(self.optimizer, lr)
         with (
             compile.step(eager=observe.gemms or observe.health) if self.cfg.train.compile else nullcontext(),
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
             self.recipe_trials.attach() if self.recipe_trials else nullcontext(),
-            self.check.attach() if self.check and self.check.sites else nullcontext(),
+            checker.attach() if checker and checker.gemms else nullcontext(),
         ):
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
@@ -150,13 +155,14 @@ class Stepper:
                     for loss in self.iter_losses(batch, denominator, share, memory):
                         self.update.backward(loss)
                         del loss  # with the parts of its graph that backward does not free
-                if self.check:
-                    self.check.check_weight_codes(self.model)
+                if checker:
+                    checker.check_weight_codes(self.model)
                 outcome = self.update.step()  # norm, finiteness check, clipping, update
-        if not outcome.applied and histories:  # undo a skipped step's amaxes, and the codes cast with them
+        if not outcome.applied and histories:
+            # Roll back the amax histories of the skipped step, and drop the weights quantized with them.
             fp8.load_scaling_state(self.model, histories)
             fp8.invalidate(self.model)
-        kinds = memory.report(self.optimizer) if memory else None
+        memory_bytes = memory.report(self.optimizer) if memory else None
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
             reduce_scaling_state(self.model)
@@ -164,12 +170,12 @@ class Stepper:
         scale, overflow = self._update_loss_scale(outcome.applied, math.isfinite(loss + aux))
         padding = {"padding": 1 - float(totals[1]) / float(totals[3])} if self.cfg.data.packing else {}
         return StepResult(
-            loss, float(outcome.norm), int(totals[1]), int(totals[2]), outcome.applied, counts, health, kinds,
+            loss, float(outcome.norm), int(totals[1]), int(totals[2]), outcome.applied, counts, health, memory_bytes,
             aux if self.aux_loss_coef else None, expert_load.end(self.world) if expert_load else None,
             int(sum(zeroed)) if zeroed else None, padding, scale, overflow,
         )  # fmt: skip
 
-    def _replay_graph(self, graphs: Graphs, batch: dict[str, Any], denominator: float) -> bool:
+    def _replay_graph(self, graphs: CudaGraphs, batch: dict[str, Any], denominator: float) -> bool:
         """Replay the micro-batch as a CUDA graph. Returns False if it must run eagerly."""
         scale = self.update.scale
         parts = graphs.run(batch, *self.loss_positions(batch, denominator), None if scale is None else scale.value)
@@ -200,7 +206,7 @@ class Stepper:
     def compute_loss(
         self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None
     ) -> Loss:
-        """Return the loss of one micro-batch, which has ``share`` of the step's tokens."""
+        """Return the loss of one micro-batch, which holds the fraction ``share`` of the step's tokens."""
         if self.expert_load:
             self.expert_load.batch(batch, self.world.device, self.forward.part(batch))
         keep, target, weight = self.loss_positions(batch, denominator)
@@ -241,13 +247,13 @@ class Stepper:
         head = self.head.losses(target, label_smoothing=smoothing, z_loss=z_loss) if self.head else nullcontext()
         with head as chunked:
             if self.aux_loss_coef:
-                logits, aux = self.forward.balanced(batch, keep)
+                output, aux = self.forward.balanced(batch, keep)
             else:
-                logits, aux = self.forward(batch, keep), None
+                output, aux = self.forward(batch, keep), None
             if chunked is None:
                 on_device = target.to(self.world.device)
-                return losses.cross_entropy(logits, on_device, label_smoothing=smoothing, z_loss=z_loss), aux
-            return chunked.take(logits), aux
+                return losses.cross_entropy(output, on_device, label_smoothing=smoothing, z_loss=z_loss), aux
+            return chunked.checked_losses(output), aux
 
     def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
         """Run forward and backward of one micro-batch outside a step; gradients stay in `.grad`."""
@@ -256,20 +262,23 @@ class Stepper:
         (total if scale is None else total * scale.value).backward()
 
     def totals(self, batches: Batches) -> Tensor:
-        """Return [loss denominator, tokens, loss tokens, places in packs], summed over ranks; ranks that share rows
-        count once. One collective, before the first backward. Raises TrainError if ranks planned different packs."""
+        """Return [loss denominator, tokens, loss tokens, token slots in packs (padding included)], summed over ranks;
+        ranks that share rows count once. One collective, before the first backward. Raises TrainError if ranks planned
+        different packs."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
         tokens, loss_tokens = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
         packs = [edges_of(batch) for batch in batches]
-        places = sum(edges[-1] for edges, meta in zip(packs, metas, strict=True) if edges is not None and meta.rows)
-        plan = batches[0]["boundaries"].plan if "boundaries" in batches[0] else 0
-        counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, loss_tokens, places]
+        token_slots = sum(
+            edges[-1] for edges, meta in zip(packs, metas, strict=True) if edges is not None and meta.rows
+        )
+        packing_checksum = batches[0]["boundaries"].packing_checksum if "boundaries" in batches[0] else 0
+        counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, loss_tokens, token_slots]
         # Ranks that share rows see the same tokens, so only the first of them counts.
         is_first_context_rank = self.world.context_rank == 0
-        local_counts = [*(count if is_first_context_rank else 0 for count in counts), plan]
-        *sums, plans = self.world.sum(torch.tensor(local_counts, dtype=torch.float64)).split([1, 1, 1, 1, 1])
-        if float(plans) != plan * self.world.size:
+        local_counts = [*(count if is_first_context_rank else 0 for count in counts), packing_checksum]
+        *sums, checksums = self.world.sum(torch.tensor(local_counts, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        if float(checksums) != packing_checksum * self.world.size:
             raise TrainError(
                 f"ranks disagree on the packs of the same rows (this is rank {self.world.rank}): their data, or the "
                 "token counts in their data caches, differ. Empty data.cache on every machine and start again"
@@ -286,10 +295,10 @@ class Stepper:
 
     def count_forwards(self, batches: Batches) -> dict[str, int]:
         """Return, by component, how many of this rank's micro-batches run it: vision runs for micro-batches with an
-        image on this rank, audio for those with a sound."""
+        image on this rank, audio for those with audio."""
         with_image = sum(self.forward.has_images_here(batch) for batch in batches)
-        with_sound = sum(batch["meta"].has_sound for batch in batches)
-        reached = dict.fromkeys(VISION, with_image) | dict.fromkeys(SOUND, with_sound)
+        with_audio = sum(batch["meta"].has_audio for batch in batches)
+        reached = dict.fromkeys(VISION, with_image) | dict.fromkeys(AUDIO, with_audio)
         return {component: reached.get(component, len(batches)) for component in self.family.components}
 
 

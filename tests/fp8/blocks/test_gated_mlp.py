@@ -485,7 +485,7 @@ def test_bias_gradients_are_summed_in_fp32_under_autocast(monkeypatch):
 
 def test_functorch_transforms_run_separate_layers():
     _, twin = pair()
-    with pytest.raises(RuntimeError, match="gate_proj' was called under a transform of torch.func"):
+    with pytest.raises(RuntimeError, match="gate_proj' was called inside a torch.func transform"):
         torch.func.grad(lambda x: twin(x).sum())(torch.randn(5, 72))
 
 

@@ -184,7 +184,7 @@ def test_module_can_save_and_fuse():
     other = results["model.layers.1.self_attn"]
     assert not other.saves and "high precision" in other.why
     fp8.apply(model, plan)
-    assert "_source" not in model.model.layers[1].self_attn.o_proj.__dict__
+    assert "_recompute_input" not in model.model.layers[1].self_attn.o_proj.__dict__
 
 
 def test_saves_codes_with_frozen_or_no_fp8_layers():

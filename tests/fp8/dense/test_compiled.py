@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.fp8.dense import delayed
-from octavo.fp8.dense.gemms import Site, select_backends
+from octavo.fp8.dense.gemms import LayerGemms, select_backends
 from octavo.fp8.metrics import calc_diff
 from tests import ranks
 
@@ -54,7 +54,7 @@ def convert(model: nn.Module, recipe: str | fp8.Recipe, backend: str = "auto") -
     chosen = recipe if isinstance(recipe, fp8.Recipe) else fp8.recipe(recipe)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            delayed.convert(module, Site(name, chosen, select_backends(chosen, CPU, backend)))
+            delayed.convert(module, LayerGemms(name, chosen, select_backends(chosen, CPU, backend)))
     return model
 
 

@@ -439,9 +439,7 @@ def test_functorch_transforms_are_rejected():
         lambda: torch.func.vmap(m)(x.unsqueeze(1)),
         lambda: torch.func.jvp(m, (x,), (x,)),
     ):
-        with pytest.raises(
-            RuntimeError, match="'0' was called under a transform of torch.func.*only by torch.autograd"
-        ):
+        with pytest.raises(RuntimeError, match="'0' was called inside a torch.func transform.*only torch.autograd"):
             run()
     with fp8.high_precision(m):
         assert torch.func.grad(lambda x: m(x).sum())(x).shape == x.shape

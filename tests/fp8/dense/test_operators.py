@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo import fp8
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize, scale_fp32
 from octavo.fp8.dense import compiled
-from octavo.fp8.dense.gemms import Site, select_backends
+from octavo.fp8.dense.gemms import LayerGemms, select_backends
 from octavo.fp8.kernels import layout, registry
 from octavo.fp8.weights import cache as weights
 from tests.fp8.kernels.laid_out import laid_out
@@ -28,7 +28,7 @@ SPECS = [
 
 
 def key_of(recipe: fp8.Recipe, backend: str = "auto") -> str:
-    return Site("layer", recipe, select_backends(recipe, CPU, backend)).key
+    return LayerGemms("layer", recipe, select_backends(recipe, CPU, backend)).key
 
 
 def named(name: str, **options: str) -> fp8.Recipe:
@@ -80,7 +80,7 @@ def test_codes_in_layout_are_packed_without_copy(spec, contract):
 
 
 def test_key_has_only_backends_and_casts():
-    a, b = (Site(name, named("blockwise"), select_backends(named("blockwise"), CPU)) for name in ("a", "b"))
+    a, b = (LayerGemms(name, named("blockwise"), select_backends(named("blockwise"), CPU)) for name in ("a", "b"))
     ran = f"reference@{layout.REVISION}"
     square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
     assert a.key == b.key == f"{ran}:{square}|{ran}:{square}|{ran}:{tall}"
@@ -176,7 +176,7 @@ def test_second_derivative_is_rejected():
 def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
     created = torch.nn.Linear(k, n, bias=False)
     recipe = named(name)
-    return fp8.Linear.convert(created, Site("layer", recipe, select_backends(recipe, CPU)))
+    return fp8.Linear.convert(created, LayerGemms("layer", recipe, select_backends(recipe, CPU)))
 
 
 def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:

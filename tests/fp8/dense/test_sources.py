@@ -8,7 +8,7 @@ from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.blocks import attention_output, grouped_attention
 from octavo.fp8.dense import inputs, sources
-from octavo.fp8.dense.inputs import Source, drop_entries
+from octavo.fp8.dense.inputs import Recomputable, drop_entries
 from octavo.fp8.dense.sources import SPEC
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.planning import unfuse
@@ -55,7 +55,7 @@ def run(module, x, again=None, lowered=False, grad=True):
         if again is None:
             y = module(x)
         else:
-            with inputs.with_source(x, again):
+            with inputs.with_recomputable(x, again):
                 y = module(x)
     (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
     saved = [t for t in saved if t is not module.weight]
@@ -73,7 +73,7 @@ CASES = [
 @pytest.mark.parametrize(("recipe", "policy"), CASES)
 def test_recomputed_input_gives_same_gradients(recipe, policy, lowered):
     x = torch.randn(3, 7, 96)
-    half = Source((x.half(),), lambda t: t.float())  # a source that keeps something else than x
+    half = Recomputable((x.half(),), lambda t: t.float())  # a source that keeps something else than x
     x, layers = x.half().float(), [layer(recipe, **policy) for _ in range(2)]
     for module in layers:
         run(module, 7 * x, None, lowered)  # a history whose scale is not that of x
@@ -90,29 +90,31 @@ def test_frozen_weight_uses_no_source(recipe):
     module = layer(recipe)
     module.weight.requires_grad_(False)
     x = torch.randn(5, 96)
-    (_, saved), again = run(module, x, Source((x,), lambda t: t)), []
+    (_, saved), again = run(module, x, Recomputable((x,), lambda t: t)), []
     assert not any(t.shape == x.shape for t in saved) and not again
 
 
 def test_source_belongs_to_tensor_itself():
     x, y = torch.randn(4, 96), torch.randn(4, 96)
-    source = Source((x,), lambda t: t)
-    with inputs.with_source(x, source):
+    source = Recomputable((x,), lambda t: t)
+    with inputs.with_recomputable(x, source):
         assert (
-            inputs.get_source(x) is source and inputs.get_source(y) is None and inputs.get_source(x.view(4, 96)) is None
+            inputs.get_recomputable(x) is source
+            and inputs.get_recomputable(y) is None
+            and inputs.get_recomputable(x.view(4, 96)) is None
         )
-        with inputs.with_source(y, source):
-            assert inputs.get_source(y) is source and inputs.get_source(x) is None
-        assert inputs.get_source(x) is source
+        with inputs.with_recomputable(y, source):
+            assert inputs.get_recomputable(y) is source and inputs.get_recomputable(x) is None
+        assert inputs.get_recomputable(x) is source
         x.add_(1)
-        assert inputs.get_source(x) is None
-    assert inputs.get_source(y) is None
+        assert inputs.get_recomputable(x) is None
+    assert inputs.get_recomputable(y) is None
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
 def test_health_and_counts_are_unchanged(recipe):
     x, figures = torch.randn(9, 96), []
-    for again in (None, Source((x,), lambda t: t)):
+    for again in (None, Recomputable((x,), lambda t: t)):
         module = layer(recipe)
         with fp8.count_gemms() as counts, fp8.health() as h:
             run(module, x, again)
@@ -192,9 +194,9 @@ def test_copied_attention_output_is_saved_as_codes():
 
 def test_unfuse_removes_source():
     model = attention(activations="fp8")
-    assert "_source" in model[0].o_proj.__dict__
+    assert "_recompute_input" in model[0].o_proj.__dict__
     unfuse(model)
-    assert "_source" not in model[0].o_proj.__dict__
+    assert "_recompute_input" not in model[0].o_proj.__dict__
 
 
 def test_v_does_not_keep_q_and_k_alive():

@@ -236,7 +236,7 @@ def test_candidates_include_registry_choice(monkeypatch):
         "dgrad": "reference",
         "wgrad": "reference",
     }
-    assert row.selections["fwd"].reason == "the fastest as measured"
+    assert row.selections["fwd"].reason == "fastest in the measurements"
     assert row.selections["dgrad"].rejected == (("half", "it has a forward of 64 tokens alone"),)
 
 

@@ -57,7 +57,7 @@ def test_supported_families_return_losses(family: str):
     head = chunk_head(model)
     assert isinstance(head, ChunkedHead) and isinstance(head, nn.Linear) and list(model.state_dict()) == names
     with head.losses(target) as given:
-        loss = given.take(model(**inputs).logits)
+        loss = given.checked_losses(model(**inputs).logits)
     torch.testing.assert_close(loss, want, rtol=2e-6, atol=4e-6)
     loss.sum().backward()
     assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
@@ -90,7 +90,7 @@ def test_options_reach_the_loss():
     logits = model(**inputs).logits
     want = plain_losses(logits, target, label_smoothing=0.1) + 0.01 * logits.logsumexp(-1) ** 2 * (target != IGNORE)
     with chunk_head(model).losses(target, label_smoothing=0.1, z_loss=0.01, chunk=1) as given:
-        torch.testing.assert_close(given.take(model(**inputs).logits), want, rtol=2e-6, atol=4e-6)
+        torch.testing.assert_close(given.checked_losses(model(**inputs).logits), want, rtol=2e-6, atol=4e-6)
 
 
 def test_log_probabilities_and_entropy_at_a_temperature():
@@ -99,11 +99,11 @@ def test_log_probabilities_and_entropy_at_a_temperature():
     known = target != IGNORE
     want = logs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * known
     with chunk_head(model).log_probs(target, temperature=0.7, entropy=True, chunk=1) as given:
-        found = given.take(model(**inputs).logits)
+        found = given.checked_losses(model(**inputs).logits)
     torch.testing.assert_close(found, want, rtol=2e-6, atol=4e-6)
     torch.testing.assert_close(given.entropy, -(logs.exp() * logs).sum(-1) * known, rtol=2e-6, atol=4e-6)
     with chunk_head(model).log_probs(target) as given:
-        given.take(model(**inputs).logits).sum().backward()
+        given.checked_losses(model(**inputs).logits).sum().backward()
     assert given.entropy is None and model.get_output_embeddings().weight.grad is not None
 
 
@@ -148,7 +148,7 @@ def test_fake_tensors_are_supported():
         head = chunk_head(model)
         with head.losses(target) as given:
             loss = model(**inputs).logits
-        given.take(loss).sum().backward()
+        given.checked_losses(loss).sum().backward()
     assert loss.shape == (2, 3) and model.lm_head.weight.grad.shape == model.lm_head.weight.shape
 
 
@@ -159,11 +159,11 @@ def test_modified_losses_are_detected_at_each_step():
         with head.losses(target) as given:
             logits = change(model(**inputs).logits)
         with pytest.raises(RuntimeError, match="Use full logits with this model"):
-            given.take(logits)
+            given.checked_losses(logits)
     with head.losses(target) as given:
         pass
     with pytest.raises(RuntimeError, match="was not called"):
-        given.take(torch.zeros(2, 3))
+        given.checked_losses(torch.zeros(2, 3))
 
 
 def test_misuse_is_reported():
@@ -200,7 +200,7 @@ def test_copies_pickles_and_unswap():
         again = pickle.loads(pickle.dumps(head))
     assert torch.equal(twin(**inputs).logits, want) and isinstance(again, ChunkedHead)
     with twin.lm_head.losses(target) as given:
-        assert given.take(twin(**inputs).logits).shape == (2, 3)
+        assert given.checked_losses(twin(**inputs).logits).shape == (2, 3)
     unswap(head)
     assert type(head) is nn.Linear and torch.equal(model(**inputs).logits, want)
 
@@ -218,7 +218,7 @@ def test_fsdp_gathers_weight_in_head_forward(mesh_of_one):
     for _ in range(2):  # the second step meets weights that were resharded
         model.zero_grad(set_to_none=True)
         with head.losses(target) as given:
-            loss = given.take(model(**inputs).logits)
+            loss = given.checked_losses(model(**inputs).logits)
         torch.testing.assert_close(loss, want, rtol=2e-6, atol=4e-6)
         loss.sum().backward()
     for name, parameter in model.named_parameters():

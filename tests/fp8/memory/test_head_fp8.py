@@ -35,7 +35,7 @@ def results(model: nn.Module, chunk: int | None, seed: int = 0) -> list[Tensor]:
         head = chunk_head(model)
         assert isinstance(head, ChunkedHead)
         with head.losses(target, chunk=chunk) as given:
-            each = given.take(model(**inputs).logits)
+            each = given.checked_losses(model(**inputs).logits)
     each.sum().backward()
     return [each.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -137,7 +137,7 @@ def test_no_targets_and_frozen_weight():
     model, _ = planned()
     inputs, target = asked()
     with chunk_head(model).losses(torch.full_like(target, -100)) as given:
-        loss = given.take(model(**inputs).logits)
+        loss = given.checked_losses(model(**inputs).logits)
     loss.sum().backward()
     assert not loss.any() and not model.lm_head.weight.grad.any()
     model.lm_head.weight.requires_grad_(False)

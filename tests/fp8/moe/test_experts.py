@@ -122,9 +122,9 @@ def test_codes_are_cached_and_renewed():
     before = ours(*routed())
     ours.load_state_dict({k: 2 * v for k, v in ours.state_dict().items()})
     assert torch.allclose(ours(*routed()), ours(*routed())) and not torch.allclose(before, ours(*routed()))
-    assert len(ours._weight_codes()["gate_up_proj"]) == 1, "all experts in one"
+    assert len(ours._weight_caches()["gate_up_proj"]) == 1, "all experts in one"
     ours.to(torch.bfloat16)
-    assert len(ours._weight_codes()["gate_up_proj"]) == 0
+    assert len(ours._weight_caches()["gate_up_proj"]) == 0
 
 
 def test_projection_can_stay_in_high_precision():

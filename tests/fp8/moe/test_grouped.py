@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.arithmetic.cast import scale_fp32
-from octavo.fp8.dense.gemms import Site
+from octavo.fp8.dense.gemms import LayerGemms
 from octavo.fp8.kernels import reference_grouped, registry
 from octavo.fp8.kernels.groups import TILE, expert_spans, group_rows, real_rows, select_expert
 from octavo.fp8.kernels.reference import ReferenceBackend
@@ -160,7 +160,7 @@ def converted(block, chosen, backend="reference"):
     device = block.gate_up_proj.device
     grouped = {g: registry.select(f"grouped_{g}", recipe_or_spec=chosen, device=device, requested=backend)
                for g in ("fwd", "dgrad", "wgrad") if chosen.gemm(g) is not None}  # fmt: skip
-    return Experts.convert(block, {name: Site(name, chosen, grouped) for name in moe.PROJECTIONS})
+    return Experts.convert(block, {name: LayerGemms(name, chosen, grouped) for name in moe.PROJECTIONS})
 
 
 def inputs(name, top_k, dtype=torch.float32):

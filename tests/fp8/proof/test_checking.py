@@ -16,7 +16,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.observe import recorder
-from octavo.fp8.proof import Check, CheckedGemm, check_size, checking, comparing, fp8_gemms, select_gemms
+from octavo.fp8.proof import CheckedGemm, CorruptionChecker, check_size, checking, comparing, fp8_gemms, select_gemms
 
 ALL = tuple(CheckedGemm("one", gemm) for gemm in ("fwd", "dgrad", "wgrad"))
 
@@ -78,7 +78,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 
 def trained(
-    recipe: str, check: Check | None, backend: str = "auto", between: Any = None, x: Any = None
+    recipe: str, check: CorruptionChecker | None, backend: str = "auto", between: Any = None, x: Any = None
 ) -> list[Tensor]:
     """A forward and backward of a layer [200, 136] on 150 rows: y, dx, dw."""
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def trained(
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
 def test_check_finds_nothing_and_changes_nothing(recipe: str) -> None:
-    check = Check(ALL)
+    check = CorruptionChecker(ALL)
     with_check, without = trained(recipe, check), trained(recipe, None)
     assert all(torch.equal(a, b) for a, b in zip(with_check, without, strict=True))
     assert check.faults == [] and check.done.products == 3 and check.done.unsteady == 0
@@ -113,19 +113,19 @@ def test_overflow_is_not_a_fault() -> None:
     x = torch.randn(150, 136)
     x[3, 5], x[4, 6] = float("nan"), float("inf")
     for recipe in ("blockwise", "tensorwise"):
-        check = Check(ALL)
+        check = CorruptionChecker(ALL)
         trained(recipe, check, x=x.clone())
         assert check.faults == [] and check.done.products == 3
 
 
 def test_unchecked_layers_have_no_overhead() -> None:
-    check = Check([CheckedGemm("another", "fwd")])
+    check = CorruptionChecker([CheckedGemm("another", "fwd")])
     trained("blockwise", check)
     assert check.done.products == 0
     with check.attach():
         assert not recorder.begin("one", True, True, True).keeps_x
         assert not recorder.is_watching(), "blocks stay fused"
-        with pytest.raises(RuntimeError, match="one checker"), Check(ALL).attach():
+        with pytest.raises(RuntimeError, match="one checker"), CorruptionChecker(ALL).attach():
             pass
 
 
@@ -150,7 +150,7 @@ def test_flipped_bit_of_cast_is_found(faulty: Faulty, recipe, shape, part, at, w
         once(q.data)
 
     faulty.cast = cast
-    check = Check([CheckedGemm("one", gemm)])
+    check = CorruptionChecker([CheckedGemm("one", gemm)])
     trained(recipe, check, backend="faulty")
     (fault,) = check.faults
     found = fault.difference
@@ -166,7 +166,7 @@ def test_changed_codes_are_found(faulty: Faulty) -> None:
     """Memory that loses a bit between forward and backward: what wgrad multiplies is no more what x casts to."""
     kept: list[Quantized] = []
     faulty.cast = lambda q: kept.append(q) if tuple(q.data.shape) == (150, 136) else None
-    check = Check([CheckedGemm("one", "wgrad")])
+    check = CorruptionChecker([CheckedGemm("one", "wgrad")])
     trained("blockwise", check, "faulty", lambda y: [flip(q.data.data, (5, 6), 3) for q in kept])
     assert [f.difference.what for f in check.faults] == ["a code of x"]
 
@@ -177,7 +177,7 @@ def test_flipped_bit_of_product_is_found(faulty: Faulty, gemm: str) -> None:
     shape = {"fwd": (150, 200), "dgrad": (150, 136), "wgrad": (200, 136)}[gemm]
     once = Once(shape, lambda out: flip(out, (shape[0] - 1, 3), 0))
     faulty.product = lambda name, out: once(out) if name == gemm else None
-    check = Check(ALL)
+    check = CorruptionChecker(ALL)
     trained("blockwise", check, backend="faulty")
     (fault,) = check.faults
     assert fault.site == ("one", gemm) and fault.difference.at == (shape[0] - 1, 3) and fault.difference.bits == 1
@@ -190,7 +190,7 @@ def test_systematic_error_is_found(faulty: Faulty) -> None:
     faulty.product = lambda gemm, out: out[:64].mul_(1.5) if gemm == "wgrad" else None
     found = []
     for draw in range(8):
-        check = Check(ALL, draw)
+        check = CorruptionChecker(ALL, draw)
         trained("blockwise", check, backend="faulty")
         found += check.faults
     assert 0 < len(found) < 8, "rows from 128 on are as they should be"
@@ -201,7 +201,7 @@ def test_systematic_error_is_found(faulty: Faulty) -> None:
 def test_nondeterministic_kernel_is_not_reported(faulty: Faulty) -> None:
     draw = random.Random(0)
     faulty.product = lambda gemm, out: out.mul_(1 + 1e-6 * draw.random())
-    check = Check(ALL)
+    check = CorruptionChecker(ALL)
     trained("blockwise", check, backend="faulty")
     assert check.faults == [] and check.done.unsteady == 3
 

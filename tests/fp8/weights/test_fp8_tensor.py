@@ -68,7 +68,7 @@ def same(a, b):
 
 
 def casts(model):
-    caches = {id(c): c for m in model.modules() if isinstance(m, fp8.Linear) for c in m._weight_codes().values()}
+    caches = {id(c): c for m in model.modules() if isinstance(m, fp8.Linear) for c in m._weight_caches().values()}
     return sum(c.casts for c in caches.values())
 
 

@@ -257,7 +257,7 @@ def test_experts_use_gathered_shards(mesh_of_one):
             optimizer.zero_grad()
             losses.append(loss.item())
         if shard:
-            assert all(len(c) == 0 for c in model.experts._weight_codes().values())
+            assert all(len(c) == 0 for c in model.experts._weight_caches().values())
         results.append(losses)
     assert results[0] == results[1]
 

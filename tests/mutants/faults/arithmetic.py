@@ -188,7 +188,7 @@ area(
     ),
     (
         "decode-while-training", "fp8/dense/linear.py",
-        "DENSE_OPS if grad else INFERENCE_OPS", "INFERENCE_OPS",
+        "DENSE_OPS if grad_enabled else INFERENCE_OPS", "INFERENCE_OPS",
         "a forward with a gradient takes the kernel of a rollout, and its bits change with it",
         "fp8/kernels/test_decode.py",
     ),
@@ -405,7 +405,7 @@ area(
     ),
     (
         "gather-reduces-fp32", "parallel/shard.py",
-        "reduce_dtype=gather", "reduce_dtype=torch.float32",
+        "reduce_dtype=gather_dtype", "reduce_dtype=torch.float32",
         "gradients cross the wire in fp32 though BF16 was asked for",
         "parallel/test_gather.py",
     ),

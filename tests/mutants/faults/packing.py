@@ -74,7 +74,7 @@ area(
     ),
     (
         "packs-other-plans", "train/step/step.py",
-        "if float(plans) != plan * self.world.size:", "if False:",
+        "if float(checksums) != packing_checksum * self.world.size:", "if False:",
         "ranks that planned other packs train on",
         "train/test_packing.py",
     ),

@@ -87,7 +87,7 @@ area(
     ),
     (
         'asked-and-not-met', 'fp8/planning/decide.py',
-        'check_requests(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)',
+        'check_requests(policy, rows, {row.name for row, _, why_not in layer_decisions if why_not is None}, step)',
         'None',
         'a component that asks for FP8 and cannot run in it stays in high precision in silence',
         'fp8/test_plan.py',

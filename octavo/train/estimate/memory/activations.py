@@ -217,7 +217,7 @@ def _compute_loss(
     else:
         with head.losses(target, **smoothing, chunk=target.numel()) as head_loss:
             out = model(**batch, **trim, use_cache=False)
-            loss = head_loss.take(out.logits).sum()
+            loss = head_loss.checked_losses(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
 
@@ -234,7 +234,7 @@ def _log_prob_loss(
     entropy = cfg.train.phase == "rl"
     if head is not None:
         with head.log_probs(target, entropy=entropy, chunk=target.numel()) as head_loss:
-            return head_loss.take(model(**batch, **options).logits).sum()
+            return head_loss.checked_losses(model(**batch, **options).logits).sum()
     logits = model(**batch, **options).logits
     return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
