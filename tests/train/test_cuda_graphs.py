@@ -269,7 +269,7 @@ def test_without_masks_is_without_them_and_refuses_windows(place: Path) -> None:
     hook.remove()
     assert seen == [None, None, None] and model.config._attn_implementation == name
     model.config.layer_types = ["sliding_attention", *model.config.layer_types[1:]]
-    with pytest.raises(models.ModelError, match="layers of sliding_attention"), models.disable_masks(model):
+    with pytest.raises(models.ModelError, match="layers of type sliding_attention"), models.disable_masks(model):
         pass
 
 

@@ -241,7 +241,7 @@ def test_a_model_whose_samples_would_mix_is_refused_before_a_weight_is_read(mixe
         (folder / file.name).symlink_to(file)
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(PlanError, match=r"data\.packing: true cannot be: .* layers of sliding_attention"):
+    with pytest.raises(PlanError, match=r"data\.packing: true cannot be: .* layers of type sliding_attention"):
         train.run(mixed(f"model.path={folder}", f"data.train=[{{path: {talk(tmp_path)}}}]", "data.eval=[]"))
 
 

@@ -300,7 +300,7 @@ area(
     ),
     (
         "adamw-eps-place", "fp8/optim/update.py",
-        "root(v) * s.root + s.eps", "(root(v) + s.eps) * s.root",
+        "sqrt(v) * s.root + s.eps", "(sqrt(v) + s.eps) * s.root",
         "eps is added before the correction in the reference",
         "fp8/arithmetic/test_adamw.py",
     ),

@@ -44,7 +44,7 @@ area(
     ),
     (
         "shared-input-never-forgotten", "fp8/shared_input.py",
-        "for memo in list(_thread_caches): memo.entry = None", "for memo in (): memo.entry = None",
+        "for cache in list(_thread_caches):", "for cache in ():",
         "codes of an input outlive an optimizer step",
         "fp8/dense/test_inputs.py",
     ),
@@ -434,7 +434,7 @@ area(
     ),
     (
         'compare-reuses-other-runs', 'report/trial/reuse.py',
-        '_differences(comparable(load_config(saved)), comparable(run.cfg))',
+        '_differences(comparable_settings(load_config(saved)), comparable_settings(run.cfg))',
         '[]',
         "runs of another configuration are taken for this one's",
         'report/test_compare.py',
