@@ -63,7 +63,7 @@ def percent(share: float, sign: bool = True) -> str:
 
 
 def power(result: Mapping[str, Any]) -> str:
-    lines = ["| design | units | assumed to scatter by | expected interval | chance to pass | units for 80 % |",
+    lines = ["| design | units | assumed standard deviation | expected interval | chance to pass | units for 80 % |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for one in result["power"][-1]["designs"]:
         needed = "more than 100,000" if one["units_for_80"] is None else f"{one['units_for_80']:,}"

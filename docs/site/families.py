@@ -28,17 +28,17 @@ HEAD = """# Families
 
 Octavo describes a model by its structure: decoder, output projection and towers are taken from the model's own methods,
 and the remaining modules are the projector. So unlisted families can be planned, and a model that breaks a rule is
-refused with that rule. Training needs more: Octavo must be able to turn the family's images or sounds into batches, and
-the collation must know its masks and positions.
+refused with that rule. Training requires more: Octavo must be able to turn the family's images or sounds into
+batches, with its masks and positions.
 
 - **trains**: `octavo train` accepts it; [the first table](#what-trains) lists what was tested.
 - **planned only**: `octavo plan` and `octavo.fp8.plan` show its layers by component; `octavo train` refuses it, for
   the reason in the table.
 - **refused**: a rule did not find its parts. `octavo.fp8` plans it without components, by conventional names.
-- **not built**: transformers cannot build it from its default configuration, so nothing is known here; a released model
-  of the family may still be described from its folder.
+- **not built**: transformers cannot build it from its default configuration, so it could not be examined; a released
+  model of the family may still be described from its folder.
 
-The table is of transformers {version}, from default configurations on the meta device; `octavo doctor --families`
+The table is for transformers {version}, from default configurations on the meta device; `octavo doctor --families`
 prints it for the installed version. Names are as in `named_modules`, rules, `freeze` and plans; the projector `model`
 means single parameters of that module. Towers after a vision tower take audio. The image token is the default
 configuration's.
@@ -51,15 +51,15 @@ Each family was tested with the checkpoint that `octavo tiny` writes: the family
 with small sizes and random weights. It trains 20 steps in FP8 in `tests/train/test_seeing.py` or `test_hearing.py`,
 where GEMMs are counted and compared with the plan, and its `hf/` gives the same logits in the classes named here:
 transformers', or Octavo's if transformers has none (see [LLaVA-OneVision-1.5](onevision.md) and [NVILA](nvila.md)).
-`tests/models/test_packed.py` compares packed rows with single ones. Every family may train on several ranks; tested are
-the families in `tests/parallel/test_towers.py`, with sharded towers, and in `tests/parallel/test_context_models.py`,
-with shared rows.
+`tests/models/test_packed.py` compares packed rows with single ones. Every family may train on several ranks;
+`tests/parallel/test_towers.py` tests sharded towers of several families, and `tests/parallel/test_context_models.py`
+shared rows.
 
 No released weights were read. The sizes, processor files and chat template of a released folder are used as they are,
 and are untested; the last column lists facts that were inferred as well.
 
 {trained}
-## All of them
+## All families
 
 """
 

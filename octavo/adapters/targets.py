@@ -8,8 +8,7 @@ A pattern is one of
     a suffix      "q_proj", "self_attn.q_proj": PEFT's target modules
 
 The results are full names, so that an adapter has the same modules wherever it is loaded. Some linear layers cannot
-have an
-adapter: see :data:`UNADAPTABLE`.
+have an adapter: see :data:`UNADAPTABLE`.
 """
 
 from __future__ import annotations

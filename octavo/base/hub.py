@@ -33,8 +33,8 @@ class HubError(ValueError):
 
 def is_name(text: str, folder: str | Path | None = None) -> bool:
     """Return whether a path is a repository's name: two words with a slash between, and no existing file or folder.
-    With the
-    `folder` of a configuration, a path into an existing folder is not a name either, but probably a misspelled path."""
+    With the `folder` of a configuration, a path into an existing folder is not a name either, but probably a misspelled
+    path."""
     if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.ALL_FILES) or ".." in text:
         return False
     return not (Path(text) if folder is None else Path(folder) / text.partition("/")[0]).exists()

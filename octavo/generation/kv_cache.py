@@ -129,8 +129,7 @@ class Cache:
 
     def attend(self, layer: int, q: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
         """Compute attention of one query [R, H, dim] for each of R sequences over its `lengths` [R] tokens, in the
-        pages of
-        `table` int32 [R, n]. Needs kernels."""
+        pages of `table` int32 [R, n]. Needs kernels."""
         assert self.kernels is not None
         q = q.to(self.dtype)
         return self.kernels.attend(q, self.codes[layer], self._scales_of(layer), table, lengths, scale, self.page)
@@ -150,8 +149,7 @@ class Cache:
 
     def read_runs(self, layer: int, count: int, pages: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [heads, count, end - begin, dim] of the tokens from `begin` to `end` in each of the
-        first
-        `count` runs of `pages` pages."""
+        first `count` runs of `pages` pages."""
 
         def part(x: Tensor) -> Tensor:
             run = pages * self.page

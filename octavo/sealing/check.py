@@ -34,8 +34,8 @@ _FORWARD = {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", 
 
 def check_structure(folder: Path, key: Key, largest: int | None = None) -> float | None:
     """Return the largest difference of logits relative to the largest logit, or None if even the few blocks take more
-    than
-    `largest` bytes (by default a quarter of this machine's memory). Raises SealError if plain and sealed differ."""
+    than `largest` bytes (by default a quarter of this machine's memory). Raises SealError if plain and sealed
+    differ."""
     if largest is None:
         largest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     config = _shorten(models.read_config(folder))

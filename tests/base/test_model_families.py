@@ -70,6 +70,7 @@ def test_family_is_added_by_record_processor_and_checkpoint(tmp_path, monkeypatc
     library = pytest.importorskip("transformers.models.exaone4_5.processing_exaone4_5")
     from transformers import Exaone4_5_Config
 
+    monkeypatch.delitem(RECORDS, "exaone4_5", raising=False)
     assert "Octavo knows neither its image processor" in models.why_not_trained(Exaone4_5_Config())
 
     # 1. the record
@@ -86,9 +87,8 @@ def test_family_is_added_by_record_processor_and_checkpoint(tmp_path, monkeypatc
     files = processor_files("Exaone4_5_Processor", "Qwen2VLImageProcessor", PAIRS, "Qwen2VLVideoProcessor")
 
     def exaone4_5(size, vocab, ids):
-        decoder = decoder_fields(
-            size, vocab, sliding_window=None, layer_types=["full_attention"] * 2, model_type="exaone4"
-        )
+        decoder = decoder_fields(size, vocab, sliding_window=None, model_type="exaone4")
+        decoder["layer_types"] = ["full_attention"] * decoder["num_hidden_layers"]
         tower = qwen_vision_fields(decoder["hidden_size"], depth=2, intermediate_size=128, num_key_value_heads=2)
         tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
         names = {name: vision_ids(ids)[name] for name in ("image_token_id", "video_token_id")}

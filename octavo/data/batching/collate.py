@@ -128,8 +128,7 @@ def collate_pack(
     samples: Sequence[Sample], pad_id: int, capacity: int, packing_checksum: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
     """Collate samples to a batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not
-    beyond
-    `capacity`; a pack that several `ranks` share is padded to a multiple of 128 for each rank, for any capacity.
+    beyond `capacity`; a pack that several `ranks` share is padded to a multiple of 128 for each rank, for any capacity.
 
     As `collate` with shapes [1, T], and with `boundaries` in place of the mask. Padding and the first token of each
     sample have no label, because no token of the same sample precedes it. Without samples the row is only padding.

@@ -1,10 +1,9 @@
 """Locates the assistant's answers in a rendered conversation, as character spans, for the loss mask.
 
 A chat template is a program, and its output does not mark prompts and answers. So the conversation is rendered in
-growing
-prefixes: the messages before an answer, with the generation prompt, end where the answer begins (exactly the input of a
-model that generates it), and the messages up to the answer end where the answer ends. Both must be prefixes of the
-whole rendering; for other templates a `TemplateProblem` is raised.
+growing prefixes: the messages before an answer, with the generation prompt, end where the answer begins (exactly the
+input of a model that generates it), and the messages up to the answer end where the answer ends. Both must be prefixes
+of the whole rendering; for other templates a `TemplateProblem` is raised.
 
 Prefixes take two renderings per answer, and fail if a template writes an earlier turn differently from the last one:
 Qwen3.5 opens a prompt with "<think>" and writes a thinking block before the last answer, but not before earlier ones.

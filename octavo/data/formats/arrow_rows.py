@@ -175,8 +175,7 @@ def _names_in(file: Path) -> set[str] | None:
 
 def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
     """Return the value of a row from the fields of a :class:`Text`. `where` names the location of the text if it is not
-    a line. Raises
-    `BadSample`."""
+    a line. Raises `BadSample`."""
     where = f"line {line}" if line else where
     if problem is not None:
         raise BadSample(path, row, f"{where} {problem}")

@@ -112,8 +112,7 @@ def read_batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBa
 
 def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
     """Read a whole row group. Raises DataError if it cannot be read, or if texts with shared prefixes decode to more
-    than
-    `MAX_DECODED_BYTES` bytes."""
+    than `MAX_DECODED_BYTES` bytes."""
     group = file.groups[number]
     if not _shares_prefixes(group):
         try:
@@ -138,8 +137,7 @@ def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
 def write_rows(path: Path, target: Sink, progress: Callable[[float], None] = lambda share: None) -> None:
     """Write the rows of a parquet file as Arrow, a few decoded MB at a time. For a row that is too large, the reason is
     written. Raises DataError for a file that is not parquet, and if its rows decode to more than `MAX_DECODED_BYTES`
-    bytes and
-    `MAX_RATIO` times the file."""
+    bytes and `MAX_RATIO` times the file."""
     stored = path.stat().st_size
     with parquet_file(path) as file:
         done, size, rows = 0, 0, max(1, file.rows)

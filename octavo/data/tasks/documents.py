@@ -158,8 +158,7 @@ class DocumentEncoder(Encoder):
 
     def collect_notes(self, document: Document) -> list[tuple[str, str]]:
         """Return the (action, reason) notes about a document that is joined with others. Raises `BadSample` if it
-        cannot be
-        joined: for an image, or text that spells a media placeholder."""
+        cannot be joined: for an image, or text that spells a media placeholder."""
         try:
             if document.images:
                 raise Mismatch(

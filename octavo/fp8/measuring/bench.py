@@ -2,9 +2,8 @@
 
 A :class:`Case` is measured for each distinct kind, shape and combination of gradients in a model, with the tokens of
 one forward. All candidates of a case (BF16, and each allowed recipe on each backend that supports it) are timed
-together by
-:func:`octavo.fp8.measuring.timing.time_calls`, with the same modules, autograd and autocast as in training. Candidates
-that fail, or whose results are not finite or too far from BF16, are rejected with a reason.
+together by :func:`octavo.fp8.measuring.timing.time_calls`, with the same modules, autograd and autocast as in training.
+Candidates that fail, or whose results are not finite or too far from BF16, are rejected with a reason.
 
 Codes of weights are cast once per optimizer step and shared by its micro-steps. So each FP8 candidate is timed twice:
 with valid codes, and with codes dropped before the call. The difference is the cost of the cast, which a plan divides

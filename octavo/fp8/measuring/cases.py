@@ -30,8 +30,7 @@ class MeasureError(Fp8Error, RuntimeError):
 @dataclass(frozen=True)
 class Case:
     """A kind of layer to measure: ``m`` tokens times a weight [n, k], with or without ``bias``. ``frozen`` has no
-    wgrad,
-    ``dgrad=False`` no dgrad; ``weights`` is the dtype of the weights.
+    wgrad, ``dgrad=False`` no dgrad; ``weights`` is the dtype of the weights.
 
     Experts are measured as a module of class ``type``, with ``experts`` experts, ``top_k`` per token, and (n, k) the
     shape of gate and up.

@@ -1,10 +1,11 @@
 """The properties of a processor that the data package needs, as base classes to mix into a stock class:
 
 inputs         additional tensors for the model, and what the first dimension of each counts
-(octavo.data.encoding.sample) tells_places   calls can return which characters belong to each image, including the
-tokens and line breaks around it images_by_row  images are passed row by row, because the number of images in a row
-affects their processing image_tokens   the number of tokens of an image, from its size and whether it is the only one
-of its row trimmed        the pixels of one row without the padding to larger images of other rows
+               (octavo.data.encoding.sample)
+tells_places   calls can return which characters belong to each image, with the tokens and line breaks around it
+images_by_row  images are passed row by row, because the number of images in a row affects their processing
+image_tokens   the number of tokens of an image, from its size and whether it is the only one of its row
+trimmed        the pixels of one row without the padding to larger images of other rows
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds, as in `fp8.
 block and tensor.
 
 Two lists determine which layers are in FP8, and loaders interpret them differently: by `matches_exactly`,
-`matches_parts`,
-`matches_pattern` or `matches_target`. Checkpoints should therefore list full names, which all loaders understand.
+`matches_parts`, `matches_pattern` or `matches_target`. Checkpoints should therefore list full names, which all loaders
+understand.
 """
 
 from __future__ import annotations

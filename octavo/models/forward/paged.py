@@ -136,9 +136,8 @@ def prompt_positions(
     """Return (positions of the tokens of a prompt, position of the next token): int64 [3, P] for families whose rotary
     embedding has three axes (from the model's ``get_rope_index``), else [1, P].
 
-    ids [P] int64 · kinds [P] int64: 1 for placeholders of images, 2 for videos, or None to derive them from
-    the ids · grid [images, 3]
-    · videos: the inputs of :data:`octavo.models.processors.frames.VIDEO_INPUTS`
+    ids [P] int64 · kinds [P] int64: 1 for placeholders of images, 2 for videos, or None to derive them from the ids ·
+    grid [images, 3] · videos: the inputs of :data:`octavo.models.processors.frames.VIDEO_INPUTS`
     """
     token_positions = torch.arange(len(ids), device=ids.device)[None]
     index = _rope_index(model, family)

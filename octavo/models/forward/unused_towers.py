@@ -67,8 +67,8 @@ def attach_dummy_image(
     """Run tower and projector on a dummy image before the language model, whenever `enabled()` is true.
 
     enabled  called once in each forward: true for a batch without images (always true is also correct, at the cost of
-    one small image) guard    context around the extra forward, e.g. `octavo.fp8.observe.uncounted`, so that it is not
-    part of amax
+             one small image)
+    guard    context around the extra forward, e.g. `octavo.fp8.observe.uncounted`, so that it is not part of amax
              histories, health figures and GEMM counts
 
     The tower runs whether it is frozen or not. Losses and other gradients are bit-identical to a model without the

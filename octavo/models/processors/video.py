@@ -135,8 +135,7 @@ class VideoProcessor:
         self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: object
     ) -> BatchFeature:
         """Return the output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and
-        resized
-        frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
+        resized frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
         scaled = [self._normalize(np.asarray(video)) for video in videos]
         batch: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
         if self.tile is not None:
@@ -167,8 +166,7 @@ def metadata(total: int, fps: float, indices: Sequence[int]) -> VideoMetadata:
 
 def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
     """Return a size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area
-    times
-    `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
+    times `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
         raise ValueError(f"is a strip of {width} x {height} pixels; the aspect ratio is limited to {_MAX_ASPECT_RATIO}")
     tall, wide = round(height / unit) * unit, round(width / unit) * unit

@@ -32,9 +32,9 @@ class Vision:
     prefix   patches that the tower prepends to the patches of a tile
     length   features of a tile; `ends`: placeholders for line breaks after them in the text, or their maximum
     scales   tiles of each of several scales as a square: the tower receives an image at all scales, or at one scale if
-    it has fewer tiles than the last scale (NVILA) most     maximum number of tiles of an image, if the configuration
-    limits it axes     dimensions of `pixel_values`; five: SmolVLM's [tiles, 1, ...], or [images, tiles, ...] of
-    LLaVA-OneVision,
+             it has fewer tiles than the last scale (NVILA)
+    most     maximum number of tiles of an image, if the configuration limits it
+    axes     dimensions of `pixel_values`; five: SmolVLM's [tiles, 1, ...], or [images, tiles, ...] of LLaVA-OneVision,
              which also takes the sizes of images and the number of images in each row (`sized`)
     """
 

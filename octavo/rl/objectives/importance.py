@@ -103,8 +103,7 @@ def weights(
     old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, correction: Correction, tokens: float, sequences: float
 ) -> tuple[Tensor, Figures]:
     """Compute the weights of the objective's terms: [B, T] by token, else [B, 1]; 1 where nothing counts. ``tokens``
-    and
-    ``sequences`` are the counts of the whole batch.
+    and ``sequences`` are the counts of the whole batch.
 
     Figures describe the weights after limiting: ``sampling/importance_sampling_ratio/min``, ``mean`` and ``max`` over
     tokens (or completions), and ``sampling/limited``, the share of them that was truncated or masked.

@@ -35,10 +35,10 @@ class NvilaLiteConfig(PreTrainedConfig):
     image_token_id, video_token_id   placeholders of media; they may be outside the table of embeddings
     newline_token_id             the token whose embedding ends a tile
     newlines                     the number of them after each tile, or with `s2_scales` after each image: one from the
-    encoder and one from the prompt min_tiles, max_tiles         of an image, without the thumbnail; max_tiles 1: each
-    image is one tile s2_scales                    side in pixels of the square of each scale, the last one cut to the
-    image's aspect
-                                 ratio (dynamic S2); none: tiles
+                                 encoder and one from the prompt
+    min_tiles, max_tiles         of an image, without the thumbnail; max_tiles 1: each image is one tile
+    s2_scales                    side in pixels of the square of each scale, the last one cut to the image's aspect
+                                 ratio (dynamic S2); empty for tiles
 
     Raises ValueError for an unknown projector, for scales that are not multiples of a tile, for limits that exclude
     every number of tiles, and for values that are not integers.
