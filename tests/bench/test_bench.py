@@ -270,7 +270,7 @@ def test_unwritable_folder_is_rejected_before_timing(tmp_path: Path, capsys: pyt
 def test_command_writes_the_printed_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "small sizes; FP8 on a CPU is emulated" in out and "M=8" in out
+    assert "sizes are small, and FP8 on a CPU is emulated" in out and "M=8" in out
     assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json"}
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]

@@ -244,7 +244,7 @@ def test_plan_is_measured_saved_and_loaded(here, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr()
     assert "measured: BF16 1000.00 ms, best FP8 2000.00 ms (blockwise e4m3 on reference)" in output.out
     assert "predicted step:" in output.out and "attention" in output.out and "not counted" in output.out
-    assert "octavo train runs the configured recipe" in output.out
+    assert "octavo train uses the configured recipe" in output.out
     assert "measured 0 of" in output.err and f"use it with fp8.plan: {file}" in output.err and cache.is_file()
     assert main([*argv, "--json", "--why", "fp8.recipe=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -362,7 +362,7 @@ def test_compare_power_trains_nothing(here, capsys):
     assert {claim["claim"] for claim in result["power"]} >= {"accuracy", "effect_loss"}
     assert main(["compare", "run.yaml", "--out", "unused", "--forks", "1", "--power", "--json"]) == 0
     forks = json.loads(capsys.readouterr().out)["power"][-1]
-    assert forks["claim"] == "loss_forks" and "have no time to diverge" in forks["why_not"]
+    assert forks["claim"] == "loss_forks" and "steps cannot diverge, at least 30 steps are needed" in forks["why_not"]
     assert not (here / "unused").exists()
 
 

@@ -410,8 +410,8 @@ def test_too_few_pages_are_rejected_with_the_keys(rl_config: Make):
     few = rl_config(*PAGES, "rl.pages=3")
     with pytest.raises(
         TrainError,
-        match=r"rl\.pages is 3, pages of 8 tokens, and one completion of .*train\.json, row \d+, \d+ tokens, with 12 "
-        r"new ones \(rl\.max_new_tokens\) may need [4-8]\. Raise rl\.pages \(with rl\.kv: fp8",
+        match=r"rl\.pages is 3 pages of 8 tokens, but one completion of .*train\.json, row \d+ with \d+ tokens and up "
+        r"to 12 new tokens \(rl\.max_new_tokens\) may need [4-8] pages\. Raise rl\.pages \(rl\.kv: fp8 halves their size",
     ):
         rl.run(few)
     assert not read_metrics(few)
