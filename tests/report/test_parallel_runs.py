@@ -116,11 +116,11 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
         "from octavo.report.trial import parallel_runs as side_by_side\n"
-        "from octavo.report.trial.runs import runs_of\n"
+        "from octavo.report.trial.runs import make_runs\n"
         "from synthetic_runs import CONFIG\n"
         "side_by_side.POLL = 0.05\n"
         "side_by_side.COMMAND = side_by_side.COMMAND.replace(\"'octavo'\", \"'octavo_arms'\")\n"
-        f"runs = runs_of(load_config_text(CONFIG), ['blockwise'], Path({str(tmp_path)!r}))\n"
+        f"runs = make_runs(load_config_text(CONFIG), ['blockwise'], Path({str(tmp_path)!r}))\n"
         "side_by_side.train_together(runs[1:], 2)\n"
     )
     paths = [str(tmp_path), str(Path(__file__).parent), str(Path(octavo.__file__).parents[1])]
