@@ -66,7 +66,7 @@ def test_memory_suite_trains_every_setup(monkeypatch) -> None:
     """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
     figures = iter(range(10**6))
     monkeypatch.setattr(suite_memory._AllocatedMemory, "now", lambda self: next(figures))
-    monkeypatch.setattr(suite_memory._AllocatedMemory, "most", lambda self: 7 * 2**30)
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "peak", lambda self: 7 * 2**30)
     monkeypatch.setattr(suite_memory._AllocatedMemory, "reset", lambda self: None)
     monkeypatch.setattr(suite_memory._AllocatedMemory, "_allocated", lambda self: 0)
     monkeypatch.setattr(suite_memory._AllocatedMemory, "measures", True)

@@ -53,13 +53,13 @@ def test_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(parallel_runs, "POLL", 0.05)
     killed = []
 
-    def look(self, final=False):
+    def update(self, final=False):
         up = [marker.with_name(marker.name + ".up").exists() for _, marker in started]
         if len(up) == 2 and all(up) and not killed:
             killed.append(started[0][0].pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(parallel_runs._Progress, "look", look)
+    monkeypatch.setattr(parallel_runs._Progress, "update", update)
     before = time.monotonic()
     with pytest.raises(ReportError, match="was stopped by signal 9; the same command continues the trial"):
         parallel_runs.train_together(runs, 2)

@@ -147,7 +147,8 @@ def test_a_kept_reference_belongs_to_the_pixels_of_a_clip(here):
     pair, other = (encoder.encode(parse_pair(one, "", file="x", row=0, images=where)) for one in of)
     assert (pair.chosen.input_ids == other.chosen.input_ids).all()
     marks = [
-        [mark for *_, mark in reference_cache._answers(collate_pairs([one, one], 0))] for one in (pair, pair, other)
+        [mark for *_, mark in reference_cache._iter_answers(collate_pairs([one, one], 0))]
+        for one in (pair, pair, other)
     ]
     assert marks[0] == marks[1] and len(marks[0]) == 4 and not {*marks[0]} & {*marks[2]}
 
