@@ -63,7 +63,7 @@ def hears(make: Make, tones: Path, tmp_path: Path):
 class Logits(train.Callback):
     """What the trained model makes of a question about a sound, in high precision."""
 
-    def end(self, run: train.Run, result: train.Result) -> None:
+    def end(self, run: train.Run, result: train.RunResult) -> None:
         processor = models.load_processor(run.cfg.model.path)
         sound = np.sin(np.arange(5000) / 3).astype(np.float32)
         text = [f"a {processor.audio_token} b", "c"]
