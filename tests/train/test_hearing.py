@@ -102,7 +102,7 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
         check_family(cfg)
     file.write_text(json.dumps(found))
     model = models.load(tmp_path / "tiny")
-    assert "takes sound" in models.why_not_paged(model)
+    assert "takes audio, which prompts do not support" in models.why_not_paged(model)
     assert "takes audio" in cuda_graphs.unsupported_model_reason(model, models.describe(model), 0.0)
     assert main(["generate", str(tmp_path / "tiny"), "--prompt", "<audio>High or low?"]) == 2
     assert "has a placeholder for audio (<audio>), and this command does not take audio" in capsys.readouterr().err
