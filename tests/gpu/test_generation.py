@@ -89,7 +89,7 @@ def test_graphs_do_not_change_tokens(recipe, kv, monkeypatch) -> None:
             def _capture(self, rows):
                 return super()._capture(rows) if graphs else None
 
-        monkeypatch.setattr(batch, "Replayed", Here)
+        monkeypatch.setattr(batch, "CudaGraphDecoder", Here)
         engine = Engine(model, SimpleNamespace(eos_token_id=None), Context(), slots=12, kv=kv, log=lines.append)
         return [
             (c.tokens.tolist(), c.logps.tolist(), c.entropy.tolist()) for c in engine.generate(prompts, sampling, 4)

@@ -194,7 +194,7 @@ def test_a_checkpoint_opens_in_the_plan_of_its_step(planted):
 def test_the_page_shows_the_share_in_fp8_and_the_moves(planted, tmp_path):
     page, _ = run_page.write_page(run_page.read_runs([planted[0].run.dir]), tmp_path / "page.html")
     text = page.read_text()
-    assert "Linear FLOPs in FP8" in text and "7 moves" in text
+    assert "Linear FLOPs in FP8" in text and "7 changes of GEMMs between recipes and high precision" in text
     assert LAYER in text and "underflow of x" in text and "tensorwise" in text
 
 

@@ -112,6 +112,6 @@ def test_auto_of_version_0_4_0_is_off_and_says_so(make):
     old, new = make("fp8.fuse=auto"), make()
     assert run_dir.settings(old) == run_dir.settings(new)
     plan, _, notes = planning.plan_for(old)
-    assert not plan.blocks and any(note.startswith("fuse: auto is off") for note in notes)
+    assert not plan.blocks and any(note.startswith("fuse: auto means off") for note in notes)
     text = "model: {path: m}\ndata: {train: [{path: d}]}\ntrain: {steps: 1}\nfp8: {plan: p.json, fuse: auto}"
     assert load_config_text(text).fp8.plan

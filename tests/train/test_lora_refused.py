@@ -54,5 +54,5 @@ def test_codes_of_a_folder_are_not_cast_to_another_kind(make, place: Path, tmp_p
     export(models.load(source).state_dict().items(), source, tmp_path / "rows", "fp8-dynamic")
     asked = (f"model.path={tmp_path / 'rows'}", "model.freeze=[foundation]", "fp8.recipe=off")
     planning.plan_for(make(*asked, "model.load_in_fp8=row"))
-    with pytest.raises(TrainError, match="q_proj.weight to FP8 .* a second time.* holds it as codes"):
+    with pytest.raises(TrainError, match="q_proj.weight to FP8 .* a second time.* already contains it as codes"):
         planning.plan_for(make(*asked, "model.load_in_fp8=block"))

@@ -404,7 +404,7 @@ def test_a_changed_model_folder_is_noticed_by_a_resume_and_by_whoever_opens_the_
                  "preprocessor_config.json", "processor_config.json"):  # fmt: skip
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(before + b"\n")  # the same JSON: what a file means is for its readers
-        with pytest.raises(train.TrainError, match=f"the folder that .*step_2 was made with: {name} holds something"):
+        with pytest.raises(train.TrainError, match=f"the folder that .*step_2 was made with: {name} has changed"):
             train.run(again)
         (folder / name).write_bytes(before)
     (folder / "special_tokens_map.json").write_text("{}")
@@ -462,10 +462,10 @@ def test_files_of_a_run_that_somebody_changed_are_named(make):
     (directory / "result.json").unlink()
     rows = (directory / "metrics.jsonl").read_bytes()
     for name, text, message in (
-        ("metrics.jsonl", '{"stap": 1}\n', "metrics.jsonl:1 lacks .step"),
-        ("metrics.jsonl", "[1, 2]\n", "metrics.jsonl:1 holds a list"),
+        ("metrics.jsonl", '{"stap": 1}\n', "metrics.jsonl:1 has no key 'step'"),
+        ("metrics.jsonl", "[1, 2]\n", "metrics.jsonl:1 contains a list"),
         ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl:1 is not JSON.* delete that line"),
-        ("result.json", "[]", "result.json is damaged; delete it and start again .*holds a list"),
+        ("result.json", "[]", "result.json is damaged; delete it and start again .*contains a list"),
         ("result.json", '{"status": "finished"}', r"result.json is damaged \(no number of steps\)"),
     ):
         (directory / "metrics.jsonl").write_bytes(rows)
