@@ -25,7 +25,7 @@ def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> No
     """Raise `refused` for a path that cannot become a file or a folder, before any work is done.
 
     Such names are not UTF-8 or have control characters (they would be written into reports, indices and tables), are
-    links that lead in a circle, or are below a file.
+    symbolic links that form a loop, or are below a file.
     """
     path, shown = Path(target), printable(os.fspath(target))
     if not os.fspath(path).isprintable():
@@ -37,7 +37,9 @@ def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> No
             os.stat(ancestor)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise refused(f"{shown} cannot be written: its links lead in a circle. Choose another path") from error
+                raise refused(
+                    f"{shown} cannot be written: its symbolic links form a loop. Choose another path"
+                ) from error
             continue
         if ancestor != path and not os.path.isdir(ancestor):
             raise refused(f"{shown} cannot be written: {printable(ancestor)} is a file. Choose another path")

@@ -234,7 +234,9 @@ def test_hub_data_set_is_pinned(folders, cache, tmp_path, online, monkeypatch):
     ).read_text()
     wrong = named.data.train[0].model_copy(update={"split": "none", "revision": SHA})
     with pytest.raises(
-        data.DataError, match=r'an/Set, split none, revision 0123.* cannot be had .*Unknown split "none"'
+        data.DataError,
+        match=r"an/Set, split none, revision 0123\w*, could not be loaded from the Hugging Face hub "
+        r'.*Unknown split "none"',
     ):
         data.read(wrong)
 
@@ -272,6 +274,9 @@ def test_hub_data_set_is_streamed(folders, cache, tmp_path, online, monkeypatch)
         assert losses[0] == losses[1]
     assert len({*opened}) == 3 and len(opened) == 3
     entry = hub.resolve_names(named, print).data.train[0]
-    for split, message in (("none", "split none, .* cannot be had"), ("text", "streamed: .*x.jsonl is no parquet")):
+    for split, message in (
+        ("none", "split none, .* could not be loaded from the Hugging Face hub"),
+        ("text", "streamed: .*x.jsonl is not a parquet file"),
+    ):
         with pytest.raises(data.DataError, match=message):
             data.read(entry.model_copy(update={"split": split}))

@@ -139,7 +139,8 @@ def test_folder_filled_during_the_work_is_not_replaced(tmp_path):
 @pytest.mark.parametrize(("name", "why"), [
     ("a\x1b[31mred", r"a\x1b[31mred cannot be written: its name contains control characters"),
     ("two\nlines", r"two\nlines cannot be written"), ("half\udcff", r"half\udcff cannot be written"),
-    ("circle", "links lead in a circle"), ("circle/below", "links lead in a circle"), ("file/below", "file is a file"),
+    ("circle", "its symbolic links form a loop"), ("circle/below", "its symbolic links form a loop"),
+    ("file/below", "file is a file"),
 ])  # fmt: skip
 def test_invalid_name_is_rejected_before_the_work(tmp_path, monkeypatch, capsys, name, why):
     (tmp_path / "circle").symlink_to(tmp_path / "other")
@@ -159,8 +160,8 @@ def test_circular_links_and_invalid_utf8_are_rejected(tmp_path, capsys):
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "half\udcff").mkdir()
     for words, why in (
-        (["export", "circle", "out", "--format", "bf16"], "links lead in a circle"),
-        (["merge", "circle/adapter", "out"], "links lead in a circle"),
+        (["export", "circle", "out", "--format", "bf16"], "its symbolic links form a loop"),
+        (["merge", "circle/adapter", "out"], "its symbolic links form a loop"),
         (["encrypt", "half\udcff", "out"], r"half\udcff: its name is not UTF-8"),
         (["export", "half\udcff", "out", "--format", "bf16"], r"half\udcff: its name is not UTF-8"),
     ):  # fmt: skip

@@ -95,8 +95,8 @@ def test_parts_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_timing_by_part_does_not_change_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights move alike, and gated MLPs run fused: hooks inside them would take them apart."""
     fused: list[bool] = []
-    ask = GatedMlp._can
-    monkeypatch.setattr(GatedMlp, "_can", lambda *args: fused.append(ask(*args)) or fused[-1])
+    ask = GatedMlp._can_fuse
+    monkeypatch.setattr(GatedMlp, "_can_fuse", lambda *args: fused.append(ask(*args)) or fused[-1])
     twins = []
     for _ in range(2):
         torch.manual_seed(0)

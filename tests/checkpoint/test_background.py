@@ -19,7 +19,7 @@ from tests.checkpoint.models import fresh, load, optimizer_for, small, train, tr
 CPU = torch.device("cpu")
 
 
-def take(model, optimizer, step: int, world, **more) -> checkpoint.Moment:
+def take(model, optimizer, step: int, world, **more) -> checkpoint.Snapshot:
     extra = {"shared": torch.arange(3.0), **more}
     return checkpoint.take_snapshot(
         step, model=model, optimizer=optimizer, extra=extra, counters={"rows": step}, world=world

@@ -112,7 +112,7 @@ def test_wrong_index_is_rejected(folder, tmp_path):
     for weight_map, words in (
         ({**placed, moved: files[1]}, f"places {moved} in {files[1]}, and it is in {files[0]}"),
         ({**placed, "ghost": files[0]}, "places ghost in .*, and no shard holds it"),
-        ({n: f for n, f in placed.items() if n != moved}, f"holds {moved}, which .* does not list"),
+        ({n: f for n, f in placed.items() if n != moved}, f"contains {moved}, which .* does not list"),
         ({**placed, "x": "../x.safetensors"}, "which is not a file of this folder"),
         ({}, "has no weight_map"),
     ):

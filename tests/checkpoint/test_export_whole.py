@@ -143,7 +143,7 @@ def test_failed_export_keeps_earlier_one(folder, model, tmp_path, monkeypatch, e
 def test_missing_disk_space_is_reported_before_writing(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs 0.00 GB, and 0.00 GB are free .*free some space"):
+    with pytest.raises(CheckpointError, match=r"needs 0.00 GB, but 0.00 GB are free on that disk. .*free some space"):
         export(iter_values(model), folder, tmp_path / "out", "bf16")
     assert list(tmp_path.iterdir()) == []
 
@@ -161,7 +161,7 @@ def test_only_an_earlier_export_is_replaced(folder, model, tmp_path):
     ):
         export(iter_values(model), folder, other, "bf16")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is a file; name a directory"):
+    with pytest.raises(CheckpointError, match="is a file; choose a directory that is new, empty"):
         export(iter_values(model), folder, tmp_path / "file", "bf16")
     for target in (folder, folder.parent):
         with pytest.raises(CheckpointError, match="that is exported"):

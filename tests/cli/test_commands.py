@@ -362,7 +362,8 @@ def test_compare_power_trains_nothing(here, capsys):
     assert {claim["claim"] for claim in result["power"]} >= {"accuracy", "effect_loss"}
     assert main(["compare", "run.yaml", "--out", "unused", "--forks", "1", "--power", "--json"]) == 0
     forks = json.loads(capsys.readouterr().out)["power"][-1]
-    assert forks["claim"] == "loss_forks" and "steps cannot diverge, at least 30 steps are needed" in forks["why_not"]
+    assert forks["claim"] == "loss_forks"
+    assert "forks of 1 steps cannot diverge, at least 30 steps are needed" in forks["why_not"]
     assert not (here / "unused").exists()
 
 

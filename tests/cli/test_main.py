@@ -80,7 +80,7 @@ def test_every_command_has_help(name, capsys):
         (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc distributes each run; use only one"),
         (
             ["compare", "run.yaml", "--factorial", "foundtion,image_encoder"],
-            "did you mean foundation? there are image_e",
+            "did you mean foundation? choose from image_encoder, image_projector",
         ),
         (["compare", "run.yaml", "--factorial", "foundation"], "--factorial: 1 component(s) named, and a design needs"),
         (["train", "run.yaml", "run.trackers=[wandp]"], "run.trackers"),

@@ -129,7 +129,8 @@ def test_encrypted_data_requires_files_in_memory(tmp_path, monkeypatch):
     path = encrypted(write_plain(tmp_path, "jsonl"))
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(
-        DataError, match=r"rows\.jsonl is encrypted and would have to be written to a disk in plain here"
+        DataError,
+        match=r"rows\.jsonl is encrypted and would have to be written to a disk in plain: this system has no in-memory",
     ):
         open_rows(path, tmp_path / "cache")
     assert open_rows(path, tmp_path / "cache", stream=True)[3] == ROWS[3]

@@ -67,7 +67,7 @@ def _retry_at_once(monkeypatch, tmp_path):
 @pytest.fixture
 def url_of_rows(tmp_path):
     """Return the URL of a folder of six JSONL files."""
-    return f"file://{write_files(tmp_path / 'url_of_rows', 'jsonl')}"
+    return f"file://{write_files(tmp_path / 'there', 'jsonl')}"
 
 
 def list_fetched(folder: Path) -> dict[str, int]:

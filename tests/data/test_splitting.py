@@ -239,7 +239,9 @@ def test_eval_questions_are_numbered_by_conversation(encoder, cfg):
         found = eval_set(chosen, text_encoder.processor, micro_batch=2)
         pieces: list = []
         for batch in found:
-            evaluation._judge(torch.zeros(*batch["input_ids"].shape, len(text_encoder.tokenizer)), batch, pieces)
+            evaluation._evaluate_batch(
+                torch.zeros(*batch["input_ids"].shape, len(text_encoder.tokenizer)), batch, pieces
+            )
         assert [(piece["row"], piece["answer"]) for piece in pieces] == wanted
         named = [found.origin(piece["file"], piece["row"], piece["answer"]) for piece in pieces]
         assert named[1:-1] == [("one", "two", "three")[number] for _, number in wanted[1:-1]]

@@ -44,7 +44,7 @@ def test_existing_text_set_is_accepted_and_not_overwritten(text_set, tmp_path, c
     before = text_set.train.stat().st_mtime_ns
     assert main(["text", str(text_set.directory)]) == 0 and text_set.train.stat().st_mtime_ns == before
     assert (
-        f"{text_set.rows['train']} documents to train on and {text_set.rows['test']} held out"
+        f"wrote {text_set.rows['train']} training documents and {text_set.rows['test']} held-out documents to"
         in capsys.readouterr().out
     )
     (tmp_path / "mine").write_text("notes")

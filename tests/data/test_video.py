@@ -498,7 +498,7 @@ def test_batch_of_videos_images_and_text_matches_stock_model(folder, processors,
     mask = batch["attention_mask"].bool()
     ours, stock = forward(dict(batch)), model(**given, use_cache=False).logits
     assert torch.allclose(ours[mask], stock[mask], atol=1e-5)
-    assert forward.images and forward.sees(batch)
+    assert forward.images and forward.has_images_here(batch)
     grads = []
     for logits in (ours, stock):
         model.zero_grad()

@@ -188,7 +188,7 @@ def test_version_1_is_read_and_reported(folder, tmp_path, key, capsys):
     (tmp_path / "old.key").chmod(0o600)
     assert main(["decrypt", str(tmp_path / "old"), str(tmp_path / "back")]) == 0
     assert contents(tmp_path / "back") == contents(folder)
-    note = "and 2 more are encrypted in version 1 of the format, which does not bind names"
+    note = "and 2 more are encrypted in version 1 of the format, which does not bind files to their names"
     assert note in (said := capsys.readouterr().err) and "old/a.json" in said
     assert main(["encrypt", str(tmp_path / "old"), str(tmp_path / "new"), "--old-key", str(tmp_path / "old.key")]) == 0
     assert note in capsys.readouterr().err

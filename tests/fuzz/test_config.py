@@ -159,10 +159,10 @@ def _measurements(rng: random.Random, folder: Path) -> None:
         "case": {"kind": "linear", "m": 64, "n": 32, "k": 32},
         "entries": {"high precision": entry, "rowwise": entry},
     }
-    here = {"machine": Machine.here("cpu").to_json(), "cases": [case]}
+    here = {"machine": Machine.detect("cpu").to_json(), "cases": [case]}
     mutate.write(folder / "m.json", json.dumps({"octavo_measurements": 1, "machines": [here]}).encode())
     _damaged(rng, folder / "m.json")
-    fp8.MeasurementCache(folder / "m.json").load(Machine.here("cpu"))
+    fp8.MeasurementCache(folder / "m.json").load(Machine.detect("cpu"))
 
 
 def _damaged(rng: random.Random, file: Path) -> None:

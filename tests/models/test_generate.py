@@ -80,7 +80,11 @@ def test_missing_chat_template_and_invalid_stop_tokens_are_reported(checkpoint, 
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(models.ModelError, match=r"no chat template \(chat_template.jinja\)"):
         models.generate(models.load(folder), models.load_processor(folder), [{"role": "user", "content": "a"}])
-    for text, why in (("[]", "holds a list"), ("[1", "is not JSON"), ('{"eos_token_id": "x"}', "eos_token_id is 'x'")):
+    for text, why in (
+        ("[]", "contains a list; expected an object"),
+        ("[1", "is not JSON"),
+        ('{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+    ):
         (folder / "generation_config.json").write_text(text)
         with pytest.raises(models.ModelError, match=f"generation_config.json.* {why}"):
             models.load(folder)

@@ -121,7 +121,7 @@ def test_no_folder(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[1]", '"text"'])
 def test_a_broken_config(folder, content):
     (folder / "config.json").write_text(content)
-    refused(folder, "config.json (is not JSON|holds a)")
+    refused(folder, "config.json (is not JSON|contains a (list|str); expected an object)")
 
 
 def test_config_of_unknown_or_unsupported_model_is_rejected(folder):

@@ -246,7 +246,7 @@ def test_processor_returns_token_ids(saved: Path, tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_learned_positions(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a row of 17 tokens, and this MPT has 16 learned positions \(max_seq_len\)"):
+    with pytest.raises(ValueError, match=r"a row has 17 tokens, but this MPT has 16 learned positions \(max_seq_len\)"):
         logits(made(), torch.zeros(17, dtype=torch.int64))
     assert len(logits(made(attn_config={"alibi": True}), torch.zeros(17, dtype=torch.int64))) == 17  # ALiBi has no end
 
@@ -293,7 +293,7 @@ REFUSED = [
     ({"attn_config": {"qk_ln": True, "qk_gn": True}}, "qk_ln and qk_gn"),
     ({"attn_config": {"alibi": "yes"}}, "attn_config.alibi is 'yes'"),
     ({"attn_config": {"clip_qkv": "6"}}, "attn_config.clip_qkv is '6'"),
-    ({"attn_config": {"of_tomorrow": 1}}, "attn_config.of_tomorrow is 1, and Octavo does not know"),
+    ({"attn_config": {"of_tomorrow": 1}}, "attn_config.of_tomorrow is 1, which Octavo does not support"),
     ({"ffn_config": {"ffn_type": "mptglu"}}, "ffn_config.ffn_type is 'mptglu'"),
     ({"ffn_config": {"ffn_act_fn": {"name": "quick_gelu"}}}, "ffn_config.ffn_act_fn is"),
     ({"ffn_config": {"moe_num_experts": 8}}, "ffn_config.moe_num_experts is 8"),

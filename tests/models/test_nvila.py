@@ -90,7 +90,9 @@ def test_weights_have_the_published_numbers() -> None:
 
 
 def test_another_projector_or_tower_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="the projector 'mlp2x_gelu' is not one.*mlp_downsample_3x3_fix"):
+    with pytest.raises(
+        ValueError, match="the projector 'mlp2x_gelu' is not supported; it must be one of .*mlp_downsample_3x3_fix"
+    ):
         nvila.NvilaLiteConfig(projector_type="mlp2x_gelu")
     with pytest.raises(ValueError, match="the tower is a 'intern_vit_6b'"):
         nvila.NvilaLiteConfig(vision_config={"model_type": "intern_vit_6b"})
@@ -147,7 +149,7 @@ def test_model_config_limits_tiles() -> None:
 def test_nonfinite_numbers_are_rejected(field, value) -> None:
     with pytest.raises(ValueError, match=f"{field} is .*; it must be an integer of at least 0"):
         nvila.NvilaLiteConfig(**{field: value})
-    with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
+    with pytest.raises(ValueError, match="newlines is 65; it must be at most 64"):
         nvila.NvilaLiteConfig(newlines=65)
 
 

@@ -262,6 +262,6 @@ def test_vila_1_5_has_the_chat_template_of_its_tokenizer(vila_1_5, tmp_path) -> 
     edit(folder / "config.json", chat_template="mistral")
     (folder / "llm" / "chat_template.jinja").unlink()
     with pytest.raises(
-        models.ModelError, match="'mistral' of VILA's code, and Octavo has only qwen2, .*chat_template.jinja"
+        models.ModelError, match="'mistral' of VILA's code, but Octavo has only qwen2, .*chat_template.jinja"
     ):
         models.load_processor(folder)

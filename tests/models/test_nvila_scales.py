@@ -109,7 +109,7 @@ def test_scales_of_three_folders(checkpoint, tmp_path) -> None:
     assert models.load_processor(folder).image_processor.scales == (16, 32)
     for stated in ("a,b", [16, 32]):
         edit(folder / "config.json", s2_scales=stated)
-        with pytest.raises(models.ModelError, match="and they are sides in pixels, such as '448,896,1344'"):
+        with pytest.raises(models.ModelError, match="which must be sides in pixels, such as '448,896,1344'"):
             models.read_config(folder)
     with pytest.raises(ValueError, match="s2_scales is .448, 896.; it must begin with one tile, 16 pixels"):
         nvila.NvilaConfig(vision_config={"image_size": 16}, s2_scales=[448, 896])

@@ -169,7 +169,7 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
     [
         ({"temporal_patch_size": 2}, "temporal_patch_size 2, but RICE-ViT takes single frames"),
         ({"embed_dim": 32}, "embed_dim 32 and hidden_size 64"),
-        ({"num_heads": 32}, "32 heads of a width of 64"),
+        ({"num_heads": 32}, "vision_config has 32 heads for a width of 64"),
         ({"text_hidden_size": 32}, "hidden_size 64 and vision_config text_hidden_size 32"),
     ],
 )
@@ -197,7 +197,7 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
     with pytest.raises(ModelError, match="temporal_patch_size is 1 in config.json but 2 in preprocessor_config.json"):
         models.load_processor(folder)
     twice = inputs["pixel_values"].repeat_interleave(2, 1)
-    with pytest.raises(ValueError, match=r"takes \[patches, 48\].*temporal_patch_size 1"):
+    with pytest.raises(ValueError, match=r"takes \[patches, 48\].*Set temporal_patch_size to 1"):
         loaded(**{**inputs, "pixel_values": twice})
 
 

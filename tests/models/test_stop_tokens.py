@@ -111,7 +111,7 @@ def test_exports_and_hf_have_both_end_tokens(base: Callable[..., Path], tmp_path
     number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
     done = export_model(folder, tmp_path / "served", "fp8-dynamic", log=messages.append)
     assert ends(tmp_path / "served") == [7, number] and done.end == stop_tokens.EndToken(number, "<|im_end|>")
-    assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(messages)
+    assert f"generation_config.json now names <|im_end|> ({number}) as an end token, too" in "\n".join(messages)
     assert done.to_json()["end_token_added"] == {"id": number, "text": "<|im_end|>"}
     assert save_hf(models.load(folder), folder, tmp_path / "hf", World()) and ends(tmp_path / "hf") == [7, number]
     again = export_model(tmp_path / "hf", tmp_path / "again", "bf16")

@@ -78,7 +78,8 @@ def test_the_command_names_every_family():
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     [families] = [one.help for one in parser._actions if one.dest == "family"]
-    assert sorted(families.split(", ")) == sorted(tiny_families())
+    assert families.startswith("one of ")
+    assert sorted(families.removeprefix("one of ").split(", ")) == sorted(tiny_families())
 
 
 @pytest.mark.parametrize("family", tiny_families())
@@ -150,8 +151,8 @@ def test_an_existing_directory(tmp_path):
 @pytest.mark.parametrize(
     ("family", "size", "message"),
     [
-        ("qwen4_vl", None, "no tiny family 'qwen4_vl'; known: qwen3_vl, "),
-        ("qwen3", "big", "no size 'big'; known: small, mini"),
+        ("qwen4_vl", None, "unknown tiny family 'qwen4_vl'; known families: qwen3_vl, "),
+        ("qwen3", "big", "unknown size 'big'; known sizes: small, mini"),
     ],
 )
 def test_unknown_names(tmp_path, family, size, message):

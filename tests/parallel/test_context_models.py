@@ -122,7 +122,7 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
                 pairs.append((logits.detach(), aux.detach()))
             (whole, balance), (actual, part_of_it) = pairs
             gaps += [float((actual - whole[:, part]).abs().max()), abs(float(world.sum(part_of_it) - balance))]
-            sees.append(shared.sees(batch))
+            sees.append(shared.has_images_here(batch))
         worst = 0.0
         for (name, a), b in zip(one.named_parameters(), octavo_model.parameters(), strict=True):
             if name.endswith(WITHOUT) and a.grad is None and b.grad is None:

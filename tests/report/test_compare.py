@@ -74,8 +74,8 @@ def test_high_precision_drops_fp8_components_and_rules(tmp_path: Path) -> None:
     ("overrides", "recipes", "message"),
     [
         (["fp8.recipe=off"], None, "has fp8.recipe: off.*name recipes to try: tensorwise, rowwise, blockwise"),
-        ([], ["blockwize"], "no FP8 recipe is called 'blockwize'.*Name one or more of: tensorwise"),
-        ([], ["off"], "no FP8 recipe is called 'off'"),
+        ([], ["blockwize"], "unknown FP8 recipe 'blockwize'; choose one or more of tensorwise, rowwise"),
+        ([], ["off"], "unknown FP8 recipe 'off'; choose one or more of tensorwise"),
         ([], [], "no recipe is named"),
     ],
 )
@@ -222,7 +222,9 @@ def test_data_changed_between_calls_is_rejected(cfg, tmp_path: Path, trained, un
     changing = override(cfg, [f"data.train=[{{path: {data}}}]"])
     compare(changing, None, tmp_path / "trial", forks=0)
     data.write_text("[1]")
-    with pytest.raises(ReportError, match=r"other data: .*train\.json had 2 bytes, has 3 now.*--fresh trains"):
+    with pytest.raises(
+        ReportError, match=r"made with different data: .*train\.json had 2 bytes, has 3 now.*--fresh trains"
+    ):
         compare(changing, ["rowwise"], tmp_path / "trial", forks=0)
     compare(changing, None, tmp_path / "trial", forks=0, fresh=True)
 

@@ -98,7 +98,7 @@ def test_runs_train_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> 
     assert parallel_runs.train_together(runs, 1, nproc=2) == {}
     files = [f"{run.cfg.run.dir}.yaml" for run in parallel_runs._sort_runs(runs)]
     assert asked == [["train", file, "--nproc", "2"] for file in files] and len(files) == 3
-    with pytest.raises(ReportError, match="jobs=2 and nproc=2: .* use one of them"):
+    with pytest.raises(ReportError, match="jobs=2 and nproc=2: either several runs .*; set only one of them"):
         compare(cfg, ["blockwise"], tmp_path, jobs=2, nproc=2)
 
 
@@ -115,13 +115,13 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "from pathlib import Path\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
-        "from octavo.report.trial import parallel_runs as side_by_side\n"
+        "from octavo.report.trial import parallel_runs\n"
         "from octavo.report.trial.runs import make_runs\n"
         "from synthetic_runs import CONFIG\n"
-        "side_by_side.POLL = 0.05\n"
-        "side_by_side.COMMAND = side_by_side.COMMAND.replace(\"'octavo'\", \"'octavo_arms'\")\n"
+        "parallel_runs.POLL = 0.05\n"
+        "parallel_runs.COMMAND = parallel_runs.COMMAND.replace(\"'octavo'\", \"'octavo_arms'\")\n"
         f"runs = make_runs(load_config_text(CONFIG), ['blockwise'], Path({str(tmp_path)!r}))\n"
-        "side_by_side.train_together(runs[1:], 2)\n"
+        "parallel_runs.train_together(runs[1:], 2)\n"
     )
     paths = [str(tmp_path), str(Path(__file__).parent), str(Path(octavo.__file__).parents[1])]
     return subprocess.Popen(

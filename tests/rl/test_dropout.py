@@ -141,5 +141,7 @@ def test_dropout_of_towers_and_adapters_is_switched_off(place: Path):
 
 def test_random_routing_is_rejected():
     config = PhimoeConfig(**MOE, router_jitter_noise=0.01)
-    with pytest.raises(models.ModelError, match="Phimoe.*at random.*sft"):
+    with pytest.raises(
+        models.ModelError, match="Phimoe.* samples the expert of each token in training, .*Use train.phase: sft"
+    ):
         models.disable_dropout(AutoModelForCausalLM.from_config(config))

@@ -291,7 +291,7 @@ def test_reward_without_a_number_is_named(text_rl_config: Make, tmp_path: Path, 
         (["rl.rewards=[{reward: exact_match, tolerance: 1.0}]"], "rl.rewards.0.tolerance", "has no effect"),
         (["rl.rewards=[exact]"], "rl.rewards.0", "there is no reward `exact`"),
         (["rl.stop=['']"], "rl.stop.0", "must not be empty; write a text, or remove"),
-        (['rl.stop=["\\ud800"]'], "rl.stop.0", "half a character"),
+        (['rl.stop=["\\ud800"]'], "rl.stop.0", "contains a lone surrogate"),
         (["lora={rank: 4, targets: ['']}"], "lora.targets.0", "must not be empty; write a text, or remove"),
         (["rl.group=1"], "rl.group", "has no others to be compared with"),
         (["rl.critic_lr=1e-3"], "rl.critic_lr", "no effect on grpo, which has no critic"),
@@ -410,8 +410,8 @@ def test_too_few_pages_are_rejected_with_the_keys(rl_config: Make):
     few = rl_config(*PAGES, "rl.pages=3")
     with pytest.raises(
         TrainError,
-        match=r"rl\.pages is 3 pages of 8 tokens, but one completion of .*train\.json, row \d+ with \d+ tokens and up "
-        r"to 12 new tokens \(rl\.max_new_tokens\) may need [4-8] pages\. Raise rl\.pages \(rl\.kv: fp8 halves ",
+        match=r"rl\.pages is 3 pages of 8 tokens, but one completion of .*train\.json, row \d+ with \d+ tokens "
+        r"and up to 12 new tokens \(rl\.max_new_tokens\) may need [4-8] pages\. Raise rl\.pages \(rl\.kv: fp8 halves",
     ):
         rl.run(few)
     assert not read_metrics(few)

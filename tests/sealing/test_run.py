@@ -65,11 +65,11 @@ run: {{dir: {dir}, health_every: 0, tensorboard: false, threads: 1, save_every: 
     return load_config_text(text, more)
 
 
-def pair(place: Path, tmp_path: Path, model: str, *more: str) -> list[train.Result]:
+def pair(place: Path, tmp_path: Path, model: str, *more: str) -> list[train.RunResult]:
     return [train.run(configured(place, model, sealed, tmp_path / f"s{sealed:d}", *more)) for sealed in (False, True)]
 
 
-def apart(runs: list[train.Result]) -> float:
+def apart(runs: list[train.RunResult]) -> float:
     """The largest relative difference of their losses."""
     plain, sealed = (list(run.losses().values()) for run in runs)
     assert len(plain) == len(sealed) == STEPS and len(set(plain)) == STEPS

@@ -63,7 +63,7 @@ def hears(make: Make, tones: Path, tmp_path: Path):
 class Logits(train.Callback):
     """What the trained model makes of a question about a sound, in high precision."""
 
-    def end(self, run: train.Run, result: train.Result) -> None:
+    def end(self, run: train.Run, result: train.RunResult) -> None:
         processor = models.load_processor(run.cfg.model.path)
         sound = np.sin(np.arange(5000) / 3).astype(np.float32)
         text = [f"a {processor.audio_token} b", "c"]
@@ -102,7 +102,7 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
         check_family(cfg)
     file.write_text(json.dumps(found))
     model = models.load(tmp_path / "tiny")
-    assert "takes sound" in models.why_not_paged(model)
+    assert "takes audio, which prompts do not support" in models.why_not_paged(model)
     assert "takes audio" in cuda_graphs.unsupported_model_reason(model, models.describe(model), 0.0)
     assert main(["generate", str(tmp_path / "tiny"), "--prompt", "<audio>High or low?"]) == 2
     assert "has a placeholder for audio (<audio>), and this command does not take audio" in capsys.readouterr().err

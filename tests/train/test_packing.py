@@ -57,7 +57,7 @@ def samples_per_step(cfg: Config, count: int = 9):
     processor = models.load_processor(cfg.model.path)
     loader = data.train_loader(cfg, processor)
     model = models.load(cfg.model.path).train()
-    return model, models.describe(model), [loader._processed[[loader.mixture.row(n)]][0] for n in range(count)]
+    return model, models.describe(model), [loader._encoded[[loader.mixture.row(n)]][0] for n in range(count)]
 
 
 def trained(model, forward, batches, reduction):
@@ -241,7 +241,7 @@ def test_a_model_whose_samples_would_mix_is_refused_before_a_weight_is_read(mixe
         (folder / file.name).symlink_to(file)
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(PlanError, match=r"data\.packing: true cannot be: .* layers of type sliding_attention"):
+    with pytest.raises(PlanError, match=r"data\.packing: true is not possible: .* layers of type sliding_attention"):
         train.run(mixed(f"model.path={folder}", f"data.train=[{{path: {talk(tmp_path)}}}]", "data.eval=[]"))
 
 

@@ -155,7 +155,8 @@ def test_tokens_of_a_model_without_images(make, place):
     text = model.config
     want = 3.5 * 2 * 256 * 128 * text.head_dim * text.num_attention_heads * text.num_hidden_layers
     assert token_counts.attention_flops(model.config, given) == want
-    with pytest.raises(train.TrainError, match="tokens were given for image_encoder, which qwen3 lacks"):
+    unknown = "tokens were given for image_encoder, but qwen3 has no such component; it has foundation, lm_head"
+    with pytest.raises(train.TrainError, match=unknown):
         token_counts.complete_tokens(cfg, family, {"foundation": 1, "image_encoder": 1})
     with pytest.raises(train.TrainError, match="tokens are missing for foundation"):
         token_counts.complete_tokens(cfg, family, {})

@@ -21,7 +21,7 @@ STEPS = 20
 class Logits(train.Callback):
     """What the trained model makes of a question about an image, in high precision."""
 
-    def end(self, run: train.Run, result: train.Result) -> None:
+    def end(self, run: train.Run, result: train.RunResult) -> None:
         self.inputs = batch(models.load_processor(run.cfg.model.path), image=True)
         run.model.eval()
         with fp8.high_precision(run.model), torch.no_grad():

@@ -73,7 +73,10 @@ def test_a_run_and_its_folder_are_asked_about_a_clip(here, result, capsys):
         words = ["--video", str(clip), "--prompt", "Which?", "--max-new-tokens", "2", "--json"]
         assert main(["generate", str(here / target), *words]) == 0 and "answer" in json.loads(capsys.readouterr().out)
     for words, found in (
-        (["--video", str(clip), "--prompt", "<video> and <video>?"], "2 places for videos"),
+        (
+            ["--video", str(clip), "--prompt", "<video> and <video>?"],
+            "has 2 placeholders <video>, but there are 1 videos",
+        ),
         (["--video", str(here / "none.mp4"), "--prompt", "a"], "there is no video"),
         (["--video", str(here / "clips" / "train.json"), "--prompt", "a"], "not mp4, mov, webm or mkv"),
     ):
@@ -97,7 +100,7 @@ def test_a_folder_of_frames_is_asked_about_by_its_rate(here, result, capsys):
         ([str(frames)], "is a folder of frames without a known rate; add --fps"),
         ([clip, "--fps", "2"], "--fps is the rate of a folder of frames, and "),
         *(
-            ([str(frames), "--fps", value], "a number above 0, at most 1000, found")
+            ([str(frames), "--fps", value], "a number above 0 and at most 1000, found")
             for value in ("0", "nan", "x", "1e4")
         ),
     ):

@@ -44,7 +44,7 @@ def test_failing_watcher_does_not_stop_the_run(make):
                 run.stop()
 
     train.run(cfg, console=console, watchers=[Page(), Breaks()], callbacks=[Stop()])
-    told = [line for line in console.lines if "left out" in line]
+    told = [line for line in console.lines if "was removed" in line]
     assert told == ["warning: the one that breaks failed and was removed; the run continues (OSError: no network)"]
     page = Path(cfg.run.dir) / "page.html"
     assert 'warn">stopped</span> run: step 2 of 4' in page.read_text()

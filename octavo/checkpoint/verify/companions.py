@@ -1,7 +1,7 @@
 """Checks the files of a folder other than weights and config.json: each file that a loader reads is read and used once.
 
 Tokenizer, processor and chat template are loaded as Octavo itself loads them (`models.load_processor`), and the
-template renders a question. The names of all other files are reported, so that "nothing is wrong" is not taken to
+template renders a question. The names of all other files are reported, so that "No problems found" is not taken to
 include them; servers read some of them (templates in additional_chat_templates/, hf_quant_config.json of ModelOpt).
 """
 

@@ -79,6 +79,7 @@ class PackLoader(StepStream):
         self._lengths = WindowLengths(
             mixture, encoder, window, counts, pack_position[0], rank, world, min(1, workers), timeout
         )
+        # `rows` and checkpoints read the packs of the current window repeatedly, and planning them is slow.
         self.packs = lru_cache(maxsize=4)(self._make_packs)
 
     @property

@@ -76,6 +76,7 @@ def called_by_conversion() -> bool:
 
 def peft_advice() -> str:
     """Return advice for an error if PEFT is writing to a weight, as a sentence and a space; "" for other callers."""
+    # PEFT is recognized by the names of its frames: importing it takes seconds, and it may not be installed.
     peft_frames = [
         frame for frame in _caller_frames() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"
     ]

@@ -75,7 +75,7 @@ def describe_plan(plan: fp8.Plan) -> list[str]:
     if not fp8_rows:
         return ["FP8 is off: every layer computes in high precision"]
     total_line = f"FP8: {len(fp8_rows)} of {len(rows)} linear layers, {100 * plan.share:.1f} % of linear FLOPs"
-    lines = [f"{total_line} (without lm_head and patch embedding)"]
+    lines = [f"{total_line} (except lm_head, patches)"]
     parts = {c: [row for row in rows if row.component == c] for c in dict.fromkeys(row.component for row in rows)}
     name_width = max(map(len, parts))
     for name, layers in parts.items():

@@ -202,9 +202,9 @@ def test_triton_support_matches_kernels() -> None:
             why_not = triton_backend._why_not_operand(spec, 1)
             if why_not is not None and "its GEMMs" in why_not:
                 with pytest.raises(CastError):
-                    tiles.grain(spec, 1)
+                    tiles.scale_block(spec, 1)
             else:
-                tiles.grain(spec, 1)
+                tiles.scale_block(spec, 1)
 
 
 def test_reference_casts_once_for_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_deepgemm_accepts_any_scale_only_on_hopper(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(deepgemm_backend, "_supports_fp32_scales", lambda *_, hopper=hopper: hopper)
         for op in ("fwd", "dgrad", "grouped_fwd"):
             why_not = made.supports(op, own, cuda, None)
-            assert (why_not is None) is hopper and (hopper or "keeps only the exponents of scales" in why_not)
+            assert (why_not is None) is hopper and (hopper or "DeepGEMM uses only the exponents of scales" in why_not)
         assert made.supports("fwd", fp8.recipe("blockwise"), cuda, None) is None
 
 
