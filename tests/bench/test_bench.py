@@ -66,7 +66,7 @@ def test_memory_suite_trains_every_setup(monkeypatch) -> None:
     """Without a GPU nothing can wait in host memory, and no allocator tells bytes: those it says are asked of it."""
     figures = iter(range(10**6))
     monkeypatch.setattr(suite_memory._AllocatedMemory, "now", lambda self: next(figures))
-    monkeypatch.setattr(suite_memory._AllocatedMemory, "most", lambda self: 7 * 2**30)
+    monkeypatch.setattr(suite_memory._AllocatedMemory, "peak", lambda self: 7 * 2**30)
     monkeypatch.setattr(suite_memory._AllocatedMemory, "reset", lambda self: None)
     monkeypatch.setattr(suite_memory._AllocatedMemory, "_allocated", lambda self: 0)
     monkeypatch.setattr(suite_memory._AllocatedMemory, "measures", True)
@@ -270,7 +270,7 @@ def test_unwritable_folder_is_rejected_before_timing(tmp_path: Path, capsys: pyt
 def test_command_writes_the_printed_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "small sizes; FP8 on a CPU is emulated" in out and "M=8" in out
+    assert "sizes are small, and FP8 on a CPU is emulated" in out and "M=8" in out
     assert {p.name for p in tmp_path.iterdir()} == {"bench_cpu_gemm.json"}
     assert main(["bench", "gemm", "--device", "cpu", "--tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]

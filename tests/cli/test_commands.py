@@ -244,7 +244,7 @@ def test_plan_is_measured_saved_and_loaded(here, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr()
     assert "measured: BF16 1000.00 ms, best FP8 2000.00 ms (blockwise e4m3 on reference)" in output.out
     assert "predicted step:" in output.out and "attention" in output.out and "not counted" in output.out
-    assert "octavo train runs the configured recipe" in output.out
+    assert "octavo train uses the configured recipe" in output.out
     assert "measured 0 of" in output.err and f"use it with fp8.plan: {file}" in output.err and cache.is_file()
     assert main([*argv, "--json", "--why", "fp8.recipe=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -76,7 +76,7 @@ def test_device_trains_like_the_cpu_bit_for_bit(place: Path) -> None:
         cfg = load_config_text((place / "run.yaml").read_text(), overrides(f"{name}_cpu", words).split())
         assert result == {"losses": list(train.run(cfg).losses().values()), "device": "mimic:0"}, name
     assert stopped_run["losses"] == uninterrupted[0]["losses"][:2]
-    assert "no streams and events besides its default one" in offload["error"] and "=false" in offload["error"]
+    assert "mimic has only its default stream" in offload["error"] and "=false" in offload["error"]
     assert "train.offload_activations: the device cannot copy while it computes" in activations["error"]
     assert "train.cuda_graphs: true is not possible" in graphs["error"] and "mimic:0" in graphs["error"]
     assert output["here"] == "mimic"

@@ -112,7 +112,8 @@ def test_small_demo_runs_end_to_end(tmp_path: Path, monkeypatch) -> None:
     verdict = demo.run(tmp_path / "demo", steps=4, console=Console(file=out, width=200))
     printed = out.getvalue()
     assert (tmp_path / "demo" / "answer.png").is_file() and (tmp_path / "demo" / "report" / "report.html").is_file()
-    assert verdict.line in printed and " FP8 GEMMs; saved as" in printed and printed.count("report.html") == 1
+    assert verdict.line in printed and "Computed with " in printed and " FP8 GEMMs; saved as" in printed
+    assert printed.count("report.html") == 1
 
     fp8 = verdict.data["arms"][2]
     assert fp8["proof"]["shares"]["image_encoder"] == fp8["proof"]["shares"]["foundation"] == 1.0

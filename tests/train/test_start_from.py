@@ -128,13 +128,13 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
     whole = train.run(make(*over, f"run.start_from={first.dir}", dir="whole"))
     stopped = make(*over, f"run.start_from={first.dir}", dir="stopped")
     train.run(stopped, callbacks=[at(4, signal.SIGTERM)])
-    with pytest.raises(train.TrainError, match=r"began with .*first/checkpoints/step_2, but run.start_from is .*whole"):
+    with pytest.raises(
+        train.TrainError, match=r"a run that started from .*first/checkpoints/step_2, but run.start_from is .*whole"
+    ):
         train.run(make(*over, f"run.start_from={whole.dir}", "run.resume=auto", dir="stopped"))
     state = first.dir / "checkpoints" / "step_2" / "state.json"
     state.write_bytes(state.read_bytes() + b" ")
-    with pytest.raises(
-        train.TrainError, match="first/checkpoints/step_2, whose contents have changed since; restore it"
-    ):
+    with pytest.raises(train.TrainError, match="first/checkpoints/step_2, which has changed since; restore it"):
         train.run(make(*over, "run.resume=auto", dir="stopped"))
     shutil.rmtree(first.dir)
     assert train.run(make(*over, "run.resume=auto", dir="stopped")).losses() == whole.losses()
