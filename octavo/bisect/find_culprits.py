@@ -8,14 +8,14 @@
 If many candidates each do a little harm, there is no small set. Then whole recipes, components, kinds of GEMMs and
 features are tried instead, and the first change that works is the answer.
 
-:func:`minimal_failing_set` finds a minimal set of candidates that fails, in as few runs as halving needs.
+:func:`minimal_failing_set` finds a minimal set of candidates that fails, by binary search.
 
 ``fails(enabled)`` returns whether a run with these candidates enabled fails: it passes with none and fails with all.
 Halving finds the shortest prefix of the candidates that fails, in ceil(log2 n) runs. Its last candidate is a culprit,
 because the prefix without it passes. If the culprits so far fail without the others, the set is complete; otherwise the
-search is repeated over the candidates that precede it, with the culprits found so far enabled. So k culprits cost k
-ceil(log2 n) + k runs. This is the dichotomic search for a minimal unsatisfiable set (F. Hemery, C. Lecoutre, L. Sais,
-F. Boussemart, Extracting MUCs from constraint networks, ECAI 2006), with runs as constraints.
+search is repeated over the candidates that precede it, with the culprits found so far enabled. So k culprits cost at
+most k ceil(log2 n) + k runs. This is the dichotomic search for a minimal unsatisfiable set (F. Hemery, C. Lecoutre, L.
+Sais, F. Boussemart, Extracting MUCs from constraint networks, ECAI 2006), with runs as constraints.
 
 It assumes that a failing set also fails with more candidates enabled. If that does not hold, each culprit is still one
 whose removal, at that point, made a run pass.
@@ -158,7 +158,8 @@ def _search(cfg: Config, session: _Session, by: By, margin: float, total: int) -
     space = Space.of(cfg, plan)
     reference = trials.outcome(space.with_only([]), total, "high precision")
     full = Bar(by, reference, total, margin)
-    # Many trials are needed: search over as few steps as show the failure; `full` confirms a change over all steps.
+    # Many trials are needed: search over the fewest steps that show the failure; `full` confirms a change over all
+    # steps.
     bar = shorten(unchanged, full)
     figure = bar.figure(unchanged)
     session.lines += [

@@ -80,7 +80,7 @@ class World:
 
     @property
     def context_rank(self) -> int:
-        """The index of this rank's slice of each row, below `layout.context`."""
+        """The index of this rank's slice of each row, from 0 to `layout.context` - 1."""
         return self.rank % self.layout.context
 
     @property
@@ -117,8 +117,8 @@ class World:
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank, so that all ranks act at the same step on a signal that one
-        got."""
+        """Return whether the flag is set on any rank, so that all ranks act at the same step on a signal that only one
+        received."""
         return bool(self.all_reduce_max(torch.tensor(int(flag))).item())
 
     def barrier(self) -> None:
@@ -167,7 +167,7 @@ class World:
 
     def with_separate_group(self) -> World:
         """Return this world with a new gloo group, for a thread that runs during the steps: in the same group,
-        its collectives could be matched with the collectives of the steps. Returns self in one process."""
+        its collectives could be matched with the collectives of the steps. Returns self in a single-process run."""
         if self.size == 1:
             return self
         return replace(
@@ -205,8 +205,8 @@ def setup(
     """Join the run that torchrun started, or create the world of a single process. Call once, before the model is
     built.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). If WORLD_SIZE is not set
-    or 1, there is no process group. CPU tensors use gloo, tensors of an accelerator the backend that torch registers
+    Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). If WORLD_SIZE is unset or
+    1, there is no process group. CPU tensors use gloo, tensors of an accelerator the backend that torch registers
     for it (CUDA: NCCL).
 
     threads  torch's intra-op threads; None leaves torch's default (torchrun exports OMP_NUM_THREADS=1)

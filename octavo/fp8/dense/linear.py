@@ -4,10 +4,10 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.arithm
 
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
-An FP8 GEMM needs two quantized operands, each FP8 data (its codes) with scales. x is cast in the forward, twice if the
-recipe's blocks are along the contracted dimension (K in fwd, M in wgrad), in one pass; dy is cast the same way in the
-backward. w is cast once per optimizer step into the cache of its layer (:mod:`octavo.fp8.weights.cache`); the backward
-and all micro-batches use these codes.
+An FP8 GEMM needs two quantized operands, each consisting of FP8 data (its codes) and scales. x is cast in the forward,
+twice if the recipe's blocks are along the contracted dimension (K in fwd, M in wgrad), in one pass; dy is cast the same
+way in the backward. w is cast once per optimizer step into the cache of its layer (:mod:`octavo.fp8.weights.cache`);
+the backward and all micro-batches use these codes.
 
 A forward saves the FP8 codes and scales of x in wgrad layout, and a reference to the weight. It saves nothing in 16 or
 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input without gradient
@@ -65,7 +65,7 @@ class GemmArgs(NamedTuple):
     recompute_input: RecomputeFactory | None = None  # recomputes x in the backward
 
 
-@torch._disable_dynamo  # as torch.compiler.disable, without importing torch._dynamo before the first call
+@torch._disable_dynamo  # like torch.compiler.disable, but without importing torch._dynamo before the first call
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, args: GemmArgs) -> Tensor:
     """Return x [..., K] @ weight [N, K].T + bias [N], as [..., N] in the dtype of x (autocast's under autocast).
 

@@ -52,7 +52,7 @@ def plan(
         tokens: tokens of one forward for each component. Used to weight FLOPs, and as M of the benchmarked
             GEMMs. None weights all components equally.
         measurements: from :func:`octavo.fp8.measure` with the same tokens. A layer then runs in FP8 only if it is
-            faster, in the requested recipe or, with "auto", in the fastest one. Measurements of a CPU are ignored.
+            faster, in the requested recipe or, with "auto", in the fastest one. Measurements made on a CPU are ignored.
         micro_steps: forwards per optimizer step; they share one cast of the weights.
         step: plan for this step; None: the plan in effect outside every rule's step range.
 

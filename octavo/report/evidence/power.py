@@ -1,7 +1,7 @@
 """Predicts the width of the intervals of a trial, and the probability that a claim passes, before the trial runs.
 
 Everything refers to the mean of ``units`` independent gaps (forks, pairs of seeds, questions) that scatter with
-standard deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as
+standard deviation ``spread`` about a true ``gap``, judged by a 95 % Student's t interval as
 :func:`octavo.report.evidence.claims.mean_gap` does. Gaps, spreads and margins are fractions (0.0025 is 0.25 %),
 positive where FP8 is worse. Spreads are determined by :mod:`octavo.report.trial.design`.
 """
@@ -93,9 +93,9 @@ def spread_from_half_width(half: float, units: int) -> float:
 def pass_probability(spread: float, units: int, margin: float, gap: float = 0.0) -> float:
     """Return the probability that the claim "the interval ends below ``margin``" passes if the true gap is ``gap``.
 
-    It passes where (margin - mean) * sqrt(units) / sd exceeds Student's t of 97.5 %; that quotient follows the
-    noncentral t distribution about (margin - gap) * sqrt(units) / spread (Johnson and Welch 1940). A gap at the margin
-    passes with probability 2.5 %.
+    It passes where (margin - mean) * sqrt(units) / sd exceeds the 97.5 % quantile of Student's t; that quotient follows
+    the noncentral t distribution with noncentrality (margin - gap) * sqrt(units) / spread (Johnson and Welch 1940). A
+    gap at the margin passes with probability 2.5 %.
     """
     _check_arguments(spread, units)
     if units < 2:

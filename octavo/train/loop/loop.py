@@ -79,8 +79,8 @@ def run(
 
     Under torchrun every rank calls this; only the main rank prints and writes files.
 
-    Raises: TrainError and the errors of lower packages. An error on only one rank ends its process; torchrun then ends
-    the others.
+    Raises: TrainError and the errors of lower-level packages. An error on only one rank ends its process; torchrun then
+    ends the others.
     """
     user_callbacks = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
     if any(not isinstance(callback, Callback) for callback in user_callbacks):
@@ -229,9 +229,9 @@ def _training_loop(run: Run) -> RunResult:
     if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):
         raise TrainError(
             f"the last {consecutive_skips} of {steps} steps were skipped, because the loss or the gradient was not "
-            "finite. The weights may be unusable, so the run is not marked finished. The weights of the last applied "
-            f"step are in {run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data of "
-            "these steps, lower train.lr, or keep the layer that overflows out of FP8"
+            "finite. The weights may be unusable, so the run is not marked as finished. The weights of the last "
+            f"applied step are in {run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data "
+            "of these steps, lower train.lr, or keep the layer that overflows out of FP8"
         )
     result = _result(run, stopped)
     run.notify("end", result)

@@ -148,7 +148,7 @@ class Stepper:
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with count_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
-                for batch in batches:  # gradients accumulate, or each weight is updated at once
+                for batch in batches:  # gradients accumulate, or update their weight when they are ready
                     if graphs and self._replay_graph(graphs, batch, denominator):
                         continue
                     share = batch["meta"].tokens / tokens
@@ -217,7 +217,7 @@ class Stepper:
     def loss_positions(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return (positions [P] among this rank's tokens, targets [B, P], loss weights [B, P]), in host memory.
 
-        Only positions that have a target in some row need logits; with a vocabulary of 150 000 the logits are the
+        Only positions that have a target in some row need logits; with a vocabulary of 150,000 the logits are the
         largest tensor of the step. Ranks that share a row each return the targets of their own tokens, including the
         target of their last token, which is the first token of the next rank.
         """
