@@ -39,7 +39,7 @@ STAYS = "fp8.image_projector.recipe=off"
 # drawn again. Without dropout the run computes the same.
 WITHOUT_DROPOUT = {"lora_qwen3_vl": "lora.dropout=0"}
 DEMO_STEPS = 50  # of the 500 that the learning rate is scheduled over
-PREPARE = "from pathlib import Path; from octavo.report.trial import demo; demo.prepare(Path('demo'), 500, None)"
+PREPARE = "from pathlib import Path; from octavo.report.trial import demo; demo.write_inputs(Path('demo'), 500, None)"
 OCTAVO = [sys.executable, "-m", "octavo"]
 EQUAL, DIFFERS, OTHER_PLATFORM = 0, 1, 2
 
