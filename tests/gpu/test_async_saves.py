@@ -39,7 +39,7 @@ def test_copy_is_pinned_and_consistent(tmp_path: Path, kind: type[fp8.AdamW]) ->
         moment = checkpoint.take_snapshot(number, model=model, optimizer=optimizer, extra={}, counters={}, world=world)
         expected = values(model, optimizer)
         background.begin(tmp_path, moment)
-        assert background._staging._room.is_pinned()
+        assert background._staging._buffer.is_pinned()
         for _ in range(5):
             step()
         path = background.poll(wait=True)
