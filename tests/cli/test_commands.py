@@ -252,7 +252,7 @@ def test_plan_is_measured_saved_and_loaded(here, tmp_path, monkeypatch, capsys):
     wide = {r["name"] for r in plan["rows"] if r["recipe"]}
     assert wide and all(r["shape"][0] > r["shape"][1] for r in plan["rows"] if r["recipe"])
     assert main(["plan", "run.yaml", f"fp8.plan={file}"]) == 1  # of another GPU
-    assert "plan.json was made for cpu2 (compute capability 9.0), and this is a CPU" in capsys.readouterr().err
+    assert "plan.json was made for cpu2 (compute capability 9.0), but this is a CPU" in capsys.readouterr().err
     file.write_text(file.read_text().replace('"gpu": "cpu2", "capability": "9.0"', '"gpu": "cpu", "capability": null'))
     assert main(["plan", "run.yaml", f"fp8.plan={file}", "--json"]) == 0
     reloaded = json.loads(capsys.readouterr().out)

@@ -55,7 +55,7 @@ def test_every_family_of_this_version():
     print(f"\ntransformers {transformers.__version__}: {counts}")
     if (least := LEAST.get(transformers.__version__)) is not None:
         assert counts["described"] >= least["described"] and counts["not built"] <= least["not built"]
-    written = re.search(r"The table is of transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
+    written = re.search(r"The table is for transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
     if written[1] == transformers.__version__:
         result = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](actual)
         assert PAGE.read_text(encoding="utf-8") == result, "python docs/site/families.py writes it again"
