@@ -1,7 +1,8 @@
 """Reads runs, checkpoints and exports of Octavo 0.4.0: one function per format that has changed since.
 
-All of it will be removed in 1.0. This file imports nothing else from its package, so that every file there can use it.
-Some formats are read where they are used, because those packages are below this one, or must not load torch:
+Files of 0.5.0 need no conversion: they have today's formats, as `tests/test_made_by_0_5_0.py` checks. All of it will be
+removed in 1.0. This file imports nothing else from its package, so that every file there can use it. Some formats are
+read where they are used, because those packages are below this one, or must not load torch:
 
     octavo.fp8.planning.file          `sisters` in plan files: layers that ran as one GEMM
     octavo.fp8.measuring.cases        fields of measurements for such layers
