@@ -280,21 +280,24 @@ class TooManyCulprits(Exception):
         self.failing_prefix = failing_prefix
 
 
-def minimal_failing_set(fails: Callable[[Collection[T]], bool], candidates: Sequence[T], most: int = 4) -> list[T]:
+def minimal_failing_set(
+    fails: Callable[[Collection[T]], bool], candidates: Sequence[T], max_culprits: int = 4
+) -> list[T]:
     """Return a minimal set of candidates that fails, in the order in which they were found.
 
-    Raises TooManyCulprits if it would have more than ``most``.
+    Raises TooManyCulprits if it would have more than ``max_culprits``.
     """
     culprits: list[T] = []
-    left = list(candidates)
-    first = len(left)
-    while not culprits or (left and not fails(culprits)):
-        if len(culprits) == most:
+    remaining = list(candidates)
+    first = len(remaining)
+    while not culprits or (remaining and not fails(culprits)):
+        if len(culprits) == max_culprits:
             raise TooManyCulprits(candidates[:first])
-        end = _shortest_failing_prefix(lambda count: fails([*left[:count], *culprits]), len(left))  # noqa: B023  called at once
+        fails_with_prefix = lambda count: fails([*remaining[:count], *culprits])  # noqa: B023, E731  called at once
+        end = _shortest_failing_prefix(fails_with_prefix, len(remaining))
         first = end if not culprits else first
-        culprits.append(left[end - 1])
-        left = left[: end - 1]
+        culprits.append(remaining[end - 1])
+        remaining = remaining[: end - 1]
     return culprits
 
 

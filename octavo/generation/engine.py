@@ -86,7 +86,7 @@ class Engine:
         A collective if ranks share the model's parameters: each rank passes its own prompts, or none.
 
         Raises GenerationError for a prompt that exceeds the model's context or the cache, for images passed to a
-        text-only model, and for NaN or infinite scores.
+        text-only model, and for NaN or infinite logits.
         """
         if group < 1:
             raise GenerationError(f"group is {group}; it must be at least 1 completion per prompt.")
@@ -166,5 +166,5 @@ class Engine:
             raise GenerationError(
                 f"the key-value cache has {self.pages} pages of {self.page} tokens, but one sequence of "
                 f"{name} may need {need} ({count} tokens and {new} new ones). Increase pages, lower "
-                "max_new_tokens, or keep the cache in FP8 (kv: fp8), which takes half the bytes or less."
+                "max_new_tokens, or keep the cache in FP8 (kv: fp8), which takes about half the bytes."
             )

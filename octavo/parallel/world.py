@@ -273,13 +273,13 @@ def _master_address() -> str:
 @contextmanager
 def _print_if_waiting(rank: int, size: int, timeout: float) -> Iterator[None]:
     """Print a message to stderr if this rank still waits for others after `NOTICE_SECONDS`."""
-    others = f"one of its {size - 1} other ranks" if rank == 0 else "rank 0"
+    others = f"one of the {size - 1} other ranks" if rank == 0 else "rank 0"
 
     def print_notice() -> None:
         print(
             f"octavo: rank {rank} of {size} has waited {NOTICE_SECONDS:g} s for {others} at {_master_address()}, and "
-            f"waits up to {COLLECTIVE_SHARE * timeout:g} s (run.timeout). Do all ranks run, with WORLD_SIZE={size} and "
-            "the same MASTER_ADDR and MASTER_PORT?", file=sys.stderr, flush=True,
+            f"waits up to {COLLECTIVE_SHARE * timeout:g} s (run.timeout). Are all ranks running, with "
+            f"WORLD_SIZE={size} and the same MASTER_ADDR and MASTER_PORT?", file=sys.stderr, flush=True,
         )  # fmt: skip
 
     timer = threading.Timer(NOTICE_SECONDS, print_notice)

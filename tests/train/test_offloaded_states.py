@@ -45,7 +45,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Let a step take the way of states that lie elsewhere than their weights."""
     moves = Counted()
     served = Offload("cpu", batch=64 << 10, transfers=moves)
-    monkeypatch.setattr(build, "check_possible", lambda cfg, world: None)
+    monkeypatch.setattr(build, "check_supported", lambda cfg, world: None)
     monkeypatch.setattr(offload_file, "offload_for", lambda device: served)
     return moves
 

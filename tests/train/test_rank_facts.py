@@ -188,5 +188,5 @@ def test_waiting_rank_reports_missing_ranks(own: Make, monkeypatch: pytest.Monke
     ((code, said),) = started([(2, cfg, ())], ranks.free_port())
     assert code == 1 and "Traceback" not in said
     assert (
-        "rank 0 of 2 has waited 0.1 s for one of its 1 other ranks" in said and "did not appear within 1.8 s: 1" in said
+        "rank 0 of 2 has waited 0.1 s for one of the 1 other ranks" in said and "did not appear within 1.8 s: 1" in said
     )

@@ -10,9 +10,9 @@ way in the backward. w is cast once per optimizer step into the cache of its lay
 the backward and all micro-batches use these codes.
 
 A forward saves the FP8 codes and scales of x in wgrad layout, and a reference to the weight. It saves nothing in 16 or
-32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input without gradient
-needs no dgrad. If the backward can recompute x (:class:`octavo.fp8.dense.inputs.Recomputable`), no codes are saved: the
-backward recomputes x and casts it to identical codes.
+32 bits, unless the recipe keeps wgrad itself in high precision. With a frozen weight x is not saved; an input that
+does not require grad needs no dgrad. If the backward can recompute x (:class:`octavo.fp8.dense.inputs.Recomputable`),
+no codes are saved: the backward recomputes x and casts it to identical codes.
 
 Compared with saving x itself, one more cast in the forward halves the memory. Unlike delayed scaling
 (:mod:`octavo.fp8.dense.delayed`), current scaling reads x twice but never saturates.
@@ -96,7 +96,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(*ops.tensors, *_weight_tensors(args, w_q, needs_x), *saved.tensors)
         ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, operand.dtype
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        # Autograd must not see a view: a model may write into the output (+=, inplace=True), as into F.linear's.
+        # Autograd must not see a view: a model may write into the output (+=, inplace=True), as with F.linear.
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
     @staticmethod
@@ -144,8 +144,8 @@ def _cast_x(
 ) -> tuple[ScaledCasts | None, Quantized | None, SavedInput]:
     """Cast x for fwd and wgrad.
 
-    Returns (the scaling of the casts or None for the current amax, the operand of fwd, the tensors saved for wgrad).
-    If the backward recomputes x, only the tensors that x is computed from are saved, plus, under delayed
+    Returns (the delayed scaling of the casts or None with current scaling, the operand of fwd, the tensors saved for
+    wgrad). If the backward recomputes x, only the tensors that x is computed from are saved, plus, under delayed
     scaling, x's scale.
     """
     site, recomputable = args.site, x.recomputable if needs_w else None
@@ -284,7 +284,7 @@ class Linear(CachesWeights, nn.Linear):
             recompute_input=self._recompute_input,
         )
         if torch._C._len_torch_function_stack() and is_active():
-            with torch._C.DisableTorchFunction():  # intercepting a call takes longer than most calls
+            with torch._C.DisableTorchFunction():  # __torch_function__ dispatch costs more than most calls
                 return fp8_linear(input, self.weight, self.bias, args)
         return fp8_linear(input, self.weight, self.bias, args)
 

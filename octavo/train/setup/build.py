@@ -1,4 +1,4 @@
-"""Assembly of a run: everything from the configuration to the stepper, as one ordered list.
+"""Assembly of a run: everything from the configuration to the stepper, in a fixed order.
 
 The order matters:
 
@@ -7,8 +7,8 @@ The order matters:
 - Freezing precedes the plan, because a frozen layer has no wgrad.
 - FP8 conversion precedes adapters, which wrap FP8 layers. Both precede sharding, because FSDP2 replaces parameters
   inside the converted layers.
-- With several ranks sharding precedes reading weights, because each rank reads its shards. It precedes the optimizer,
-  which must hold the shards.
+- With several ranks sharding precedes reading weights, so that each rank reads only its shards. It precedes the
+  optimizer, which must hold the shards.
 - Resuming is last, once everything that a checkpoint restores has been created.
 
 :mod:`octavo.train.step.step` runs the result.
@@ -38,12 +38,12 @@ from octavo.train.forward import attention_kernel, routing
 from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, run_towers_on_dummy_inputs
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base, model_folder, planning, token_counts
-from octavo.train.setup.checks import check_family, check_possible, refuse_cuda_graphs
+from octavo.train.setup.checks import check_family, check_supported, refuse_cuda_graphs
 from octavo.train.setup.job import Job
 from octavo.train.setup.model_setup import assemble_model, make_chunked_head, reduce_saved_activations
 from octavo.train.setup.phase import SFT, Phase
 from octavo.train.setup.resolve_config import data_settings, load_processor, resolve_from_checkpoint
-from octavo.train.setup.resume import keep_plan, resume, saved_plan
+from octavo.train.setup.resume import resume, saved_plan, write_plan
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step import compile, cuda_graphs
 from octavo.train.step.optimizer import adamw
@@ -74,7 +74,7 @@ def build(
     """
     initial_weights = None if start.initial_weights is None else start.initial_weights["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": initial_weights})})
-    check_possible(cfg, world)
+    check_supported(cfg, world)
     check_family(cfg)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
@@ -89,7 +89,7 @@ def build(
         stepper.cuda_graphs = cuda_graphs.CudaGraphs(stepper.model, world.device, stepper.loss_at_positions, log)
     progress = resume(stepper, start, log, built.base)
     phase.begin(stepper, processor, start.directory, progress.step, log)
-    if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
+    if start.checkpoint is not None:  # after resuming, so that a failed resume does not change the record
         _record_environment(start.directory, cfg, world, processor)
     background = checkpoint.BackgroundSaver(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
@@ -146,7 +146,7 @@ def _open_data(cfg: Config, processor: Any, world: parallel.World, start: run_di
 
 @dataclass(frozen=True)
 class _RunPlanning:
-    """The plan of a run, with the decisions made with it.
+    """The plan of a run, and the decisions made along with it.
 
     cfg       configuration, without `lora.adapter` if the run has a checkpoint
     schedule  all plans of the run
@@ -188,7 +188,7 @@ def _plan_run(
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model
     # according to it.
-    world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
+    world.run_on_main(lambda: write_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in describe_plan(planning.RunPlan(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         log(line)
     if saved is not None and planning.has_open_recipes(cfg):

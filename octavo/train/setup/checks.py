@@ -9,7 +9,7 @@ from octavo.config.sections.rl import BEYOND_SFT
 from octavo.train.errors import TrainError
 
 
-def check_possible(cfg: Config, world: parallel.World) -> None:
+def check_supported(cfg: Config, world: parallel.World) -> None:
     """Raise TrainError for settings that do not work with these processes and their device."""
     check_update(cfg, world)
     needs_gpu = {

@@ -48,7 +48,7 @@ def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
     return Path(world.run_on_main(find))
 
 
-def keep_plan(
+def write_plan(
     directory: Path,
     saved: Path | None,
     family: str,
