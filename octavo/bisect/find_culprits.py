@@ -293,8 +293,7 @@ def minimal_failing_set(
     while not culprits or (remaining and not fails(culprits)):
         if len(culprits) == max_culprits:
             raise TooManyCulprits(candidates[:first])
-        fails_with_prefix = lambda count: fails([*remaining[:count], *culprits])  # noqa: B023, E731  called at once
-        end = _shortest_failing_prefix(fails_with_prefix, len(remaining))
+        end = _shortest_failing_prefix(lambda n: fails([*remaining[:n], *culprits]), len(remaining))  # noqa: B023
         first = end if not culprits else first
         culprits.append(remaining[end - 1])
         remaining = remaining[: end - 1]
