@@ -17,7 +17,7 @@ OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/
 	tests/train/test_run.py::test_it_leaves_a_whole_run_directory \
 	tests/train/test_run.py::test_pretraining_learns_every_token tests/train/test_lora.py::test_a_base_that_is_in_fp8_on_disk
 
-.PHONY: help install demo test test-long test-oldest docs gpu lint types clean
+.PHONY: help install demo real test test-long test-oldest docs gpu lint types clean
 
 help:             ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ install: .venv/.installed  ## build .venv with everything that demo and tests ne
 
 demo: install     ## train on real handwriting in high precision and FP8, compare them, write demo/report/report.html
 	$(BIN)/octavo demo $(DEMO)
+
+real: install     ## SmolLM2-135M and a text set in build/, for the tests of real weights and the study smollm2
+	$(BIN)/python -m benchmarks.real
 
 lint: install     ## ruff: lint and format
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ results/study_NAME.json and a plot, which docs/studies.md quotes.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # as its files find each other, here and in the processes of the pool
-NAMES = ("pretraining", "tower", "everything", "moe", "long_tail", "mpt")
+NAMES = ("pretraining", "tower", "everything", "moe", "long_tail", "mpt", "smollm2")
 
 
 def main() -> int:
@@ -50,10 +51,11 @@ def main() -> int:
 
     with units.alone(home):
         planned = study.units(home)
-        done = sum(units.read(home, unit) is not None for unit in planned)
+        done = sum(units.read(home, unit, study.archive) is not None for unit in planned)
         written = _written(home / f"power_{args.study}.json", estimates, done)
         print(f"{len(planned)} units in {home}", flush=True)
-        outcomes = units.train_all(home, planned, args.jobs, args.hours, lambda text: print(text, flush=True))
+        log = functools.partial(print, flush=True)
+        outcomes = units.train_all(home, planned, args.jobs, args.hours, log, study.archive)
     _save(args.study, study, home, planned, outcomes, written)
     return 0
 

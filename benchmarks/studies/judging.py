@@ -25,11 +25,13 @@ class Judging(train.Callback):
 
     def begin(self, run: train.Run) -> None:
         if self.unit.plant:
-            _call(self.unit.plant, run)
+            call(self.unit.plant, run)
             fp8.invalidate(run.model)
             self._judge(run, "planted_")
 
     def end_step(self, run: train.Run, step: train.Step) -> None:
+        if step.number in self.unit.watch_at:
+            self.more[str(step.number)] = call(self.unit.watch, run)
         last = max(1, (run.cfg.train.steps - self.unit.begins) // 10)
         if not self.unit.average or step.number <= run.cfg.train.steps - last:
             return
@@ -44,7 +46,7 @@ class Judging(train.Callback):
     def end(self, run: train.Run, result: train.RunResult) -> None:
         self._judge(run, "")
         if self.unit.look:
-            self.more = _call(self.unit.look, run)
+            self.more |= call(self.unit.look, run)
         if self.mean:
             for p, mean in zip(run.model.parameters(), self.mean, strict=True):
                 p.copy_(mean)
@@ -53,7 +55,8 @@ class Judging(train.Callback):
 
     def _judge(self, run: train.Run, prefix: str) -> None:
         stepper, evalset = run.job.stepper, run.job.evalset
-        assert evalset is not None
+        if evalset is None:  # a unit that only watches
+            return
         for word in ("own", "high") if run.fp8 else ("own",):
             with fp8.high_precision(run.model) if word == "high" else nullcontext():
                 figures = train.evaluate(run.model, evalset, stepper.forward, run.world)
@@ -62,7 +65,7 @@ class Judging(train.Callback):
                 self.held[f"{prefix}{word}_right"] = figures["exact_match"]
 
 
-def _call(what: tuple[Any, ...], run: train.Run) -> Any:
+def call(what: tuple[Any, ...], *first: Any) -> Any:
     """A function of this folder by name: a unit goes to another process, which takes no functions."""
     module, function, *arguments = what
-    return getattr(importlib.import_module(module), function)(run, *arguments)
+    return getattr(importlib.import_module(module), function)(*first, *arguments)

@@ -48,6 +48,7 @@ class Study:
     judge: Callable[[Path, Outcomes], dict[str, Any]]
     draw: Callable[[Mapping[str, Any], Path], None] | None = None
     home: str = ""  # the folder of another study, whose units it begins from
+    archive: Path | None = None  # a folder of the repository for the files of done units, so that any machine continues
 
 
 def row(design: str, what: str, gaps: Sequence[float], margin: float, failed: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Trains the units of a study, each once; later calls read it from its file.
 
     HOME/units/NAME/unit.json    losses by step, held-out figures, CPU seconds; or the error message of a failed unit
+    ARCHIVE/NAME.json            the same, of a study whose units take too long for one machine's evening
 
 A unit without that file is trained from the beginning, so the same command continues a study that was interrupted in
 any way. Each unit has its own process with one thread, and several run in parallel; units that others begin from come
@@ -41,15 +42,20 @@ def bare(cfg: Config, home: Path, name: str, seed: int, *words: str) -> Config:
     return override(cfg, [*BARE, f"run.dir={home / UNITS / name / TRAINED}", f"run.seed={seed}", *words])
 
 
-def read(home: Path, unit: Unit) -> Outcome | None:
+def read(home: Path, unit: Unit, archive: Path | None = None) -> Outcome | None:
     """What a unit found; None where it is not trained yet."""
     file = home / UNITS / unit.name / DONE
+    if not file.is_file() and archive is not None:
+        file = archive / f"{unit.name}.json"
     if not file.is_file():
         return None
     stored = json.loads(file.read_text(encoding="utf-8"))
-    was, now = _settings(load_config_text(stored.pop("config")), stored.pop("plant")), _settings(unit.cfg, unit.plant)
-    if keys := [key for key in now if was[key] != now[key]]:
-        raise SystemExit(f"{file.parent} was trained with other {', '.join(keys)}; give another --dir, or delete it")
+    config, plant, task = stored.pop("config"), stored.pop("plant"), stored.pop("task", ())
+    was = _settings(None if config is None else load_config_text(config), plant, task)
+    now = _settings(unit.cfg, unit.plant, unit.task)
+    if keys := [key for key in now if was.get(key) != now[key]]:
+        where = file.parent if file.name == DONE else file
+        raise SystemExit(f"{where} was trained with other {', '.join(keys)}; give another --dir, or delete it")
     losses = tuple(math.nan if loss is None else loss for loss in stored["losses"])  # of steps that were skipped
     return Outcome(**{**stored, "losses": losses})
 
@@ -67,13 +73,18 @@ def alone(home: Path) -> Iterator[None]:
 
 
 def train_all(
-    home: Path, units: Sequence[Unit], jobs: int, hours: float, log: Callable[[str], None]
+    home: Path,
+    units: Sequence[Unit],
+    jobs: int,
+    hours: float,
+    log: Callable[[str], None],
+    archive: Path | None = None,
 ) -> dict[str, Outcome]:
     """The outcomes by name of all units that are trained, after training those that are not, ``jobs`` at a time.
 
     No unit begins once the processor hours of all units together exceed ``hours``.
     """
-    outcomes = {unit.name: outcome for unit in units if (outcome := read(home, unit)) is not None}
+    outcomes = {unit.name: outcome for unit in units if (outcome := read(home, unit, archive)) is not None}
     waiting = [unit for unit in units if unit.name not in outcomes]
     if not waiting:
         return outcomes
@@ -107,6 +118,8 @@ def train_all(
             ended.result()
             outcome = read(home, unit)
             assert outcome is not None
+            if archive is not None:
+                atomic_write.write_text(archive / f"{unit.name}.json", (home / UNITS / unit.name / DONE).read_text())
             outcomes[unit.name] = outcome
             held = ", ".join(f"{key} {value:.4f}" for key, value in outcome.held.items())
             log(f"{len(outcomes)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
@@ -127,14 +140,16 @@ def _next(waiting: Sequence[Unit]) -> Unit | None:
     return next((unit for unit in waiting if all(map(there, _needs(unit.cfg)))), None)
 
 
-def _needs(cfg: Config) -> list[Path]:
-    return [Path(path) for path in (cfg.run.fork, cfg.run.start_from) if path is not None]
+def _needs(cfg: Config | None) -> list[Path]:
+    return [] if cfg is None else [Path(path) for path in (cfg.run.fork, cfg.run.start_from) if path is not None]
 
 
-def _settings(cfg: Config, plant: Sequence[Any]) -> dict[str, Any]:
+def _settings(cfg: Config | None, plant: Sequence[Any], task: Sequence[Any]) -> dict[str, Any]:
     """The settings that decide a unit's numbers: all but paths."""
     from octavo.report.trial.reuse import comparable_settings
 
+    if cfg is None:
+        return {"task": list(task)}
     return {**comparable_settings(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
 
 
@@ -145,16 +160,36 @@ def _tail(path: Any) -> str | None:
 
 def _train(home: Path, unit: Unit) -> None:
     """Train and judge one unit, in a process of the pool."""
+    folder = home / UNITS / unit.name
+    if folder.exists():
+        shutil.rmtree(folder)
+    if unit.cfg is None:
+        _run_task(folder, home, unit)
+    else:
+        _train_model(folder, unit, unit.cfg)
+
+
+def _run_task(folder: Path, home: Path, unit: Unit) -> None:
+    from judging import call
+
+    folder.mkdir(parents=True)
+    began = time.process_time()
+    figures = call(unit.task, home)
+    stored = {
+        "name": unit.name, "begins": 0, "losses": [], "held": {}, "more": figures, "config": None, "plant": (),
+        "task": unit.task, "cpu_seconds": round(time.process_time() - began, 1),
+    }  # fmt: skip
+    atomic_write.write_text(folder / DONE, json.dumps(stored) + "\n")
+
+
+def _train_model(folder: Path, unit: Unit, cfg: Config) -> None:
     from judging import Judging
 
     from octavo import rl, train
 
-    folder = home / UNITS / unit.name
-    if folder.exists():
-        shutil.rmtree(folder)
     began, judging, failure = time.process_time(), Judging(unit), ""
     try:
-        result = rl.run(unit.cfg, callbacks=[judging], describe_plan=lambda planned: ())
+        result = rl.run(cfg, callbacks=[judging], describe_plan=lambda planned: ())
         if result.status != "finished":
             raise SystemExit(f"{unit.name} was stopped; the same command goes on")
     except train.TrainError as error:
@@ -166,7 +201,7 @@ def _train(home: Path, unit: Unit) -> None:
     stored = {
         "name": unit.name, "begins": unit.begins, "losses": losses, "held": judging.held, "more": judging.more,
         "cpu_seconds": round(time.process_time() - began, 1), "failure": failure,
-        "config": to_yaml(unit.cfg), "plant": unit.plant,
+        "config": to_yaml(cfg), "plant": unit.plant,
     }  # fmt: skip
     atomic_write.write_text(folder / DONE, json.dumps(stored) + "\n")
     if not unit.keeps:

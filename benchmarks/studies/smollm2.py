@@ -1,0 +1,266 @@
+"""SmolLM2: does FP8 keep the loss of a pretrained model, and what does it cost where?
+
+    equal weights    each recipe on the pretrained weights, nothing trained: losses of held-out windows and one gradient
+    layers           the same with FP8 in some layers, GEMMs or operands only
+    forks            continued training on text from the pretrained weights, FP8 and high precision with the same data in
+                     the same order: held-out loss after 25, 50 and 100 steps; some longer or with another learning rate
+    parts            forks of 40 steps with one thing in FP8 at a time: which of them makes the gap grow
+    instructions     forks on instruction rows, full-parameter and LoRA on an FP8 base
+
+High precision is fp32. The list of units is the rule by which the study is cut: where the processor hours end (--hours),
+the units that are left are the last ones of the list. Done units are kept in benchmarks/results/smollm2_units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import smollm2_equal as equal
+import smollm2_plots
+import smollm2_text as text
+from smollm2_equal import ATTENTION, MLP
+from study import Design, Outcomes, Study, held, row
+from unit import Unit
+from units import bare
+
+from octavo.config import Config, load_config_text
+
+STEPS, SHORT, LONG = 100, 40, 300
+WATCHED = (25, 40, 50, 200)
+FEW, MANY = 24, 48  # held-out windows at a look, and at the end
+FORK = 0.0015  # the bar, as a share of the loss
+SEEDS = 4
+LR = "5e-5"
+FIRST_LAST = tuple(f"**.layers.{number}.**" for number in (0, 1, 28, 29))
+CONFIG = """
+model: {{path: {model}}}
+fp8: {{recipe: "off"}}
+data: {{train: [{{path: {data}/{rows}.train.jsonl}}], eval: {eval}}}
+train: {{phase: {phase}, steps: {steps}, seq_length: 256, micro_batch: 2, global_batch: 2, lr: {lr}, schedule: constant,
+  warmup: 5}}
+"""
+
+BLOCKWISE = "fp8.recipe=blockwise"
+
+
+def rules(*settings: str) -> str:
+    return f"fp8.rules=[{', '.join('{' + setting + '}' for setting in settings)}]"
+
+
+def without(*globs: str) -> str:
+    """Layers that stay in high precision."""
+    return rules(*(f'match: "{glob}", recipe: "off"' for glob in globs))
+
+
+#: what is in FP8 -> the words of its configuration, or (operands,) that are planted
+PARTS: dict[str, tuple[str, ...]] = {
+    "fwd": (BLOCKWISE, rules('match: "**.layers.**", dgrad: bf16, wgrad: bf16')),
+    "dgrad": (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16, wgrad: bf16')),
+    "wgrad": (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16, dgrad: bf16')),
+    "weights": ("weights",),
+    "activations": ("activations",),
+    "gradients": ("gradients",),
+    "E5M2 gradients": (BLOCKWISE, "fp8.format=hybrid"),
+    "without the first and last 2 blocks": (BLOCKWISE, without(*FIRST_LAST)),
+    "without attention": (BLOCKWISE, without("**.self_attn.*")),
+}
+RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
+
+
+def config(steps: int, lr: str = LR, rows: str = "text") -> Config:
+    phase = "pretrain" if rows == "text" else "sft"
+    held_out = f"[{{path: {text.DATA}/instructions.eval.jsonl, max_samples: 128}}]" if phase == "sft" else "[]"
+    values = {"model": text.MODEL, "data": text.DATA, "rows": rows, "phase": phase, "steps": steps, "lr": lr,
+              "eval": held_out}  # fmt: skip
+    return load_config_text(CONFIG.format(**values), ())
+
+
+def fork(
+    home: Path, name: str, cfg: Config, seed: int, words: tuple[str, ...] = (), plant: tuple[Any, ...] = ()
+) -> Unit:
+    steps = cfg.train.steps
+    if cfg.data.eval:
+        return Unit(name, bare(cfg, home, name, seed, *words), plant=plant)
+    return Unit(
+        name, bare(cfg, home, name, seed, *words), plant=plant, watch=("smollm2_text", "watch", FEW, False),
+        watch_at=tuple(step for step in WATCHED if step < steps),
+        look=("smollm2_text", "watch_end", FEW if steps == SHORT else MANY),
+    )  # fmt: skip
+
+
+def pair(home: Path, kind: str, cfg: Config, seed: int, recipe: str = "blockwise") -> list[Unit]:
+    """A fork in FP8 and its other side, with other settings than most."""
+    sides = {"high": (), recipe: (f"fp8.recipe={recipe}",)}
+    return [fork(home, f"{kind}-{side}-seed-{seed}", cfg, seed, words) for side, words in sides.items()]
+
+
+def lora(home: Path, seed: int) -> list[Unit]:
+    words = ("lora.rank=16", "lora.alpha=32")
+    cfg = config(SHORT, "2e-4", "instructions")
+    sides = {"high": words, "fp8": (*words, BLOCKWISE, "model.load_in_fp8=blockwise")}
+    return [fork(home, f"lora-{side}-seed-{seed}", cfg, seed, of_side) for side, of_side in sides.items()]
+
+
+def units(home: Path) -> list[Unit]:
+    """In the order of their importance."""
+    text.check()
+    return [*equal_units(), *forks(home)]
+
+
+def equal_units() -> Iterator[Unit]:
+    yield Unit(equal.HIGH, None, ("smollm2_equal", "high"))
+    yield Unit("equal-bf16", None, ("smollm2_equal", "bf16"))
+    for recipe in ("blockwise", *RECIPES):
+        yield Unit(f"equal-{recipe}", None, ("smollm2_equal", "recipe", recipe))
+    yield Unit("equal-torchao", None, ("smollm2_equal", "torchao", "tensorwise"))
+    for what in ("weights", "activations"):
+        yield Unit(f"equal-{what}", None, ("smollm2_equal", "operands", "blockwise", what))
+    yield Unit("equal-noise", None, ("smollm2_equal", "noise", "blockwise"))
+    for name, (globs, gemms) in LAYERS.items():
+        yield Unit(f"layers-{name}", None, ("smollm2_equal", "layers", "blockwise", globs, gemms))
+
+
+ALL = ["fwd", "dgrad", "wgrad"]
+_THIRDS = {"first": range(10), "middle": range(10, 20), "last": range(20, 30)}
+LAYERS: dict[str, tuple[list[str], list[str]]] = {
+    **{layer: ([f"**.{layer}"], ALL) for layer in (*ATTENTION, *MLP)},
+    "attention": (["**.self_attn.*_proj"], ALL),
+    "mlp": (["**.mlp.*_proj"], ALL),
+    "gate_up": (["**.gate_proj", "**.up_proj"], ALL),
+    **{f"{third}-third": ([f"**.layers.{number}.**" for number in of], ALL) for third, of in _THIRDS.items()},
+    "without-down_proj": ([f"**.{layer}" for layer in (*ATTENTION, *MLP) if layer != "down_proj"], ALL),
+    "without-v_o": ([f"**.{layer}" for layer in ("q_proj", "k_proj", *MLP)], ALL),
+    "without-ends": ([f"**.layers.{number}.**" for number in range(2, 28)], ALL),
+    "fwd": (["**.layers.**"], ["fwd"]),
+    "dgrad": (["**.layers.**"], ["dgrad"]),
+    "wgrad": (["**.layers.**"], ["wgrad"]),
+    "dgrad-wgrad": (["**.layers.**"], ["dgrad", "wgrad"]),
+}  # 20 configurations
+
+
+def forks(home: Path) -> Iterator[Unit]:
+    cfg, short = config(STEPS), config(SHORT)
+    for seed in range(2):
+        yield fork(home, f"high-seed-{seed}", cfg, seed)
+        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
+    for seed in range(2):
+        for part, words in PARTS.items():
+            name = f"part-{part.replace(' ', '_')}-seed-{seed}"
+            if len(words) == 1:
+                yield fork(home, name, short, seed, (), ("smollm2_operands", "plant", "blockwise", *words))
+            else:
+                yield fork(home, name, short, seed, words)
+    for seed in range(2, SEEDS):
+        yield fork(home, f"high-seed-{seed}", cfg, seed)
+        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
+    for setting, words in SETTINGS.items():
+        for seed in range(SEEDS):
+            yield fork(home, f"{setting.replace(' ', '_')}-seed-{seed}", cfg, seed, words)
+    for seed in range(2):
+        for recipe in RECIPES:
+            yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
+        yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
+    for seed in range(SEEDS):
+        yield from lora(home, seed)
+    for seed in range(2):
+        yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
+    yield from pair(home, "slow", config(STEPS, "2e-5"), 0)
+    long = config(LONG)
+    yield from pair(home, "long", long, 0)
+    yield fork(home, "long-rowwise-seed-0", long, 0, ("fp8.recipe=rowwise",))
+    for seed in range(2, SEEDS):
+        for recipe in RECIPES:
+            yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
+
+
+#: settings that were chosen by the parts: what is in FP8 -> the words of its configuration
+SETTINGS: dict[str, tuple[str, ...]] = {}
+
+
+def gaps(outcomes: Outcomes, name: str, high: str, step: int, side: str = "own") -> list[float]:
+    """Relative gaps of the forks of all seeds at a step, or on held-out rows at the end (step 0); of the FP8 weights in
+    high precision for ``side`` "high"."""
+    values = []
+    for seed in range(SEEDS):
+        ours, theirs = (outcomes.get(f"{of}-seed-{seed}") for of in (name, high))
+        if ours is None or theirs is None or ours.failure or theirs.failure:
+            continue
+        if not step:
+            values.append(held(ours, theirs, side))
+            continue
+        mine, other = (of.more.get(str(step)) for of in (ours, theirs))
+        if mine and other and side in mine:
+            count = min(len(mine[side]), len(other["own"]))
+            values.append(sum(mine[side][:count]) / sum(other["own"][:count]) - 1)
+    return values
+
+
+def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
+    named = {"blockwise": "blockwise", **{recipe: recipe for recipe in RECIPES}, "torchao tensorwise": "torchao"}
+    named |= {setting: setting.replace(" ", "_") for setting in SETTINGS}
+    rows = [
+        row(design, what, values, FORK)
+        for what, name in named.items()
+        for design, values in (
+            (f"forks, after {STEPS} steps", gaps(outcomes, name, "high", STEPS)),
+            (
+                f"forks, after {STEPS} steps, FP8's weights in high precision",
+                gaps(outcomes, name, "high", STEPS, "high"),
+            ),
+        )
+        if values
+    ]
+    others = (
+        ("forks on instructions", "blockwise", "instructions-blockwise", "instructions-high", 0),
+        (f"LoRA, after {SHORT} steps", "FP8 base", "lora-fp8", "lora-high", 0),
+        ("forks, learning rate 2e-5", "blockwise", "slow-blockwise", "slow-high", STEPS),
+        (f"forks, after {LONG} steps", "blockwise", "long-blockwise", "long-high", LONG),
+        (f"forks, after {LONG} steps", "rowwise", "long-rowwise", "long-high", LONG),
+    )
+    for design, what, name, high, step in others:
+        if values := gaps(outcomes, name, high, step):
+            rows.append(row(design, what, values, FORK))
+    curves: dict[str, Any] = {}
+    for what, name in named.items():
+        at = {step: gaps(outcomes, name, "high", step) for step in (*WATCHED, STEPS)}
+        curves[what] = {"steps": [s for s, of in at.items() if of], "gaps": [of for of in at.values() if of]}
+    parts = {"everything": gaps(outcomes, "blockwise", "high", SHORT)} | {
+        part: gaps(outcomes, f"part-{part.replace(' ', '_')}", "high", SHORT) for part in PARTS
+    }
+    trained = {part: gaps(outcomes, f"part-{part.replace(' ', '_')}", "high", SHORT, "high") for part in PARTS}
+    return {
+        "rows": rows, "growth": curves, "equal": _equal(outcomes),
+        "parts": [{"part": part, "gaps": of, "in_high_precision": trained.get(part, [])} for part, of in parts.items()],
+    }  # fmt: skip
+
+
+def _equal(outcomes: Outcomes) -> list[dict[str, Any]]:
+    """A line for each configuration at equal weights."""
+    high = outcomes.get(equal.HIGH)
+    if high is None:
+        return []
+    lines = []
+    for name, outcome in outcomes.items():
+        if name.startswith(("equal-", "layers-")) and name != equal.HIGH:
+            figures = dict(outcome.more)
+            measured = equal.summarize(figures, high.more["losses"]) if figures["losses"] else {}
+            figures.pop("losses")
+            lines.append({"what": name, **measured, **figures})
+    return lines
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    smollm2_plots.draw(result, FORK, path)
+
+
+STUDY = Study(
+    "smollm2",
+    "Does FP8 keep the loss of a pretrained model (SmolLM2-135M), and which part of it costs what?",
+    (
+        Design("forks, blockwise", SEEDS, 0.0008, "two seeds of 40 steps, which agreed within 0.16 points", FORK),
+        Design("forks, other recipes", 2, 0.0008, "the same", FORK),
+    ),
+    units, judge, draw, archive=equal.ARCHIVE,
+)  # fmt: skip

@@ -1,0 +1,167 @@
+"""Tasks of the study `smollm2` that train nothing: what FP8 costs at equal weights, by recipe and by layer.
+
+Each makes the losses of held-out windows, more of them until the paired standard error is small enough, and the
+gradient of one micro-batch compared with the gradient in high precision.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import smollm2_text as text
+import torch
+
+from octavo import fp8
+
+ENOUGH = 0.001  # standard error of the mean gap, as a share of the loss
+CHUNK = 24  # windows between two looks at the standard error
+AT_LEAST, AT_MOST = 48, 192  # windows
+HIGH = "equal-high"
+MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def high(home: Path) -> dict[str, Any]:
+    """Losses of all windows in high precision: the other side of every gap."""
+    return {"losses": text.losses(_model(), 0, AT_MOST)}
+
+
+def bf16(home: Path) -> dict[str, Any]:
+    """The model in BF16, without FP8."""
+    return _compare(home, _model().bfloat16(), AT_LEAST)
+
+
+def recipe(home: Path, name: str) -> dict[str, Any]:
+    """A recipe in all linear layers, until the standard error is at most ENOUGH."""
+    model = _model()
+    plan = fp8.plan(model, name)
+    fp8.apply(model, plan)
+    if name == "delayed":  # its scales come from a history, which a first micro-batch begins
+        model.train()
+        model(input_ids=text.windows()[-text.BATCH :]).logits.sum().backward()
+        model.zero_grad()
+    return {**_compare(home, model, AT_MOST), "layers": sum(row.fp8 for row in plan.rows)}
+
+
+def torchao(home: Path, name: str) -> dict[str, Any]:
+    """torchao's float8 training, emulated, on the same weights."""
+    import torchao
+
+    model = _model()
+    convert_to_torchao(model, name)
+    return {**_compare(home, model, AT_MOST), "version": torchao.__version__}
+
+
+def plant_torchao(run: Any, name: str) -> None:
+    convert_to_torchao(run.model, name)
+
+
+def convert_to_torchao(model: Any, name: str) -> None:
+    """Convert the linear layers of a model in place, all but the output head, as Octavo's plan does."""
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+
+
+def operands(home: Path, name: str, what: str) -> dict[str, Any]:
+    """Only weights, activations or gradients rounded, by the blocks of a recipe."""
+    import smollm2_operands
+
+    model = _model()
+    smollm2_operands.apply(model, name, what)
+    return _compare(home, model, AT_LEAST)
+
+
+def noise(home: Path, name: str) -> dict[str, Any]:
+    """No FP8: the weights times normal noise as large as the rounding of a recipe's weights."""
+    model, spec = _model(), fp8.recipe(name).fwd.b  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(0)
+    relative = []
+    with torch.no_grad():
+        for name_of, p in model.named_parameters():
+            if p.dim() == 2 and ".layers." in name_of:
+                error = float((fp8.dequantize(fp8.quantize(p, spec)) - p).norm() / p.norm())
+                relative.append(error)
+                p.mul_(1 + error * torch.randn(p.shape, generator=generator))
+    return {**_compare(home, model, AT_LEAST), "relative_error": float(np.mean(relative))}
+
+
+def layers(home: Path, name: str, globs: list[str], gemms: list[str]) -> dict[str, Any]:
+    """FP8 only in the layers that match, and only in these GEMMs."""
+    model = _model()
+    off = {gemm: "bf16" for gemm in ("fwd", "dgrad", "wgrad") if gemm not in gemms}
+    policy = fp8.Policy(recipe="off", rules=tuple(fp8.Rule(glob, recipe=name, **off) for glob in globs))
+    plan = fp8.plan(model, policy)
+    fp8.apply(model, plan)
+    count = sum(row.fp8 for row in plan.rows)
+    # Without an FP8 forward the loss is that of high precision; only the gradient differs.
+    return {**_compare(home, model, AT_LEAST if "fwd" in gemms else 0), "layers": count}
+
+
+def summarize(figures: dict[str, Any], reference: list[float]) -> dict[str, float]:
+    """The gap of a task as a share of the loss, and its standard error over windows."""
+    own = np.array(figures["losses"])
+    base = np.array(reference[: len(own)])
+    gaps = own - base
+    error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return {"gap": float(gaps.mean() / base.mean()), "error": error / float(base.mean()), "windows": len(own)}
+
+
+def _model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(text.MODEL, dtype=torch.float32)
+
+
+def _compare(home: Path, model: Any, most: int) -> dict[str, Any]:
+    from units import DONE, UNITS
+
+    figures = _compare_gradients(model)
+    file = home / UNITS / HIGH / DONE
+    if not file.is_file():
+        file = ARCHIVE / f"{HIGH}.json"
+    reference = json.loads(file.read_text("utf-8"))["more"]["losses"]
+    own: list[float] = []
+    while len(own) < most:
+        own += text.losses(model, len(own), len(own) + CHUNK)
+        if len(own) >= AT_LEAST and summarize({"losses": own}, reference)["error"] <= ENOUGH:
+            break
+    return {"losses": own, **figures}
+
+
+def _compare_gradients(model: Any) -> dict[str, Any]:
+    """Relative error and cosines of the gradient of one micro-batch, over the linear layers of the decoder."""
+    ours, theirs = _gradients(model), _gradients(_model())
+    cosines = {
+        name: float(torch.nn.functional.cosine_similarity(ours[name].flatten(), theirs[name].flatten(), 0))
+        for name in theirs
+    }
+    error = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs)
+    norm = sum(float(theirs[name].square().sum()) for name in theirs)
+    lowest = sorted(cosines, key=cosines.__getitem__)[:4]
+    return {
+        "gradient_error": math.sqrt(error / norm), "cosine": float(np.mean(list(cosines.values()))),
+        "lowest_cosines": {name: cosines[name] for name in lowest},
+    }  # fmt: skip
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    ids = text.windows()[-text.BATCH :]
+    model.train()
+    model.zero_grad()
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = {
+        name: p.grad.float().clone() for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name
+    }
+    model.zero_grad()
+    return gradients
+
+
+ARCHIVE = Path(__file__).resolve().parents[1] / "results" / "smollm2_units"

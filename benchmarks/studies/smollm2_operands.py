@@ -1,0 +1,88 @@
+"""Linear layers of which only some operands are rounded to FP8: weights, activations or gradients.
+
+A recipe casts both operands of a GEMM. To find which operand costs what, the layers of the decoder round each to the
+blocks of a recipe and back, and multiply in high precision: y = Q(x) Q(w)^T, dx = Q(dy) Q(w), dw = Q(dy)^T Q(x), each Q
+for itself on or off. With all of them on, this is the emulation that Octavo's reference backend computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+
+#: what is rounded -> operands, as (GEMM, a or b)
+OPERANDS = {
+    "weights": {("fwd", "b"), ("dgrad", "b")},
+    "activations": {("fwd", "a"), ("wgrad", "b")},
+    "gradients": {("dgrad", "a"), ("wgrad", "a")},
+    "everything": {(gemm, side) for gemm in ("fwd", "dgrad", "wgrad") for side in "ab"},
+}
+ON = "_rounded_operands"
+
+
+def plant(run: Any, recipe: str, what: str) -> None:
+    """Round these operands in the linear layers of all decoder layers; the output head stays as it is."""
+    apply(run.model, recipe, what)
+
+
+def apply(model: nn.Module, recipe: str, what: str) -> None:
+    chosen, casts = OPERANDS[what], fp8.recipe(recipe)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".layers." in name:
+            module.__dict__[ON] = True
+            module.forward = partial(_forward, module, casts, chosen)  # type: ignore[method-assign]
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """Multiply in high precision inside the context."""
+    rounded = [module for module in model.modules() if ON in module.__dict__]
+    for module in rounded:
+        module.__dict__[ON] = False
+    try:
+        yield
+    finally:
+        for module in rounded:
+            module.__dict__[ON] = True
+
+
+def _forward(module: nn.Linear, casts: Any, chosen: set[tuple[str, str]], x: Tensor) -> Tensor:
+    if not module.__dict__[ON]:
+        return nn.functional.linear(x, module.weight, module.bias)
+    y: Tensor = _Product.apply(x.flatten(0, -2), module.weight, casts, chosen)
+    return y.view(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, casts: Any, chosen: set[tuple[str, str]]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.casts, ctx.chosen = casts, chosen
+        a, b = _rounded(ctx, "fwd", x, w)
+        return a @ b.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        dy_row, w_row = _rounded(ctx, "dgrad", dy, w)
+        dy_col, x_col = _rounded(ctx, "wgrad", dy, x)
+        return dy_row @ w_row, dy_col.t() @ x_col, None, None
+
+
+def _rounded(ctx: Any, gemm: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both operands of a GEMM, each rounded if it is one of the chosen."""
+    pair = ctx.casts.gemm(gemm)
+
+    def one(side: str, value: Tensor, spec: Any) -> Tensor:
+        if (gemm, side) not in ctx.chosen:
+            return value
+        return fp8.dequantize(fp8.quantize(value.contiguous(), spec), value.dtype)
+
+    return one("a", a, pair.a), one("b", b, pair.b)
