@@ -4,8 +4,8 @@
     instructions.{train,eval}.jsonl    {"messages"}: questions about signatures and docstrings, with their answers
     about.json                         the version of Python, numbers of rows, the SHA-256 of every file
 
-Held-out rows are other topics and other modules. Topics of pydoc repeat parts of each other, so a paragraph that is held
-out is removed from the training text.
+Held-out rows are other topics and other modules. Topics of pydoc repeat parts of each other, so a paragraph that is
+held out is removed from the training text.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _rows() -> dict[str, list[dict[str, object]]]:
     topics, modules = _topics(), list(_modules())
     if len(topics) < 2 * EVERY or len(modules) < 2 * EVERY:
         raise RealError(
-            f"this Python has {len(topics)} topics of pydoc and {len(modules)} modules with docstrings, which the text is "
-            "made of; install Python with its standard library as files"
+            f"this Python has {len(topics)} topics of pydoc and {len(modules)} modules with docstrings, which the text "
+            "is made of; install Python with its standard library as files"
         )
     documents = [(f"pydoc:{name}", text) for name, text in topics.items()]
     documents += [(f"docstrings:{module.name}", module.text) for module in modules]

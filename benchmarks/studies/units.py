@@ -119,6 +119,7 @@ def train_all(
             outcome = read(home, unit)
             assert outcome is not None
             if archive is not None:
+                archive.mkdir(parents=True, exist_ok=True)
                 atomic_write.write_text(archive / f"{unit.name}.json", (home / UNITS / unit.name / DONE).read_text())
             outcomes[unit.name] = outcome
             held = ", ".join(f"{key} {value:.4f}" for key, value in outcome.held.items())
