@@ -180,3 +180,89 @@ def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkey
     flips = [seen[unit.name].more["flips"] for unit in routed]
     assert all(0 <= share < 0.5 for share in flips) and flips[1] > 0
     assert json.loads((tmp_path / "moe/units/high-seed-0/unit.json").read_text())["more"]["busiest"][0] >= 1
+
+
+def test_task_is_run_once_and_continues_from_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units, unit = _module("units"), _module("unit").Unit
+    archive = tmp_path / "archive"
+    task = unit("count", None, task=("json", "dumps"))
+    monkeypatch.setattr(_module("judging"), "call", lambda what, home: {"ran": what[0], "home": home.name})
+    units._train(tmp_path, task)
+    outcome = units.read(tmp_path, task)
+    assert outcome.more == {"ran": "json", "home": tmp_path.name} and not outcome.failure and not outcome.losses
+    archive.mkdir()
+    shutil.move(tmp_path / "units/count/unit.json", archive / "count.json")
+    assert units.read(tmp_path, task) is None
+    assert units.read(tmp_path, task, archive).more == outcome.more
+    lines: list[str] = []
+    assert set(units.train_all(tmp_path, [task], 1, 1.0, lines.append, archive)) == {"count"} and not lines
+    with pytest.raises(SystemExit, match="was trained with other task"):
+        units.read(tmp_path, unit("count", None, task=("json", "loads")), archive)
+
+
+def test_rounded_operands_are_the_arithmetic_of_the_recipe() -> None:
+    import torch
+
+    from octavo import fp8
+
+    operands = _module("smollm2_operands")
+    torch.manual_seed(0)
+    x, dy = torch.randn(3, 40, 96, requires_grad=True), torch.randn(3, 40, 96)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(96, 160, bias=False), torch.nn.Linear(160, 96)])
+            torch.nn.init.zeros_(self.layers[1].bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x).relu())
+
+    class Outer(torch.nn.Module):  # names of layers hold ".layers.", as a decoder's do
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)
+
+    def results(model: torch.nn.Module) -> list[torch.Tensor]:
+        y = model(x)
+        return [y, *torch.autograd.grad(y, [x, *(p for p in model.parameters() if p.dim() == 2)], dy)]
+
+    model = Outer()
+    model.model.layers[1].bias = None
+    plain = results(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    operands.apply(model, "blockwise", "everything")
+    planted = results(model)
+    with operands.off(model):
+        assert all(torch.equal(one, other) for one, other in zip(results(model), plain, strict=True))
+    other = Outer()
+    other.model.layers[1].bias = None
+    other.load_state_dict(state)
+    fp8.apply(other, fp8.plan(other, fp8.Policy(recipe="off", rules=(fp8.Rule("**.layers.*", recipe="blockwise"),))))
+    assert all(torch.equal(one, two) for one, two in zip(planted, results(other), strict=True))
+    assert not any(torch.equal(one, two) for one, two in zip(planted, plain, strict=True))
+    singles = [Outer() for _ in range(3)]
+    for single, what in zip(singles, ("weights", "activations", "gradients"), strict=True):
+        single.model.layers[1].bias = None
+        single.load_state_dict(state)
+        operands.apply(single, "blockwise", what)
+    y = [results(single)[0] for single in singles]
+    assert torch.equal(y[2], plain[0]) and not torch.equal(y[0], plain[0]) and not torch.equal(y[1], plain[0])
+
+
+def test_gaps_of_the_real_model_pair_seeds_and_windows() -> None:
+    smollm2, equal = _module("smollm2"), _module("smollm2_equal")
+    outcome = _module("unit").Outcome
+    high = outcome("high-seed-0", 0, (), {}, {"40": {"own": [2.0, 2.0]}})
+    ours = outcome("x-seed-0", 0, (), {}, {"40": {"own": [2.1], "high": [2.0, 2.2]}})
+    there = {"high-seed-0": high, "x-seed-0": ours, "x-seed-1": replace(ours, name="x-seed-1")}
+    assert smollm2.gaps(there, "x", "high", 40) == pytest.approx([0.05])  # of one seed, of the windows both have
+    assert smollm2.gaps(there, "x", "high", 40, "high") == pytest.approx([0.05])
+    assert smollm2.gaps(there, "x", "high", 25) == []
+    assert smollm2.gaps(there | {"x-seed-0": replace(ours, failure="diverged")}, "x", "high", 40) == []
+    same = equal.summarize({"losses": [2.2, 2.2, 2.2]}, [2.0, 2.0, 2.0, 9.0])
+    assert same["gap"] == pytest.approx(0.1) and same["error"] == pytest.approx(0.0) and same["windows"] == 3
+    assert len(smollm2.LAYERS) == 20

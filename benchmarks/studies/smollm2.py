@@ -111,16 +111,16 @@ def units(home: Path) -> list[Unit]:
 
 
 def equal_units() -> Iterator[Unit]:
-    yield Unit(equal.HIGH, None, ("smollm2_equal", "high"))
-    yield Unit("equal-bf16", None, ("smollm2_equal", "bf16"))
+    yield Unit(equal.HIGH, None, task=("smollm2_equal", "high"))
+    yield Unit("equal-bf16", None, task=("smollm2_equal", "bf16"))
     for recipe in ("blockwise", *RECIPES):
-        yield Unit(f"equal-{recipe}", None, ("smollm2_equal", "recipe", recipe))
-    yield Unit("equal-torchao", None, ("smollm2_equal", "torchao", "tensorwise"))
+        yield Unit(f"equal-{recipe}", None, task=("smollm2_equal", "recipe", recipe))
+    yield Unit("equal-torchao", None, task=("smollm2_equal", "torchao", "tensorwise"))
     for what in ("weights", "activations"):
-        yield Unit(f"equal-{what}", None, ("smollm2_equal", "operands", "blockwise", what))
-    yield Unit("equal-noise", None, ("smollm2_equal", "noise", "blockwise"))
+        yield Unit(f"equal-{what}", None, task=("smollm2_equal", "operands", "blockwise", what))
+    yield Unit("equal-noise", None, task=("smollm2_equal", "noise", "blockwise"))
     for name, (globs, gemms) in LAYERS.items():
-        yield Unit(f"layers-{name}", None, ("smollm2_equal", "layers", "blockwise", globs, gemms))
+        yield Unit(f"layers-{name}", None, task=("smollm2_equal", "layers", "blockwise", globs, gemms))
 
 
 ALL = ["fwd", "dgrad", "wgrad"]

@@ -15,18 +15,17 @@ class Unit:
 
     name     its folder
     cfg      what is trained; None for a task
-    task     (module, function, arguments ...) of this folder that makes the figures of a task, a JSON object
     begins   the step after which it begins, where ``cfg.run.fork`` names a checkpoint
     average  whether the mean of the weights over the last tenth of its steps is judged too
     plant    (module, function, arguments ...) of this folder that changes the model before its first step
     look     (module, function, arguments ...) that makes further figures of the trained model
     watch    (module, function, arguments ...) that makes figures of the model after each of the steps ``watch_at``
     keeps    whether the trained weights stay, as others begin from them; else the run directory is deleted
+    task     (module, function, arguments ...) of this folder that makes the figures of a task, a JSON object
     """
 
     name: str
     cfg: Config | None
-    task: tuple[Any, ...] = ()
     begins: int = 0
     average: bool = False
     plant: tuple[Any, ...] = ()
@@ -34,6 +33,7 @@ class Unit:
     watch: tuple[Any, ...] = ()
     watch_at: tuple[int, ...] = ()
     keeps: bool = False
+    task: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
