@@ -40,9 +40,7 @@ def recipe(home: Path, name: str) -> dict[str, Any]:
     plan = fp8.plan(model, name)
     fp8.apply(model, plan)
     if name == "delayed":  # its scales come from a history, which a first micro-batch begins
-        model.train()
-        model(input_ids=text.windows()[-text.BATCH :]).logits.sum().backward()
-        model.zero_grad()
+        _gradients(model)
     return {**_compare(home, model, AT_MOST), "layers": sum(row.fp8 for row in plan.rows)}
 
 
