@@ -100,8 +100,34 @@ def routing(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def equal(result: Mapping[str, Any]) -> str:
+    """What FP8 costs at equal weights, by recipe and by layer: the order of the result file."""
+    lines = ["| in FP8 | layers | gap of the loss (standard error) | windows | gradient: error | mean cosine |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for one in result["equal"]:
+        gap = "" if "gap" not in one else f"{percent(one['gap'])} ({100 * one['error']:.3f})"
+        cells = (
+            one["what"].partition("-")[2].replace("_", r"\_"), str(one.get("layers", "")), gap,
+            str(one.get("windows", "")), f"{one['gradient_error']:.3f}", f"{one['cosine']:.3f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parts(result: Mapping[str, Any]) -> str:
+    lines = [
+        "| in FP8 | gap after 40 steps, by seed | the trained weights in high precision, by seed |",
+        "|---|---|---|",
+    ]
+    for one in result["parts"]:
+        shown = (", ".join(map(percent, one[key])) or "not run" for key in ("gaps", "in_high_precision"))
+        lines.append(f"| {one['part']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 MORE: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "": rows, "power": power, "cost": cost, "cells": cells, "routing": routing,
+    "equal": equal, "parts": parts,
 }  # fmt: skip
 
 
