@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from octavo.checkpoint.verify.findings import (
+    FAIL,
     GARBAGE,
     LOADERS,
     OK,
@@ -17,6 +18,7 @@ from octavo.checkpoint.verify.findings import (
     WARN,
     Consequence,
     Finding,
+    Findings,
     Verdict,
 )
 from octavo.models.folder.quantization import Quantization
@@ -81,9 +83,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         **_servers(WARNS, "its code was not read for this family"),
     },
     "mpt-fields": {
-        _HF: _does(
-            GARBAGE, "its MPT class silently computes a different model; octavo.models.load reads it", True
-        ),
+        _HF: _does(GARBAGE, "its MPT class silently computes a different model; octavo.models.load reads it", True),
         **_servers(WARNS, "its code for those fields was not read"),
     },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
@@ -127,9 +127,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         **_servers(GARBAGE, "scales that are not loaded are uninitialized memory"),
     },
     "scale-name": {
-        _HF: _does(
-            GARBAGE, "scales of another name are left out: the first forward fails, or answers nonsense", True
-        ),
+        _HF: _does(GARBAGE, "scales of another name are left out: the first forward fails, or answers nonsense", True),
         **_servers(REFUSES, "there is no parameter of that name"),
     },
     "scale-both": {
@@ -154,9 +152,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
         _HF: _does(WARNS, "stacked experts in FP8 have no published form"),
         **_servers(REFUSES, "experts are read one by one"),
     },
-    "experts-apart": {
-        _HF: _does(GARBAGE, "this family's experts are only read stacked: they stay random", False)
-    },
+    "experts-apart": {_HF: _does(GARBAGE, "this family's experts are only read stacked: they stay random", False)},
     "skip-missing": {},
     "skip-covers-fp8": {},
     "skip-nothing": {},
@@ -179,6 +175,7 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "magnitude": _all(WARNS, "weights are larger than trained ones"),
     "unfilled": _all(WARNS, "codes and scales may come from different casts"),
     "scale-unshared": _servers(WARNS, "fused layers are quantized again under the largest of their scales"),
+    "server": {},
     "against-names": {},
     "against-dropped": _servers(WARNS, "layers for multi-token prediction differ from the reference"),
     "against-shape": {},
@@ -188,7 +185,9 @@ CONSEQUENCES: dict[str, dict[str, Consequence]] = {
 
 
 #: what vLLM 0.32 did with such folders on a CPU, where that is not what the table above says or was read
-SEEN: dict[str, Consequence] = {}
+SEEN: dict[str, Consequence] = {
+    "tied": Consequence(OK, "the lm_head on disk is used, although config.json ties it", True, True),
+}
 
 #: transformers dequantizes all weights of method fp8 on a CPU, and uses the skip list only on a GPU
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
@@ -197,13 +196,23 @@ _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 _SURE = ("encrypted", "experts-apart", "of-sound", "autofp8")
 
 
-#: kinds of findings about tensors, whose consequences for servers `servers.predict` derives from the rules of the loader
-_PREDICTED = frozenset(
-    "index-entry index-tensor extra-shard duplicate quantization fp8-tensor quantization-lost "
-    "quantization-without-codes missing extra shape dtype e5m2 tied scale-missing scale-name scale-both "
-    "scale-transposed scale-grid scale-dtype scale-dangling head fp8-elsewhere skip-missing skip-covers-fp8 "
-    "fused-mixed block-k block-n".split()
-)
+#: kinds of findings about tensors, whose consequences for servers `servers.predict` derives from their rules
+_PREDICTED = (
+    "no-weights", "index-entry", "index-tensor", "extra-shard", "duplicate", "quantization", "fp8-tensor",
+    "quantization-lost", "quantization-without-codes", "missing", "extra", "shape", "dtype", "e5m2", "tied",
+    "scale-missing", "scale-name", "scale-both", "scale-transposed", "scale-grid", "scale-dtype", "scale-dangling",
+    "head", "fp8-elsewhere", "skip-missing", "skip-covers-fp8", "fused-mixed", "block-k", "block-n", "server",
+)  # fmt: skip
+
+
+def check_predictions(predicted: Mapping[str, list[Consequence] | None], findings: Findings) -> None:
+    """Report a folder that no other check fails, but that vLLM refuses or loads with wrong answers.
+
+    Only predictions of a kind that was seen in vLLM count.
+    """
+    events = [event for event in predicted.get("vLLM") or () if event.run and event.verdict != OK]
+    if events and not any(finding.status == FAIL for finding in findings):
+        findings.fail("server", loader="vLLM", verdict=events[0].verdict, reason=events[0].reason)
 
 
 def verdicts(
@@ -258,8 +267,6 @@ def _accepted(loader: str, q: Quantization | None) -> Consequence:
         return Consequence(OK, "names, shapes and dtypes are the stock model's", loader == "transformers")
     if loader == "transformers":
         if q.method == "fp8":
-            return Consequence(
-                OK, "dequantized while loading on a CPU, FP8 on GPUs from compute capability 8.9", True
-            )
+            return Consequence(OK, "dequantized while loading on a CPU, FP8 on GPUs from compute capability 8.9", True)
         return Consequence(OK, "with the package compressed-tensors installed; decompressed by default", True)
     return Consequence(OK, "its quantization_config is one that Octavo reads")

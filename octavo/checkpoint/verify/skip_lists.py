@@ -24,9 +24,7 @@ from octavo.models.folder.quantization import (
 )
 
 #: the classes of linear layers in vLLM and SGLang, of which a target of compressed-tensors may name a part
-_SERVER_CLASSES = (
-    "columnparallellinear mergedcolumnparallellinear qkvparallellinear rowparallellinear replicatedlinear".split()
-)
+_SERVER_CLASSES = ("columnparallellinear", "mergedcolumnparallellinear", "qkvparallellinear", "rowparallellinear")
 _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
 

@@ -8,8 +8,8 @@
 
 The order of the checks: headers (`headers`), names and shapes against the stock model (`names`), the layout of scales
 (`scales`), skip lists (`skip_lists`), values (`values`), the reference (`compare_source`), the rules of servers
-(`servers`), and the consequences for each loader (`loaders`). PEFT adapters have their own checks (`adapter`). Nothing is changed or unpickled, and no model
-is loaded.
+(`servers`), and the consequences for each loader (`loaders`). PEFT adapters have their own checks (`adapter`). Nothing
+is changed or unpickled, and no model is loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.checkpoint.verify.companions import check_checksums, check_companion
 from octavo.checkpoint.verify.compare_source import collect_sources, compare, compare_unplaced
 from octavo.checkpoint.verify.findings import FAIL, Consequence, Findings, TensorComparison, VerifyResult
 from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
-from octavo.checkpoint.verify.loaders import verdicts
+from octavo.checkpoint.verify.loaders import check_predictions, verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import (
     Pair,
@@ -95,10 +95,12 @@ def verify(
         check_ties(inspected.headers, inspected.known, inspected.stock, quick, findings)
     check_checksums(folder, quick, findings)
     unread = check_files(folder, findings)
+    predicted = _server_predictions(inspected, quick)
+    check_predictions(predicted, findings)
     headers, ordered = inspected.headers, findings.ordered()
     return VerifyResult(
         folder, _describe_form(inspected), len(headers.tensors), headers.size, inspected.fp8, not quick, ordered,
-        verdicts(ordered, inspected.q, _server_predictions(inspected, quick)), tuple(compared), reference, unread,
+        verdicts(ordered, inspected.q, predicted), tuple(compared), reference, unread,
     )  # fmt: skip
 
 
@@ -175,9 +177,11 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
 def _server_predictions(inspected: _Inspection, quick: bool) -> dict[str, list[Consequence] | None]:
     """Return what each server does with the tensors; {} if the folder describes no model or has no tensors."""
     headers, stock = inspected.headers, inspected.stock
-    if stock is None or not headers.tensors:
+    if stock is None:
         return {}
     files = read_server_files(headers.folder, headers, quick)
+    if not files.tensors:
+        return {}
     names = {tensor.name: name for name, tensor in inspected.known.items()}
     block = quantization_block(inspected.raw)
     contents = Contents(files.tensors, names, stock, inspected.raw, block, files.others, tuple(files.problems))

@@ -1,8 +1,8 @@
 """Which tensors vLLM and SGLang read from the files of a folder, and which of two with the same name they keep.
 
-vLLM 0.32, `_prepare_weights`, `filter_duplicate_safetensors_files` and `safetensors_weights_iterator`: with an index, the
-files that it names, whole; without one, every *.safetensors. The files are read in the natural order of their names, and a
-later tensor overwrites an earlier one.
+vLLM 0.32, `_prepare_weights`, `filter_duplicate_safetensors_files` and `safetensors_weights_iterator`: with an index,
+the files that it names, whole; without one, every *.safetensors. Files are read in the natural order of their names,
+and a later tensor overwrites an earlier one.
 """
 
 from __future__ import annotations

@@ -107,6 +107,8 @@ class _Loading:
         self.quantized: list[tuple[Linear, ...]] = []
         self.layout: Layout | None = None
         self.filled: set[str] = set()
+        layers = [int(match[1]) for name in contents.stock.shapes if (match := _LAYER.search(name))]
+        self._layers = max(layers, default=-1) + 1
         self._cut: dict[str, list[str]] = defaultdict(list)
         self.run = server.name == "vLLM" and contents.dense_text
 
@@ -183,7 +185,9 @@ class _Loading:
             self.slots[weight] = Slot(part.shape, "codes", cut)
             grid = layout.grid(*part.shape)
             # A scale for each row has no columns to cut.
-            self.slots[weight + layout.scale_suffix] = Slot(grid, "scale", None if cut == 1 and grid[1:] == (1,) else cut)
+            self.slots[weight + layout.scale_suffix] = Slot(
+                grid, "scale", None if cut == 1 and grid[1:] == (1,) else cut
+            )
             if layout.static:
                 self.slots[f"{part.disk}.input_scale"] = Slot((), "scale")
 
@@ -220,7 +224,7 @@ class _Loading:
             self.filled.add(known)
             stacked = known in self.contents.stock.stacked and len(tensor.shape) == 3
             if not slot.takes(tensor.shape) and not stacked:
-                self._add(REFUSES, "a tensor's shape differs from the parameter's")
+                self._add(REFUSES, f"the shape of {on_disk!r} differs from the parameter's")
                 continue
             if slot.shape and tensor.shape != slot.shape and not stacked:
                 self._cut[known.rpartition(".layers.")[2].partition(".")[2] or known].append(known)
@@ -239,33 +243,38 @@ class _Loading:
             return
         if leaf == "bias" and self.contents.module_exists(parent):
             return
+        layer = _LAYER.search(name)
         if self.server.refuses_names:
-            self._add(REFUSES, "there is no parameter of that name")
+            self._add(REFUSES, f"there is no parameter for {name!r}")
+        elif layer is not None and int(layer[1]) >= self._layers:
+            self._add(GARBAGE, "layers beyond num_hidden_layers are left out, without a word")
         elif any(parent.endswith(f".{part}") for part in _FUSED_PARTS) and self.contents.module_exists(parent):
-            self._add(REFUSES, "a fused matrix has no parameter of that name")
+            self._add(REFUSES, f"a fused matrix has no parameter for {name!r}")
+        else:
+            self._add(OK, f"{name!r} is left out, with a warning", warns=True)
 
     def _cache_scale(self, name: str) -> None:
         if self.layout is None:
             if self.server.refuses_names:
-                self._add(REFUSES, "scales of a KV cache have no parameter without a quantization_config")
+                self._add(REFUSES, f"without a quantization_config there is no parameter for {name!r}")
             return
         shape = self.contents.tensors[name].shape
         if self.server.refuses_names and shape not in ((), (1,)):
-            self._add(REFUSES, "a scale of the KV cache is not one number")
+            self._add(REFUSES, f"{name!r} is not one number")
 
     def _check_dtype(self, name: str, slot: Slot, tensor: FileTensor) -> None:
         if slot.role == "scale":
             if tensor.dtype not in (*_HIGH, "F8_E8M0"):
-                self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers")
+                self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif slot.role == "values":
             if tensor.fp8:
-                self._add(GARBAGE, "codes are taken for values, without their scales")
+                self._add(GARBAGE, f"the codes of {name!r} are taken for values, without their scales")
             elif tensor.dtype not in _HIGH:
-                self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers")
+                self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif tensor.dtype in ("U8", "I8"):
-            self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers")
+            self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif not tensor.fp8:
-            self._add(GARBAGE, "values are cast to FP8 as they are, and multiplied by scales")
+            self._add(GARBAGE, f"the values of {name!r} are cast to FP8 as they are, and multiplied by scales")
 
     def _check_cut(self) -> None:
         """Report tensors of which only the beginning is used: all of a kind means that config.json is wrong."""
@@ -273,7 +282,7 @@ class _Loading:
             leaf = names[0].rpartition(".layers.")[2].partition(".")[2]
             same = [name for name in self.slots if leaf and name.endswith(f".{leaf}")]
             is_config = len(names) >= len(same)
-            reason = "a tensor is larger than its parameter, and only its beginning is used"
+            reason = f"{names[0]!r} is larger than its parameter, and only its beginning is used"
             self._add(GARBAGE if is_config else OK, reason, warns=not is_config)
 
     # What is missing -------------------------------------------------------------------------------------------------
@@ -285,11 +294,11 @@ class _Loading:
             if name in self.filled or name in scales or self._is_stacked_apart(name):
                 continue
             if self.layout is None and self.server.asks_for_norms and not self.contents.is_linear(name):
-                self._add(REFUSES, "a norm, or another module without a quantization method, gets no weights")
+                self._add(REFUSES, f"{name!r} is missing")
             elif slot.role == "values" and not self.contents.is_linear(name):
-                self._add(GARBAGE, "a missing norm stays at ones, without a word")
+                self._add(GARBAGE, f"{name!r} is missing and stays at ones, without a word")
             else:
-                self._add(GARBAGE, "a missing weight stays uninitialized memory, without a word")
+                self._add(GARBAGE, f"{name!r} is missing and stays uninitialized, without a word")
         for parts in self.quantized:
             self._check_missing_scales(parts)
 
@@ -306,10 +315,10 @@ class _Loading:
         names = [f"{part.disk}.weight{layout.scale_suffix}" for part in parts]
         missing = [name for name in names if name not in self.filled]
         if missing and not self._is_last_tensor_scale(names, missing, layout):
-            self._add(GARBAGE, "scales that are not loaded stay uninitialized, without a word")
+            self._add(GARBAGE, f"{missing[0]!r} is missing and stays uninitialized, without a word")
         inputs = [f"{part.disk}.input_scale" for part in parts]
         if layout.static and not any(name in self.filled for name in inputs):
-            self._add(GARBAGE, "scales of activations that are not loaded stay uninitialized, without a word")
+            self._add(GARBAGE, f"{inputs[0]!r} is missing and stays uninitialized, without a word")
 
     def _is_last_tensor_scale(self, names: list[str], missing: list[str], layout: Layout) -> bool:
         """Whether the missing scale is the last of a fused matrix with a scale per tensor: its first scale is then used
