@@ -79,9 +79,10 @@ def config(**changes: object) -> Config:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_size": HIDDEN,
         "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
-        "attention_bias": False, "mlp_bias": False, "bos_token_id": 445, "eos_token_id": 446, "pad_token_id": 444, **changes,
+        "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
+        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+        "bos_token_id": 445, "eos_token_id": 446, "pad_token_id": 444, **changes,
     }  # fmt: skip
 
 

@@ -26,8 +26,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write("llama", tmp_path_factory.mktemp("tokenizer") / "llama")
 
 
-def run(case: Case, tmp_path: Path, tokenizer: Path, quick: bool = False) -> tuple[VerifyResult, dict[str, str]]:
-    verified = verify(write(case, tmp_path / "folder", tokenizer), quick=quick)
+def run(case: Case, tmp_path: Path, tokenizer: Path) -> tuple[VerifyResult, dict[str, str]]:
+    verified = verify(write(case, tmp_path / "folder", tokenizer))
     return verified, {verdict.loader: verdict.verdict for verdict in verified.verdicts}
 
 
@@ -64,7 +64,7 @@ def test_verdicts_are_three_words() -> None:
     ],
 )
 def test_sglang_differs_where_its_source_does(name: str, sglang: str, tmp_path: Path, tokenizer: Path) -> None:
-    verified, verdicts = run(server_cases.CASES[name], tmp_path, tokenizer, quick=True)
+    verified, verdicts = run(server_cases.CASES[name], tmp_path, tokenizer)
     assert verdicts["SGLang"] == sglang
     (source,) = [verdict.source for verdict in verified.verdicts if verdict.loader == "SGLang"]
     assert source.startswith("read in its source")

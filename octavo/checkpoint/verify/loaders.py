@@ -21,6 +21,7 @@ from octavo.checkpoint.verify.findings import (
     Findings,
     Verdict,
 )
+from octavo.checkpoint.verify.names import scale_of
 from octavo.models.folder.quantization import Quantization
 
 _HF = "transformers"
@@ -224,12 +225,17 @@ def verdicts(
         predicted: server -> what it does with the tensors (`servers.predict`); None or no entry if that is not known.
     """
     findings = list(findings)
+    # Codes that are stored as values, with scales, are codes again once they are copied into a parameter of codes.
+    with_scales = {scale_of(finding.tensor) for finding in findings if finding.kind == "scale-dangling"}
     out = []
     for loader in LOADERS:
         events = predicted.get(loader)
         consequences = events[:1] if events else [_accepted(loader, q)]
         for finding in findings:
-            if events is not None and finding.kind in _PREDICTED:
+            known_by_rules = finding.kind in _PREDICTED or (
+                finding.kind == "codes-as-values" and finding.tensor in with_scales
+            )
+            if events is not None and known_by_rules:
                 continue
             if consequence := _consequence(finding, loader):
                 is_warning = finding.status == WARN and finding.kind not in _SURE

@@ -79,6 +79,8 @@ SENTENCES: dict[str, str] = {
     "expect scales; remove the block from config.json, or write the quantized weights.",
     "architectures": "config.json names no architectures: vLLM and SGLang choose the model's class by them; add e.g. "
     '"architectures": ["Qwen3ForCausalLM"].',
+    "architectures/unknown": "config.json names architectures {names}, which no class of transformers has: vLLM and "
+    "SGLang choose the model's class by them; write the name of the model's class.",
     "config-dtype/float8": "config.json gives float8 as the dtype: loaders would cast every tensor to codes without "
     'scales; write "dtype": "bfloat16".',
     "config-dtype/none": 'config.json names no dtype, and most values are {most}: loaders would guess; add "dtype": '

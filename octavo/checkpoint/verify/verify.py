@@ -179,13 +179,16 @@ def _server_predictions(inspected: _Inspection, quick: bool) -> dict[str, list[C
     headers, stock = inspected.headers, inspected.stock
     if stock is None:
         return {}
-    files = read_server_files(headers.folder, headers, quick)
-    if not files.tensors:
-        return {}
     names = {tensor.name: name for name, tensor in inspected.known.items()}
     block = quantization_block(inspected.raw)
-    contents = Contents(files.tensors, names, stock, inspected.raw, block, files.others, tuple(files.problems))
-    return {server: predict(contents, server) for server in ("vLLM", "SGLang")}
+    out: dict[str, list[Consequence] | None] = {}
+    for server in ("vLLM", "SGLang"):
+        files = read_server_files(server, headers.folder, headers, quick)
+        if files.tensors:
+            problems = tuple(files.problems)
+            contents = Contents(files.tensors, names, stock, inspected.raw, block, files.others, problems, quick)
+            out[server] = predict(contents, server)
+    return out
 
 
 def _parse_autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> Quantization | None:

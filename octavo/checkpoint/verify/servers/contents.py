@@ -24,6 +24,7 @@ class Contents:
     block     its quantization_config, or None
     others    files that only servers read
     problems  tensors of the files that are loaded instead of the right ones, one sentence each
+    quick     no values are read
     """
 
     tensors: Mapping[str, FileTensor]
@@ -33,6 +34,7 @@ class Contents:
     block: object
     others: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    quick: bool = False
 
     @cached_property
     def dense_text(self) -> bool:

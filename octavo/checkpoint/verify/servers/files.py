@@ -33,10 +33,11 @@ class ServerFiles:
     problems: list[str] = field(default_factory=list)
 
 
-def read_server_files(folder: Path, headers: Headers, quick: bool) -> ServerFiles:
+def read_server_files(server: str, folder: Path, headers: Headers, quick: bool) -> ServerFiles:
     """Return what servers read from a folder.
 
     Args:
+        server: "vLLM" or "SGLang".
         headers: what transformers reads.
         quick: tensors with the same name are taken for different ones instead of comparing their values.
     """
@@ -45,6 +46,9 @@ def read_server_files(folder: Path, headers: Headers, quick: bool) -> ServerFile
     except (ModelError, OSError):
         return ServerFiles(headers.tensors)  # refused, which another finding says
     names = set(placed.values()) if placed else {path.name for path in folder.glob("*.safetensors")}
+    mistral = {path.name for path in folder.glob("consolidated*.safetensors")}
+    if mistral and server == "vLLM":  # load_format auto takes it for a folder in Mistral's own format
+        names = mistral
     paths = [folder / name for name in sorted(names, key=_natural_order)]
     if {path.name for path in headers.files} == names and not headers.doubles:
         return ServerFiles(headers.tensors)

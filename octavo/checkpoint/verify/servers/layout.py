@@ -37,6 +37,7 @@ class Layout:
     static   whether every layer has an `input_scale`
     skipped  layers that are not quantized: names, for compressed-tensors also `re:` patterns
     targets  quantized layers (only compressed-tensors): names, `re:` patterns, parts of class names
+    weights_only  whether activations stay in high precision, for which other kernels exist
     """
 
     method: str
@@ -45,6 +46,7 @@ class Layout:
     static: bool = False
     skipped: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("Linear",)
+    weights_only: bool = False
 
     @property
     def scale_suffix(self) -> str:
@@ -70,7 +72,9 @@ def read_layout(block: object) -> Layout | None:
         return _read_fp8(block)
     if method == "compressed-tensors":
         return _read_compressed(block)
-    if method and method not in METHODS:
+    if not method:
+        return Layout("fp8", "none")  # vLLM takes the folder for one without quantization
+    if method not in METHODS:
         raise Refusal(f"quant_method {method!r} is unknown")
     return None
 
@@ -111,7 +115,8 @@ def _read_compressed(block: Mapping[str, Any]) -> Layout | None:
     if len(schemes) > 1:
         return None
     ((kind, size, static),) = schemes
-    return Layout("compressed-tensors", kind, size, static, tuple(ignore), tuple(targets))
+    without_inputs = not all(group.get("input_activations") for group in groups.values())
+    return Layout("compressed-tensors", kind, size, static, tuple(ignore), tuple(targets), without_inputs)
 
 
 def _read_scheme(group: Mapping[str, Any], form: object) -> tuple[str, tuple[int, int] | None, bool] | None:

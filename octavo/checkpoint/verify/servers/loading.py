@@ -18,10 +18,14 @@ warning where no fused matrix is concerned, skip layers beyond num_hidden_layers
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
 
 from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify.findings import GARBAGE, OK, REFUSES, Consequence
@@ -29,11 +33,17 @@ from octavo.checkpoint.verify.headers import FileTensor
 from octavo.checkpoint.verify.servers.contents import Contents
 from octavo.checkpoint.verify.servers.layout import Layout, Refusal, read_layout
 from octavo.checkpoint.verify.skip_lists import is_listed_for, is_server_target
+from octavo.fp8.arithmetic import E4M3
 from octavo.models.folder.quantization import is_cache_scale, matches_target
 
 _HIGH = ("F32", "BF16", "F16", "F64")
 _DROPPED = re.compile(r"rotary_pos_emb\.inv_freq|rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+#: scales of a KV cache that vLLM 0.32 has parameters for (`get_cache_scale_mapper` of the method's config)
+_READ_CACHE_SCALES = {
+    "fp8": re.compile(r"\.([qkv]_scale|kv_scale|[qkv]_proj\.output_scale|attn\.prob_scale)$"),
+    "compressed-tensors": re.compile(r"\.([qkv]_scale|kv_scale)$"),
+}
 _FUSED_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 
 
@@ -117,6 +127,7 @@ class _Loading:
 
     def accept(self, layout: Layout | None) -> None:
         """Add the event of a folder without problems."""
+        self.run = self.run and not (layout and layout.weights_only)
         if layout is None or layout.kind == "none":
             self._add(OK, "names, shapes and dtypes are the model's")
         elif layout.block is not None:
@@ -254,12 +265,13 @@ class _Loading:
             self._add(OK, f"{name!r} is left out, with a warning", warns=True)
 
     def _cache_scale(self, name: str) -> None:
-        if self.layout is None:
-            if self.server.refuses_names:
-                self._add(REFUSES, f"without a quantization_config there is no parameter for {name!r}")
+        if not self.server.refuses_names:
             return
-        shape = self.contents.tensors[name].shape
-        if self.server.refuses_names and shape not in ((), (1,)):
+        if self.layout is None:
+            self._add(REFUSES, f"without a quantization_config there is no parameter for {name!r}")
+        elif not _READ_CACHE_SCALES[self.layout.method].search(name):
+            self._add(REFUSES, f"there is no parameter for {name!r}")
+        elif math.prod(self.contents.tensors[name].shape) != 1:
             self._add(REFUSES, f"{name!r} is not one number")
 
     def _check_dtype(self, name: str, slot: Slot, tensor: FileTensor) -> None:
@@ -273,8 +285,14 @@ class _Loading:
                 self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif tensor.dtype in ("U8", "I8"):
             self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}")
-        elif not tensor.fp8:
+        elif tensor.dtype == "F8_E5M2" and not self._all(tensor, lambda rows: rows.float().abs() <= E4M3.max):
+            self._add(GARBAGE, f"codes of {name!r} beyond 448 are cast to E4M3, which ends there")
+        elif not tensor.fp8 and not self._all(tensor, lambda rows: rows.to(E4M3.dtype).to(rows.dtype) == rows):
             self._add(GARBAGE, f"the values of {name!r} are cast to FP8 as they are, and multiplied by scales")
+
+    def _all(self, tensor: FileTensor, holds: Callable[[Tensor], Tensor]) -> bool:
+        """Whether something holds of all values; False without reading values (`quick`)."""
+        return not self.contents.quick and all(bool(holds(rows).all()) for _, rows in tensor.rows())
 
     def _check_cut(self) -> None:
         """Report tensors of which only the beginning is used: all of a kind means that config.json is wrong."""
