@@ -199,11 +199,36 @@ _SURE = ("encrypted", "experts-apart", "of-sound", "autofp8")
 
 #: kinds of findings about tensors, whose consequences for servers `servers.predict` derives from their rules
 _PREDICTED = (
-    "no-weights", "index-entry", "index-tensor", "extra-shard", "duplicate", "quantization", "fp8-tensor",
-    "quantization-lost", "quantization-without-codes", "missing", "extra", "shape", "dtype", "e5m2", "tied",
-    "scale-missing", "scale-name", "scale-both", "scale-transposed", "scale-grid", "scale-dtype", "scale-dangling",
-    "head", "fp8-elsewhere", "skip-missing", "skip-covers-fp8", "fused-mixed", "block-k", "block-n", "server",
-)  # fmt: skip
+    "no-weights",
+    "index-entry",
+    "index-tensor",
+    "extra-shard",
+    "duplicate",
+    "quantization",
+    "fp8-tensor",
+    "quantization-lost",
+    "quantization-without-codes",
+    "missing",
+    "extra",
+    "shape",
+    "dtype",
+    "e5m2",
+    "scale-missing",
+    "scale-name",
+    "scale-both",
+    "scale-transposed",
+    "scale-grid",
+    "scale-dtype",
+    "scale-dangling",
+    "head",
+    "fp8-elsewhere",
+    "skip-missing",
+    "skip-covers-fp8",
+    "fused-mixed",
+    "block-k",
+    "block-n",
+    "server",
+)
 
 
 def check_predictions(predicted: Mapping[str, list[Consequence] | None], findings: Findings) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import nn
 
@@ -30,7 +29,7 @@ class Contents:
     tensors: Mapping[str, FileTensor]
     names: Mapping[str, str]
     stock: StockModel
-    raw: Mapping[str, Any]
+    raw: Mapping[str, object]
     block: object
     others: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()

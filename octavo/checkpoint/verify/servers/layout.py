@@ -11,16 +11,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: methods that vLLM 0.32 knows (vllm/model_executor/layers/quantization/__init__.py); others are refused
+#: methods that vLLM 0.32 knows (its `QuantizationMethods`); others are refused
 METHODS = (
-    "awq", "auto_awq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4", "modelopt_mxfp8",
-    "modelopt_mixed", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming", "compressed-tensors",
-    "experts_int8", "quark", "moe_wna16", "torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online",
-    "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8",
-)  # fmt: skip
+    "awq",
+    "auto_awq",
+    "fp8",
+    "fbgemm_fp8",
+    "fp_quant",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mxfp8",
+    "modelopt_mixed",
+    "auto_gptq",
+    "gptq",
+    "gptq_marlin",
+    "awq_marlin",
+    "humming",
+    "compressed-tensors",
+    "experts_int8",
+    "quark",
+    "moe_wna16",
+    "torchao",
+    "inc",
+    "mxfp4",
+    "gpt_oss_mxfp4",
+    "deepseek_v4_fp8",
+    "online",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
+    "nvfp4_per_token",
+    "mxfp8",
+)
 _CHECKS = {"num_bits": (8, 8), "type": ("float", "int"), "symmetric": (True, True), "dynamic": (False, False)}
 _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
+
+_Block = Mapping[str, Any]
 
 
 class Refusal(Exception):
@@ -54,7 +82,7 @@ class Layout:
         return "_scale_inv" if self.method == "fp8" and self.kind == "block" else "_scale"
 
     def grid(self, n: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight [n, k]; () stands for one scale, stored as [] or [1]."""
+        """Return the shape of the scales of a weight [n, k]; () is one scale, stored as [] or [1]."""
         if self.kind == "tensor":
             return ()
         return (n, 1) if self.block is None else (-(-n // self.block[0]), -(-k // self.block[1]))
@@ -79,7 +107,7 @@ def read_layout(block: object) -> Layout | None:
     return None
 
 
-def _read_fp8(block: Mapping[str, Any]) -> Layout:
+def _read_fp8(block: _Block) -> Layout:
     if "activation_scheme" not in block:
         raise Refusal("quantization_config has no activation_scheme")
     scheme, size = block["activation_scheme"], block.get("weight_block_size")
@@ -95,7 +123,7 @@ def _read_fp8(block: Mapping[str, Any]) -> Layout:
     return Layout("fp8", "block", (int(size[0]), int(size[1])), False, skipped)
 
 
-def _read_compressed(block: Mapping[str, Any]) -> Layout | None:
+def _read_compressed(block: _Block) -> Layout | None:
     ignore = block.get("ignore", [])
     groups = block.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not isinstance(ignore, list | tuple):
@@ -119,7 +147,7 @@ def _read_compressed(block: Mapping[str, Any]) -> Layout | None:
     return Layout("compressed-tensors", kind, size, static, tuple(ignore), tuple(targets), without_inputs)
 
 
-def _read_scheme(group: Mapping[str, Any], form: object) -> tuple[str, tuple[int, int] | None, bool] | None:
+def _read_scheme(group: _Block, form: object) -> tuple[str, tuple[int, int] | None, bool] | None:
     """Return (kind, block, static) of a group of FP8 weights; None for weights of another kind. Raises Refusal."""
     weights, inputs = group["weights"], group.get("input_activations")
     strategy = weights.get("strategy")

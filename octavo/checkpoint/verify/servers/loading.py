@@ -1,19 +1,19 @@
 """Predicts what vLLM and SGLang do with the names, shapes and dtypes of a folder, by the rules of their loaders.
 
 Both build every parameter first, copy the tensors of the files into them by name, and hardly ask afterwards what was
-not filled. The rules of vLLM 0.32, seen on a CPU with some 400 folders (`docs/checkpoints.md` lists them):
+not filled. The rules of vLLM 0.32, seen on a CPU (`docs/checkpoints.md`):
 
     missing      refused only in a folder without quantization_config, and only for modules without a quantization
                  method: norms. Linear layers, embeddings and all of a quantized folder stay uninitialized in silence
                  (`DefaultModelLoader.load_weights`, `track_weights_loading`).
     unexpected   refused (`AutoWeightsLoader`), except biases, KV cache scales of a quantized folder, rotary tables
     shapes       a part of a fused matrix is cut to its first rows, o_proj and down_proj to their first columns; any
-                 other difference is refused (`vllm/model_executor/parameter.py`)
+                 other difference is refused (`load_merged_column_weight`, `load_row_parallel_weight`)
     dtypes       values are copied into the parameter's dtype, whatever they mean
     tied head    with an lm_head on disk, tie_word_embeddings is ignored (`maybe_untie_word_embeddings`)
 
-SGLang's models for text (`sglang/srt/models/llama.py`) check nothing after loading, leave out unexpected names with a
-warning where no fused matrix is concerned, skip layers beyond num_hidden_layers, and drop a tied lm_head.
+SGLang's models for text (`LlamaForCausalLM.load_weights`) check nothing after loading, leave out unexpected names with
+a warning where no fused matrix is concerned, skip layers beyond num_hidden_layers, and drop a tied lm_head.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SERVERS = {server.name: server for server in (Server("vLLM", True, True, True), 
 class Slot:
     """A parameter, or the part of one, that a tensor of the files fills.
 
-    shape  the shape that it needs; () stands for one number, stored as [] or [1]
+    shape  the shape that it needs; () is one number, stored as [] or [1]
     role   "values", "codes" or "scale"
     cut    the dimension in which a longer tensor is cut to its beginning, or None
     """
