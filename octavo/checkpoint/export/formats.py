@@ -123,11 +123,14 @@ def describe_fits(model: ExportModel) -> tuple[str, dict[str, Any]]:
     include = tuple(name for name in INCLUDABLE if name in model.family.components)
     whole = fits(model, include)
     if not any(fit.taken for fit in whole.values()):
-        line = "export: bf16; no layer can be in FP8"
+        why = next((f" ({fit.why})" for fit in whole.values() if fit.why), "")
+        line = f"export: bf16; no layer can be in FP8{why}"
     else:
         first, second = (whole[name] for name in _DEFAULTS)
         included = second.taken - second.components.get("foundation", 0)
         line = f"export: {first.format} takes {first.taken} of {first.of} layers; "
         line += f"{second.format} takes {second.taken} of {second.of}"
         line += f" ({included} of them with --include)" if included else ""
-    return line, {name: {"layers": fit.taken, "of": fit.of, "components": fit.components} for name, fit in whole.items()}
+    return line, {
+        name: {"layers": fit.taken, "of": fit.of, "components": fit.components} for name, fit in whole.items()
+    }

@@ -78,6 +78,11 @@ class Layout:
     def kind(self) -> str | None:
         return FORMATS[self.format]
 
+    @property
+    def layers(self) -> tuple[int, int]:
+        """(layers in FP8, linear layers of the model)."""
+        return len(self.matrices), self.linear
+
     def component_of(self, parameter: str) -> str:
         """Return the component of a parameter."""
         return self.components.get(parameter.rpartition(".")[0], "foundation")
