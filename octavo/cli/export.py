@@ -10,8 +10,8 @@ fp8-block    DeepSeek's format: 128 x 128 blocks, dynamic activation scales; lay
 fp8-dynamic  compressed-tensors: one scale per output channel, dynamic activation scales per token; any size
 fp8-tensor   compressed-tensors: one scale per tensor, shared by q, k and v and by gate and up
 
-Weights that were trained in FP8 with the blocks of the format keep the codes of training. The number of layers in FP8 is
-printed, and why the others stay in BF16. A format in which no layer can be written is refused.
+Weights that were trained in FP8 with the blocks of the format keep the codes of training. The number of layers in FP8
+is printed, and why the others stay in BF16. A format in which no layer can be written is refused.
 """
 
 from __future__ import annotations

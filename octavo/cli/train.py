@@ -158,13 +158,14 @@ def _export_command(result: Any, cfg: Config) -> str | None:
         target = inspect_target(result.dir)
         if is_trained_in_fp8(cfg) or target.quantization is not None:
             choice = choose_target_format(target)
-            print(f"export format: {choice}")
             format = choice.format
+            # Whether an adapter survives the rounding to FP8 shows in the merge itself.
+            unless = " (bf16 if rounding would remove the adapter)" if adapter else ""
+            print(f"export format: {choice}{unless}")
     except (CheckpointError, ModelError) as error:
         print(f"export format: bf16, because {error}")
     run = str(result.dir)
     if adapter:
-        # Whether an adapter survives the rounding to FP8 shows in the merge itself.
         options = [] if format == "bf16" else ["--format", "auto"]
         return shlex.join(["octavo", "merge", run, f"{run}-merged", *options])
     return shlex.join(["octavo", "export", run, f"{run}-{format.partition('-')[0]}", "--format", format])

@@ -176,7 +176,7 @@ class ExportResult:
         return f" (relative error up to {max(worst):.2%})" if worst and what != "kept" else ""
 
 
-def _list_names(names: tuple[str, ...], most: int = 4) -> str:
+def _list_names(names: tuple[str, ...], most: int = 8) -> str:
     rest = len(names) - most
     listed = ", ".join(names[:most]) + (f" and {rest} more (octavo_export.json lists them)" if rest > 0 else "")
     return f": {listed}" if names else ""

@@ -18,7 +18,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-
 from transformers import PreTrainedModel
 
 from octavo import fp8, models
@@ -40,7 +39,7 @@ FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dy
 INCLUDABLE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
 #: kinds of rows of a plan that some format can write in FP8: linear layers, and stacks of experts
 LINEAR = ("linear", "experts")
-#: last parts of names of layers that servers run as GEMMs of their own: nothing is fused with them, on disk or in memory
+#: last parts of names of layers that servers run as GEMMs of their own: never fused, on disk or in memory
 _UNFUSED = ("o_proj", "out_proj", "down_proj", "w2")
 
 
@@ -245,7 +244,7 @@ def _check_taken(model: ExportModel, format: str, include: tuple[str, ...], chos
 def _choose_layers(
     rows: Sequence[Row], names: Matrices, kind: str | None, wanted: set[str]
 ) -> tuple[dict[str, str], frozenset[str], dict[str, tuple[Matrix, ...]]]:
-    """Return (row -> why it stays in high precision, those whose sizes are the reason, parameter -> its FP8 weights)."""
+    """Return (row -> why it stays in high precision, rows whose sizes are the reason, parameter -> its FP8 weights)."""
     stays: dict[str, str] = {}
     ragged: set[str] = set()
     chosen: dict[str, tuple[Matrix, ...]] = {}
