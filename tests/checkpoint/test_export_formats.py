@@ -93,7 +93,9 @@ def test_ragged_layers_of_models_with_experts_stay_in_bf16(tmp_path):
     """They would put the experts into compressed-tensors' blocks, too, which no server was seen to read."""
     folder = write("qwen3_moe", tmp_path / "m", hidden_size=192)
     chosen = choose_layers(ExportModel.read(folder), "fp8-block")
-    assert not chosen.matrices and chosen.stays["model.layers.0.self_attn.o_proj"] == "192 outputs, not a multiple of 128"
+    assert (
+        not chosen.matrices and chosen.stays["model.layers.0.self_attn.o_proj"] == "192 outputs, not a multiple of 128"
+    )
 
 
 def test_fused_groups_with_ragged_parts_stay_in_bf16(tmp_path):
@@ -119,12 +121,27 @@ def test_format_follows_from_the_shapes_and_the_codes(small, tmp_path):
         formats.choose_format(small, ["image_encoder"])
 
 
-def test_plan_line_counts_towers(tmp_path):
+def test_plan_counts_what_an_export_writes(small, tmp_path, capsys, monkeypatch):
+    """The line has the figures of exports without --include, the JSON also those of towers."""
     tiny.write("qwen3_vl", tmp_path / "m")
     line, document = formats.describe_fits(ExportModel.read(tmp_path / "m"))
-    assert line == ("export: fp8-block takes 14 of 50 layers; fp8-dynamic takes 50 of 50 (22 of them with --include)")
-    assert document["fp8-block"]["components"] == {"foundation": 4, "image_encoder": 4, "image_projector": 6}
-    assert document["fp8-tensor"]["layers"] == document["fp8-dynamic"]["layers"] == document["fp8-dynamic"]["of"] == 50
+    assert line == "export: fp8-block takes 4 of 50 layers; fp8-dynamic takes 28 of 50"
+    assert document["fp8-block"] == {
+        "layers": 4, "of": 50, "components": {"foundation": 4, "image_encoder": 4, "image_projector": 6},
+    }  # fmt: skip
+    assert (
+        document["fp8-tensor"] == document["fp8-dynamic"] and sum(document["fp8-tensor"]["components"].values()) == 50
+    )
+    for format in ("fp8-block", "fp8-dynamic", "fp8-tensor"):
+        assert plan_layout(tmp_path / "m", format).layers == (document[format]["layers"], 50)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {small}}}\ndata: {{train: [{{path: none.jsonl}}]}}\ntrain: {{steps: 1, seq_length: 64}}\n"
+    )
+    assert main(["plan", "run.yaml"]) == 0
+    assert "\nexport: fp8-block takes 2 of 14 layers; fp8-dynamic takes 14 of 14\n" in capsys.readouterr().out
+    assert main(["plan", "run.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["export"]["fp8-block"]["layers"] == 2
 
 
 def test_model_without_fp8_layers_is_refused(small, tmp_path, monkeypatch):
@@ -135,7 +152,7 @@ def test_model_without_fp8_layers_is_refused(small, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"could be written in FP8: .*SGLang would mistake it .* Choose bf16"):
         export_model(small, tmp_path / "out", "fp8", device="cpu")
     assert list(tmp_path.iterdir()) == []
-    assert formats.describe_fits(ExportModel.read(small))[0].startswith("export: bf16; no layer can be in FP8 (model")
+    assert formats.describe_fits(ExportModel.read(small))[0].startswith("export: bf16; no layer of the language")
 
 
 def test_export_command_says_which_format_and_how_many_layers(small, tmp_path, capsys):

@@ -119,18 +119,18 @@ def choose_format(
 
 
 def describe_fits(model: ExportModel) -> tuple[str, dict[str, Any]]:
-    """Return (one line, the same as JSON): how many layers the formats take, towers and projectors included."""
-    include = tuple(name for name in INCLUDABLE if name in model.family.components)
-    whole = fits(model, include)
-    if not any(fit.taken for fit in whole.values()):
-        why = next((f" ({fit.why})" for fit in whole.values() if fit.why), "")
-        line = f"export: bf16; no layer can be in FP8{why}"
+    """Return (one line: how many layers the formats take without --include, the same as JSON with the layers that each
+    component would have with it)."""
+    whole = fits(model, [name for name in INCLUDABLE if name in model.family.components])
+    layers = {name: fit.components.get("foundation", 0) for name, fit in whole.items()}
+    if any(layers.values()):
+        first, second = _DEFAULTS
+        line = f"export: {first} takes {layers[first]} of {model.linear} layers; "
+        line += f"{second} takes {layers[second]} of {model.linear}"
     else:
-        first, second = (whole[name] for name in _DEFAULTS)
-        included = second.taken - second.components.get("foundation", 0)
-        line = f"export: {first.format} takes {first.taken} of {first.of} layers; "
-        line += f"{second.format} takes {second.taken} of {second.of}"
-        line += f" ({included} of them with --include)" if included else ""
-    return line, {
-        name: {"layers": fit.taken, "of": fit.of, "components": fit.components} for name, fit in whole.items()
+        why = next((f" ({fit.why})" for fit in whole.values() if fit.why), "")
+        line = f"export: bf16; no layer of the language model can be in FP8{why}"
+    document = {
+        name: {"layers": layers[name], "of": fit.of, "components": dict(fit.components)} for name, fit in whole.items()
     }
+    return line, document
