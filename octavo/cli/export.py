@@ -5,7 +5,7 @@ octavo export ./Qwen3-VL-8B-Instruct ./Qwen3-VL-8B-FP8 --format fp8-dynamic --in
 octavo export ./Qwen3-8B-FP8 ./Qwen3-8B-BF16 --format bf16
 
 bf16         weights in BF16
-fp8          fp8-block, or fp8-dynamic if it takes more layers of the model or has the scales of training; prints which
+fp8          fp8-block, or fp8-dynamic if it takes more layers or keeps the codes of training; prints which and why
 fp8-block    DeepSeek's format: 128 x 128 blocks, dynamic activation scales; layers of other sizes stay in BF16
 fp8-dynamic  compressed-tensors: one scale per output channel, dynamic activation scales per token; any size
 fp8-tensor   compressed-tensors: one scale per tensor, shared by q, k and v and by gate and up

@@ -115,7 +115,7 @@ def test_format_follows_from_the_shapes_and_the_codes(small, tmp_path):
     assert formats.choose_format(whole).format == "fp8-block"
     for kind, format in (("row", "fp8-dynamic"), ("block", "fp8-block"), ("tensor", "fp8-tensor")):
         choice = formats.choose_format(whole, codes=kind)
-        assert choice.format == format and "with the scales of training" in choice.reason
+        assert choice.format == format and "scales of the same kind as the model's" in choice.reason
     assert formats.choose_format(small, codes="block").format == "fp8-dynamic"
     with pytest.raises(CheckpointError, match="'image_encoder' cannot be included"):
         formats.choose_format(small, ["image_encoder"])

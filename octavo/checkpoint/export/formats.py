@@ -59,9 +59,6 @@ class FormatChoice:
     def __str__(self) -> str:
         return f"{self.format}, because {self.reason}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format": self.format, "reason": self.reason, "layers": {"fp8": self.fit.taken, "of": self.fit.of}}
-
 
 def fits(model: ExportModel, include: Iterable[str] = ()) -> dict[str, Fit]:
     """Return format -> how much of a model it takes, for all FP8 formats; nothing for names that a skip list cannot
@@ -89,8 +86,8 @@ def choose_format(
 ) -> FormatChoice:
     """Return the FP8 format that takes most layers of the model.
 
-    If several do, it is the one whose scales have the unit of the codes that the weights have (`codes`: row, block,
-    tensor, or None), which an export then keeps; else fp8-block, else fp8-dynamic.
+    If several do, it is the one whose scales are of the same kind as those of the weights' codes (`codes`: row, block,
+    tensor, or None), because an export then keeps the codes; else fp8-block, else fp8-dynamic.
 
     Raises CheckpointError if no format takes a layer, and for a component that cannot be included; ModelError for the
     folder.
@@ -110,9 +107,9 @@ def choose_format(
     layers = f"{fit.taken} of {fit.of} linear layers"
     if format == same:
         assert codes is not None
-        reason = f"it takes {layers} with the scales of training ({NAME_OF_KIND[codes]})"
+        reason = f"it takes {layers}, with scales of the same kind as the model's ({NAME_OF_KIND[codes]})"
     elif first is fit:
-        reason = f"blocks of 128 x 128 fit {layers}, as many as FP8 can have"
+        reason = f"blocks of 128 x 128 fit {layers}, as many as any format takes"
     else:
         reason = f"it takes {layers}, and {first.format} {first.taken}{f' ({first.why})' if first.why else ''}"
     return FormatChoice(format, reason, fit)

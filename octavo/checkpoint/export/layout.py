@@ -342,5 +342,5 @@ def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[s
                 hit = next(other for other in skipped if rule(name, (other,)))
                 raise CheckpointError(
                     f"{name} would be in FP8, but {loader} would mistake it for {hit}, which stays in BF16: a skip "
-                    "list cannot distinguish the names. Use --format fp8, which tries the other formats, or bf16"
+                    "list cannot distinguish the names. Choose another format, or bf16"
                 )
