@@ -23,10 +23,10 @@ from octavo.cli.export import FORMATS, add_shared, device
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN_OR_ADAPTER", help="run directory of LoRA training, or PEFT folder")
     parser.add_argument("directory", metavar="DIR", help="output folder: new, empty, or an earlier export")
+    formats = (*FORMATS, "auto")
     parser.add_argument(
-        "--format", metavar="NAME", choices=(*FORMATS, "auto"), default="bf16",
-        help=f"one of {', '.join(FORMATS)}, auto (default bf16)",
-    )  # fmt: skip
+        "--format", metavar="NAME", choices=formats, default="bf16", help=f"one of {', '.join(formats)} (default bf16)"
+    )
     parser.add_argument(
         "--base",
         metavar="fp8|high|DIR",

@@ -29,7 +29,7 @@ from octavo.cli import arguments, terminal
 
 if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
-from octavo.config import load_config
+from octavo.config import Config, load_config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import describe_value, nearest
 
@@ -344,7 +344,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     return model, family, count
 
 
-def _export_fits(args: argparse.Namespace, cfg: Any) -> tuple[str, dict[str, Any]]:
+def _export_fits(args: argparse.Namespace, cfg: Config) -> tuple[str, dict[str, object]]:
     """Return how many layers each FP8 format of `octavo export` takes, as a line and as JSON."""
     from octavo.checkpoint.export.formats import describe_fits
     from octavo.checkpoint.export.layout import ExportModel

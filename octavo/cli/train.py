@@ -14,6 +14,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from octavo.cli import arguments, launch_ranks, terminal
@@ -123,39 +124,39 @@ def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None
     written = [name for name in names if (result.dir / name).exists()]
     print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
     if result.status == "stopped":
-        command = _resume_command(result, cfg, args)
+        command = _resume_command(result.dir, cfg, args)
     elif cfg.data.eval and not result.eval:
         command = f"octavo eval {shlex.quote(str(result.dir))}"
     else:
-        command = _export_command(result, cfg) or f'octavo generate {shlex.quote(str(result.dir))} --prompt "..."'
+        command = _export_command(result.dir, cfg) or f'octavo generate {shlex.quote(str(result.dir))} --prompt "..."'
     print(f"next: {command}{arguments.key_option(args)}")
 
 
-def _resume_command(result: Any, cfg: Config, args: argparse.Namespace) -> str:
+def _resume_command(run: Path, cfg: Config, args: argparse.Namespace) -> str:
     """Return the command that continues a stopped run."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     nproc = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
     resume = ["run.resume=auto"]
     if not cfg.run.save_states:  # a run cannot resume without optimizer states
-        resume = [f"run.start_from={result.dir}", f"run.dir={result.dir}-2"]
+        resume = [f"run.start_from={run}", f"run.dir={run}-2"]
     replaced = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *resume))
     words = [word for word in arguments.overrides(args) if not word.startswith(replaced)]
     return shlex.join(["octavo", "train", args.file, *words, *resume, *nproc])
 
 
-def _export_command(result: Any, cfg: Config) -> str | None:
+def _export_command(run: Path, cfg: Config) -> str | None:
     """Return the command that writes the model for a server, in a format that its shapes permit, after a line with the
     reason; None for a run that wrote no model."""
     from octavo.checkpoint import CheckpointError
     from octavo.models import ModelError
     from octavo.train.artifacts import choose_target_format, inspect_target, is_trained_in_fp8
 
-    adapter = (result.dir / "adapter").is_dir()
-    if not adapter and not (result.dir / "hf").is_dir():
+    adapter = (run / "adapter").is_dir()
+    if not adapter and not (run / "hf").is_dir():
         return None
     format = "bf16"
     try:
-        target = inspect_target(result.dir)
+        target = inspect_target(run)
         if is_trained_in_fp8(cfg) or target.quantization is not None:
             choice = choose_target_format(target)
             format = choice.format
@@ -164,8 +165,7 @@ def _export_command(result: Any, cfg: Config) -> str | None:
             print(f"export format: {choice}{unless}")
     except (CheckpointError, ModelError) as error:
         print(f"export format: bf16, because {error}")
-    run = str(result.dir)
     if adapter:
         options = [] if format == "bf16" else ["--format", "auto"]
-        return shlex.join(["octavo", "merge", run, f"{run}-merged", *options])
-    return shlex.join(["octavo", "export", run, f"{run}-{format.partition('-')[0]}", "--format", format])
+        return shlex.join(["octavo", "merge", str(run), f"{run}-merged", *options])
+    return shlex.join(["octavo", "export", str(run), f"{run}-{format.partition('-')[0]}", "--format", format])

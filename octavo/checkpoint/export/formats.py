@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.checkpoint.errors import CheckpointError
@@ -86,8 +85,8 @@ def choose_format(
 ) -> FormatChoice:
     """Return the FP8 format that takes most layers of the model.
 
-    If several do, it is the one whose scales are of the same kind as those of the weights' codes (`codes`: row, block,
-    tensor, or None), because an export then keeps the codes; else fp8-block, else fp8-dynamic.
+    If several do, it is the one whose scales have the kind of the weights' codes (`codes`: row, block, tensor, or
+    None), because an export then keeps the codes; else fp8-block, else fp8-dynamic.
 
     Raises CheckpointError if no format takes a layer, and for a component that cannot be included; ModelError for the
     folder.
@@ -115,7 +114,7 @@ def choose_format(
     return FormatChoice(format, reason, fit)
 
 
-def describe_fits(model: ExportModel) -> tuple[str, dict[str, Any]]:
+def describe_fits(model: ExportModel) -> tuple[str, dict[str, object]]:
     """Return (one line: how many layers the formats take without --include, the same as JSON with the layers that each
     component would have with it)."""
     whole = fits(model, [name for name in INCLUDABLE if name in model.family.components])
@@ -127,7 +126,7 @@ def describe_fits(model: ExportModel) -> tuple[str, dict[str, Any]]:
     else:
         why = next((f" ({fit.why})" for fit in whole.values() if fit.why), "")
         line = f"export: bf16; no layer of the language model can be in FP8{why}"
-    document = {
+    document: dict[str, object] = {
         name: {"layers": layers[name], "of": fit.of, "components": dict(fit.components)} for name, fit in whole.items()
     }
     return line, document

@@ -39,7 +39,7 @@ FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dy
 INCLUDABLE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
 #: kinds of rows of a plan that some format can write in FP8: linear layers, and stacks of experts
 LINEAR = ("linear", "experts")
-#: last parts of names of layers that servers run as GEMMs of their own: never fused, on disk or in memory
+#: last parts of names of layers that servers never fuse with others, on disk or in memory
 _UNFUSED = ("o_proj", "out_proj", "down_proj", "w2")
 
 
@@ -92,10 +92,9 @@ class Layout:
         if self.kind is None:
             return None
         names = tuple(sorted({alias for aliases in self.aliases.values() for alias in aliases}))
-        if self.kind == "block" and not self._has_ragged_rows:
-            return Quantization("fp8", "block", (BLOCK, BLOCK), names)
         if self.kind == "block":
-            return Quantization("compressed-tensors", "block", (BLOCK, BLOCK), names)
+            method = "compressed-tensors" if self._has_ragged_rows else "fp8"
+            return Quantization(method, "block", (BLOCK, BLOCK), names)
         return Quantization("compressed-tensors", self.kind, None, names)
 
     @property
@@ -306,9 +305,9 @@ def _why_no_blocks(m: Matrix, has_experts: bool) -> str | None:
     other sizes on a GPU. Outputs: in a fused GEMM every part except the last must end at a block boundary, which also
     divides an expert's matrices between ranks. vLLM refuses other parts in compressed-tensors
     (`validate_fp8_block_shape`), and misplaces their scales without an error under quant_method fp8
-    (`_maybe_allow_fp8_block_shape_mismatch`). A GEMM of its own may have a ragged last block in vLLM and SGLang (their
-    scales are ceil(N / 128)), in compressed-tensors, which pads, but not in transformers' method fp8, which computes
-    the height of a block as N / (number of scale rows) where it dequantizes: see `Layout.quantization`.
+    (`_maybe_allow_fp8_block_shape_mismatch`). A GEMM that is not fused may have a ragged last block in vLLM and SGLang
+    (their scales are ceil(N / 128)) and in compressed-tensors, which pads, but not in transformers' method fp8, which
+    computes the height of a block as N / (number of scale rows) where it dequantizes: see `Layout.quantization`.
     """
     n, k = m.shape
     if k % BLOCK:
