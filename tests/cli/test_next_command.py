@@ -19,7 +19,7 @@ LORA = ("lora={rank: 2}",)
 PREFERENCE = ("train.phase=preference", "data.train=[{path: pairs.jsonl}]")
 RL = (
     "train.phase=rl", "data.train=[{path: prompts.jsonl}]", "rl.group=2", "rl.rewards=[exact_match]",
-    "rl.max_new_tokens=2", "rl.prompts=2", "train.global_batch=null",
+    "rl.max_new_tokens=2", "rl.prompts=2",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "key").chmod(0o600)
     (home / "run.yaml").write_text(
         "model: {path: whole}\ndata: {train: [{path: rows.jsonl}]}\n"
-        "train: {steps: 1, micro_batch: 2, global_batch: 2, seq_length: 64}\n"
+        "train: {steps: 1, micro_batch: 2, seq_length: 64}\n"
         "run: {dir: run, tensorboard: false, health_every: 0, threads: 1}\n"
     )
     return home
@@ -82,7 +82,8 @@ QUICK = ("blocks", "some-blocks", "off", "tower", "lora-fp8-base", "preference",
 def test_advised_command_works(case, home, monkeypatch, capsys):
     arguments, format = CASES[case]
     monkeypatch.chdir(home)
-    assert main(["train", "run.yaml", *arguments, f"run.dir={case}"]) == 0
+    batch = () if case == "rl" else ("train.global_batch=2",)  # a step of phase rl is rl.prompts x rl.group
+    assert main(["train", "run.yaml", *batch, *arguments, f"run.dir={case}"]) == 0
     *before, last = capsys.readouterr().out.splitlines()
     words = shlex.split(last.removeprefix("next: octavo "))
     assert last.startswith("next: octavo ") and words[0] == ("merge" if "lora" in case else "export")

@@ -43,8 +43,10 @@ def _kind_of_codes(target: Target) -> str | None:
     """Return the unit of the scales of a target's codes in the language model (row, block, tensor), if an export can
     keep them."""
     kinds = target.kinds or target.trained_kinds
-    if "foundation" in kinds or target.quantization is not None:
-        return kinds.get("foundation") or (target.quantization and target.quantization.kind)
+    if "foundation" in kinds:
+        return kinds["foundation"]
+    if target.quantization is not None:
+        return target.quantization.kind
     if target.cfg is None or target.cfg.fp8.plan is not None:
         return None
     recipe = target.cfg.fp8.recipe_of("foundation")
