@@ -7,6 +7,7 @@ import errno
 import gc
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,12 @@ def add_key(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"key of encrypted or sealed files (default: ${encryption.FILE} or ${encryption.VALUE})",
     )
+
+
+def key_option(args: argparse.Namespace) -> str:
+    """Return the ``--key-file`` of this command as the end of an advised one; "" if the key came otherwise."""
+    file = getattr(args, "key_file", None)
+    return "" if file is None else f" --key-file {shlex.quote(str(file))}"
 
 
 def use_key(args: argparse.Namespace) -> None:

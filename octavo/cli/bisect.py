@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
         print(answer.sentence)
     log(f"page: {directory / 'bisect.html'}")
     if answer.works is not None:
-        log(f"next: octavo train {directory / 'works.yaml'}")
+        log(f"next: octavo train {directory / 'works.yaml'}{arguments.key_option(args)}")
     return int(answer.status == bisect.UNSOLVED)

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         command = _bisect_command(component, args, verdict.data)
         log(f"{component} costs more than its margin; to find the cause, run {command}")
     log(f"report: {Path(directory) / 'report' / 'report.html'}")
-    log(f"next: {_next(code, args, cfg)}")
+    log(f"next: {_next(code, args, cfg)}{arguments.key_option(args)}")
     return code
 
 

@@ -1,15 +1,17 @@
 """Exports a run or a model folder in BF16 or FP8, as a checkpoint that vLLM, SGLang and transformers can load.
 
-octavo export runs/first ./served --format fp8-block
+octavo export runs/first ./served --format fp8
 octavo export ./Qwen3-VL-8B-Instruct ./Qwen3-VL-8B-FP8 --format fp8-dynamic --include image_encoder
 octavo export ./Qwen3-8B-FP8 ./Qwen3-8B-BF16 --format bf16
 
 bf16         weights in BF16
+fp8          fp8-block, or fp8-dynamic if it takes more layers or keeps the codes of training; prints which and why
 fp8-block    DeepSeek's format: 128 x 128 blocks, dynamic activation scales; layers of other sizes stay in BF16
 fp8-dynamic  compressed-tensors: one scale per output channel, dynamic activation scales per token; any size
 fp8-tensor   compressed-tensors: one scale per tensor, shared by q, k and v and by gate and up
 
-Weights that were trained in FP8 with the blocks of the format keep the codes of training.
+Weights that were trained in FP8 with the blocks of the format keep the codes of training. The number of layers in FP8
+is printed, and why the others stay in BF16. A format in which no layer can be written is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import argparse
 
 from octavo.cli import arguments, terminal
 
-FORMATS = ("bf16", "fp8-block", "fp8-dynamic", "fp8-tensor")
+FORMATS = ("bf16", "fp8", "fp8-block", "fp8-dynamic", "fp8-tensor")
 INCLUDE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
 
 

@@ -14,9 +14,9 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import Config
 
@@ -72,7 +72,7 @@ def plan_printer(
     """Return a function that describes a plan, in short or layer by layer. `predicted` is called with the memory
     prediction."""
     from octavo import rl
-    from octavo.cli.plan import layers
+    from octavo.cli.plan_layers import layers
     from octavo.train.loop.summary import describe_in_full, summary
 
     def describe_plan(planned: Any) -> list[str]:
@@ -123,27 +123,49 @@ def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None
     names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
     written = [name for name in names if (result.dir / name).exists()]
     print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
-    print(f"next: {_next(result, cfg, args)}")
-
-
-def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
-    """Return the command to run next."""
     if result.status == "stopped":
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        nproc = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
-        resume = ["run.resume=auto"]
-        if not cfg.run.save_states:  # a run cannot resume without optimizer states
-            resume = [f"run.start_from={result.dir}", f"run.dir={result.dir}-2"]
-        replaced = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *resume))
-        words = [word for word in arguments.overrides(args) if not word.startswith(replaced)]
-        return shlex.join(["octavo", "train", args.file, *words, *resume, *nproc])
-    run = shlex.quote(str(result.dir))
-    if cfg.data.eval and not result.eval:
-        return f"octavo eval {run}"
-    if (result.dir / "adapter").is_dir():
-        return f"octavo merge {run} {run}-merged"
-    if (result.dir / "hf").is_dir():
-        recipe = str(cfg.fp8.recipe)
-        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe in RECIPES_OF_KIND["row"] else "fp8-block"
-        return f"octavo export {run} {run}-{kind.partition('-')[0]} --format {kind}"
-    return f'octavo generate {run} --prompt "..."'
+        command = _resume_command(result.dir, cfg, args)
+    elif cfg.data.eval and not result.eval:
+        command = f"octavo eval {shlex.quote(str(result.dir))}"
+    else:
+        command = _export_command(result.dir, cfg) or f'octavo generate {shlex.quote(str(result.dir))} --prompt "..."'
+    print(f"next: {command}{arguments.key_option(args)}")
+
+
+def _resume_command(run: Path, cfg: Config, args: argparse.Namespace) -> str:
+    """Return the command that continues a stopped run."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    nproc = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
+    resume = ["run.resume=auto"]
+    if not cfg.run.save_states:  # a run cannot resume without optimizer states
+        resume = [f"run.start_from={run}", f"run.dir={run}-2"]
+    replaced = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *resume))
+    words = [word for word in arguments.overrides(args) if not word.startswith(replaced)]
+    return shlex.join(["octavo", "train", args.file, *words, *resume, *nproc])
+
+
+def _export_command(run: Path, cfg: Config) -> str | None:
+    """Return the command that writes the model for a server, in a format that its shapes permit, after a line with the
+    reason; None for a run that wrote no model."""
+    from octavo.checkpoint import CheckpointError
+    from octavo.models import ModelError
+    from octavo.train.artifacts import choose_target_format, inspect_target, is_trained_in_fp8
+
+    adapter = (run / "adapter").is_dir()
+    if not adapter and not (run / "hf").is_dir():
+        return None
+    format = "bf16"
+    try:
+        target = inspect_target(run)
+        if is_trained_in_fp8(cfg) or target.quantization is not None:
+            choice = choose_target_format(target)
+            format = choice.format
+            # Whether an adapter survives the rounding to FP8 shows in the merge itself.
+            unless = " (bf16 if rounding would remove the adapter)" if adapter else ""
+            print(f"export format: {choice}{unless}")
+    except (CheckpointError, ModelError) as error:
+        print(f"export format: bf16, because {error}")
+    if adapter:
+        options = [] if format == "bf16" else ["--format", "auto"]
+        return shlex.join(["octavo", "merge", str(run), f"{run}-merged", *options])
+    return shlex.join(["octavo", "export", str(run), f"{run}-{format.partition('-')[0]}", "--format", format])

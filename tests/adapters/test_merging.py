@@ -125,7 +125,15 @@ def test_merge_into_codes_rejects_tiny_changes(family: str, coded: Folder, tmp_p
             a, b = codes_of_frozen(weight), codes_of_frozen(before[name])
             assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
 
+    with pytest.raises(adapters.AdapterError, match="would round the adapter away"):
+        merge_model(small, tmp_path / "refused", "fp8", device="cpu")
+    done = merge_model(small, tmp_path / "auto", "auto", device="cpu", log=messages.append)
+    assert done.exported.format == "bf16" and not done.merge_error.fp8_weights()
+    assert messages[-1].startswith("format bf16 instead: fp8-") and not (tmp_path / "refused").exists()
+
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))
+    for format in ("fp8", "auto"):
+        assert merge_model(large, tmp_path / format, format, device="cpu").exported.format.startswith("fp8-")
     done = merge_model(large, tmp_path / "out", "fp8-dynamic", device="cpu")  # replaces the earlier one
     assert not done.merge_error.is_lost and done.merge_error.kept > 0.95
 

@@ -329,10 +329,10 @@ def test_unknown_formats_and_components_are_rejected(source, tmp_path):
         export([], folder, tmp_path / "out", "fp8-block", include=["lm_head"])
     with pytest.raises(CheckpointError, match="'image_encoder' cannot be included: a qwen3 has no such component"):
         export([], folder, tmp_path / "out", "fp8-block", include=["image_encoder"])
-    # 192 inputs are no whole blocks, nor are the 192 outputs of down_proj, whose 384 inputs are
-    ragged = write("qwen3", tmp_path / "m", hidden_size=192, intermediate_size=384, head_dim=24)
-    with pytest.raises(CheckpointError, match="no layer .* could be written as fp8-block: .*Choose fp8-dynamic"):
+    ragged = write("qwen3", tmp_path / "m", hidden_size=192, intermediate_size=320, head_dim=24)
+    with pytest.raises(CheckpointError, match="no layer .* could be written as fp8-block: .*Choose fp8-dynamic, which"):
         export([], ragged, tmp_path / "out", "fp8-block")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
     model = models.load(folder)
     model.model.layers[0].mlp.lora_A = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="the model has adapters .*octavo merge"):

@@ -78,9 +78,8 @@ def test_train_prints_at_most_fifteen_lines_before_the_first_step(here, capsys):
     assert first <= 15 and lines[0].startswith("qwen3_vl of ") and lines[0].endswith(" all trained: model")
     assert any(line.startswith("memory, predicted: ") for line in lines[:first])
     assert "printed: a checkpoint at the end (keeps the newest 2), hf/ at the end" in lines[:first]
-    assert lines[-2].startswith("wrote printed/hf, printed/page.html, printed/metrics.jsonl") and lines[-1].startswith(
-        "next: octavo export printed "
-    )
+    assert lines[-3].startswith("wrote printed/hf, printed/page.html, printed/metrics.jsonl")
+    assert lines[-2].startswith("export format: fp8-") and lines[-1].startswith("next: octavo export printed ")
     cfg = load_config("run.yaml")
     result = plan_printer(verbose=True)(planning.RunPlan(cfg, *planning.plan_for(cfg)))
     assert "note: norms in high precision: a reduction whose error every later layer inherits" in result

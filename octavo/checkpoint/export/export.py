@@ -3,7 +3,8 @@
     format        on disk                                             for
     bf16          values in BF16                                      everything
     fp8-block     DeepSeek's layout: codes, and `weight_scale_inv`    vLLM, SGLang, transformers, trainers
-                  for blocks of 128 x 128
+                  for blocks of 128 x 128; with ragged rows in
+                  compressed-tensors (`Layout.quantization`)
     fp8-dynamic   compressed-tensors: one `weight_scale` per row      vLLM, SGLang, transformers; every shape
     fp8-tensor    compressed-tensors: one per tensor, shared by q, k  the same
                   and v and by gate and up
@@ -89,7 +90,10 @@ class ExportResult:
     """The outcome of an export.
 
     kinds    name with numbers replaced by "*" -> statistics of these tensors
+    layers   (linear layers in FP8, linear layers of the model without lm_head, patch embeddings and routers)
+    method   the quant_method of config.json; None in BF16
     skipped  why layers stay in BF16 -> number of layers
+    stay     the same reasons -> names of the layers, with numbers replaced by "*"
     opened   component -> number of layers that compute with codes and are written in BF16
     end      the token that ends answers in the chat template, if the export added it to generation_config.json
     """
@@ -100,7 +104,10 @@ class ExportResult:
     files: tuple[str, ...]
     bytes: int
     kinds: Mapping[str, TensorStats]
+    layers: tuple[int, int]
+    method: str | None
     skipped: Mapping[str, int]
+    stay: Mapping[str, tuple[str, ...]]
     opened: Mapping[str, int] = field(default_factory=dict)
     end: EndToken | None = None
 
@@ -121,7 +128,10 @@ class ExportResult:
             },
             "codes": {what: self.total(what) for what in ("kept", "refit", "cast", "recast")},
             "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
+            "layers": {"fp8": self.layers[0], "of": self.layers[1]},
+            "quant_method": self.method,
             "stay_in_bf16": dict(self.skipped),
+            "names_in_bf16": {reason: list(names) for reason, names in self.stay.items()},
             "codes_written_in_bf16": dict(self.opened),
             "end_token_added": None if self.end is None else vars(self.end),
         }
@@ -130,7 +140,13 @@ class ExportResult:
         """Return the outcome as sentences for the user."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
         tensors, files = self.total("count"), _plural(len(self.files), "file")
-        lines = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
+        in_fp8 = "" if self.method is None else f"{self.layers[0]} of {self.layers[1]} linear layers in FP8, "
+        lines = [f"wrote {self.directory}: {self.format}, {in_fp8}{tensors} tensors, {size} in {files}"]
+        if (self.format, self.method) == ("fp8-block", "compressed-tensors"):
+            lines.append(
+                "blocks are stored by compressed-tensors: in DeepSeek's layout transformers cannot dequantize weights "
+                "whose number of outputs is not a multiple of 128"
+            )
         words = {
             "kept": "exactly the codes that the model computes with",
             "refit": "cast from the parameters, because the model's codes are in other blocks",
@@ -140,7 +156,10 @@ class ExportResult:
         for what, meaning in words.items():
             if count := self.total(what):
                 lines.append(f"{_plural(count, 'FP8 weight')}: {meaning}{self._error(what)}")
-        lines += [f"{_plural(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
+        for reason, count in self.skipped.items():
+            # Whole components and lm_head need no names.
+            names = self.stay[reason] if "128" in reason else ()
+            lines.append(f"{_plural(count, 'layer')} in BF16: {reason}{_list_names(names)}")
         for component, count in self.opened.items():
             includable = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if includable else ""
@@ -155,6 +174,12 @@ class ExportResult:
     def _error(self, what: str) -> str:
         worst = [kind.relative for kind in self.kinds.values() if getattr(kind, what) and kind.relative]
         return f" (relative error up to {max(worst):.2%})" if worst and what != "kept" else ""
+
+
+def _list_names(names: tuple[str, ...], most: int = 8) -> str:
+    rest = len(names) - most
+    listed = ", ".join(names[:most]) + (f" and {rest} more (octavo_export.json lists them)" if rest > 0 else "")
+    return f": {listed}" if names else ""
 
 
 def _plural(number: int, what: str) -> str:
@@ -216,9 +241,11 @@ def export(
         shards.finish()
         quantization = None if plan.quantization is None else to_config(plan.quantization)
         end = write_companions(source, folder, torch.bfloat16, quantization)
+        skipped = plan.skipped if plan.kind else {}
         done = ExportResult(
-            target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
-            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,
+            target, format, plan.family, tuple(shards.names), shards.total, writer.kinds, plan.layers,
+            None if plan.quantization is None else plan.quantization.method, dict(Counter(skipped.values())),
+            _names_by_reason(skipped), dict(writer.opened), end,
         )  # fmt: skip
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(folder.iterdir())}
@@ -230,6 +257,14 @@ def export(
     for sentence in done.sentences():
         log(sentence)
     return done
+
+
+def _names_by_reason(skipped: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return reason -> names of layers with numbers replaced, each once, from layer -> reason."""
+    names: dict[str, dict[str, None]] = {}
+    for layer, reason in skipped.items():
+        names.setdefault(reason, {})[template(layer)] = None
+    return {reason: tuple(layers) for reason, layers in names.items()}
 
 
 def check_target(target: Path, sources: Iterable[Path]) -> None:

@@ -86,7 +86,8 @@ class Matrices(StockModel):
         leaves = EXPERTS.get(row.name.rpartition(".")[2], EXPERTS["down_proj"])
         halves, disk = len(leaves), self.disk[row.name]
         if len(disk) != halves * count:
-            disk = tuple(f"{self.disk_name(row.module)}.{e}.{leaf}.weight" for leaf in leaves for e in range(count))
+            module = self.disk_name(row.module)
+            disk = tuple(f"{module}.{e}.{leaf}.weight" for leaf in leaves for e in range(count))
         else:
             disk = self._order_names(row, disk, halves)
         size = n // halves

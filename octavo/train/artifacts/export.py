@@ -13,10 +13,45 @@ import torch
 
 from octavo import models
 from octavo.base import accelerator
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.checkpoint.export import MAX_FILE_BYTES, ExportResult, Progress, check_target, export
+from octavo.checkpoint.export.formats import FP8, FormatChoice, choose_format
+from octavo.checkpoint.export.layout import plan_layout
 from octavo.checkpoint.export.values import Value, iter_values
-from octavo.train.artifacts.load_target import inspect_target
+from octavo.config import Config
+from octavo.train.artifacts.load_target import Target, inspect_target
 from octavo.train.errors import TrainError
+
+
+def is_trained_in_fp8(cfg: Config) -> bool:
+    """Return whether the language model of a run trains in FP8, or on a base in FP8."""
+    recipes = [cfg.fp8.recipe_of("foundation"), *(rule.recipe for rule in cfg.fp8.rules)]
+    in_fp8 = any(recipe not in (None, "off") for recipe in recipes)
+    return in_fp8 or cfg.fp8.plan is not None or "foundation" in cfg.model.load_in_fp8.kinds
+
+
+def choose_target_format(target: Target, include: Iterable[str] = ()) -> FormatChoice:
+    """Return the FP8 format of an export or a merge: what the model's shapes permit, and of several formats the one
+    with the scales of the weights' codes.
+
+    Raises CheckpointError if no layer can be in FP8, and ModelError for the folder.
+    """
+    return choose_format(target.base, include, _kind_of_codes(target))
+
+
+def _kind_of_codes(target: Target) -> str | None:
+    """Return the unit of the scales of a target's codes in the language model (row, block, tensor), if an export can
+    keep them."""
+    kinds = target.kinds or target.trained_kinds
+    if "foundation" in kinds:
+        return kinds["foundation"]
+    if target.quantization is not None:
+        return target.quantization.kind
+    if target.cfg is None or target.cfg.fp8.plan is not None:
+        return None
+    recipe = target.cfg.fp8.recipe_of("foundation")
+    # Of one scale for each tensor few codes can be kept: q, k and v, and gate and up share one in a folder.
+    return next((kind for kind in ("row", "block") if recipe in RECIPES_OF_KIND[kind]), None)
 
 
 def export_model(
@@ -33,7 +68,7 @@ def export_model(
 ) -> ExportResult:
     """Export a run directory or a model folder (also one in FP8) to `directory`.
 
-    format   bf16, fp8-block, fp8-dynamic or fp8-tensor
+    format   bf16, fp8-block, fp8-dynamic, fp8-tensor, or fp8: the one that fits the model (`choose_target_format`)
     include  components in FP8 in addition to the foundation
     largest  maximum bytes per file
     step     the checkpoint of a run; by default the newest complete one
@@ -44,6 +79,8 @@ def export_model(
     """
     target = inspect_target(path)
     if target.lora:
+        if format != FP8:
+            plan_layout(target.base, format, include)  # a format that fails is not advised
         kind = "a LoRA run" if target.kind == "run" else "an adapter"
         raise TrainError(
             f"{path} is {kind} on {target.base}: serve the adapter with its base, or merge both into one model: "
@@ -52,6 +89,11 @@ def export_model(
     if step is not None and target.kind != "run":
         raise TrainError(f"step {step} chooses a checkpoint of a run, but {path} is not a run directory")
     check_target(Path(directory), (target.path, target.base))  # before anything is loaded
+    include = tuple(include)
+    if format == FP8:
+        choice = choose_target_format(target, include)
+        log(f"format {choice}")
+        format = choice.format
     device = torch.device(device or accelerator.default_device())
     values: Iterator[tuple[str, Value]]
     if target.kind == "run":

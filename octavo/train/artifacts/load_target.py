@@ -164,7 +164,7 @@ class Target:
         if load_in_fp8 is not None and not self.lora:
             raise TrainError(
                 f"load_in_fp8 quantizes a frozen base, but {self.path} trained all weights; choose its precision by "
-                "the recipe, or octavo export the run in an FP8 format and use that folder"
+                "the recipe, or octavo export it with --format fp8 and use that folder"
             )
         cfg, world = resolve_from_checkpoint(self.run_config(recipe, backend)), parallel.World(device=device)
         path = find_checkpoint(self.path, step, world, log)

@@ -9,6 +9,9 @@ from the folder's high-precision weights by FP8 rounding:
            when written in FP8, because weights between codes can round to a different code
     DIR    a different folder of the same model, in the precision of that folder
 
+The format "fp8" is the one that fits the model, as in an export. "auto" is the same, or BF16 if no layer can be in FP8
+or rounding would remove the adapter: it never fails for its format.
+
 The choice is printed, with the size of the difference relative to the adapter's change. A merge into FP8 is measured on
 the written codes (:mod:`octavo.adapters.merge_error`), and rejected without output if they round the adapter away.
 """
@@ -28,12 +31,25 @@ from octavo import adapters, fp8, models
 from octavo.adapters.merge import adapted_weights
 from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
 from octavo.base.recipe_specs import NAME_OF_KIND
+from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import ExportResult, Progress, check_target, export
+from octavo.checkpoint.export.formats import FP8
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
+from octavo.train.artifacts.export import choose_target_format
 from octavo.train.artifacts.load_target import HIGH, OpenedTarget, Target, inspect_target
 from octavo.train.errors import TrainError
 
 BASES = ("fp8", "high")
+#: a format: FP8 as `fp8` chooses it, or BF16 where FP8 would fail
+AUTO = "auto"
+
+
+class _AdapterLostError(adapters.AdapterError):
+    """Rounding to FP8 would remove the adapter; `sentence` says by how much."""
+
+    def __init__(self, sentence: str, advice: str) -> None:
+        super().__init__(f"{sentence}. {advice}")
+        self.sentence = sentence
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ def merge_model(
     Args:
         path: a run directory, or a folder with adapter_config.json.
         directory: new, empty, or an earlier export, which is replaced.
-        format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
+        format: bf16, fp8-block, fp8-dynamic, fp8-tensor, fp8 or auto (see above).
         base: "fp8", "high" or a folder; by default the codes if training used codes (see above).
         anyway: write FP8 even if it rounds the adapter away.
         include: components in FP8 in addition to the foundation.
@@ -105,13 +121,13 @@ def merge_model(
     and the CheckpointError and ModelError of an export. `directory` is then unchanged.
     """
     source, include = Path(path), tuple(include)
-    if format not in FORMATS:
-        raise TrainError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
+    if format not in (*FORMATS, FP8, AUTO):
+        raise TrainError(f"there is no format {format!r}; there are {', '.join((*FORMATS, FP8, AUTO))}")
     if unsupported := [name for name in include if name not in INCLUDABLE]:
         raise TrainError(
             f"{unsupported[0]!r} cannot be included; besides the foundation, FP8 is for {', '.join(INCLUDABLE)}"
         )
-    if include and FORMATS[format] is None:
+    if include and format == "bf16":
         raise TrainError(
             "--include selects components for FP8, but bf16 has none; leave it out, or choose an FP8 format"
         )
@@ -120,6 +136,7 @@ def merge_model(
         what = "is a whole model" if origin.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
     check_target(Path(directory), [source, origin.base])
+    written_format = _choose_format(origin, format, include, log)
     kind, trained = _choose_base(origin, base)
     log(_describe_choice(origin, kind, trained))
     model, _, notes = _open(origin, kind, trained, step=step, device=device, log=log)
@@ -127,13 +144,40 @@ def merge_model(
     base_error = None
     if trained and kind == "fp8":
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
-    merge_error = MergeErrors(adapted_weights(model))
-    done = export(
-        _iter_checked_values(model, merge_error, format, kind, anyway, log),
-        origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
-        written=merge_error.add,
-    )  # fmt: skip
+
+    def write(format: str) -> tuple[ExportResult, MergeErrors]:
+        merge_error = MergeErrors(adapted_weights(model))
+        done = export(
+            _iter_checked_values(model, merge_error, format, kind, anyway, log),
+            origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
+            written=merge_error.add,
+        )  # fmt: skip
+        return done, merge_error
+
+    try:
+        done, merge_error = write(written_format)
+    except _AdapterLostError as error:
+        if format != AUTO:
+            raise
+        log(f"format bf16 instead: {error.sentence}")
+        include = ()
+        done, merge_error = write("bf16")
     return Merged(done, kind, origin.base, merge_error, base_error, notes)
+
+
+def _choose_format(origin: Target, format: str, include: tuple[str, ...], log: Callable[[str], None]) -> str:
+    """Return the format of the files; fp8 and auto are chosen by the model."""
+    if format not in (FP8, AUTO):
+        return format
+    try:
+        choice = choose_target_format(origin, include)
+    except CheckpointError as error:
+        if format == FP8 or include:
+            raise
+        log(f"format bf16: {error}")
+        return "bf16"
+    log(f"format {choice}")
+    return choice.format
 
 
 def _iter_checked_values(
@@ -145,9 +189,10 @@ def _iter_checked_values(
         sentence = _describe_loss(merge_error, format, kind)
         if not anyway:
             other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
-            raise adapters.AdapterError(
-                f"{sentence}. Nothing was written. Serve the adapter with its base, or write --format bf16;{other} "
-                f"--anyway writes {format} nevertheless"
+            raise _AdapterLostError(
+                sentence,
+                f"Nothing was written. Serve the adapter with its base, or write --format bf16;{other} "
+                f"--anyway writes {format} nevertheless",
             )
         log(f"warning: {sentence}; written anyway")
 
