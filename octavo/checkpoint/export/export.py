@@ -36,6 +36,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
+from octavo.checkpoint.export.carried import Carried, plan_carried
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
@@ -92,6 +93,7 @@ class ExportResult:
     skipped  why layers stay in BF16 -> number of layers
     opened   component -> number of layers that compute with codes and are written in BF16
     end      the token that ends answers in the chat template, if the export added it to generation_config.json
+    carried  the tensors that the model does not load
     """
 
     directory: Path
@@ -103,6 +105,7 @@ class ExportResult:
     skipped: Mapping[str, int]
     opened: Mapping[str, int] = field(default_factory=dict)
     end: EndToken | None = None
+    carried: Carried = Carried(Path())
 
     def total(self, what: str) -> int:
         """Return the sum over all tensors of "count", "kept", "refit", "cast" or "recast"."""
@@ -124,12 +127,13 @@ class ExportResult:
             "stay_in_bf16": dict(self.skipped),
             "codes_written_in_bf16": dict(self.opened),
             "end_token_added": None if self.end is None else vars(self.end),
+            "not_loaded": self.carried.to_json(),
         }
 
     def sentences(self) -> list[str]:
         """Return the outcome as sentences for the user."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
-        tensors, files = self.total("count"), _plural(len(self.files), "file")
+        tensors, files = self.total("count") + len(self.carried.stored), _plural(len(self.files), "file")
         lines = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
         words = {
             "kept": "exactly the codes that the model computes with",
@@ -145,6 +149,7 @@ class ExportResult:
             includable = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if includable else ""
             lines.append(f"{_plural(count, 'weight')} of the {component} with codes, written in BF16{include}")
+        lines += self.carried.sentences()
         if self.end is not None:
             lines.append(
                 f"generation_config.json now names {self.end} as an end token, too: the chat template ends answers "
@@ -207,18 +212,22 @@ def export(
         check_template(models.load_tokenizer(source), source)
     stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
     plan = layouts.plan_layout(source, format, include)
-    with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
+    carried = plan_carried(source, plan.names.model, plan.quantization, plan.fused)
+    tensors = (*plan.tensors(), *carried.tensors())
+    with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, tensors, largest) as shards:
         _check_free_space(folder, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
             writer.add(name, value)
         writer.finish()
+        for name, value in carried.read():
+            shards.write(name, value)
         shards.finish()
-        quantization = None if plan.quantization is None else to_config(plan.quantization)
-        end = write_companions(source, folder, torch.bfloat16, quantization)
+        quantization = None if plan.quantization is None else to_config(carried.add_skipped(plan.quantization))
+        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config)
         done = ExportResult(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
-            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,
+            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end, carried,
         )  # fmt: skip
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(folder.iterdir())}

@@ -83,6 +83,11 @@ class Layout:
             return Quantization("fp8", "block", (BLOCK, BLOCK), names)
         return Quantization("compressed-tensors", self.kind, None, names)
 
+    @property
+    def fused(self) -> frozenset[str]:
+        """The GEMMs that engines fuse and that have FP8 weights."""
+        return frozenset(m.group for matrices in self.matrices.values() for m in matrices)
+
     def scale_shape(self, m: Matrix) -> tuple[int, ...]:
         """Return the shape of a weight's scales on disk: the grid of blocks, (N, 1) for rows, (1,) for a tensor."""
         assert self.quantization is not None

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -392,21 +393,26 @@ def write_config(
     dtype: torch.dtype,
     quantization: Mapping[str, object] | None = None,
     encrypted: encryption.Folder | None = None,
+    changes: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Write the source's config.json to `target` with the dtype and the quantization of the written weights, and
     without the names of code (`auto_map`), which is not copied. For a model in three folders, this is done in each of
-    them."""
+    them.
+
+    changes  new values of keys that config.json or a part of it has; None removes the key
+    """
     for part in parts_of(source):
         (target / part).mkdir(exist_ok=True)
-        write_config(source / part, target / part, dtype, encrypted=encrypted)
+        write_config(source / part, target / part, dtype, encrypted=encrypted, changes=changes)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
+    removed = {*QUANTIZED_KEYS, *(key for key, value in changes.items() if value is None)}
 
     def rewrite(node: Any) -> Any:  # parts of a model have their dtypes and quantization in nested objects
         if not isinstance(node, dict):
             return node
-        fields = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        fields = {key: changes.get(key, value) for key, value in node.items() if key not in removed}
         return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in fields.items()}
 
     config = rewrite(config)
