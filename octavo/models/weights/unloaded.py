@@ -103,7 +103,7 @@ def _scaled_weight(name: str, stored: Iterable[str]) -> str | None:
 def describe_names(names: Iterable[str]) -> str:
     """Return the names of tensors in short, for a message: `mtp.*, model.layers.61.*, score.weight`."""
     grouped: dict[str, list[str]] = {}
-    for name in names:
+    for name in sorted(names):
         grouped.setdefault(group_of(name), []).append(name)
     return ", ".join(f"{group}.*" if len(each) > 1 else each[0] for group, each in grouped.items())
 
