@@ -25,7 +25,7 @@ from octavo import fp8, models
 from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.carried import Carried, has_weights, lost, plan_carried
+from octavo.checkpoint.export.carried import RANDOM, Carried, has_weights, lost, plan_carried
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import PlannedTensor, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
@@ -62,7 +62,7 @@ def save_hf(
     largest: int = MAX_FILE_BYTES,
     skip: Callable[[str], bool] = lambda name: False,
     encrypt: bool = False,
-    loaded: bool = False,
+    loaded: bool | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return its path. A collective.
@@ -72,8 +72,8 @@ def save_hf(
     largest  maximum bytes of a file; a larger tensor gets a separate file
     skip     whether a parameter name is not part of the model (parameters of a critic)
     encrypt  encrypt every file (:mod:`octavo.base.encryption`); which tensors share a file then depends on the ranks
-    loaded   whether the weights were loaded from `source`; its weights missing now is then reported. Otherwise a source
-             without weights is normal, and they have random values
+    loaded   True if the weights were loaded from `source`: a source without weights is then reported. False if they
+             were random: tensors of `source` do not belong to them, and are left out. None if unknown
     log      called on rank 0 with a sentence about the tensors that the class does not load
 
     Weights are written in their training dtypes (in BF16 where the optimizer keeps lower halves, which no forward uses)
@@ -127,14 +127,14 @@ def save_hf(
     return target
 
 
-def _plan_carried(source: Path, stock: StockModel, loaded: bool, world: Ranks) -> Carried:
+def _plan_carried(source: Path, stock: StockModel, loaded: bool | None, world: Ranks) -> Carried:
     """Return the tensors of `source` that the model does not load. Every rank reads the headers, and all must agree:
     a source that one of them cannot read is lost for all."""
     if not loaded and not has_weights(source):
         return Carried(source)
     carried = error = None
     try:
-        carried = plan_carried(source, stock.model)
+        carried = plan_carried(source, stock.model, why_not=RANDOM if loaded is False else None)
     except models.ModelError as caught:
         error = caught
     errors = [text for text in world.gather_objects(None if error is None else str(error)) if text is not None]

@@ -23,6 +23,9 @@ from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.weights.shards import Shards, StoredTensor
 from octavo.models.weights.unloaded import PREDICTION_KEYS, describe_names, find_unloaded, group_of, is_prediction
 
+#: why nothing is copied for a model whose weights were not loaded from its folder
+RANDOM = "training began with random weights, to which they do not belong"
+
 
 @dataclass(frozen=True)
 class Carried:

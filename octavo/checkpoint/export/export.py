@@ -36,7 +36,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
-from octavo.checkpoint.export.carried import Carried, plan_carried
+from octavo.checkpoint.export.carried import RANDOM, Carried, has_weights, plan_carried
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
@@ -175,6 +175,7 @@ def export(
     include: Iterable[str] = (),
     largest: int = MAX_FILE_BYTES,
     device: torch.device | str | None = None,
+    random: bool = False,
     protect: Iterable[str | Path] = (),
     log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
@@ -193,6 +194,7 @@ def export(
         include: components that are written in FP8 in addition to the foundation.
         largest: maximum bytes of a file; a larger tensor gets a separate file.
         device: device of the casts; by default the device of the values.
+        random: training began with random weights, so tensors that the model does not load are not copied.
         protect: folders that the values come from, which must not be replaced.
         log: called with messages about the result.
         progress: called with bytes done, total bytes, and the tensor written last.
@@ -212,7 +214,9 @@ def export(
         check_template(models.load_tokenizer(source), source)
     stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
     plan = layouts.plan_layout(source, format, include)
-    carried = plan_carried(source, plan.names.model, plan.quantization, plan.fused)
+    carried = Carried(source)
+    if has_weights(source):
+        carried = plan_carried(source, plan.names.model, plan.quantization, plan.fused, RANDOM if random else None)
     tensors = (*plan.tensors(), *carried.tensors())
     with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, tensors, largest) as shards:
         _check_free_space(folder, target, shards.total)
