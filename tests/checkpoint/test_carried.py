@@ -110,7 +110,9 @@ def test_missing_source_is_reported(source: Path, tmp_path: Path) -> None:
     checkpoint.save_hf(model, other, tmp_path / "random", World(), log=messages.append)
     assert messages == []  # a folder without weights, from which nothing was loaded
     checkpoint.save_hf(model, other, tmp_path / "hf", World(), loaded=True, log=messages.append)
-    assert messages[0].startswith(f"the weights of {other} can no longer be read ({other} contains no model.safetensors")
+    assert messages[0].startswith(
+        f"the weights of {other} can no longer be read ({other} contains no model.safetensors"
+    )
     assert messages[0].endswith("such as layers for multi-token prediction, could not be copied")
     assert messages[1:] == [f"{surplus.KEY} of config.json announced them and was removed"]
     assert surplus.KEY not in json.loads((tmp_path / "hf/config.json").read_text())
@@ -122,10 +124,10 @@ def test_missing_source_is_reported(source: Path, tmp_path: Path) -> None:
 
 
 def test_codes_are_copied_only_into_their_own_form(good: folders.Good, tmp_path: Path) -> None:
-    form = {**surplus.tensors(), **{
+    form = {**surplus.tensors(),
         "mtp.fc.weight": torch.ones(256, 512).to(torch.float8_e4m3fn),
-        "mtp.fc.weight_scale_inv": torch.full((2, 4), 0.5),
-    }}  # fmt: skip
+        "mtp.fc.weight_scale_inv": torch.full((2, 4), 0.5)
+    }  # fmt: skip
     source = surplus.copy(good("fp8-block", "qwen3"), tmp_path / "source", form)
     export_model(source, tmp_path / "same", "fp8-block")
     assert surplus.same(tmp_path / "same", form)

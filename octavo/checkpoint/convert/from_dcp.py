@@ -17,6 +17,7 @@ from octavo import fp8
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import ByteRange, Folder, map_tensor, tensor_bytes
+from octavo.checkpoint.convert.judge_settings import judge_settings
 from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import SINGLE
@@ -84,7 +85,8 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
     adapter = (like_folder / folders.ADAPTER).is_file() and not (like_folder / SINGLE).is_file()
     folder, reader = folders.read_folder(like_folder, adapter), dcp.Reader(directory)
     wanted = {entry.name: entry for shard in folder.shards for entry in shard.entries}
-    keys, copied = _match_keys(wanted, set(reader.keys()), directory, folder)
+    is_judged = judge_settings(like_folder, log)
+    keys, copied = _match_keys(wanted, set(reader.keys()), directory, like_folder if is_judged else None)
     shards = []
     for shard in folder.shards:
         tensors = []
@@ -131,11 +133,11 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
 
 
 def _match_keys(
-    wanted: Iterable[str], keys: set[str], directory: Path, like: Folder
+    wanted: Iterable[str], keys: set[str], directory: Path, like: Path | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return (name -> key, by the naming scheme that matches most names; the names without a key that the model of
-    `like` does not load, and that no training can have changed). Raises CheckpointError for other names without a
-    key."""
+    """Return (name -> key, by the naming scheme that matches most names; the names without a key that the model of the
+    folder `like` does not load, and that no training can have changed). Raises CheckpointError for other names without
+    a key."""
     schemes: tuple[Callable[[str], str], ...] = (
         lambda name: f"model.{name}",
         lambda name: name,
@@ -146,22 +148,16 @@ def _match_keys(
     scheme = max(schemes, key=lambda scheme: sum(scheme(name) in keys for name in wanted))
     key_of = {name: scheme(name) for name in wanted}
     missing = [name for name, key in key_of.items() if key not in keys]
-    copied = _find_unloaded(like, missing) if missing else []
+    copied: list[str] = []
+    if missing and like is not None:
+        unloaded = {entry.name for entry in find_unloaded(like, empty(like))}
+        copied = [name for name in missing if name in unloaded]
     if missing := [name for name in missing if name not in copied]:
         raise CheckpointError(
             f"{directory} has no values for {len(missing)} of {len(wanted)} tensors, first {key_of[missing[0]]} (for "
             f"{missing[0]}); its keys look like {min(keys, default='none')}: it was trained from another model"
         )
     return key_of, copied
-
-
-def _find_unloaded(like: Folder, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that the model of a folder does not load; none for a folder without a model, such as an
-    adapter."""
-    if not (like.path / "config.json").is_file():
-        return []
-    unloaded = {entry.name for entry in find_unloaded(like.path, empty(like.path))}
-    return [name for name in names if name in unloaded]
 
 
 def write_shard(

@@ -207,6 +207,7 @@ def export(
     """
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
+    models.read_config(source)  # raises for a wrong config.json, before other files are blamed for it
     check_companions(source, copied=True)  # before the weights, which may take an hour
     if find_file(source, "tokenizer.json").is_file() and any(
         file.match("chat_template*") for file in companions(source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -110,10 +110,10 @@ def silence_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def wrap_errors(subject: str) -> Iterator[None]:
+def wrap_errors(subject: str | Callable[[], str]) -> Iterator[None]:
     """Quiet context for transformers and its libraries: all their errors become a ModelError that begins with
-    `subject` ("FOLDER: the tokenizer cannot be loaded"). A field of a wrong type can raise any exception, and panics of
-    tokenizers' Rust code are not even subclasses of Exception."""
+    `subject` ("FILE: the tokenizer cannot be loaded"), which may be a function that finds the file at fault. A field of
+    a wrong type can raise any exception, and panics of tokenizers' Rust code are not even subclasses of Exception."""
     try:
         with silence_transformers():
             yield
@@ -122,7 +122,8 @@ def wrap_errors(subject: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ModelError(f"{subject}: {safe_read.printable(shorten_error(error))}") from error
+        begin = subject if isinstance(subject, str) else subject()
+        raise ModelError(f"{begin}: {safe_read.printable(shorten_error(error))}") from error
 
 
 @contextmanager
@@ -189,6 +190,7 @@ def check_sizes(file: Path) -> None:
         key, node = level.pop()
         if isinstance(node, dict):
             _check_experts(file, node)
+            _check_heads(file, node)
             level += [(f"{key}.{name}" if key in _ROPE else name, one) for name, one in node.items()]
         elif isinstance(node, list):
             level += [(key, one) for one in node]
@@ -223,6 +225,16 @@ def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"{file} gives {key}={taken}; it must be at most {max(counts)}, the number of experts. Correct it."
             )
+
+
+def _check_heads(file: Path, part: Mapping[str, Any]) -> None:
+    """Raise ModelError if attention heads cannot be divided among the heads of keys and values."""
+    heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
+    if type(heads) is int and type(shared) is int and 0 < shared <= heads and heads % shared:
+        raise ModelError(
+            f"{file} gives num_attention_heads={heads}; it must be a multiple of num_key_value_heads={shared}. Correct "
+            "the field."
+        )
 
 
 def check_generation_config(folder: Path) -> None:

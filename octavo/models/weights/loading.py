@@ -134,6 +134,7 @@ def _load_stock(
     log: Callable[[str], None],
 ) -> PreTrainedModel:
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    untrainable = _untrainable_names(config, scores)  # builds the model: a wrong config.json is named as such
     with wrap_errors(f"{folder} cannot be loaded as {config.model_type!r}"):
         model, info = auto_class(config, scores).from_pretrained(
             folder,
@@ -151,7 +152,7 @@ def _load_stock(
     check_loading_report(folder, info)
     if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(_nonfinite_error(folder, bad))
-    for name in _untrainable_names(config, scores):  # sinusoid tables; from_pretrained makes all parameters trainable
+    for name in untrainable:  # sinusoid tables; from_pretrained makes all parameters trainable
         model.get_parameter(name).requires_grad_(False)
     keep_single_features(model)
     return model
