@@ -145,8 +145,9 @@ def _refuse_unloaded(source: Path, stock: Matrices) -> None:
     says what their axes are."""
     unloaded = [entry.name for entry in find_unloaded(source, stock.model)]
     if unloaded:
-        keys = [key for key in PREDICTION_KEYS if any(is_prediction(stock.model, name) for name in unloaded)
-                and getattr(stock.model.config.get_text_config(), key, 0)]  # fmt: skip
+        text = stock.model.config.get_text_config()
+        announces = any(is_prediction(stock.model, name) for name in unloaded)
+        keys = [key for key in PREDICTION_KEYS if announces and getattr(text, key, None)]
         also = f", and {', '.join(keys)} from its config.json" if keys else ""
         raise SealError(
             f"{source} has {len(unloaded)} tensors that the model does not load ({describe_names(unloaded)}), first "

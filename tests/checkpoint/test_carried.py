@@ -63,10 +63,8 @@ def test_exports_copy_them(source: Path, tmp_path: Path, format: str) -> None:
 def test_trained_folder_has_them(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
     monkeypatch.setenv(encryption.VALUE, "0123456789abcdef" * 4)
     messages: list[str] = []
-    target = checkpoint.save_hf(
-        models.load(source, torch.bfloat16), source, tmp_path / "hf", World(), 300_000, encrypt=encrypt,
-        log=messages.append,
-    )  # fmt: skip
+    model, world = models.load(source, torch.bfloat16), World()
+    target = checkpoint.save_hf(model, source, tmp_path / "hf", world, 300_000, encrypt=encrypt, log=messages.append)
     assert messages == [SENTENCE]
     if encrypt:
         assert all(map(encryption.is_encrypted, target.iterdir()))
@@ -192,8 +190,8 @@ def test_conversion_carries_them_both_ways(source: Path, tmp_path: Path) -> None
     convert.hf_to_dcp(source, tmp_path / "dcp")
     convert.dcp_to_hf(tmp_path / "dcp", tmp_path / "back")
     assert all((tmp_path / "back" / file.name).read_bytes() == file.read_bytes() for file in source.iterdir())
-    trained = {f"model.{name}": tensor for name, tensor in surplus.weights(source).items()
-               if name not in surplus.tensors()}  # fmt: skip
+    placed = {name: tensor for name, tensor in surplus.weights(source).items() if name not in surplus.tensors()}
+    trained = {f"model.{name}": tensor for name, tensor in placed.items()}
     dcp.save({"model": trained}, checkpoint_id=tmp_path / "other", no_dist=True)
     messages: list[str] = []
     convert.dcp_to_hf(tmp_path / "other", tmp_path / "foreign", like=source, log=messages.append)
@@ -206,8 +204,8 @@ def test_conversion_carries_them_both_ways(source: Path, tmp_path: Path) -> None
 
 
 def test_sealing_refuses_them_by_name(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(SealError, match=r"has 6 tensors that the model does not load .*first model.layers.2.*cannot "
-                                        rf"permute.*remove them, and {surplus.KEY} from its config.json"):  # fmt: skip
+    what, fix = "has 6 tensors that the model does not load .*first model.layers.2", f"remove them, and {surplus.KEY}"
+    with pytest.raises(SealError, match=f"{what}.*sealing cannot permute.*{fix} from its config.json"):
         seal_model(source, tmp_path / "sealed", Key(os.urandom(32)))
     assert not (tmp_path / "sealed").exists()
 

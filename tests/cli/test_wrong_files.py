@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def changed(**fields: Any) -> Callable[[str], str]:
+def changed(**fields: object) -> Callable[[str], str]:
     """A file with other values of some fields, in its part for text if it has one; None removes a field."""
 
     def change(text: str) -> str:
@@ -81,7 +80,7 @@ BAD: Mapping[str, tuple[str, Callable[[str], str], str, set[str]]] = {
     **{f"{name} list": (name, lambda text: "[1]", "contains a list; expected an object", set()) for name in SETTINGS},
     "tokens": ("tokenizer_config.json", changed(eos_token=5), "eos_token", {"convert"}),
     "pixels": ("preprocessor_config.json", changed(image_mean="x"), "cannot take an image", NO_PROCESSOR),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -93,9 +92,7 @@ def test_file_at_fault_is_named(place: Path, capsys: pytest.CaptureFixture[str],
             shutil.rmtree(place / "out", ignore_errors=True)
             code, text = call(capsys, command)
             if command == "convert" and "family" in case:  # bytes of any family are converted
-                assert (
-                    code == 0 and f"m/config.json {said.partition(', which')[0]}, which transformers does not" in text
-                )
+                assert code == 0 and "m/config.json has" in text and "it is copied without a check" in text
                 continue
             if command == "merge" and name != CONFIG:  # of a run, which knows the file that it was made with
                 assert code == 1 and (said in text or f"{name} has changed" in text), text

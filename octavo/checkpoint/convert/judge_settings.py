@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from octavo.models.folder.folder import companions, read_json
 from octavo.models.structure.skeleton import is_known_family, stock_config
@@ -35,7 +34,7 @@ def judge_settings(folder: Path, log: Callable[[str], None]) -> bool:
     return is_judged
 
 
-def _why_not_judged(raw: Mapping[str, Any]) -> str:
+def _why_not_judged(raw: Mapping[str, object]) -> str:
     if "auto_map" in raw:
         return "names code of its folder (auto_map)"
     named = raw.get("model_type")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,7 +42,7 @@ class Carried:
     stored: tuple[StoredTensor, ...] = ()
     left: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, int | None] = field(default_factory=dict)
     lost: str = ""
 
     def tensors(self) -> list[PlannedTensor]:
@@ -75,18 +74,16 @@ class Carried:
             verb = "was" if len(self.stored) == 1 else "were"
             lines.append(f"{_count(len(self.stored))} that the model does not load ({names}) {verb} copied unchanged")
         for reason in dict.fromkeys(self.left.values()):
-            names = [name for name, why in self.left.items() if why == reason]
-            verb = "is" if len(names) == 1 else "are"
-            lines.append(
-                f"{_count(len(names))} that the model does not load ({describe_names(names)}) {verb} left out: {reason}"
-            )
+            omitted = [name for name, why in self.left.items() if why == reason]
+            what = f"{_count(len(omitted))} that the model does not load ({describe_names(omitted)})"
+            lines.append(f"{what} {'is' if len(omitted) == 1 else 'are'} left out: {reason}")
         if self.config:
             lines.append(f"{', '.join(self.config)} of config.json announced them and was removed")
         return lines
 
-    def to_json(self) -> dict[str, Any]:
-        return {"copied": [entry.name for entry in self.stored], "left_out": dict(self.left),
-                "config_keys_removed": list(self.config)}  # fmt: skip
+    def to_json(self) -> dict[str, object]:
+        copied = [entry.name for entry in self.stored]
+        return {"copied": copied, "left_out": dict(self.left), "config_keys_removed": list(self.config)}
 
 
 def plan_carried(
@@ -106,16 +103,16 @@ def plan_carried(
     Raises ModelError if the source's files are missing or damaged.
     """
     source = Path(source)
-    found = find_unloaded(source, model)
-    codes = {group_of(entry.name) for entry in found if entry.is_codes}
+    unloaded = find_unloaded(source, model)
+    codes = {group_of(entry.name) for entry in unloaded if entry.is_codes}
     stored_form = read_quantization(source) if codes else None
     if why_not is None and codes and not _same_codes(stored_form, quantization):
         form = "high precision" if quantization is None else str(quantization)
         why_not = f"they are codes of {stored_form}, which a folder in {form} does not describe"
-        left = {entry.name: why_not for entry in found if group_of(entry.name) in codes}
+        left = {entry.name: why_not for entry in unloaded if group_of(entry.name) in codes}
     else:
-        left = {} if why_not is None else {entry.name: why_not for entry in found}
-    stored = tuple(entry for entry in found if entry.name not in left)
+        left = {} if why_not is None else {entry.name: why_not for entry in unloaded}
+    stored = tuple(entry for entry in unloaded if entry.name not in left)
     skipped = () if quantization is None else tuple(_skipped(stored, quantized))
     is_announced = any(is_prediction(model, name) for name in left)
     return Carried(source, stored, left, skipped, _find_announced(source, model) if is_announced else {})
@@ -145,8 +142,8 @@ def _same_codes(stored: Quantization | None, written: Quantization | None) -> bo
 def _skipped(stored: Iterable[StoredTensor], quantized: Collection[str]) -> Iterator[str]:
     """Yield the names of copied layers that are not quantized.
 
-    Servers refuse a fused GEMM that is quantized in part. Such a layer (keys of a layer that shares those of another)
-    is not listed, because servers do not compute with it.
+    Servers refuse a fused GEMM that is quantized in part. A layer of such a GEMM (the keys of a layer that uses the
+    keys of another layer) is not listed, because servers do not compute with it.
     """
     for entry in stored:
         if entry.is_codes or len(entry.shape) < 2:
@@ -158,7 +155,7 @@ def _skipped(stored: Iterable[StoredTensor], quantized: Collection[str]) -> Iter
             yield layer
 
 
-def _find_announced(source: Path, model: PreTrainedModel) -> dict[str, Any]:
+def _find_announced(source: Path, model: PreTrainedModel) -> dict[str, int | None]:
     """Return the keys of config.json that announce layers for multi-token prediction -> 0 if the configuration's class
     has another default, else None: the key is removed."""
     raw = read_json(source / "config.json")

@@ -227,7 +227,7 @@ def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
             )
 
 
-def _check_heads(file: Path, part: Mapping[str, Any]) -> None:
+def _check_heads(file: Path, part: Mapping[str, object]) -> None:
     """Raise ModelError if attention heads cannot be divided among the heads of keys and values."""
     heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
     if type(heads) is int and type(shared) is int and 0 < shared <= heads and heads % shared:

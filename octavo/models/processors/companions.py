@@ -22,9 +22,12 @@ _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", 
 
 
 def write_companions(
-    source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None = None,
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    quantization: Mapping[str, object] | None = None,
     changes: Mapping[str, object] = MappingProxyType({}),
-) -> EndToken | None:  # fmt: skip
+) -> EndToken | None:
     """Write config.json, tokenizer, processor, chat template and generation settings of `source` to the folder
     `target`, for weights with this dtype and quantization, and with `changes` of config.json (`write_config`).
 

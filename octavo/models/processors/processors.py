@@ -154,21 +154,15 @@ def load_for_chat(path: str | Path) -> Any:
     its files exist, else its tokenizer, whose chat template is checked like a processor's. Raises ModelError as
     :func:`load_processor`."""
     folder = Path(path)
-    raw = _judged_config(folder)
+    config = stock_config(folder)
+    raw = config.to_dict() if parts_of(folder) else read_json(folder / "config.json")
     media = any(find_file(folder, name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
     if media and trains_on(raw.get("model_type"), "images", "sound"):
         return load_processor(folder)
     tokenizer = load_tokenizer(folder)
     check_template(tokenizer, folder)
-    check_vocabulary(tokenizer, stock_config(folder).get_text_config().vocab_size, folder)
+    check_vocabulary(tokenizer, config.get_text_config().vocab_size, folder)
     return tokenizer
-
-
-def _judged_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json, or of the configuration of a model in three folders. Raises ModelError as
-    `stock_config` does."""
-    config = stock_config(folder)
-    return config.to_dict() if parts_of(folder) else read_json(folder / "config.json")
 
 
 def image_backend(processor: ProcessorMixin | TextProcessor) -> str | None:
@@ -226,7 +220,8 @@ def _import_errors(what: str, package: str) -> Iterator[None]:
 def _load_processor(
     folder: Path, max_pixels: int | None, min_pixels: int | None, video: Mapping[str, Any] | None
 ) -> ProcessorMixin | TextProcessor:
-    raw = _judged_config(folder)
+    config = stock_config(folder)
+    raw = config.to_dict() if parts_of(folder) else read_json(folder / "config.json")
     model_type = raw.get("model_type")
     if video is not None and model_type not in video_families():
         raise ModelError(

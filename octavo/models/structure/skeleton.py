@@ -68,7 +68,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     return stock_config(folder)
 
 
-def is_known_family(raw: Mapping[str, Any]) -> bool:
+def is_known_family(raw: Mapping[str, object]) -> bool:
     """Return whether the contents of a config.json name a family that transformers or Octavo has."""
     return raw.get("model_type") in CONFIG_MAPPING
 

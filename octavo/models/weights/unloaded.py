@@ -21,17 +21,20 @@ from octavo.models.weights.shards import StoredTensor, open_weights
 
 #: keys of config.json that count the layers for multi-token prediction, in transformers 5.23 and vLLM 0.32
 PREDICTION_KEYS = (
-    "mtp_num_hidden_layers", "mtp_num_layers", "n_mtp_layers", "num_mtp_layers", "num_mtp_modules",
-    "num_nextn_layers", "num_nextn_predict_layers",
-)  # fmt: skip
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "n_mtp_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
+    "num_nextn_layers",
+    "num_nextn_predict_layers",
+)
 #: heads that score texts: transformers' sequence classification, and the value heads of TRL
 _HEADS = re.compile(r"(score|v_head|value_head|reward_head)\.")
 _PREDICTION = re.compile(r"(.*\.)?(mtp|mtp_layers|mtp_block|nextn)\.")
 _LAYER = re.compile(r"((?:model\.)?(?:language_model\.)?(?:model\.)?layers)\.(\d+)\.")
-_SCALE_SUFFIXES = (
-    (".weight_scale_inv", ".weight"), ("_scale_inv", ""), ("_scale", ""), (".input_scale", ".weight"),
-    (".output_scale", ".weight"),
-)  # fmt: skip
+#: suffix of a scale -> the suffix of its weight
+_SCALE_SUFFIXES = {"_scale_inv": "", "_scale": "", ".input_scale": ".weight", ".output_scale": ".weight"}
 
 
 def loaders_ignore(model: nn.Module, name: str) -> bool:
@@ -60,8 +63,8 @@ def is_prediction(model: nn.Module, name: str) -> bool:
 
 
 def _predicts(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor is part of a layer that follows those of the model and that config.json counts as a layer
-    for multi-token prediction."""
+    """Return whether a tensor is part of a layer after the model's last one that config.json counts as a layer for
+    multi-token prediction."""
     if (match := _LAYER.match(name)) is None:
         return False
     layers = getattr(_text_config(model), "num_hidden_layers", None)
@@ -75,7 +78,8 @@ def _predicted_layers(model: nn.Module) -> int:
 
 def _text_config(model: nn.Module) -> object:
     config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get()
 
 
 def find_unloaded(folder: str | Path, model: PreTrainedModel) -> list[StoredTensor]:
@@ -96,7 +100,7 @@ def find_unloaded(folder: str | Path, model: PreTrainedModel) -> list[StoredTens
 
 def _scaled_weight(name: str, stored: Iterable[str]) -> str | None:
     """Return the weight in the folder to which a scale belongs, or None for a tensor that is not a scale."""
-    weights = (name.removesuffix(end) + weight for end, weight in _SCALE_SUFFIXES if name.endswith(end))
+    weights = (name.removesuffix(end) + weight for end, weight in _SCALE_SUFFIXES.items() if name.endswith(end))
     return next((weight for weight in weights if weight in stored), None)
 
 
