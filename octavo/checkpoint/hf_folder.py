@@ -25,6 +25,7 @@ from octavo import fp8, models
 from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.export.carried import RANDOM, Carried, has_weights, lost, plan_carried
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import PlannedTensor, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
@@ -61,13 +62,19 @@ def save_hf(
     largest: int = MAX_FILE_BYTES,
     skip: Callable[[str], bool] = lambda name: False,
     encrypt: bool = False,
+    loaded: bool | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return its path. A collective.
 
-    source   the folder that the model was loaded from: config, tokenizer and processor files are copied from it
+    source   the folder that the model was loaded from: config, tokenizer and processor files are copied from it, and
+             the tensors that its class does not load (:mod:`octavo.checkpoint.export.carried`)
     largest  maximum bytes of a file; a larger tensor gets a separate file
     skip     whether a parameter name is not part of the model (parameters of a critic)
     encrypt  encrypt every file (:mod:`octavo.base.encryption`); which tensors share a file then depends on the ranks
+    loaded   True if the weights were loaded from `source`: a source without weights is then reported. False if they
+             were random: tensors of `source` do not belong to them, and are left out. None if unknown
+    log      called on rank 0 with a sentence about the tensors that the class does not load
 
     Weights are written in their training dtypes (in BF16 where the optimizer keeps lower halves, which no forward uses)
     and frozen FP8 weights as their values. The folder is written as `.NAME.part`, forced to the disk and renamed, so
@@ -79,6 +86,11 @@ def save_hf(
     """
     source, target = Path(source), Path(directory)
     _check_target(target)
+    if not source.is_dir():
+        raise models.ModelError(
+            f"{target} cannot be written: {source}, the folder that the model was loaded from, is no longer there. "
+            "config.json, the tokenizer and the tensors that the model does not load are copied from it: move it back"
+        )
     check_companions(source, copied=True)
     stock = StockModel(models.empty(source))
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
@@ -88,27 +100,47 @@ def save_hf(
     nonfinite = {name for names in world.gather_objects(fp8.find_nonfinite(state.items())) for name in names}
     _refuse_nonfinite([name for name in state if name in nonfinite], state)
     parts = plan_parts(stock, {name: t.dtype for name, t in state.items()}, world.size)
+    carried = _plan_carried(source, stock, loaded, world)
+    parts += [Part((), (tensor,), number % world.size) for number, tensor in enumerate(carried.tensors())]
     with _temporary_folder(target, world) as folder:
         tensors = [tensor for part in parts for tensor in part.tensors]
         owners = {name: part.rank for part in parts for name, _, _ in part.tensors}
         encrypted = encryption.Folder(folder, _shared_folder_id(world)) if encrypt else None
         folder_shards = FolderShards(folder, tensors, largest, owners, world.rank, parts_of(source), encrypted)
         with _open_shards(folder_shards, world) as shards:
-            _write_parts(state, parts, stock, shards, world)
+            _write_parts(state, parts, stock, shards, world, carried)
         sizes: Counter[torch.dtype] = Counter()
-        for _, dtype, shape in tensors:
+        for _, dtype, shape in (tensor for part in parts if part.parameters for tensor in part.tensors):
             sizes[dtype] += nbytes(dtype, shape) // dtype.itemsize if dtype.is_floating_point else 0
         with _fail_together(world):
             if world.rank == 0:
                 shards.write_index()
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
-                write_config(source, folder, most, encrypted=encrypted)
+                write_config(source, folder, most, encrypted=encrypted, changes=carried.config)
                 copy_companions(source, folder, encrypted)
                 stop_tokens.add_end_token(source, folder, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
                 atomic_write.sync_tree(folder)
+    for sentence in carried.sentences() if world.rank == 0 else ():
+        log(sentence)
     return target
+
+
+def _plan_carried(source: Path, stock: StockModel, loaded: bool | None, world: Ranks) -> Carried:
+    """Return the tensors of `source` that the model does not load. Every rank reads the headers, and all must agree:
+    a source that one of them cannot read is lost for all."""
+    if not loaded and not has_weights(source):
+        return Carried(source)
+    carried = error = None
+    try:
+        carried = plan_carried(source, stock.model, why_not=RANDOM if loaded is False else None)
+    except models.ModelError as caught:
+        error = caught
+    errors = [text for text in world.gather_objects(None if error is None else str(error)) if text is not None]
+    if carried is None or errors:
+        return lost(source, stock.model, models.ModelError(errors[0]))
+    return carried
 
 
 def plan_parts(stock: StockModel, dtypes: Mapping[str, torch.dtype], ranks: int) -> list[Part]:
@@ -136,9 +168,14 @@ def plan_parts(stock: StockModel, dtypes: Mapping[str, torch.dtype], ranks: int)
 
 
 def _write_parts(
-    state: Mapping[str, Tensor], parts: list[Part], stock: StockModel, shards: FolderShards, world: Ranks
+    state: Mapping[str, Tensor],
+    parts: list[Part],
+    stock: StockModel,
+    shards: FolderShards,
+    world: Ranks,
+    carried: Carried,
 ) -> None:
-    """Gather all parts, one after the other, and write the parts of this rank.
+    """Gather all parts, one after the other, and write the parts of this rank; parts without parameters are copied.
 
     A rank that cannot write continues to gather, because gathering is a collective that the others wait in.
     """
@@ -149,7 +186,8 @@ def _write_parts(
             if part.rank != world.rank or error is not None:
                 continue
             try:
-                for name, value in stock.revert(whole).items():
+                values = stock.revert(whole).items() if whole else carried.read(part.tensors[0][0])
+                for name, value in values:
                     shards.write(name, value)
             except _FAILURES as caught:
                 error = caught

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.quantization import FUSED
 from octavo.models.weights.name_mapping import is_transposed
+from octavo.models.weights.unloaded import loaders_ignore
 
 #: parameter of stacked experts -> the names of the projections that are stacked in it, in the order of its rows
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -70,8 +71,6 @@ class StockModel:
         moves = get_model_conversion_mapping(model)
         self._renamings = [m for m in moves if isinstance(m, WeightRenaming)]
         self._converters = [m for m in moves if isinstance(m, WeightConverter)]
-        #: patterns of names that the family's own folders have and the model does not
-        self._ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
     # Memory to disk: the names that are written ----------------------------------------------------------------------
 
@@ -183,7 +182,7 @@ class StockModel:
 
     def is_ignored(self, name: str) -> bool:
         """Return whether the family's loaders leave out a tensor with this name."""
-        return any(re.search(pattern, name) for pattern in self._ignored)
+        return loaders_ignore(self.model, name)
 
     # Layers ----------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from octavo.checkpoint.hf_folder import MAX_FILE_BYTES, plan_parts
 from octavo.models.folder.folder import companions, copy_companions, read_companion, read_json, require_one_folder
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
+from octavo.models.weights.unloaded import PREDICTION_KEYS, describe_names, find_unloaded, is_prediction
 from octavo.sealing import permute
 from octavo.sealing.check import check_structure
 from octavo.sealing.codes import Permute, find_fp8_weights
@@ -76,6 +77,7 @@ def seal_model(
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already ({NOTE}). Use the plain folder")
     stock = Matrices(models.empty(source))
+    _refuse_unloaded(source, stock)
     axes = read_structure(stock.model)
     orders = axes.draw(key)
     difference = check_structure(source, key, largest)
@@ -115,6 +117,7 @@ def unseal_model(
     if like is not None and read_note(like, SealError) is not None:
         raise SealError(f"--model {like} is sealed, too. Use the plain folder with the tokenizer")
     stock = Matrices(models.empty(source))
+    _refuse_unloaded(source, stock)
     axes = read_structure(stock.model)
     orders = axes.draw(key)
     with atomic_write.new_folder(target, SealError) as folder:
@@ -135,6 +138,22 @@ def check_sealed_with(folder: str | Path, key: Key) -> Note:
     if note.key != key.fingerprint:
         raise SealError(f"{folder} was sealed with the key {note.key}, but this one is {key.fingerprint}")
     return note
+
+
+def _refuse_unloaded(source: Path, stock: Matrices) -> None:
+    """Raise SealError for tensors that the model does not load, such as layers for multi-token prediction: no module
+    says what their axes are."""
+    unloaded = [entry.name for entry in find_unloaded(source, stock.model)]
+    if unloaded:
+        text = stock.model.config.get_text_config()
+        announces = any(is_prediction(stock.model, name) for name in unloaded)
+        keys = [key for key in PREDICTION_KEYS if announces and getattr(text, key, None)]
+        also = f", and {', '.join(keys)} from its config.json" if keys else ""
+        raise SealError(
+            f"{source} has {len(unloaded)} tensors that the model does not load ({describe_names(unloaded)}), first "
+            f"{unloaded[0]}, and sealing cannot permute them. Their axes are unknown, and unpermuted they would reveal "
+            f"the order of the other weights. Seal a copy of the folder without them: remove them{also}"
+        )
 
 
 def _check_folders(source: Path, target: Path) -> None:

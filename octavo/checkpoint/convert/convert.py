@@ -34,6 +34,7 @@ from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import Folder
 from octavo.checkpoint.convert.from_dcp import is_intact, no_byte_range, plan_converted, plan_foreign, write_shard
+from octavo.checkpoint.convert.judge_settings import judge_settings
 from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
 from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, begin_work, write_parts
 from octavo.checkpoint.errors import CheckpointError
@@ -89,6 +90,7 @@ def hf_to_dcp(
     is inside the source, and a full disk. Finished files are kept, and the same call continues from them.
     """
     source, destination = _check_paths(source, destination)
+    judge_settings(source, log)
     folder = folders.read_folder(source)
     quantization = read_quantization(source) if (source / CONFIG).is_file() else None
     prefix = "base_model.model.model." if lora_base else "model."

@@ -17,10 +17,13 @@ from octavo import fp8
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import ByteRange, Folder, map_tensor, tensor_bytes
+from octavo.checkpoint.convert.judge_settings import judge_settings
 from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import SINGLE
 from octavo.models.folder.headers import DTYPES, Entry, Header, compose
+from octavo.models.structure.skeleton import empty
+from octavo.models.weights.unloaded import describe_names, find_unloaded
 
 Log = Callable[[str], None]
 
@@ -82,11 +85,15 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
     adapter = (like_folder / folders.ADAPTER).is_file() and not (like_folder / SINGLE).is_file()
     folder, reader = folders.read_folder(like_folder, adapter), dcp.Reader(directory)
     wanted = {entry.name: entry for shard in folder.shards for entry in shard.entries}
-    keys = _match_keys(wanted, set(reader.keys()), directory)
+    is_judged = judge_settings(like_folder, log)
+    keys, copied = _match_keys(wanted, set(reader.keys()), directory, like_folder if is_judged else None)
     shards = []
     for shard in folder.shards:
         tensors = []
         for entry in shard.entries:
+            if entry.name in copied:
+                tensors.append((entry.name, entry.dtype, entry.shape))
+                continue
             dtype, shape = reader.describe(keys[entry.name])
             if shape not in (entry.shape, dcp.stored_shape(entry.name, entry.shape)):
                 raise CheckpointError(
@@ -99,10 +106,21 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
         shards.append(shard if same else compose(shard.file, tensors))
     if unplaced := sorted(set(reader.keys()) - set(keys.values())):
         log(f"skipped, because {like_folder} has no place for them: {', '.join(unplaced[:3])} ({len(unplaced)} in all)")
+    if copied:
+        verb = "was" if len(copied) == 1 else "were"
+        log(
+            f"{len(copied)} tensor{'' if len(copied) == 1 else 's'} that the model does not load "
+            f"({describe_names(copied)}) {verb} copied unchanged from {like_folder}"
+        )
     log("not converted by Octavo: there are no checksums to compare")
+    copied_opener = values.folder_opener(folder)
 
     @contextmanager
     def opens(entry: Entry) -> Iterator[torch.Tensor]:
+        if entry.name in copied:
+            with copied_opener(wanted[entry.name]) as tensor:
+                yield tensor
+            return
         with reader.tensor(keys[entry.name]) as tensor:
             if fp8.find_nonfinite([(entry.name, tensor)]):
                 raise CheckpointError(
@@ -114,9 +132,12 @@ def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPl
     return FolderPlan(tuple(shards), opens, no_byte_range, folder)
 
 
-def _match_keys(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
-    """Return name -> key, by the naming scheme that matches most names. Raises CheckpointError for names without a
-    key."""
+def _match_keys(
+    wanted: Iterable[str], keys: set[str], directory: Path, like: Path | None
+) -> tuple[dict[str, str], list[str]]:
+    """Return (name -> key, by the naming scheme that matches most names; the names without a key that the model of the
+    folder `like` does not load, and that no training can have changed). Raises CheckpointError for other names without
+    a key."""
     schemes: tuple[Callable[[str], str], ...] = (
         lambda name: f"model.{name}",
         lambda name: name,
@@ -126,12 +147,17 @@ def _match_keys(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[
     wanted = list(wanted)
     scheme = max(schemes, key=lambda scheme: sum(scheme(name) in keys for name in wanted))
     key_of = {name: scheme(name) for name in wanted}
-    if missing := [name for name, key in key_of.items() if key not in keys]:
+    missing = [name for name, key in key_of.items() if key not in keys]
+    copied: list[str] = []
+    if missing and like is not None:
+        unloaded = {entry.name for entry in find_unloaded(like, empty(like))}
+        copied = [name for name in missing if name in unloaded]
+    if missing := [name for name in missing if name not in copied]:
         raise CheckpointError(
             f"{directory} has no values for {len(missing)} of {len(wanted)} tensors, first {key_of[missing[0]]} (for "
             f"{missing[0]}); its keys look like {min(keys, default='none')}: it was trained from another model"
         )
-    return key_of
+    return key_of, copied
 
 
 def write_shard(

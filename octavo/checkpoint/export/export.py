@@ -37,6 +37,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
+from octavo.checkpoint.export.carried import RANDOM, Carried, has_weights, plan_carried
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
@@ -96,6 +97,7 @@ class ExportResult:
     stay     the same reasons -> names of the layers, with numbers replaced by "*"
     opened   component -> number of layers that compute with codes and are written in BF16
     end      the token that ends answers in the chat template, if the export added it to generation_config.json
+    carried  the tensors that the model does not load
     """
 
     directory: Path
@@ -110,6 +112,7 @@ class ExportResult:
     stay: Mapping[str, tuple[str, ...]]
     opened: Mapping[str, int] = field(default_factory=dict)
     end: EndToken | None = None
+    carried: Carried = Carried(Path())
 
     def total(self, what: str) -> int:
         """Return the sum over all tensors of "count", "kept", "refit", "cast" or "recast"."""
@@ -134,12 +137,13 @@ class ExportResult:
             "names_in_bf16": {reason: list(names) for reason, names in self.stay.items()},
             "codes_written_in_bf16": dict(self.opened),
             "end_token_added": None if self.end is None else vars(self.end),
+            "not_loaded": self.carried.to_json(),
         }
 
     def sentences(self) -> list[str]:
         """Return the outcome as sentences for the user."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
-        tensors, files = self.total("count"), _plural(len(self.files), "file")
+        tensors, files = self.total("count") + len(self.carried.stored), _plural(len(self.files), "file")
         in_fp8 = "" if self.method is None else f"{self.layers[0]} of {self.layers[1]} linear layers in FP8, "
         lines = [f"wrote {self.directory}: {self.format}, {in_fp8}{tensors} tensors, {size} in {files}"]
         if (self.format, self.method) == ("fp8-block", "compressed-tensors"):
@@ -164,6 +168,7 @@ class ExportResult:
             includable = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if includable else ""
             lines.append(f"{_plural(count, 'weight')} of the {component} with codes, written in BF16{include}")
+        lines += self.carried.sentences()
         if self.end is not None:
             lines.append(
                 f"generation_config.json now names {self.end} as an end token, too: the chat template ends answers "
@@ -195,6 +200,7 @@ def export(
     include: Iterable[str] = (),
     largest: int = MAX_FILE_BYTES,
     device: torch.device | str | None = None,
+    random: bool = False,
     protect: Iterable[str | Path] = (),
     log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
@@ -213,6 +219,7 @@ def export(
         include: components that are written in FP8 in addition to the foundation.
         largest: maximum bytes of a file; a larger tensor gets a separate file.
         device: device of the casts; by default the device of the values.
+        random: training began with random weights, so tensors that the model does not load are not copied.
         protect: folders that the values come from, which must not be replaced.
         log: called with messages about the result.
         progress: called with bytes done, total bytes, and the tensor written last.
@@ -225,6 +232,7 @@ def export(
     """
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
+    models.read_config(source)  # raises for a wrong config.json, before other files are blamed for it
     check_companions(source, copied=True)  # before the weights, which may take an hour
     if find_file(source, "tokenizer.json").is_file() and any(
         file.match("chat_template*") for file in companions(source)
@@ -232,20 +240,26 @@ def export(
         check_template(models.load_tokenizer(source), source)
     stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
     plan = layouts.plan_layout(source, format, include)
-    with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
+    carried = Carried(source)
+    if has_weights(source):
+        carried = plan_carried(source, plan.names.model, plan.quantization, plan.fused, RANDOM if random else None)
+    tensors = (*plan.tensors(), *carried.tensors())
+    with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, tensors, largest) as shards:
         _check_free_space(folder, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
             writer.add(name, value)
         writer.finish()
+        for name, value in carried.read():
+            shards.write(name, value)
         shards.finish()
-        quantization = None if plan.quantization is None else to_config(plan.quantization)
-        end = write_companions(source, folder, torch.bfloat16, quantization)
+        quantization = None if plan.quantization is None else to_config(carried.add_skipped(plan.quantization))
+        end = write_companions(source, folder, torch.bfloat16, quantization, carried.config)
         skipped = plan.skipped if plan.kind else {}
         done = ExportResult(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds, plan.layers,
             None if plan.quantization is None else plan.quantization.method, dict(Counter(skipped.values())),
-            _names_by_reason(skipped), dict(writer.opened), end,
+            _names_by_reason(skipped), dict(writer.opened), end, carried,
         )  # fmt: skip
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(folder.iterdir())}

@@ -103,6 +103,11 @@ class Layout:
         reads it in blocks of another height, where it dequantizes; compressed-tensors pads it."""
         return any(m.shape[0] % BLOCK and m.shape[0] > BLOCK for pieces in self.matrices.values() for m in pieces)
 
+    @property
+    def fused(self) -> frozenset[str]:
+        """The GEMMs that engines fuse and that have FP8 weights."""
+        return frozenset(m.group for matrices in self.matrices.values() for m in matrices)
+
     def scale_shape(self, m: Matrix) -> tuple[int, ...]:
         """Return the shape of a weight's scales on disk: the grid of blocks, (N, 1) for rows, (1,) for a tensor."""
         assert self.quantization is not None

@@ -75,7 +75,8 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | N
     processor = any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json"))
     if not processor and any(key in raw for key in ("vision_config", "audio_config")):
         findings.warn("companions/processor", folder=folder)
-    if damaged or not (tokenizer or (folder / "tokenizer_config.json").is_file()):
+    # Without a model config.json is wrong, which was reported; nothing else is loaded with it.
+    if damaged or stock is None or not (tokenizer or (folder / "tokenizer_config.json").is_file()):
         if not _names_template(folder):
             findings.warn("companions/template", folder=folder)
         return

@@ -34,6 +34,7 @@ from octavo.checkpoint.verify.headers import PIECE, FileTensor
 from octavo.checkpoint.verify.scales import Pair
 from octavo.checkpoint.verify.values import Progress, scales_fp32, split_experts
 from octavo.fp8.arithmetic import decode
+from octavo.fp8.policy import template
 
 NORMAL, SUBNORMAL, BF16 = 2.0**-4, 2.0**-10, 2.0**-8
 _HIGH = {"BF16": BF16, "F16": 2.0**-11}
@@ -143,7 +144,7 @@ def compare_unplaced(
     on disk, and report those that only one folder has.
 
     A tensor that the family's loaders leave out (`_keys_to_ignore_on_load_unexpected`) gets a warning, because it
-    changes no answer; any other is a failure.
+    changes no answer; any other is a failure. All are named. Codes and integers must have equal bytes.
     """
     lost = [name for name in reference if name not in here]
     for name in lost:
@@ -152,19 +153,41 @@ def compare_unplaced(
     for case, names in (("missing", lost), ("extra", [name for name in here if name not in reference])):
         dropped = [name for name in names if stock.is_ignored(name)]
         if dropped:
-            listed = ", ".join(dropped[:_MAX_LISTED]) + (", ..." if len(dropped) > _MAX_LISTED else "")
-            findings.warn(f"against-dropped/{case}", tensor=dropped[0], names=listed, count=len(dropped))
+            findings.warn(f"against-dropped/{case}", tensor=dropped[0], names=_list_names(dropped), count=len(dropped))
     out = []
     for name in (name for name in here if name in reference):
         a, b = here[name], reference[name]
         if a.shape != b.shape:
             findings.fail("against-shape", a.file, name, shape=list(a.shape), other=list(b.shape))
+        elif a.dtype == b.dtype and _same_bytes(a, b):
+            out.append(TensorComparison(name, a.file, 0.0, math.inf, 0.0, "ok"))
         elif {a.dtype, b.dtype} <= _VALUE_DTYPES:
             out.append(_compare_one(name, Source(a), Source(b), findings))
+        else:  # codes or integers, which no cast relates to other values
+            much = f"({a.dtype}) differs from the reference ({b.dtype})"
+            worst = "the model does not load it, so its bytes must be equal"
+            findings.fail("against-values", a.file, name, much=much, bound=0.0, worst=worst)
+            out.append(TensorComparison(name, a.file, None, -math.inf, 0.0, "bad"))
     return out
 
 
-_MAX_LISTED = 4  # names per sentence
+def _list_names(names: Iterable[str]) -> str:
+    """Return the names of tensors; many that differ only in numbers (experts) as one pattern with their count."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(template(name), []).append(name)
+    listed = [
+        f"{len(each)} {pattern}" if len(each) > _MAX_ALIKE else ", ".join(each) for pattern, each in alike.items()
+    ]
+    return ", ".join(listed)
+
+
+def _same_bytes(a: FileTensor, b: FileTensor) -> bool:
+    pairs = zip(a.rows(), b.rows(), strict=True)
+    return all(x.view(torch.uint8).equal(y.view(torch.uint8)) for (_, x), (_, y) in pairs)
+
+
+_MAX_ALIKE = 4  # more names that differ only in numbers are one pattern
 _VALUE_DTYPES = {"F64", "F32", "F16", "BF16"}
 _ORDER = {"bad": 0, "suspicious": 1, "ok": 2}
 
@@ -173,10 +196,7 @@ def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> TensorC
     codes = ""
     # Codes are compared only in the same blocks: in other blocks they differ by design.
     if a.scale is not None and b.scale is not None and a.block == b.block:
-        is_equal = a.tensor.size == b.tensor.size and all(
-            x.view(torch.uint8).equal(y.view(torch.uint8))
-            for (_, x), (_, y) in zip(a.tensor.rows(), b.tensor.rows(), strict=True)
-        )
+        is_equal = a.tensor.size == b.tensor.size and _same_bytes(a.tensor, b.tensor)
         codes = "identical" if is_equal else "differ"
     error, ratio, bound = _measure_error(a, b, a.scale)
     status = "ok" if ratio <= 1 else "suspicious" if ratio <= 2 else "bad"

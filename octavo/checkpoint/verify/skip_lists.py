@@ -141,7 +141,7 @@ def _check_entries(stock: StockModel, q: Quantization, key: str, findings: Findi
     classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
     for entry in q.skipped:
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
-        if known & stock.names or entry in classes:
+        if known & stock.names or entry in classes or stock.is_ignored(f"{entry}.weight"):
             continue
         rule = matches_target if q.method == "compressed-tensors" else matches_pattern
         if any(rule(name, (entry,)) for name in stock.names):

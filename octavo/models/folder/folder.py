@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,10 +110,10 @@ def silence_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def wrap_errors(subject: str) -> Iterator[None]:
+def wrap_errors(subject: str | Callable[[], str]) -> Iterator[None]:
     """Quiet context for transformers and its libraries: all their errors become a ModelError that begins with
-    `subject` ("FOLDER: the tokenizer cannot be loaded"). A field of a wrong type can raise any exception, and panics of
-    tokenizers' Rust code are not even subclasses of Exception."""
+    `subject` ("FILE: the tokenizer cannot be loaded"), which may be a function that finds the file at fault. A field of
+    a wrong type can raise any exception, and panics of tokenizers' Rust code are not even subclasses of Exception."""
     try:
         with silence_transformers():
             yield
@@ -121,7 +122,8 @@ def wrap_errors(subject: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ModelError(f"{subject}: {safe_read.printable(shorten_error(error))}") from error
+        begin = subject if isinstance(subject, str) else subject()
+        raise ModelError(f"{begin}: {safe_read.printable(shorten_error(error))}") from error
 
 
 @contextmanager
@@ -188,6 +190,7 @@ def check_sizes(file: Path) -> None:
         key, node = level.pop()
         if isinstance(node, dict):
             _check_experts(file, node)
+            _check_heads(file, node)
             level += [(f"{key}.{name}" if key in _ROPE else name, one) for name, one in node.items()]
         elif isinstance(node, list):
             level += [(key, one) for one in node]
@@ -222,6 +225,16 @@ def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"{file} gives {key}={taken}; it must be at most {max(counts)}, the number of experts. Correct it."
             )
+
+
+def _check_heads(file: Path, part: Mapping[str, object]) -> None:
+    """Raise ModelError if attention heads cannot be divided among the heads of keys and values."""
+    heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
+    if type(heads) is int and type(shared) is int and 0 < shared <= heads and heads % shared:
+        raise ModelError(
+            f"{file} gives num_attention_heads={heads}; it must be a multiple of num_key_value_heads={shared}. Correct "
+            "the field."
+        )
 
 
 def check_generation_config(folder: Path) -> None:
@@ -392,21 +405,26 @@ def write_config(
     dtype: torch.dtype,
     quantization: Mapping[str, object] | None = None,
     encrypted: encryption.Folder | None = None,
+    changes: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Write the source's config.json to `target` with the dtype and the quantization of the written weights, and
     without the names of code (`auto_map`), which is not copied. For a model in three folders, this is done in each of
-    them."""
+    them.
+
+    changes  new values of keys that config.json or a part of it has; None removes the key
+    """
     for part in parts_of(source):
         (target / part).mkdir(exist_ok=True)
-        write_config(source / part, target / part, dtype, encrypted=encrypted)
+        write_config(source / part, target / part, dtype, encrypted=encrypted, changes=changes)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
+    removed = {*QUANTIZED_KEYS, *(key for key, value in changes.items() if value is None)}
 
     def rewrite(node: Any) -> Any:  # parts of a model have their dtypes and quantization in nested objects
         if not isinstance(node, dict):
             return node
-        fields = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        fields = {key: changes.get(key, value) for key, value in node.items() if key not in removed}
         return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in fields.items()}
 
     config = rewrite(config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -21,16 +22,20 @@ _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", 
 
 
 def write_companions(
-    source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None = None
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    quantization: Mapping[str, object] | None = None,
+    changes: Mapping[str, object] = MappingProxyType({}),
 ) -> EndToken | None:
     """Write config.json, tokenizer, processor, chat template and generation settings of `source` to the folder
-    `target`, for weights with this dtype and quantization.
+    `target`, for weights with this dtype and quantization, and with `changes` of config.json (`write_config`).
 
     Returns the token that ends answers in the chat template if the generation settings of `source` do not stop at it;
     the settings of `target` do. Raises ModelError for files that cannot be read or copied.
     """
     if not parts_of(source):
-        write_config(source, target, dtype, quantization)
+        write_config(source, target, dtype, quantization, changes=changes)
         copy_companions(source, target)
         return add_end_token(source, target)
     _write_config(source, target, dtype, quantization)

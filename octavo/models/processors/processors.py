@@ -6,12 +6,14 @@ Models that take images get a processor of :mod:`octavo.models.processors.stock`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo.base import safe_read
@@ -94,6 +96,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local folder. Raises ModelError if there is none, if it needs code from the folder, if
     one of its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
     model_folder = Path(path)
+    if os.path.lexists(model_folder / "config.json") or parts_of(model_folder):
+        stock_config(model_folder)  # raises for a wrong config.json, which transformers would blame on the tokenizer
     check_companions(model_folder)
     folder = find_file(
         model_folder, "tokenizer_config.json"
@@ -107,7 +111,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             # transformers' MptConfig refuses numbers that LLM-Foundry writes (clip_qkv: 6), and AutoTokenizer needs
             # only the class of the configuration.
             overrides["config"] = MptConfig()
-    with wrap_errors(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
+    with wrap_errors(lambda: f"{_faulty_tokenizer_file(folder)}: the tokenizer cannot be loaded"):
         with open_plain(folder) as plain:
             tokenizer = AutoTokenizer.from_pretrained(
                 plain, local_files_only=True, trust_remote_code=False, **overrides
@@ -128,18 +132,36 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _faulty_tokenizer_file(folder: Path) -> Path:
+    """Return the file that keeps a tokenizer from being loaded: tokenizer.json if it is missing or does not load
+    without the others, else tokenizer_config.json, whose settings are applied to it."""
+    file = folder / "tokenizer.json"
+    if not file.exists() and not any(folder.glob("vocab*")) and not any(folder.glob("*.model")):
+        return file
+    if file.exists():
+        try:
+            Tokenizer.from_buffer(safe_read.read_bytes(file, ModelError))
+        except BaseException as error:  # panics of Rust code are no subclasses of Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            return file
+    settings = folder / "tokenizer_config.json"
+    return settings if settings.exists() else file
+
+
 def load_for_chat(path: str | Path) -> Any:
     """Load the object that renders conversations for a model folder: its processor if Octavo has one for the family and
     its files exist, else its tokenizer, whose chat template is checked like a processor's. Raises ModelError as
     :func:`load_processor`."""
     folder = Path(path)
-    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    config = stock_config(folder)
+    raw = config.to_dict() if parts_of(folder) else read_json(folder / "config.json")
     media = any(find_file(folder, name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
     if media and trains_on(raw.get("model_type"), "images", "sound"):
         return load_processor(folder)
     tokenizer = load_tokenizer(folder)
     check_template(tokenizer, folder)
-    check_vocabulary(tokenizer, stock_config(folder).get_text_config().vocab_size, folder)
+    check_vocabulary(tokenizer, config.get_text_config().vocab_size, folder)
     return tokenizer
 
 
@@ -198,7 +220,8 @@ def _import_errors(what: str, package: str) -> Iterator[None]:
 def _load_processor(
     folder: Path, max_pixels: int | None, min_pixels: int | None, video: Mapping[str, Any] | None
 ) -> ProcessorMixin | TextProcessor:
-    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    config = stock_config(folder)
+    raw = config.to_dict() if parts_of(folder) else read_json(folder / "config.json")
     model_type = raw.get("model_type")
     if video is not None and model_type not in video_families():
         raise ModelError(
@@ -239,18 +262,16 @@ def _load_processor(
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (file := find_file(folder, name)).exists():
             check_sizes(file)
-    with wrap_errors(f"{folder}: the image processor cannot be loaded"):
+    settings = _image_settings_file(folder)
+    with wrap_errors(f"{settings}: the image processor cannot be loaded"):
         with open_plain(images.parent) as plain:
             image_processor = processor_class.image_class.from_pretrained(plain, local_files_only=True)
         deviations = image_processor.image_std
         if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
-            raise ModelError(
-                f"{folder}/preprocessor_config.json has image_std={deviations}; pixels are divided by it, so it must "
-                "not be 0."
-            )
+            raise ModelError(f"{settings} has image_std={deviations}; pixels are divided by it, so it must not be 0.")
     image.check_image_options(folder, processor_class, image_processor)
     image.set_size_limits(image_processor, record.image_cut, limits)
-    with wrap_errors(f"{folder}: the image processor cannot take an image"):
+    with wrap_errors(f"{settings}: the image processor cannot take an image"):
         batch = image_processor(images=[Image.new("RGB", (64, 64))])
     image.check_small_image(folder, raw, image_processor, batch)
     template = _chat_template(folder, tokenizer)
@@ -266,6 +287,14 @@ def _load_processor(
             folder, record, image_processor, video or {}, length
         )
     return processor
+
+
+def _image_settings_file(folder: Path) -> Path:
+    """Return the file from which transformers takes the settings of the image processor."""
+    whole = find_file(folder, "processor_config.json")
+    if whole.exists() and "image_processor" in read_json(whole):
+        return whole
+    return find_file(folder, "preprocessor_config.json")
 
 
 def _image_seq_length(folder: Path, raw: Mapping[str, Any]) -> int:

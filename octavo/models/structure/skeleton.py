@@ -3,13 +3,15 @@ the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -66,9 +68,19 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     return stock_config(folder)
 
 
+def is_known_family(raw: Mapping[str, object]) -> bool:
+    """Return whether the contents of a config.json name a family that transformers or Octavo has."""
+    return raw.get("model_type") in CONFIG_MAPPING
+
+
 def stock_config(folder: Path) -> PreTrainedConfig:
-    """Return the configuration of the stock model of a folder, independent of the format of its weights. Raises
-    ModelError."""
+    """Return the configuration of the stock model of a folder, independent of the format of its weights.
+
+    This is where config.json is judged. Tokenizers, processors and generation settings depend on it, and transformers
+    blames them for its mistakes, so everything that loads these calls this first.
+
+    Raises ModelError, naming config.json.
+    """
     if parts_of(folder):
         with wrap_errors(f"{folder}/config.json cannot be used"):
             return read_three_folders(folder)
@@ -79,6 +91,13 @@ def stock_config(folder: Path) -> PreTrainedConfig:
         raise ModelError(
             f"{folder}/config.json requires Python code from the folder (auto_map), which Octavo does not run. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
+        )
+    if not is_known_family(raw):
+        named, version = raw.get("model_type"), transformers.__version__
+        what = f"model_type {named!r:.80}, which transformers {version} does not know" if named else "no model_type"
+        raise ModelError(
+            f"{folder}/config.json has {what}. Correct the field, or take config.json from the original model; a newer "
+            "family needs a newer transformers."
         )
     check_sizes(folder / "config.json")
     _check_dtypes(folder / "config.json")
@@ -152,9 +171,10 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> ModelClass:
         return AutoModelForMultimodalLM
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
+    where = f"{config.name_or_path}/config.json: " if config.name_or_path else ""
     raise ModelError(
-        f"model_type {config.model_type!r} is neither a model of images or audio and text nor a text-only decoder "
-        "that transformers knows."
+        f"{where}model_type {config.model_type!r} is neither a model of images or audio and text nor a text-only "
+        "decoder that transformers knows."
     )
 
 
@@ -182,8 +202,8 @@ def skeleton(
 ) -> PreTrainedModel:
     """Build the model on the meta device, as from_pretrained does before it reads weights. Raises ModelError."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    where = f" of {config.name_or_path}" if config.name_or_path else ""
-    with wrap_errors(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
+    where = f"{config.name_or_path}/config.json" if config.name_or_path else "the configuration"
+    with wrap_errors(f"no {config.model_type!r} model can be built from {where}"), torch.device("meta"):
         return auto_class(config, scores).from_config(config, dtype=dtype, **extra)
 
 

@@ -67,8 +67,12 @@ class Undescribed(ModelError):
     """Raised for a model whose parts the rules do not find; ``why`` is the violated rule, as the end of a sentence."""
 
     def __init__(self, model: nn.Module, why: str) -> None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        super().__init__(f"{type(model).__name__} (model_type {kind!r}) cannot be described by its structure: {why}.")
+        config = getattr(model, "config", None)
+        kind, folder = getattr(config, "model_type", None), getattr(config, "name_or_path", "")
+        where = f"{folder}/config.json: " if folder else ""
+        super().__init__(
+            f"{where}{type(model).__name__} (model_type {kind!r}) cannot be described by its structure: {why}."
+        )
         self.why = why
 
 

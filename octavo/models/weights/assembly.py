@@ -31,6 +31,7 @@ from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import Origin, Sources, is_transposed, map_sources
 from octavo.models.weights.shards import Shards, open_weights
 from octavo.models.weights.streaming import WeightStream
+from octavo.models.weights.unloaded import describe_names, is_unloaded, loaders_ignore
 
 _QUANTIZED = ("linear", "experts")
 _CODE_KINDS = (*_QUANTIZED, "lm_head")
@@ -93,6 +94,7 @@ def prepare(
         log(note)
     for used, other in mapping.duplicates:
         log(f"{folder} has two tensors for one parameter: using {used} ({used.dtype}), not {other} ({other.dtype})")
+    note_unloaded(folder, model, [entry.name for entry in mapping.unknown], log)
     if wanted and not keep_fp8 and quantization is not None:
         log("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
     dtypes = dtype_lookup(model, dtype)
@@ -160,10 +162,10 @@ def _check_complete(folder: Path, model: PreTrainedModel, mapping: Sources) -> N
         if one in missing and other not in missing:
             missing.discard(one)
     missing = _filter_names(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
-    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]  # older checkpoints contain some that models now compute
-    ignored |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
-    unknown = _filter_names({str(entry) for entry in mapping.unknown}, ignored, lambda text: text.split(" ", 1)[0])
+    ignored = {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
+    unplaced = {str(entry) for entry in mapping.unknown if not is_unloaded(model, entry.name)}
+    unknown = _filter_names(unplaced, ignored, lambda text: text.split(" ", 1)[0])
     missing_names = {name for origin in mapping.origins for name in origin.missing_names}
     shapes = (
         [] if missing or missing_names else [misfit for o in mapping.origins for misfit in _shape_mismatches(model, o)]
@@ -233,6 +235,14 @@ def check_loading_report(folder: Path, info: Mapping[str, Iterable[object]]) -> 
             f"{folder}: tensors do not match the model that config.json describes. {'; '.join(wrong)}. Check that "
             "config.json and the weights belong together, or download them again."
         )
+
+
+def note_unloaded(folder: Path, model: nn.Module, unknown: Iterable[str], log: Callable[[str], None]) -> None:
+    """Log the tensors that Octavo leaves out and of which transformers would warn, such as the head of a reward
+    model."""
+    unloaded = [name for name in unknown if is_unloaded(model, name) and not loaders_ignore(model, name)]
+    if unloaded:
+        log(f"{folder}: the model does not load {len(unloaded)} of its tensors ({describe_names(unloaded)})")
 
 
 def _format_entry(item: object) -> str:

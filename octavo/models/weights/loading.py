@@ -34,12 +34,14 @@ from octavo.models.weights.assembly import (
     check_dtype_kinds,
     check_loading_report,
     map_tensors,
+    note_unloaded,
     prepare,
     requested_kinds,
 )
 from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import map_sources
 from octavo.models.weights.shards import Shards, open_weights
+from octavo.models.weights.unloaded import is_unloaded
 
 #: dtypes on disk with values that BF16 cannot represent
 WIDER_THAN_BF16 = {torch.float64, torch.float32, torch.float16}
@@ -92,7 +94,7 @@ def load(
     if any(not entry.dtype.is_floating_point for entry in shards.stored.values()):
         # transformers casts integers to floating point: `map_tensors` refuses them for parameters.
         map_tensors(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
-    return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores), torch.device(device))
+    return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores, log), torch.device(device))
 
 
 def open_folder(folder: Path, log: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
@@ -124,9 +126,15 @@ def check_no_integers(path: str | Path, model: PreTrainedModel) -> None:
 
 
 def _load_stock(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, scores: bool
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+    scores: bool,
+    log: Callable[[str], None],
 ) -> PreTrainedModel:
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    untrainable = _untrainable_names(config, scores)  # builds the model: a wrong config.json is named as such
     with wrap_errors(f"{folder} cannot be loaded as {config.model_type!r}"):
         model, info = auto_class(config, scores).from_pretrained(
             folder,
@@ -139,10 +147,12 @@ def _load_stock(
             ignore_mismatched_sizes=True,  # reported below, by name and shape; never accepted
             **extra,
         )
+    note_unloaded(folder, model, sorted(info["unexpected_keys"]), log)
+    info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not is_unloaded(model, name)]
     check_loading_report(folder, info)
     if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(_nonfinite_error(folder, bad))
-    for name in _untrainable_names(config, scores):  # sinusoid tables; from_pretrained makes all parameters trainable
+    for name in untrainable:  # sinusoid tables; from_pretrained makes all parameters trainable
         model.get_parameter(name).requires_grad_(False)
     keep_single_features(model)
     return model

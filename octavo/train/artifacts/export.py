@@ -104,6 +104,6 @@ def export_model(
         log(f"{path}: {target.quantization or 'high precision'}")
         values = models.iter_weights(target.base)
     return export(
-        values, target.base, directory, format, include=include, largest=largest, device=device, protect=(target.path,),
-        log=log, progress=progress,
+        values, target.base, directory, format, include=include, largest=largest, device=device,
+        random=target.random is not None, protect=(target.path,), log=log, progress=progress,
     )  # fmt: skip

@@ -259,6 +259,7 @@ def inspect_target(path: str | Path, base: str | Path | None = None) -> Target:
         raise TrainError(_describe_unknown_folder(folder))
     if (adapter := target.adapter or (folder / "adapter" if target.moved else None)) is not None and adapter.is_dir():
         check_adapter(adapter, target.base, TrainError)
+    models.read_config(target.base)  # raises for a wrong config.json, before other files are blamed for it
     return replace(target, quantization=read_quantization(target.base))
 
 

@@ -149,8 +149,8 @@ def merge_model(
         merge_error = MergeErrors(adapted_weights(model))
         done = export(
             _iter_checked_values(model, merge_error, format, kind, anyway, log),
-            origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
-            written=merge_error.add,
+            origin.base, directory, format, include=include, protect=[source], device=device,
+            random=origin.random is not None, progress=progress, written=merge_error.add,
         )  # fmt: skip
         return done, merge_error
 

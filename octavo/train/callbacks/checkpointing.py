@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from octavo.train.forward import critic
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base
 from octavo.train.setup.job import Job
+from octavo.train.setup.resolve_config import random_init
 
 MIN_INTERVAL = 50  # minimum number of steps between checkpoints by default
 
@@ -69,13 +70,13 @@ def save_interval(cfg: Config) -> int:
     return max(MIN_INTERVAL, -(-cfg.train.total_steps // 10)) if every is None else every
 
 
-def write_outputs(job: Job) -> Mapping[str, Any] | None:
+def write_outputs(job: Job, log: Callable[[str], None] = lambda text: None) -> Mapping[str, Any] | None:
     """Check that the frozen base has not changed, then write hf/ or adapter/ (`run.hf`). Returns the record of the base
-    for the result, or None if no weight is frozen. Collective call."""
+    for the result, or None if no weight is frozen. `log` is called with notes for the user. Collective call."""
     job.world.set_phase("the end, writing the trained weights")
     base_record = None if job.base is None else _check_base(job, job.base)
     if job.cfg.run.hf:
-        _write_adapter(job) if job.cfg.lora is not None else _write_hf(job)
+        _write_adapter(job) if job.cfg.lora is not None else _write_hf(job, log)
     return base_record
 
 
@@ -106,9 +107,9 @@ def _write_adapter(job: Job) -> None:
     )
 
 
-def _write_hf(job: Job) -> None:
+def _write_hf(job: Job, log: Callable[[str], None]) -> None:
     """Write hf/, the trained weights as a Hugging Face folder, on all ranks."""
     checkpoints.save_hf(
         job.model, job.cfg.model.path, job.directory / "hf", job.world,
-        skip=critic.is_critic_parameter, encrypt=job.cfg.run.encrypt,
+        skip=critic.is_critic_parameter, encrypt=job.cfg.run.encrypt, loaded=random_init(job.cfg) is None, log=log,
     )  # fmt: skip

@@ -307,7 +307,7 @@ def _write(run: Run, step: Step) -> None:
 
 
 def _result(run: Run, stopped: bool) -> RunResult:
-    base_record = None if stopped else write_outputs(run.job)
+    base_record = None if stopped else write_outputs(run.job, run.say)
     result = RunResult(
         dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
         final={key: value for key, value in run.row.items() if key not in _OMIT_FROM_FINAL},
