@@ -41,10 +41,10 @@ types: install    ## the type checker on all of octavo/
 	$(BIN)/mypy
 
 test: lint types  ## the tests that every change must pass, about 8 minutes on 2 cores; prints their cost
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu and not server"
 
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu and not server"
 
 test-oldest: install ## some tests, and each family's loss, with the lowest versions in pyproject.toml (torch from tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest
@@ -64,8 +64,9 @@ build/server/.installed: tests/server/requirements.txt
 	build/server/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r $<
 	@touch $@
 
-test-server: install server  ## load models in vLLM and compare; needs make real; SHORT=1 for the form of .ci/run
-	OCTAVO_REQUIRE=real,server $(BIN)/python -m pytest -q -n 0 tests/server -m "server$(if $(SHORT), and not long)"
+test-server: install server  ## load models in vLLM and compare, after make real (SHORT=1: the part in .ci/run; OUT=FILE: a record)
+	OCTAVO_REQUIRE=real,server $(if $(OUT),OCTAVO_SERVER_RESULTS=$(OUT)) $(BIN)/python -m pytest -q -n 0 tests/server \
+		-m "server$(if $(SHORT), and not full)"
 
 docs: install     ## the documentation as a site, build/site; a warning, such as a dead link, is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

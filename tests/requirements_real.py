@@ -1,7 +1,7 @@
 """What tests on a pretrained model and in vLLM need, and what happens where it is missing.
 
-``require("real")`` and ``require("server")`` return the path of the requirement. Without it the test is skipped with one
-line, or fails with that line if ``OCTAVO_REQUIRE`` names the requirement (``OCTAVO_REQUIRE=real,server`` in .ci/run).
+``require("real")`` and ``require("server")`` return the folder of the requirement. Without it the test is skipped with
+one line, or fails with that line if ``OCTAVO_REQUIRE`` names the requirement, as ``real,server`` in .ci/run does.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@
         server.load("model-fp8")
         server.score([[1, 2, 3]])
 
-`engine/driver.py` is the other side. Whatever happens to it becomes one sentence: `ServerDied` for the process, `ServerRefused`
-for a folder or command that vLLM raised on. Leaving the `with` block ends the process and its children.
+`engine/driver.py` is the other side. Whatever happens to it becomes one sentence: `ServerDied` for the process,
+`ServerRefused` for a folder or command that vLLM raised on. Leaving the `with` block ends the process and its children.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -52,10 +53,18 @@ class Server:
         environment: the virtual environment that has vLLM.
         scratch: a folder for stderr and for temporary files of the process.
         driver: the script to run.
+        start_seconds, answer_seconds: how long the start and one command may take.
+
+    Raises ServerDied if it does not start.
     """
 
     def __init__(
-        self, environment: Path, scratch: Path, driver: Path = DRIVER, start_seconds: float = START_SECONDS
+        self,
+        environment: Path,
+        scratch: Path,
+        driver: Path = DRIVER,
+        start_seconds: float = START_SECONDS,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         cache = (
@@ -65,19 +74,24 @@ class Server:
         variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("VLLM_")}
         self.stderr = scratch / "stderr.txt"
         python = environment / "bin" / "python"
-        with self.stderr.open("wb") as stderr:
-            try:
+        self._answers, answers = os.pipe()
+        try:
+            with self.stderr.open("wb") as stderr:
                 self.process = subprocess.Popen(
-                    [python, driver],
+                    [python, driver, str(answers)],
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    stdout=stderr,
                     stderr=stderr,
+                    pass_fds=(answers,),
                     env={**variables, **ENVIRONMENT, **{k: str(v) for k, v in places.items()}},
-                    start_new_session=True,  # a group, which `close` can stop with its children
+                    start_new_session=True,  # a group, which `_kill` stops with its children
                 )
-            except OSError as error:
-                raise ServerDied(f"The server did not start: {python}: {error.strerror}.") from error
-        self._read = b""
+        except OSError as error:
+            os.close(self._answers)
+            raise ServerDied(f"The server did not start: {python}: {error.strerror}.") from error
+        finally:
+            os.close(answers)
+        self._read, self._seconds = b"", answer_seconds
         self._answer("start", start_seconds)
 
     def __enter__(self) -> Server:
@@ -88,15 +102,9 @@ class Server:
 
     def close(self) -> None:
         """End the process by the end of its input; stop it and its children if it does not react."""
-        if self.process.stdin and not self.process.stdin.closed:
-            try:
-                self.process.stdin.close()
-            except BrokenPipeError:  # bytes of a command that it did not read
-                pass
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+        with contextlib.suppress(BrokenPipeError):  # bytes of a command that it did not read
+            self.process.stdin.close()
+        self._wait()
         self._kill()
 
     def load(self, folder: Path, kernel: str = "") -> dict[str, int]:
@@ -123,24 +131,24 @@ class Server:
         """See `Driver.versions`."""
         return self._ask("versions")
 
-    def _ask(self, command: str, seconds: float = ANSWER_SECONDS, **arguments: Any) -> Any:
+    def _ask(self, command: str, **arguments: Any) -> Any:
         line = json.dumps({"do": command, **arguments}) + "\n"
         try:
             self.process.stdin.write(line.encode())
             self.process.stdin.flush()
-        except (BrokenPipeError, ValueError):  # ValueError: closed by an earlier failure
+        except (BrokenPipeError, ValueError):  # ValueError: the pipe was closed by an earlier failure
             raise self._died(command) from None
-        return self._answer(command, seconds)
+        return self._answer(command, self._seconds)
 
     def _answer(self, command: str, seconds: float) -> Any:
-        """The next line of stdout. Raises ServerDied at its end or after `seconds`, ServerRefused for an error."""
-        end, stdout = time.monotonic() + seconds, self.process.stdout.fileno()
+        """The next line of answers. Raises ServerDied at their end or after `seconds`, ServerRefused for an error."""
+        end = time.monotonic() + seconds
         while b"\n" not in self._read:
-            ready, _, _ = select.select([stdout], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 self._kill()
                 raise ServerDied(f"The server did not answer {command!r} within {seconds:g} s and was stopped.")
-            part = os.read(stdout, 1 << 20)
+            part = os.read(self._answers, 1 << 20)
             if not part:
                 raise self._died(command)
             self._read += part
@@ -151,28 +159,27 @@ class Server:
         return answer["value"]
 
     def _died(self, command: str) -> ServerDied:
-        try:
-            self.process.wait(END_SECONDS)  # its exit code tells more than that of a kill
-        except subprocess.TimeoutExpired:
-            pass
+        self._wait()  # its own exit code tells more than that of a kill
         self._kill()
         code = self.process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = self.stderr.read_text(errors="replace").strip().splitlines()
-        last = f"; the last line of its stderr: {lines[-1]}" if lines else "; its stderr is empty"
-        when = "did not start: it" if command == "start" else f"died during {command!r}: it"
-        return ServerDied(f"The server {when} {how}{last}")
+        last = f"the last line of its stderr: {lines[-1]}" if lines else "its stderr is empty"
+        return ServerDied(
+            f"The server {'did not start' if command == 'start' else f'died in {command!r}'}: it {how}; {last}"
+        )
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
 
     def _kill(self) -> None:
-        """Stop the group and wait for the process."""
-        try:
+        """Stop the group, wait for the process and close the pipes."""
+        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe and not pipe.closed:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if self._answers >= 0:
+            os.close(self._answers)
+            self._answers = -1

@@ -62,7 +62,7 @@ class DecodedBlocks(Fp8BlockScaledMMLinearKernel):
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
-        """A [M, K] in groups of 128 columns with scales As, B [N, K] in blocks with scales Bs; returns [M, N] in fp32."""
+        """A [M, K] with scales As of 128 columns, B [N, K] with scales Bs of blocks; returns [M, N] in fp32."""
         rows, columns = self.weight_group_shape
         n, k = B.shape
         weight = B.float() * Bs.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]

@@ -1,8 +1,8 @@
-"""Runs vLLM for `tests.server.client`: one JSON command a line on stdin, one JSON answer a line on stdout.
+"""Runs vLLM for `tests.server.client`: ``driver.py FD`` reads a JSON command a line on stdin, and answers on FD.
 
 Started with the Python of build/server, which has vLLM and none of this project. An answer is ``{"value": ...}``, or
-``{"error": "Type: message"}`` if vLLM raised; the process then serves the next command. Everything that vLLM prints goes
-to stderr. The end of stdin ends the process, so that it does not outlive a killed client.
+``{"error": "Type: message"}`` if vLLM raised; the process then serves the next command. What vLLM prints is no answer,
+so it has stdout and stderr. The end of stdin ends the process: it does not outlive a killed client.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-
+import cpu_kernels
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-
-import cpu_kernels
 
 SETTINGS = {
     "dtype": "bfloat16",
@@ -152,9 +148,9 @@ def _sentence(error: BaseException) -> str:
 
 
 def main() -> None:
-    driver = Driver()
+    driver, answers = Driver(), os.fdopen(int(sys.argv[1]), "w")
     commands = {name: getattr(driver, name) for name in ("load", "score", "generate", "compare", "update", "versions")}
-    print(json.dumps({"value": "ready"}), file=ANSWERS, flush=True)
+    print(json.dumps({"value": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -162,7 +158,7 @@ def main() -> None:
         except Exception as error:  # vLLM refuses folders by errors of many types: each is a result for the test
             traceback.print_exc()
             answer = {"error": _sentence(error)}
-        print(json.dumps(answer), file=ANSWERS, flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
