@@ -53,11 +53,11 @@ def required() -> set[str]:
 
 def require(name: str) -> Path:
     """The folder of a requirement. Skips the test if it is missing, or fails it if `required` names it."""
-    needed = REQUIREMENTS[name]
+    needed, names = REQUIREMENTS[name], required()
     folder, complete = needed.find()
     if complete:
         return folder
     message = f"{needed.what} is not in {folder}; {needed.target} builds it, or {needed.variable} names another folder"
-    if name in required():
+    if name in names:
         pytest.fail(f"OCTAVO_REQUIRE={name}: {message}", pytrace=False)
     pytest.skip(message)
