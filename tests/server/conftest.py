@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +87,5 @@ def seen(server: Server) -> Iterator[dict[str, dict[str, Any]]]:
     versions = server.versions()
     yield results
     if path := os.environ.get(RESULTS):
-        written = {kind: {name: _plain(value) for name, value in rows.items()} for kind, rows in results.items()}
         settings = {"command": "make test-server OUT=FILE", "server": versions, "machine": record.describe_machine()}
-        record.save(settings | written, Path(path))
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+        record.save(settings | results, Path(path))

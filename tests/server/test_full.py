@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_whole_model(server: Server, models: Models, seen: dict[str, dict[str, A
     rows, prompts = reference.held_rows(models.source, 8, 256), reference.question_rows(models.source)
     kernel = Models.kernels.get(name, "")
     compared = checks.compare(server, models.build(name), kernel, rows, prompts)
-    seen["models"][name] = {"kernel_of_the_test": bool(kernel), **vars(compared)}
+    seen["models"][name] = {"kernel_of_the_test": bool(kernel), **asdict(compared)}
     assert not compared.problems
     if "FP8" in name or "fp8" in name:
         assert compared.same["codes"] == CODES[768 if name == "fp8-block" else 576]
