@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from octavo.base import atomic_write
 from octavo.bench import record
@@ -26,8 +25,8 @@ build for CPUs lacks a kernel, the test supplies one that decodes and multiplies
 vLLM's in every row. Kernels of a GPU were not run.
 
 The model is SmolLM2-135M-Instruct with all 30 layers; `fp8-block` is a copy padded to multiples of 128. The distance is
-the mean difference of the log-probabilities of 2,040 held-out tokens from the same folder in fp32, in nats; that of
-transformers in BF16 is what BF16 itself costs. Answers are greedy tokens before the first difference from fp32, of 8
+the mean difference of the log-probabilities of 2,040 held-out tokens from the same folder in fp32, in nats; the next
+column has transformers in BF16, which is what BF16 itself costs. Answers are greedy tokens before the first difference from fp32, of 8
 questions.
 """
 UPDATES = """\
@@ -40,23 +39,24 @@ wrong answers" is NaN, or log-probabilities farther from the good folder's than 
 """
 
 
-def section(result: Mapping[str, Any]) -> str:
+def section(result: Mapping[str, dict]) -> str:
     """The section, from its title to the line before the next title."""
+    # kernels and codes only where a folder has codes
     models = [
         (
             name,
-            PATCHED[row["kernel_of_the_test"]] if row["same"]["codes"] else "",
-            _share(row["same"], "codes"),
-            _share(row["same"], "scales"),
+            PATCHED[row["kernel_of_the_test"]] if row["counts"]["codes"] else "",
+            _share(row["counts"], "codes"),
+            _share(row["counts"], "scales"),
             f"{row['server']['mean']:.4f}",
             f"{row['plain']['mean']:.4f}",
             f"{row['loss']:.4f}",
-            f"{row['loss'] + row['server']['loss']:.4f}",
+            f"{row['loss'] - row['server']['loss']:.4f}",
             "{:,} of {:,}".format(*row["greedy"]),
         )
         for name, row in result["models"].items()
     ]
-    columns = ("folder", "FP8 kernel", "codes equal", "scales equal", "distance", "of transformers in BF16")
+    columns = ("folder", "FP8 kernel", "codes equal", "scales equal", "distance", "transformers in BF16")
     folders = [
         (f"`{name}`", row["vllm"], row["verify"], PATCHED[True] if row["kernel_of_the_test"] else "")
         for name, row in result["folders"].items()
@@ -78,7 +78,7 @@ def section(result: Mapping[str, Any]) -> str:
     )
 
 
-def replaced(page: str, new: str) -> str:
+def replace_section(page: str, new: str) -> str:
     """The page with `new` instead of its section, or before "## Converting" if it has none."""
     start = page.find(f"{TITLE}\n")
     if start < 0:
@@ -88,8 +88,8 @@ def replaced(page: str, new: str) -> str:
     return page[:start] + new + page[end:]
 
 
-def _share(same: Mapping[str, int], kind: str) -> str:
-    return f"{same[f'{kind}_equal']:,} of {same[kind]:,}" if same[kind] else ""
+def _share(counts: Mapping[str, int], kind: str) -> str:
+    return f"{counts[f'{kind}_equal']:,} of {counts[kind]:,}" if counts[kind] else ""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -98,7 +98,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    atomic_write.write_text(PAGE, replaced(PAGE.read_text(), section(record.load(RESULT))), shared=True)
+    atomic_write.write_text(PAGE, replace_section(PAGE.read_text(), section(record.load(RESULT))), shared=True)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ class Compared:
     """A loaded folder compared with references; `problems` has one line for each bound that does not hold.
 
     kernels  classes of vLLM's kernels and how many layers use them
-    same     codes and scales of the folder, and how many of them the engine has
+    counts   codes and scales of the folder, and how many of them the engine has
     loss     the mean loss of the rows in vLLM, in nats
     plain, server  distances of transformers in BF16 and of vLLM from fp32, on the same rows
     greedy   tokens of the answers before the first difference, and of all answers
     """
 
     kernels: dict[str, int]
-    same: dict[str, int]
+    counts: dict[str, int]
     loss: float
     plain: reference.Distance
     server: reference.Distance
@@ -42,7 +42,7 @@ def compare(server: Server, folder: Path, kernel: str, rows: reference.Rows, pro
     round differently after the smallest difference, so that answers of FP8 folders are counted and not judged.
     """
     kernels = server.load(folder, kernel)
-    same, scores, answers = server.compare(), server.score(rows), server.generate(prompts, TOKENS)
+    counts, scores, answers = server.compare(), server.score(rows), server.generate(prompts, TOKENS)
     model = reference.load(folder, torch.float32)
     exact, (wanted, clear) = reference.score(model, rows), reference.generate(model, prompts, TOKENS)
     del model
@@ -50,21 +50,21 @@ def compare(server: Server, folder: Path, kernel: str, rows: reference.Rows, pro
     ours = reference.distance(scores, exact)
     problems = []
     for kind in ("codes", "scales"):
-        if same[f"{kind}_equal"] != same[kind]:
-            problems.append(f"{same[f'{kind}_equal']:,} of {same[kind]:,} {kind} are equal")
-    if bool(kernels) != bool(same["codes"]):
-        problems.append(f"the folder has {same['codes']:,} codes, and the layers with FP8 kernels are {kernels}")
+        if counts[f"{kind}_equal"] != counts[kind]:
+            problems.append(f"{counts[f'{kind}_equal']:,} of {counts[kind]:,} {kind} are equal")
+    if bool(kernels) != bool(counts["codes"]):
+        problems.append(f"the folder has {counts['codes']:,} codes, and the layers with FP8 kernels are {kernels}")
     if not ours.mean <= reference.TIMES * plain.mean:
         problems.append(f"log-probabilities are {ours.mean:.4f} nats from fp32; BF16 in transformers: {plain.mean:.4f}")
     if not abs(ours.loss) <= reference.TIMES * 2 * plain.error:
         problems.append(
             f"the loss differs by {ours.loss:.4f} nats; the bound is {reference.TIMES * 2 * plain.error:.4f}"
         )
-    if not same["codes"]:
+    if not counts["codes"]:
         problems += reference.different(answers, wanted, clear)
     equal = sum(reference.first_difference(a, b) for a, b in zip(answers, wanted, strict=True))
     loss = -sum(map(sum, scores)) / sum(map(len, scores))
-    return Compared(kernels, same, loss, plain, ours, (equal, sum(map(len, wanted))), tuple(problems))
+    return Compared(kernels, counts, loss, plain, ours, (equal, sum(map(len, wanted))), tuple(problems))
 
 
 def update(server: Server, folder: Path, other: Path, rows: reference.Rows, kernel: str = "") -> list[str]:

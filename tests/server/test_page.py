@@ -9,7 +9,9 @@ from octavo.bench import record
 
 def test_section_is_written_from_the_record() -> None:
     text = page.PAGE.read_text()
-    assert page.replaced(text, page.section(record.load(page.RESULT))) == text, "run python benchmarks/server_page.py"
+    assert page.replace_section(text, page.section(record.load(page.RESULT))) == text, (
+        "run python benchmarks/server_page.py"
+    )
 
 
 def test_record_has_no_problem() -> None:
