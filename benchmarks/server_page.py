@@ -26,8 +26,8 @@ vLLM's in every row. Kernels of a GPU were not run.
 
 The model is SmolLM2-135M-Instruct with all 30 layers; `fp8-block` is a copy padded to multiples of 128. The distance is
 the mean difference of the log-probabilities of 2,040 held-out tokens from the same folder in fp32, in nats; the next
-column has transformers in BF16, which is what BF16 itself costs. Answers are greedy tokens before the first difference from fp32, of 8
-questions.
+column has transformers in BF16, which is what BF16 itself costs. Answers are greedy tokens before the first difference
+from fp32, of 8 questions.
 """
 UPDATES = """\
 Weights of a running engine were changed and changed back (`reload_weights`), with the answers of a new engine:

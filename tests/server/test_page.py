@@ -1,4 +1,4 @@
-"""The tables of docs/checkpoints.md are those of the stored record, which has no problem and no wrong prediction."""
+"""docs/checkpoints.md has the tables of the stored record, which has no problem and no wrong prediction."""
 
 from __future__ import annotations
 

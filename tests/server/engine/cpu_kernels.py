@@ -29,7 +29,7 @@ def scaled_fp8_quant(
     output: torch.Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast [M, K] to E4M3, with one scale or one per row; arguments and result are those of vLLM's operation.
+    """Cast [M, K] to E4M3, with one scale or one per row; arguments and result as in vLLM's operation.
 
     Raises NotImplementedError for arguments that no folder of these tests uses.
     """
