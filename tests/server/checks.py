@@ -38,8 +38,8 @@ def compare(server: Server, folder: Path, kernel: str, rows: reference.Rows, pro
 
     The bounds: every code and scale is equal; the mean distance of log-probabilities is at most TIMES the distance of
     transformers in BF16; the loss differs by at most TIMES the half width of that path's 95 % interval, which is two
-    standard errors. Greedy answers of a folder without codes differ only where no token is clearly the best. FP8 activations
-    round differently after the smallest difference, so that answers of FP8 folders are counted and not judged.
+    standard errors. Greedy answers of a folder without codes differ only where no token is clearly the best. FP8
+    activations round differently after the smallest difference: answers of FP8 folders are counted and not judged.
     """
     kernels = server.load(folder, kernel)
     counts, scores, answers = server.compare(), server.score(rows), server.generate(prompts, TOKENS)
