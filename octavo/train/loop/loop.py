@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo import checkpoint, parallel
+from octavo import checkpoint, models, parallel
 from octavo.base import hub
 from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
@@ -89,7 +89,7 @@ def run(
         )
     # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
-    cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
+    cfg = resolve_video(resolve_recipe(models.resolve_twin(hub.resolve_names(cfg, display.log), display.log)))
     phase.check(cfg)
     if cfg.run.trackers:
         trackers.check_installed(cfg)

@@ -291,6 +291,8 @@ def _record_environment(directory: Path, cfg: Config, world: parallel.World, pro
     record = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         record["model"] = origin
+    if (twin := models.describe_twin(cfg)) is not None:
+        record["fp8_twin"] = twin
     if (videos := getattr(processor, "videos", None)) is not None:
         record["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", record)
