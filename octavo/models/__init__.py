@@ -36,6 +36,7 @@ __all__ = [
     "freeze_all", "frozen_casts", "generate", "high_precision_modules", "ignored_settings", "image_backend",
     "init_deferred", "init_model", "iter_weights", "largest_id", "load", "load_deferred", "load_processor",
     "load_split", "load_tokenizer", "missing_letters", "parameter_count", "prompt_positions", "random_model",
-    "read_config", "read_quantization", "replace_attention", "resolve_twin", "shape_model", "split_model", "tiny_config",
-    "use_attention", "use_kernel", "vision_of", "why_not_packed", "why_not_paged", "why_not_trained", "why_too_long",
+    "read_config", "read_quantization", "replace_attention", "resolve_twin", "shape_model", "split_model",
+    "tiny_config", "use_attention", "use_kernel", "vision_of", "why_not_packed", "why_not_paged", "why_not_trained",
+    "why_too_long",
 ]  # fmt: skip

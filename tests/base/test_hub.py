@@ -144,8 +144,8 @@ def test_newest_revision_is_fetched_without_code(folders, cache, tmp_path, onlin
     assert (asked["name"], asked["revision"]) == ("an/Original", SHA)
     assert "*.safetensors" in asked["patterns"] and not any(p in asked["patterns"] for p in ("*", "*.py", "*.bin"))
     assert said == [f"model.path an/Original: an/Original at {SHA[:12]} is taken; no published FP8 twin of the kind "
-                    "blockwise was found (suffixes -FP8, -FP8-block, -FP8-Block, -FP8-BLOCK), so it is quantized here. Other "
-                    "owners name it with the same suffixes (RedHatAI/Original-FP8, unsloth/Original-FP8, ...): "
+                    "blockwise was found (suffixes -FP8, -FP8-block, -FP8-Block, -FP8-BLOCK), so it is quantized here. "
+                    "Other owners name it with the same suffixes (RedHatAI/Original-FP8, unsloth/Original-FP8, ...): "
                     "model.fp8_twin: ORG/NAME compares and uses one"]  # fmt: skip
     assert hub.origin(cfg.model.path) == {"name": "an/Original", "revision": SHA} and hub.origin(tmp_path) is None
     with pytest.raises(hub.HubError, match="there is no model no/Such at the revision 'v2' on the Hugging Face hub"):

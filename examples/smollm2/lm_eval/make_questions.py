@@ -19,12 +19,60 @@ from pathlib import Path
 from types import ModuleType
 
 #: modules with documented functions that do nothing when they are imported
-MODULES = (
-    "ast bisect calendar cmath colorsys copy csv datetime difflib fnmatch fractions functools glob gzip hashlib heapq "
-    "html inspect itertools json keyword linecache locale math mimetypes operator os os.path pathlib pprint random re "
-    "secrets shlex shutil statistics string struct subprocess sys tempfile textwrap threading time tokenize "
-    "traceback types unicodedata urllib.parse uuid warnings zlib"
-).split()
+MODULES = [
+    "ast",
+    "bisect",
+    "calendar",
+    "cmath",
+    "colorsys",
+    "copy",
+    "csv",
+    "datetime",
+    "difflib",
+    "fnmatch",
+    "fractions",
+    "functools",
+    "glob",
+    "gzip",
+    "hashlib",
+    "heapq",
+    "html",
+    "inspect",
+    "itertools",
+    "json",
+    "keyword",
+    "linecache",
+    "locale",
+    "math",
+    "mimetypes",
+    "operator",
+    "os",
+    "os.path",
+    "pathlib",
+    "pprint",
+    "random",
+    "re",
+    "secrets",
+    "shlex",
+    "shutil",
+    "statistics",
+    "string",
+    "struct",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "time",
+    "tokenize",
+    "traceback",
+    "types",
+    "unicodedata",
+    "urllib.parse",
+    "uuid",
+    "warnings",
+    "zlib",
+]
 CHOICES = 4
 TASK = """\
 task: stdlib_names

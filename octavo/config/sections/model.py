@@ -145,8 +145,8 @@ class ModelSection(Section):
     )
     fp8_twin: Annotated[Fp8TwinSection | None, _OR_NAME] = Field(
         default=None,
-        description="With load_in_fp8: the published FP8 weights to use in place of quantizing model.path, of any owner: "
-        "ORG/NAME, ORG/NAME@REVISION or a folder. They are taken only if names and shapes of the tensors, tokenizer and "
+        description="With load_in_fp8: published FP8 weights of any owner, in place of quantizing model.path: ORG/NAME, "
+        "ORG/NAME@REVISION or a folder. They are taken only if names and shapes of the tensors, tokenizer and "
         "configuration are those of model.path. Absent: weights of another owner are never used.",
     )
     keep_fp8: bool = Field(
