@@ -246,9 +246,8 @@ def _cached_folder(name: str, revision: str | None = None, weights: bool = True)
 
     # Newer versions of the library refuse a snapshot that lacks a file of these patterns.
     patterns = list(DOWNLOADED_FILES if weights else _SMALL_FILES)
-    where = {"repo_type": "model", "revision": revision, "allow_patterns": patterns}
     try:
-        folder = Path(snapshot_download(name, local_files_only=True, **where))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=patterns))
     except (errors.LocalEntryNotFoundError, OSError):
         return None
     return folder if next(folder.glob(_WEIGHTS if weights else "config.json"), None) else None

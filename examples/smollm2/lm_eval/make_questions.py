@@ -72,7 +72,8 @@ def make_questions(count: int, seed: int) -> list[dict[str, object]]:
     asked = [(names, name) for names in tables if len(names) >= CHOICES for name in names]
     if len(asked) < count:
         raise SystemExit(f"--questions {count}: this Python has only {len(asked)} functions with usable docstrings")
-    questions, seen = [], set()
+    questions: list[dict[str, object]] = []
+    seen: set[str] = set()
     for names, name in draw.sample(asked, len(asked)):
         if names[name] in seen or len(questions) == count:  # `os` and `posix` share functions
             continue
