@@ -330,6 +330,23 @@ def test_hub_out_of_reach_is_reported(folders, tmp_path, monkeypatch):
 def test_twin_needs_a_kind(folders, tmp_path):
     with pytest.raises(ConfigError, match=r"model.fp8_twin: names codes for the frozen base, and load_in_fp8 does not"):
         config(folders, tmp_path, "model.load_in_fp8=null")
+    # `octavo compare` trains the same weights without FP8: of a twin that was compared before, the key is a record.
+    record = "model.fp8_twin={name: other/Original-FP8, of: an/Original}"
+    assert config(folders, tmp_path, "model.load_in_fp8=null", record).model.fp8_twin.of == "an/Original"
+
+
+def test_plan_reports_a_wrong_twin(folders, double, tmp_path, capsys):
+    double.repositories = {"an/Qwen3-8B": folders / "plain"}
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: an/Qwen3-8B, load_in_fp8: blockwise, fp8_twin: other/Misspelled}}\nlora: {{rank: 2}}\n"
+        f"data: {{train: [{{path: {folders}/rows.json}}]}}\ntrain: {{steps: 1}}\n"
+    )
+    for command in ("plan", "train"):
+        assert main([command, str(file)]) == 2
+        said = capsys.readouterr().err
+        assert "model.fp8_twin: there is no model other/Misspelled on the Hugging Face hub" in said
+        assert "--shape" not in said
 
 
 def test_fetched_model_is_found_offline(folders, double, tmp_path, monkeypatch):

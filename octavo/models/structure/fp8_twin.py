@@ -102,7 +102,11 @@ def disagreements(base: _Model, twin: _Model) -> Iterator[str]:
 
 def _fetch(name: str, revision: str | None, key: str, log: Callable[[str], None]) -> Path:
     if hub.is_name(name):
-        return hub.fetch_without_weights(name, revision, key, log)
+        try:
+            return hub.fetch_without_weights(name, revision, key, log)
+        except hub.HubError as cause:
+            sentence = str(cause)
+            raise hub.HubError(sentence if sentence.startswith(key) else f"{key}: {sentence}") from cause
     folder = Path(name)
     if not folder.is_dir():
         raise ModelError(
