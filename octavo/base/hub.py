@@ -55,7 +55,7 @@ def resolve_names(cfg: Any, log: Log) -> Any:
 
     With `model.load_in_fp8`, a published FP8 repository of the same owner replaces quantization on this machine, unless
     `model.revision` pins the weights. With `model.fp8_twin`, which names one of any owner, `model.path` stays as it is
-    (`octavo.models.resolve_twin`). Raises HubError.
+    (`octavo.models.structure.fp8_twin`). Raises HubError.
     """
     model, data = cfg.model, cfg.data
     if is_name(model.path) and (model.fp8_twin is None or model.fp8_twin.of is not None):
@@ -106,7 +106,7 @@ def twin_names(name: str, kind: str) -> list[str]:
 
 
 def _searched(name: str, kind: str) -> str:
-    """Return the end of the sentence that no twin was found: the names that were tried, and those of other owners."""
+    """Return the end of the sentence that no twin was found: the names that were tried, and other owners' names."""
     if "fp8" in name.lower():
         return ", so it is quantized here"
     tried, others = ", ".join(FP8_SUFFIXES[kind]), twin_names(name, kind)

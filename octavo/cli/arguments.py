@@ -123,11 +123,12 @@ def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
 
 
 def _resolve_twin(cfg: Config) -> tuple[Config, list[str]]:
-    from octavo import models  # imports torch
+    from octavo.models import ModelError  # imports torch
+    from octavo.models.structure.fp8_twin import resolve_twin
 
     try:
-        return models.resolve_twin(cfg, note), []
-    except (hub.HubError, models.ModelError) as error:
+        return resolve_twin(cfg, note), []
+    except (hub.HubError, ModelError) as error:
         return cfg, [str(error)]
 
 

@@ -14,7 +14,6 @@ from octavo.models.processors.vocabulary import largest_id, missing_letters
 from octavo.models.structure.audio_shapes import audio_of
 from octavo.models.structure.describe import VALUE_HEAD, WITHOUT_HEAD, Family, describe, high_precision_modules
 from octavo.models.structure.dropout import disable_dropout, disabled_dropout
-from octavo.models.structure.fp8_twin import describe_twin, resolve_twin
 from octavo.models.structure.freeze import freeze, freeze_all
 from octavo.models.structure.shapes import random_model, shape_model
 from octavo.models.structure.skeleton import empty, read_config, why_too_long
@@ -31,12 +30,10 @@ __all__ = [
     "VALUE_HEAD", "VIDEO_INPUTS", "VIDEO_SETTINGS", "WITHOUT_HEAD", "CacheShape", "DeferredInit", "DeferredModel",
     "Family", "ModelError", "Packed", "Quantization", "TextProcessor", "Vision", "as_images", "attend", "audio_of",
     "available_kernels", "batch_positions", "cache_shape", "check_no_integers", "describe", "describe_videos",
-    "disable_dropout", "describe_twin",
-    "disable_masks", "disabled_dropout", "empty", "encode_conversation", "frames", "freeze",
+    "disable_dropout", "disable_masks", "disabled_dropout", "empty", "encode_conversation", "frames", "freeze",
     "freeze_all", "frozen_casts", "generate", "high_precision_modules", "ignored_settings", "image_backend",
     "init_deferred", "init_model", "iter_weights", "largest_id", "load", "load_deferred", "load_processor",
     "load_split", "load_tokenizer", "missing_letters", "parameter_count", "prompt_positions", "random_model",
-    "read_config", "read_quantization", "replace_attention", "resolve_twin", "shape_model", "split_model",
-    "tiny_config", "use_attention", "use_kernel", "vision_of", "why_not_packed", "why_not_paged", "why_not_trained",
-    "why_too_long",
+    "read_config", "read_quantization", "replace_attention", "shape_model", "split_model", "tiny_config",
+    "use_attention", "use_kernel", "vision_of", "why_not_packed", "why_not_paged", "why_not_trained", "why_too_long",
 ]  # fmt: skip

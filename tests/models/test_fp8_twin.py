@@ -19,6 +19,7 @@ from octavo import models, train
 from octavo.base import hub
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text
+from octavo.models.structure.fp8_twin import describe_twin, resolve_twin
 from octavo.models.tiny import tiny
 from octavo.train.artifacts import export_model
 
@@ -202,41 +203,41 @@ def test_twin_is_compared_downloaded_used_and_recorded(folders, double, tmp_path
 def test_second_start_works_offline(folders, double, tmp_path, monkeypatch):
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": folders / "block"}
     said: list[str] = []
-    first = models.resolve_twin(config(folders, tmp_path), said.append)
+    first = resolve_twin(config(folders, tmp_path), said.append)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    assert models.resolve_twin(config(folders, tmp_path), said.append) == first
+    assert resolve_twin(config(folders, tmp_path), said.append) == first
     assert sum("the hub does not answer" in line for line in said) == 2
     blobs = list((tmp_path / "hub").glob("models--other*/blobs/*"))
     max(blobs, key=lambda blob: blob.stat().st_size).unlink()  # a download that was not finished
     with pytest.raises((hub.HubError, models.ModelError), match="FP8 could not be fetched|model.safetensors"):
-        models.resolve_twin(config(folders, tmp_path), said.append)
+        resolve_twin(config(folders, tmp_path), said.append)
 
 
 def test_folders_can_be_twins(folders, tmp_path):
     said: list[str] = []
     cfg = config(folders, tmp_path, path=str(folders / "plain"), twin=str(folders / "block"))
-    resolved = models.resolve_twin(cfg, said.append)
+    resolved = resolve_twin(cfg, said.append)
     assert resolved.model.path == str(folders / "block") and "tokenizer and configuration agree" in said[0]
-    assert models.describe_twin(resolved) == {
+    assert describe_twin(resolved) == {
         "name": str(folders / "block"), "revision": "", "format": "fp8 block 128x128", "of": str(folders / "plain"),
     }  # fmt: skip
-    assert models.resolve_twin(resolved, said.append) is resolved and models.describe_twin(cfg) is None
+    assert resolve_twin(resolved, said.append) is resolved and describe_twin(cfg) is None
 
 
 def test_revision_of_twin_is_used(folders, double, tmp_path):
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": folders / "dynamic"}
     double.branches = {("other/Original-FP8", "blocks"): folders / "block"}
-    resolved = models.resolve_twin(config(folders, tmp_path, twin="other/Original-FP8@blocks"), print)
+    resolved = resolve_twin(config(folders, tmp_path, twin="other/Original-FP8@blocks"), print)
     assert resolved.model.fp8_twin.name == f"other/Original-FP8@{double.sha(folders / 'block')}"
     with pytest.raises(models.ModelError, match=r"has rowwise codes .*, and model.load_in_fp8 is blockwise. Set load_"):
-        models.resolve_twin(config(folders, tmp_path), print)
+        resolve_twin(config(folders, tmp_path), print)
     for twin, message in (
         ("other/Original-FP8@v9", "there is no model other/Original-FP8 at the revision 'v9' on the Hugging Face hub"),
         ("other/Orignal-FP8", "there is no model other/Orignal-FP8 on the Hugging Face hub"),
     ):
         with pytest.raises(hub.HubError, match=message):
-            models.resolve_twin(config(folders, tmp_path, twin=twin), print)
+            resolve_twin(config(folders, tmp_path, twin=twin), print)
     assert not any(file.endswith("dynamic/model.safetensors") for file in double.fetched)
 
 
@@ -260,7 +261,7 @@ def test_disagreements_are_named_before_weights_are_fetched(folders, double, tmp
         "an/Original": folders / "plain", "other/Original-FP8": changed(folders, tmp_path, change),
     }  # fmt: skip
     with pytest.raises(models.ModelError) as error:
-        models.resolve_twin(config(folders, tmp_path), print)
+        resolve_twin(config(folders, tmp_path), print)
     message = str(error.value)
     assert message.startswith("model.fp8_twin: other/Original-FP8 is not a copy of an/Original; ")
     assert all(word in message for word in words), message
@@ -272,7 +273,7 @@ def test_twin_of_another_size_is_refused(folders, double, tmp_path):
     export_model(tmp_path / "small", tmp_path / "small8", "fp8-dynamic")
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": tmp_path / "small8"}
     with pytest.raises(models.ModelError, match=r"(?s)config.json: hidden_size is .* tensors have other shapes"):
-        models.resolve_twin(config(folders, tmp_path, "model.load_in_fp8=rowwise"), print)
+        resolve_twin(config(folders, tmp_path, "model.load_in_fp8=rowwise"), print)
 
 
 def test_harmless_differences_are_accepted_and_inputs_noted(folders, double, tmp_path):
@@ -286,7 +287,7 @@ def test_harmless_differences_are_accepted_and_inputs_noted(folders, double, tmp
 
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": changed(folders, tmp_path, change)}
     said: list[str] = []
-    models.resolve_twin(config(folders, tmp_path), said.append)
+    resolve_twin(config(folders, tmp_path), said.append)
     assert said[0] == "note: other/Original-FP8 has another chat template than an/Original; the twin's is used"
 
 
@@ -301,12 +302,12 @@ def test_harmless_differences_are_accepted_and_inputs_noted(folders, double, tmp
 def test_other_formats_are_refused(folders, tmp_path, section, message):
     twin = changed(folders, tmp_path, set_config(quantization_config=section))
     with pytest.raises(models.ModelError, match=message):
-        models.resolve_twin(config(folders, tmp_path, path=str(folders / "plain"), twin=str(twin)), print)
+        resolve_twin(config(folders, tmp_path, path=str(folders / "plain"), twin=str(twin)), print)
 
 
 def test_missing_and_unfinished_folders_are_refused(folders, tmp_path):
     def resolve(twin: object) -> None:
-        models.resolve_twin(config(folders, tmp_path, path=str(folders / "plain"), twin=str(twin)), print)
+        resolve_twin(config(folders, tmp_path, path=str(folders / "plain"), twin=str(twin)), print)
 
     with pytest.raises(models.ModelError, match="model.fp8_twin: there is no folder .*none, and it is not a name"):
         resolve(tmp_path / "none")
@@ -324,7 +325,7 @@ def test_hub_out_of_reach_is_reported(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(hub.HubError, match="model.fp8_twin: there is no folder other/Original-FP8 here, and the Huggi"):
-        models.resolve_twin(config(folders, tmp_path, path=str(folders / "plain")), print)
+        resolve_twin(config(folders, tmp_path, path=str(folders / "plain")), print)
 
 
 def test_twin_needs_a_kind(folders, tmp_path):

@@ -52,7 +52,7 @@ class Fp8TwinSection(Section):
     )
 
 
-def _twin_of_name(value: Any) -> Any:
+def _twin_of_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.base import hub, safe_read
 from octavo.base.recipe_specs import NAME_OF_KIND
@@ -153,7 +153,7 @@ def _different_configs(base: _Model, twin: _Model) -> Iterator[str]:
             yield f"config.json: {key} is {' and not '.join(values)}"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if key in IGNORED_KEYS:
             continue
@@ -212,7 +212,7 @@ def _different_inputs(base: _Model, twin: _Model) -> Iterator[str]:
             yield f"{twin.name} has another {name} than {base.name}; the twin's is used"
 
 
-def _chat_template(folder: Path) -> Any:
+def _chat_template(folder: Path) -> object:
     file, settings = (find_file(folder, name) for name in (_INPUT_FILES[0], "tokenizer_config.json"))
     if file.is_file():
         return read_companion(file).decode()
