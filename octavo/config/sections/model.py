@@ -147,7 +147,7 @@ class ModelSection(Section):
         default=None,
         description="With load_in_fp8: published FP8 weights of any owner, in place of quantizing model.path: "
         "ORG/NAME, ORG/NAME@REVISION or a folder. They are taken only if names and shapes of the tensors, "
-        "tokenizer and configuration are those of model.path. Absent: weights of another owner are never used.",
+        "tokenizer and configuration equal model.path's. Absent: weights of another owner are never used.",
     )
     keep_fp8: bool = Field(
         default=True,
