@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import suffixes
+from octavo.base.atomic_write import write_text
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.safe_read import first_line
 
@@ -21,8 +22,16 @@ TIMEOUT_S = 10.0  # for an answer of the hub
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 #: files of a model's repository that are downloaded: no pickles, no code
 DOWNLOADED_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*")
+_WEIGHTS = "*.safetensors"
+_SMALL_FILES = tuple(pattern for pattern in DOWNLOADED_FILES if pattern != _WEIGHTS)
 #: kind of frozen weights -> suffixes of repositories that publish the same model with such weights
-FP8_SUFFIXES = {"block": ("-FP8", "-FP8-block"), "row": ("-FP8", "-FP8-dynamic"), "tensor": ("-FP8", "-FP8-tensor")}
+FP8_SUFFIXES = {
+    "block": ("-FP8", "-FP8-block", "-FP8-Block", "-FP8-BLOCK"),
+    "row": ("-FP8", "-FP8-dynamic", "-FP8-Dynamic"),
+    "tensor": ("-FP8", "-FP8-tensor"),
+}
+#: organizations that publish models of others in formats that Octavo reads (NVIDIA's are in ModelOpt's format)
+FP8_PUBLISHERS = ("RedHatAI", "unsloth")
 
 Log = Callable[[str], None]
 
@@ -44,11 +53,12 @@ def resolve_names(cfg: Any, log: Log) -> Any:
     """Return an `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest
     revision. A configuration without names is returned unchanged.
 
-    With `model.load_in_fp8`, a published FP8 repository of the same model replaces quantization on
-    this machine, unless `model.revision` pins the weights. Raises HubError.
+    With `model.load_in_fp8`, a published FP8 repository of the same owner replaces quantization on this machine, unless
+    `model.revision` pins the weights. With `model.fp8_twin`, which names one of any owner, `model.path` stays as it is
+    (`octavo.models.structure.fp8_twin`). Raises HubError.
     """
     model, data = cfg.model, cfg.data
-    if is_name(model.path):
+    if is_name(model.path) and (model.fp8_twin is None or model.fp8_twin.of is not None):
         kind = None if model.revision is not None else model.load_in_fp8.kinds.get("foundation")
         folder = model_folder(model.path, model.revision, kind, log)
         model = model.model_copy(update={"path": str(folder), "revision": None})
@@ -66,22 +76,101 @@ def model_folder(name: str, revision: str | None, kind: str | None, log: Log) ->
     for twin_name in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
         if (twin := _find_fp8_model(twin_name, str(kind), sha is not None, log)) is not None:
             log(
-                f"model.path {name}: {_describe_revision(twin)} is taken, its published FP8 twin ({kind_name}, "
+                f"model.path {name}: {describe_revision(twin)} is taken, its published FP8 twin ({kind_name}, "
                 "load_in_fp8)"
             )
             return twin
     if sha is not None:
-        folder = _download(name, sha)
+        folder = _download(name, sha, revision)
     elif (cached := _cached_folder(name, revision)) is not None:
         folder = cached
         log(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
         raise HubError(_unreachable_error(name, revision, "model", why))
     no_twin = (
-        "" if kind is None else f"; no published FP8 twin of the kind {kind_name} was found, so it is quantized here"
+        "" if kind is None else f"; no published FP8 twin of the kind {kind_name} was found{_searched(name, kind)}"
     )
-    log(f"model.path {name}: {_describe_revision(folder)} is taken{no_twin}")
+    log(f"model.path {name}: {describe_revision(folder)} is taken{no_twin}")
     return folder
+
+
+def twin_names(name: str, kind: str) -> list[str]:
+    """Return the names under which other owners would publish a model with codes of `kind`, most likely first.
+
+    Only `model.fp8_twin` takes weights of another owner. Some publishers drop `Meta-` from the names of Llama.
+    """
+    model = name.partition("/")[2]
+    models = dict.fromkeys((model, model.removeprefix("Meta-")))
+    owners = _other_publishers(name)
+    return [f"{owner}/{one}{ending}" for owner in owners for one in models for ending in FP8_SUFFIXES[kind]]
+
+
+def _searched(name: str, kind: str) -> str:
+    """Return the end of the sentence that no twin was found: the names that were tried, and other owners' names."""
+    if "fp8" in name.lower():
+        return ", so it is quantized here"
+    tried, others = ", ".join(FP8_SUFFIXES[kind]), twin_names(name, kind)
+    owners = [next(other for other in others if other.startswith(f"{owner}/")) for owner in _other_publishers(name)]
+    return (
+        f" (suffixes {tried}), so it is quantized here. Other owners name it with the same suffixes "
+        f"({', '.join(owners)}, ...): model.fp8_twin: ORG/NAME compares and uses one"
+    )
+
+
+def _other_publishers(name: str) -> list[str]:
+    return [owner for owner in FP8_PUBLISHERS if owner != name.partition("/")[0]]
+
+
+def split_revision(text: str) -> tuple[str, str | None]:
+    """Split `ORG/NAME@REVISION`; a path is returned unchanged, without a revision."""
+    name, at, revision = text.partition("@")
+    return (name, revision or None) if at and is_name(name) else (text, None)
+
+
+def fetch_without_weights(name: str, revision: str | None, key: str, log: Log) -> Path:
+    """Return the folder of a model's revision with its configuration and tokenizer; its weights may be missing. `key`
+    is the setting that names the model. If the hub does not answer, the cache is used. Raises HubError."""
+    sha, why = _resolve_sha(name, revision, "model")
+    if sha is not None:
+        return _download(name, sha, revision, _SMALL_FILES)
+    if (cached := _cached_folder(name, revision, weights=False)) is None:
+        raise HubError(_unreachable_error(name, revision, "model", why, key))
+    log(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
+    return cached
+
+
+def fetch_weights(folder: Path) -> Path:
+    """Download the weights that are missing in a folder of the hub's cache, and return the folder. Raises HubError."""
+    source = origin(folder)
+    assert source is not None
+    return _download(source["name"], source["revision"], source["revision"])
+
+
+def fetch_shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return tensor -> (safetensors' name of its dtype, shape) of a folder of the hub's cache without its weights.
+
+    Only the headers of the weight files are fetched. They are kept in the hub's folder of assets, so that a start
+    without a network finds them. Raises HubError.
+    """
+    from huggingface_hub import HfApi, cached_assets_path
+
+    source = origin(folder)
+    assert source is not None
+    kept = cached_assets_path("octavo", "tensors", f"{source['name'].replace('/', '--')}--{source['revision']}")
+    file = kept / "shapes.json"
+    if not file.exists():
+        try:
+            metadata = HfApi().get_safetensors_metadata(source["name"], revision=source["revision"])
+        except Exception as cause:
+            raise HubError(
+                f"the headers of {source['name']}'s weights could not be fetched from the Hugging Face hub "
+                f"({first_line(cause)[:160]}). Start where the hub answers, or fetch the model with `hf download "
+                f"{source['name']}`"
+            ) from cause
+        tables = (one.tensors for one in metadata.files_metadata.values())
+        shapes = {name: (tensor.dtype, tensor.shape) for table in tables for name, tensor in table.items()}
+        write_text(file, json.dumps(shapes), shared=True)  # by several ranks
+    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in json.loads(file.read_text()).items()}
 
 
 def origin(folder: str | Path) -> dict[str, str] | None:
@@ -93,9 +182,10 @@ def origin(folder: str | Path) -> dict[str, str] | None:
     return {"name": name.replace("--", "/"), "revision": path.name}
 
 
-def _describe_revision(folder: Path) -> str:
-    source = origin(folder) or {"name": str(folder), "revision": ""}
-    return f"{source['name']} at {source['revision'][:12]}"
+def describe_revision(folder: Path) -> str:
+    """Return `ORG/NAME at SHA` (12 digits) of a folder in the hub's cache, or the path of any other."""
+    source = origin(folder)
+    return str(folder) if source is None else f"{source['name']} at {source['revision'][:12]}"
 
 
 def _pin_revision(entry: Any, log: Log) -> Any:
@@ -130,37 +220,42 @@ def _resolve_sha(name: str, revision: str | None, kind: str) -> tuple[str | None
         return None, first_line(cause)[:160]
 
 
-def _download(name: str, sha: str) -> Path:
-    """Return the folder of a model, downloaded now if it is not in the cache."""
+def _download(name: str, sha: str, revision: str | None, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
+    """Return the folder of a model, with the files of these patterns; those that are not in the cache are downloaded.
+    `revision` (None: main) is the name that had the commit `sha`."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, repo_type="model", revision=sha, allow_patterns=list(DOWNLOADED_FILES)))
+        folder = Path(snapshot_download(name, repo_type="model", revision=sha, allow_patterns=list(patterns)))
     except Exception as cause:
         raise HubError(
             f"{name} could not be fetched from the Hugging Face hub ({first_line(cause)[:160]}). "
             "The finished files are kept: start again, or fetch it with `hf download` and use the folder"
         ) from cause
+    if revision != sha:  # the library writes it only when it resolves the name itself; without it, no start is offline
+        reference = folder.parent.parent / "refs" / (revision or "main")
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        write_text(reference, sha, shared=True)
+    return folder
 
 
-def _cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a model in the hub's cache, if it contains weights."""
+def _cached_folder(name: str, revision: str | None = None, weights: bool = True) -> Path | None:
+    """Return the folder of a model in the hub's cache, if it contains weights (or, with weights=False, a
+    configuration)."""
     from huggingface_hub import errors, snapshot_download
 
+    # Newer versions of the library refuse a snapshot that lacks a file of these patterns.
+    patterns = list(DOWNLOADED_FILES if weights else _SMALL_FILES)
     try:
-        folder = Path(snapshot_download(name, repo_type="model", revision=revision, local_files_only=True))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=patterns))
     except (errors.LocalEntryNotFoundError, OSError):
         return None
-    return folder if next(folder.glob("*.safetensors"), None) else None
+    return folder if next(folder.glob(_WEIGHTS if weights else "config.json"), None) else None
 
 
-def _unreachable_error(name: str, revision: str | None, kind: str, why: str) -> str:
+def _unreachable_error(name: str, revision: str | None, kind: str, why: str, key: str = "model.path") -> str:
     at_revision = "" if revision is None else f" at the revision {revision!r}"
-    key, words, fix = (
-        "model.path",
-        "model",
-        f"fetch it where there is a network (`hf download {name}`) and use the folder",
-    )
+    words, fix = "model", f"fetch it where there is a network (`hf download {name}`) and use the folder"
     if kind == "dataset":
         key, words, fix = "data", "data set", "give the `revision` (a commit) that `datasets` has fetched before"
     return (
@@ -196,7 +291,7 @@ def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | N
             f"{'of an unsupported kind' if found_kind is None else NAME_OF_KIND[found_kind]}"
         )
         return None
-    return cached or _download(name, str(sha))
+    return cached or _download(name, str(sha), None)
 
 
 def declared_kind(config: Path) -> str | None:

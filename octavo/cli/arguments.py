@@ -117,8 +117,19 @@ def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
     if missing := missing_files(cfg, file):
         return cfg, missing
     try:
-        return hub.resolve_names(cfg, note), []
+        cfg = hub.resolve_names(cfg, note)
     except hub.HubError as error:
+        return cfg, [str(error)]
+    return (cfg, []) if cfg.model.fp8_twin is None else _resolve_twin(cfg)
+
+
+def _resolve_twin(cfg: Config) -> tuple[Config, list[str]]:
+    from octavo.models import ModelError  # imports torch
+    from octavo.models.structure.fp8_twin import resolve_twin
+
+    try:
+        return resolve_twin(cfg, note), []
+    except (hub.HubError, ModelError) as error:
         return cfg, [str(error)]
 
 

@@ -18,6 +18,7 @@ import argparse
 import time
 
 from octavo.base import target_folder
+from octavo.base.byte_size import format_bytes
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.show_json({**vars(done), "directory": str(done.directory), "seconds": seconds})
     else:
         print(
-            f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB in {done.files} files, "
+            f"{done.directory}: {done.tensors} tensors, {format_bytes(done.bytes)} in {done.files} files, "
             f"{seconds:.1f} s"
         )
     return 0

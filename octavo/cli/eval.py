@@ -78,9 +78,14 @@ def run(args: argparse.Namespace) -> int:
 
 def show_rows(rows: list[dict[str, Any]]) -> None:
     """Print a table with one evaluation per row."""
-    shown = [
-        row | ({"exact_match": f"{100 * row['exact_match']:.1f} %"} if "exact_match" in row else {}) for row in rows
-    ]
+    from octavo.train.forward.evaluation import judged_by_exact_match  # imports torch
+
+    shown = [dict(row) for row in rows]
+    for row in shown:
+        if (share := row.get("exact_match")) is not None and judged_by_exact_match(row):
+            row["exact_match"] = f"{100 * share:.1f} %"
+        else:
+            row.pop("exact_match", None)
     names = [name.replace("_", " ") for name in shown[0]]
     right = [i for i, name in enumerate(names) if name != "base"]
     terminal.show_table(names, [[terminal.number(value) for value in row.values()] for row in shown], right=right)

@@ -312,10 +312,10 @@ def _load_file(args: argparse.Namespace) -> Any:
     """Load the configuration. Missing data cause only a note, since a plan needs data only to count tokens."""
     cfg, missing = arguments.resolve_files(arguments.config(args), args.file)
     shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
-    if shape is not None:
+    if shape is not None and not missing[0].startswith("model.fp8_twin"):
         command = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
         missing[0] += f"; its name matches a published model, which can be planned without the folder: {command}"
-    if missing and (missing[0].startswith("model.path") or (args.measure and args.tokens is None)):
+    if missing and (missing[0].startswith(("model.path", "model.fp8_twin")) or (args.measure and args.tokens is None)):
         raise arguments.UsageError("\n".join(missing))
     for sentence in missing:
         terminal.note(f"note: {sentence}")

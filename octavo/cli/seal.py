@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.base import encryption, target_folder
+from octavo.base.byte_size import format_bytes
 from octavo.base.encryption.folders import find_root
 from octavo.base.encryption.key import new_secret
 from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     tried = "not tested: even a few blocks are too large" if done.difference is None else (
         f"answers like the plain model (random weights, logits within {done.difference:.0e})"
     )  # fmt: skip
-    words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB, key {key.fingerprint}; {tried}"
+    words = f"{done.directory}: {done.tensors} tensors, {format_bytes(done.bytes)}, key {key.fingerprint}; {tried}"
     return _print_result(args, {**vars(done), "directory": str(done.directory), "key": key.fingerprint}, words)
 
 

@@ -92,8 +92,10 @@ def print_result(result: Any) -> None:
     shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
     pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
     if result.eval:
+        from octavo.train.forward.evaluation import judged_by_exact_match  # imports torch
+
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
-        if "exact_match" in result.eval:
+        if "exact_match" in result.eval and judged_by_exact_match((*result.final, *result.eval)):
             pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
         if "reward" in result.eval:
             pairs["held-out reward"] = f"{terminal.number(result.eval['reward'])} over {result.eval['completions']:.0f}"

@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from octavo.base.byte_size import format_bytes
 from octavo.base.safe_read import printable
 from octavo.cli import arguments, terminal
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show(verified: Any, everything: bool) -> None:
     """Print the findings, the largest errors, the verdicts as a table, and a summary line."""
-    size = f"{verified.size / 1e9:.2f} GB" if verified.size >= 1e8 else f"{verified.size / 1e6:.2f} MB"
+    size = format_bytes(verified.size)
     codes = f", {verified.fp8} of them FP8 codes" if verified.fp8 else ""
     terminal.say(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)

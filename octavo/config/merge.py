@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
-from octavo.base.hub import is_name
+from octavo.base.hub import is_name, split_revision
 from octavo.base.safe_read import Unreadable, decode, read_bytes
 from octavo.config.sections.text_types import is_reward_path, is_url, path_problem
 from octavo.config.yaml.document import MAX_CHARACTERS, MAX_LEVELS, Document, Path, read_text, read_value
@@ -199,8 +199,13 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         return {key: _absolute(child, (*path, key), folder) for key, child in value.items()}
     if isinstance(value, list):
         return [_absolute(child, (*path, index), folder) for index, child in enumerate(value)]
-    is_path = path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter"), ("data", "cache")) or (
-        len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images")
+    is_twin = path in (("model", "fp8_twin"), ("model", "fp8_twin", "name"))
+    if is_twin and isinstance(value, str) and is_name(split_revision(value)[0], folder):
+        return value
+    is_path = (
+        is_twin
+        or path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter"), ("data", "cache"))
+        or (len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images"))
     )
     if path[:2] == ("rl", "rewards") and len(path) in (3, 4) and path[3:] in ((), ("reward",)):
         is_path = isinstance(value, str) and is_reward_path(value)

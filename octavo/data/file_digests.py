@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.base.byte_size import format_bytes
 from octavo.base.safe_read import printable
 from octavo.data.errors import DataError
 
@@ -64,7 +65,7 @@ def compute_digests(files: Sequence[Path], folder: Path, log: Log = lambda text:
     size = sum(files[n].stat().st_size for n in missing)
     if size > HEAD:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        log(f"{files[missing[0]]}{others}: {size / 1e9:.3g} GB are read once to compute digests of their content")
+        log(f"{files[missing[0]]}{others}: {format_bytes(size)} are read once to compute digests of their content")
     with ThreadPoolExecutor(PARALLEL_FILES) if len(missing) > 1 else contextlib.nullcontext() as pool:
         run = map if pool is None else pool.map
         for number, content in zip(missing, run(lambda n: _digest(files[n], folder), missing), strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import environment
+from octavo.base.byte_size import format_bytes
 from octavo.base.safe_read import first_line
 from octavo.doctor import other_vendors
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
@@ -34,7 +35,7 @@ def versions() -> list[Check]:
 def devices(record: dict[str, Any]) -> list[Check]:
     """Check CPU, memory and GPUs, from the record of :func:`octavo.base.environment.describe`."""
     cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
-    size = f", {memory / GIB:.0f} GiB of memory" if memory else ""
+    size = f", {format_bytes(memory, binary=True)} of memory" if memory else ""
     checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
     others = other_vendors.vendor_checks(record)
     if other_vendors.kind_of(record) is not None:
@@ -42,7 +43,7 @@ def devices(record: dict[str, Any]) -> list[Check]:
     for index, gpu in enumerate(record.get("gpus") or []):
         capability = tuple(int(part) for part in gpu["capability"].split("."))
         name = f"{(record.get('accelerator') or {}).get('found', 'gpu')}:{index}"
-        description = f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / GIB:.0f} GiB"
+        description = f"{gpu['name']}, sm {gpu['capability']}, {format_bytes(gpu['memory_bytes'], binary=True)}"
         if capability >= (8, 9):
             checks.append(Check("devices", name, OK, description))
         else:
@@ -73,7 +74,7 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
     checks = []
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
-        space = f"{free / GIB:.1f} GiB free"
+        space = f"{format_bytes(free, binary=True)} free"
         if free >= MIN_SHM:
             checks.append(Check("storage", str(shm), OK, space))
         else:
@@ -82,7 +83,7 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
             checks.append(Check("storage", str(shm), WARN, space, means, fix))
     folder = folder or Path.cwd()
     free = shutil.disk_usage(folder).free
-    space = f"{free / GIB:.0f} GiB free"
+    space = f"{format_bytes(free, binary=True)} free"
     if free >= MIN_DISK:
         checks.append(Check("storage", "this folder", OK, space))
     else:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.base.byte_size import format_bytes
 from octavo.doctor.report import ABSENT, WARN, Check
 
-GIB = 2**30
 UNTESTED = "never tested by this project"
 _NVIDIA = "it needs an NVIDIA GPU"
 _OTHERS = {"torch": _NVIDIA, "triton": _NVIDIA, "deepgemm": _NVIDIA}
@@ -88,7 +88,7 @@ def vendor_checks(record: Mapping[str, Any]) -> list[Check]:
 
 
 def _device(name: str, title: str, index: int, device: Mapping[str, Any], accelerator: Mapping[str, Any]) -> Check:
-    size = f", {device['memory_bytes'] / GIB:.0f} GiB" if device.get("memory_bytes") else ""
+    size = f", {format_bytes(device['memory_bytes'], binary=True)}" if device.get("memory_bytes") else ""
     model = f" {device['architecture']}" if device.get("architecture") else ""
     description = f"{title}: {device.get('name', 'unnamed')}{model}{size}"
     if "FP8 dtypes" in accelerator.get("lacks", ()):

@@ -69,7 +69,7 @@ def test_documents_are_tokenized_once(folder, models, cache_folder, monkeypatch)
         return stream(join(documents, encoder, "error", None, log=log_lines.append))
 
     first = tokenize()
-    assert calls == [4, 2] and "rows.jsonl (0 MB) is converted to tokens, once" in log_lines[0] and len(log_lines) == 1
+    assert calls == [4, 2] and "rows.jsonl (447 B) is converted to tokens, once" in log_lines[0] and len(log_lines) == 1
     assert len(list(cache_folder.glob("*.tokens"))) == 1
     assert tokenize() == first and tokenize(length=11) == first and len(calls) == 2  # for any seq_length
     assert tokenize(max_samples=3) == first[: len(tokenize(max_samples=3))] and len(calls) == 3

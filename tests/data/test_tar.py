@@ -95,7 +95,7 @@ def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
     log_lines: list[str] = []
     monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # with processes
     assert len(open_rows(folder.path / "tars", log=log_lines.append)) == 9
-    assert len(log_lines) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in log_lines[0]
+    assert len(log_lines) == 1 and "tars: the rows of 3 tar file(s) (30.7 KB) are looked up, once" in log_lines[0]
     source, log_lines = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
     assert len(open_rows(folder.path / "tars", log=log_lines.append)) == 9 and log_lines == []
     assert [file.name for file in cache.list_row_files(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]

@@ -381,7 +381,7 @@ def test_resized_pixels_match_stock_classes(tmp_path):
         ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
         ("a.mp4", {"seconds": 2.0}, "is 3 s long, over the limit of 2 s .data.video.max_seconds"),
         ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, over the limit of 2 s"),
-        ("a.mp4", {"megabytes": 1e-4}, "MB, over the limit of 0.0001 .data.video.max_megabytes"),
+        ("a.mp4", {"megabytes": 1e-4}, "KB, over the limit of 0.0001 MB .data.video.max_megabytes"),
         ("a.mp4", {"megapixels": 1e-4}, "frames of 16 x 16 pixels, over the limit of 0.0001 megapixels"),
     ],
 )

@@ -253,7 +253,7 @@ def test_storage(tmp_path, monkeypatch):
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(0, 0, free[path]))
     shm, disk = machine.storage(tmp_path, tmp_path / "shm")
-    assert (shm.status, shm.found) == (WARN, "0.1 GiB free") and "--shm-size" in shm.fix
+    assert (shm.status, shm.found) == (WARN, "64 MiB free") and "--shm-size" in shm.fix
     assert (disk.status, disk.found) == (WARN, "1 GiB free")
     free.update({tmp_path / "shm": 8 * GIB, tmp_path: 80 * GIB})
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)

@@ -130,3 +130,19 @@ def test_page_size_is_bounded(tmp_path: Path) -> None:
     assert len(html) < 500_000 and 'reported">running' in html
     assert html.count("of 1</td>") == 4 and html.count("of 4000</td>") == 4 and html.count("<h2>Answers") == 1
     assert [step for step, _ in history.evals] == [10, *range(3900, 4001, 10)]
+
+
+@pytest.mark.parametrize(("reward", "shown"), [("exact_match", True), ("grader", False)])
+def test_exact_match_is_shown_only_where_it_is_the_reward(tmp_path: Path, reward: str, shown: bool) -> None:
+    """An answer in other words than the reference is not wrong if a reward judges it."""
+    home = run_of(tmp_path / "grpo")
+    history = History.begin(home)
+    for step in (1, 2):
+        scores = {"reward": 0.9, f"rewards/{reward}/mean": 0.9}
+        figures = {"loss": 2.5, "exact_match": 0.0, "questions": 4, **scores}
+        history.add({"step": step, "loss": 0.1, "lr": 1e-3, **scores, "eval": figures})
+    page, _ = run_page.write_page([history], home / "page.html", "running")
+    html = page.read_text()
+    assert "held-out reward" in html and (run_page.EXACT in html) is shown
+    assert bool(re.search(r"exact match</th>", html)) is shown
+    assert ("Held-out answers equal" in html) is shown

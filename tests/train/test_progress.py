@@ -24,8 +24,16 @@ TOLD = {
     "preference": (PAIRS, "loss 0.5000  accuracy 75.0%  margin 0.125  lr 1.00e-03  1500 tokens/s"),
     "nothing": (
         {**RL, "reward": None, "length": None, "eval": {"loss": 0.5, "exact_match": 0, "questions": 1, "reward": None}},
-        "reward -  length -  tokens/s 900 rollout, 4000 training  eval loss 0.5000, exact match 0.0% of 1  "
-        "held-out reward -",
+        "reward -  length -  tokens/s 900 rollout, 4000 training  eval loss 0.5000  held-out reward -",
+    ),
+    "exact match as a reward": (
+        {**RL, "eval": {"loss": 0.5, "exact_match": 0.25, "questions": 4, "reward": 1, "rewards/exact_match/mean": 1}},
+        "reward 0.250  length 7.5  tokens/s 900 rollout, 4000 training  eval loss 0.5000, exact match 25.0% of 4  "
+        "held-out reward 1.000",
+    ),
+    "evaluation of sft": (
+        SFT | {"eval": {"loss": 0.5, "exact_match": 0.25, "questions": 4}},
+        "loss 0.5000  lr 1.00e-03  1500 tokens/s  eval loss 0.5000, exact match 25.0% of 4",
     ),
     "no pairs": (
         SFT | dict.fromkeys(("rewards/accuracies", "rewards/margins")),

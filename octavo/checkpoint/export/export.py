@@ -31,6 +31,7 @@ from torch import Tensor
 
 from octavo import fp8, models
 from octavo.base import atomic_write, target_folder
+from octavo.base.byte_size import format_bytes
 from octavo.base.safe_read import printable
 from octavo.checkpoint import compat
 from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
@@ -194,7 +195,7 @@ def _check_free_space(directory: Path, target: Path, size: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < size:
         raise CheckpointError(
-            f"{target} needs {size / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on that disk. Nothing was "
+            f"{target} needs {format_bytes(size)}, but {format_bytes(free)} are free on that disk. Nothing was "
             "written; free some space, or export to another disk"
         )
 

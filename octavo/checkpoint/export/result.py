@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.base.byte_size import format_bytes
 from octavo.checkpoint.export.carried import Carried
 from octavo.models.processors.stop_tokens import EndToken
 
@@ -92,7 +93,7 @@ class ExportResult:
 
     def sentences(self) -> list[str]:
         """Return the outcome as sentences for the user."""
-        size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
+        size = format_bytes(self.bytes)
         tensors, files = self.total("count") + len(self.carried.stored), _plural(len(self.files), "file")
         in_fp8 = "" if self.method is None else f"{self.layers[0]} of {self.layers[1]} linear layers in FP8, "
         lines = [f"wrote {self.directory}: {self.format}, {in_fp8}{tensors} tensors, {size} in {files}"]

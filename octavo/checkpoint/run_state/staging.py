@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from octavo.base import accelerator
+from octavo.base.byte_size import format_bytes
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.expert_rows import CopiedShard, ShardedRows
 from octavo.checkpoint.run_state.writing import Snapshot
@@ -80,7 +81,7 @@ class Staging:
 
 def _allocation_error(size: int) -> str:
     return (
-        f"run.save: async keeps a copy of the checkpoint in host memory, and {size / 1e9:.3g} GB for this rank's part "
+        f"run.save: async keeps a copy of the checkpoint in host memory, and {format_bytes(size)} for this rank's part "
         "could not be allocated. Set run.save: sync"
     )
 

@@ -39,7 +39,7 @@ def check(config: Sections) -> list[Finding]:
     phase, frozen_codes = config.train.phase, config.model.load_in_fp8.kinds
     changes = [config.fp8.adapt, *(bound for rule in config.fp8.rules for bound in (rule.first, rule.last))]
     of_features = (
-        (lora.rules, config.lora is not None or frozen_codes),
+        (lora.rules, config.lora is not None or frozen_codes or config.model.fp8_twin is not None),
         (phases.rules, phase in BEYOND_SFT or config.rl is not None or config.preference is not None),
         (packing.rules, config.data.packing),
         (adaptive.rules, any(key is not None for key in changes)),

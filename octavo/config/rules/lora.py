@@ -57,6 +57,11 @@ def _loaded(config: Sections) -> Iterator[Finding]:
         reason = "bf16+16 splits every weight while it is read, and weights that become codes cannot be split"
         fix = "use fp32 or bf16+sr, or remove load_in_fp8"
         yield finding("optimizer.master", reason, fix, "model.load_in_fp8", "lora")
+    twin = config.model.fp8_twin
+    if twin is not None and twin.of is None and "foundation" not in kinds:  # a resolved one is a record
+        reason = "names codes for the frozen base, and load_in_fp8 does not say of which kind"
+        fix = "set model.load_in_fp8 to the kind of the twin (blockwise, rowwise or tensorwise), or remove it"
+        yield finding("model.fp8_twin", reason, fix, "model.load_in_fp8")
     if kinds and not config.model.keep_fp8:
         reason = "false dequantizes the weights that load_in_fp8 would quantize"
         yield finding("model.keep_fp8", reason, "use one of them", "model.load_in_fp8")

@@ -37,6 +37,28 @@ def for_foundation(value: Any) -> Any:
 _OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=FROZEN_INPUT | LoadInFp8Section | None)
 
 
+class Fp8TwinSection(Section):
+    """Published FP8 weights of the model, by any owner."""
+
+    name: FilePath = Field(
+        min_length=1,
+        description="Name on the hub, ORG/NAME or ORG/NAME@REVISION (branch, tag or commit; absent: the newest), or a "
+        "folder.",
+    )
+    of: Text | None = Field(
+        default=None,
+        description="Written by Octavo to config.yaml of a run: the model that the twin was compared with. model.path "
+        "is then the twin's folder, and nothing is compared again.",
+    )
+
+
+def _twin_of_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+_OR_NAME = BeforeValidator(_twin_of_name, json_schema_input_type=FilePath | Fp8TwinSection | None)
+
+
 Kernel = Literal[
     "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "varlen",
     "flex",
@@ -82,7 +104,7 @@ class ModelSection(Section):
         min_length=1,
         description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), relative to the "
         "configuration file; if it does not exist, a name on the hub, org/name. With load_in_fp8, the published FP8 "
-        "checkpoint of that kind is used if there is one.",
+        "checkpoint of that kind is used if the same owner has one (of another owner: fp8_twin).",
     )
     revision: Text | None = Field(
         default=None,
@@ -120,6 +142,12 @@ class ModelSection(Section):
         f"{FROZEN[0]}); false: do not. One word means the language model's linear layers; or one word for each "
         "component. Embeddings, lm_head and routers stay in high precision. fp8.recipe, if absent, becomes the recipe "
         "that multiplies by such codes. A checkpoint that is already in FP8 does not need this setting.",
+    )
+    fp8_twin: Annotated[Fp8TwinSection | None, _OR_NAME] = Field(
+        default=None,
+        description="With load_in_fp8: published FP8 weights of any owner, in place of quantizing model.path: "
+        "ORG/NAME, ORG/NAME@REVISION or a folder. They are taken only if names and shapes of the tensors, "
+        "tokenizer and configuration equal model.path's. Absent: weights of another owner are never used.",
     )
     keep_fp8: bool = Field(
         default=True,

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
+from octavo.base.byte_size import format_bytes
 from octavo.data.errors import DataError
 from octavo.data.order import FullShuffle, Mixture, WindowShuffle
 from octavo.data.storage.fetched import FetchedRows
@@ -90,6 +91,6 @@ def _check_disk_limit(rows: FetchedRows, used_rows: Sequence[int], order: FullSh
     if needed > rows.store.limit:
         rows_text = f"{order.window} rows" if isinstance(order, WindowShuffle) else "all rows"
         raise DataError(
-            f"{rows.path}: {rows_text} are shuffled together, which are in files of up to {needed / 1e9:.3g} GB, and "
+            f"{rows.path}: {rows_text} are shuffled together, which are in files of up to {format_bytes(needed)}, and "
             f"fetch_gb of this set allows {rows.store.limit / 1e9:.3g} of them here; raise it, or lower shuffle_buffer"
         )

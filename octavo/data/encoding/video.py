@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import VaultError, check_plain, is_encrypted
 from octavo.base.safe_read import open_file
 from octavo.data.errors import DataError, MediaProblem, Mismatch
@@ -303,7 +304,7 @@ def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputCont
         with BytesIO(file.data) if isinstance(file, InlineVideo) else _open_bytes(file) as raw:
             size = raw.seek(0, 2)
             if size > limits.megabytes * 1e6:
-                raise Mismatch(f"video {file} has {size / 1e6:.0f} MB, over the limit of {limits.megabytes:g} "
+                raise Mismatch(f"video {file} has {format_bytes(size)}, over the limit of {limits.megabytes:g} MB "
                                "(data.video.max_megabytes)")  # fmt: skip
             raw.seek(0)
             head = raw.read(12)

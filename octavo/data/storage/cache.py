@@ -24,6 +24,7 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from octavo.base import atomic_write, suffixes
+from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import VaultError, check_folder, is_encrypted
 from octavo.base.encryption.anonymous_file import create_memory_file
 from octavo.base.hub import is_name
@@ -98,7 +99,7 @@ def _convert_in_memory(source: Path, write: Write, log: Log, depends_on: str, fo
         except VaultError as cause:
             raise DataError(f"{cause}.") from cause
         _IN_MEMORY[key] = path
-        log(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it are in memory")
+        log(f"{source.name} is encrypted: {format_bytes(os.fstat(handle).st_size)} of {form} made of it are in memory")
     return _IN_MEMORY[key]
 
 
@@ -123,15 +124,15 @@ def path_in_cache(
 def _convert(target: Path, source: Path | str, write: Write, log: Log, form: str) -> None:
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     file, last = Path(source), time.monotonic()
-    size = file.stat().st_size / 1e6 if file.is_file() else 0.0
+    size = format_bytes(file.stat().st_size if file.is_file() else 0)
 
     def progress(share: float) -> None:
         nonlocal last
         if time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
-            log(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
+            log(f"{file.name} ({size}): {share:.0%} converted to {form}")
 
-    log(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
+    log(f"{file.name} ({size}) is converted to {form}, once, into {target.parent}")
     try:
         write(temporary, progress)
         atomic_write.sync(temporary)

@@ -19,6 +19,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from octavo.base import atomic_write
+from octavo.base.byte_size import format_bytes
 from octavo.base.safe_read import read_json
 from octavo.data import file_digests
 from octavo.data.errors import DataError
@@ -118,7 +119,7 @@ class Store:
         that no other process adds a file. `counted`: files that are included in `size`. Raises `DataError` for a file
         over the limit."""
         if size > self.limit:
-            raise DataError(f"{shard.url} takes {size / 1e9:.3g} GB here, and fetch_gb of its data set allows "
+            raise DataError(f"{shard.url} takes {format_bytes(size)} here, and fetch_gb of its data set allows "
                             f"{self.limit / 1e9:.3g}; raise it, or cut the data into smaller files")  # fmt: skip
         with cache.lock(self.folder / ".room.lock"):
             files = {path: stat for path, stat in _list_store(self.folder) if path not in counted}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from octavo.base.byte_size import format_bytes
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, size_of
 from octavo.data import file_digests
@@ -160,7 +161,7 @@ def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, log:
         return
     size = sum(file.stat().st_size for file in missing)
     kind = form.suffixes[0].removeprefix(".")
-    log(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({size / 1e6:.0f} MB) are looked up, once")
+    log(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({format_bytes(size)}) are looked up, once")
     processes = min(len(missing), MAX_PROCESSES, os.cpu_count() or 1)
     if size < PARALLEL_INDEX_BYTES or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         for file in missing:

@@ -51,7 +51,7 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-_HELD_OUT = Panel("exact_match", "Held-out answers right", "right", "share")
+_HELD_OUT = Panel("exact_match", "Held-out answers equal to the reference", "equal", "share")
 #: phase -> figures of its curves and of its table at the end of training; gaps are computed for the first
 PANELS = {
     "rl": (

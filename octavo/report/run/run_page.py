@@ -34,6 +34,7 @@ from octavo.report.run.page_parts import (
 
 LAYERS, MOVES = 40, 60
 NOT_FINISHED = "not finished"
+EXACT = "held-out answers equal to the reference"
 _PILLS = {"finished": "pass", "running": "reported", "stopped": "warn", "failed": "fail", NOT_FINISHED: "reported"}
 
 
@@ -148,7 +149,11 @@ def _single_run_values(run: History, status: str) -> dict[str, Any]:
         "steps": run.cfg.train.steps,
         "directory": str(run.directory),
         "evals": plain,
-        "judged": list(dict.fromkeys(key for _, figures in plain for key in figures)),
+        "judged": [
+            key
+            for key in dict.fromkeys(key for _, figures in plain for key in figures)
+            if key != "exact_match" or run_plots.shows_exact_match(run)
+        ],
         "answers": run.answers(),
         "completions": run.completions(),
         "health": _health(run),
@@ -202,7 +207,7 @@ def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]
     return [
         (first[1], of(first[0], format_number)),
         ("held-out loss", of("eval/loss", format_number, "last")),
-        ("held-out answers right", of("eval/exact_match", share, "last")),
+        (EXACT, of("eval/exact_match", share, "last") if run_plots.shows_exact_match(run) else ""),
         ("held-out reward", of("eval/reward", format_number, "last")),
         ("held-out pairs in order", of("eval/rewards/accuracies", share, "last")),
         ("of linear FLOPs in FP8, counted", share(float(proof["share"])) if proof.get("share") is not None else ""),
@@ -293,9 +298,11 @@ def _seed_tables(runs: Sequence[History], labels: Sequence[str]) -> list[dict[st
         rows = []
         for word, key, statistic in (
             ("loss, last twentieth", "loss", "newest"), ("reward, last twentieth", "reward", "newest"),
-            ("held-out loss", "eval/loss", "last"), ("held-out answers right", "eval/exact_match", "last"),
+            ("held-out loss", "eval/loss", "last"), (EXACT, "eval/exact_match", "last"),
             ("held-out reward", "eval/reward", "last"),
         ):  # fmt: skip
+            if word == EXACT and not all(run_plots.shows_exact_match(runs[place]) for place in group):
+                continue
             kind, _, name = key.partition("/")
             series = [
                 runs[place].judged.get(name) if kind == "eval" else runs[place].figures.get(key) for place in group

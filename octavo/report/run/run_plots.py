@@ -17,13 +17,14 @@ from octavo.report.evidence import rl_claims
 from octavo.report.evidence.rl_claims import Panel
 from octavo.report.run.history import History
 from octavo.report.run.plots import PALETTE, smooth, window_for
+from octavo.train.forward.evaluation import judged_by_exact_match
 
 COLORS = ("fp8-0", "base", "fp8-1", "fp8-2", "fp8-3", "fp8-4")
 STYLES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 MAX_LINES = len(COLORS) * len(STYLES)  # number of distinguishable lines
 
 _LOSS = Panel("loss", "Loss", "loss", "nats per token")
-_RIGHT = Panel("eval/exact_match", "Held-out answers right", "right", "share")
+_RIGHT = Panel("eval/exact_match", "Held-out answers equal to the reference", "equal", "share")
 _RATES = (
     Panel("lr", "Learning rate", "rate", ""),
     Panel("grad_norm", "Gradient norm", "norm", ""),
@@ -71,6 +72,11 @@ def has_comparable_losses(history: History) -> bool:
     return history.cfg.train.phase not in BEYOND_SFT
 
 
+def shows_exact_match(history: History) -> bool:
+    """Return whether exact match is a verdict on a run, and not only a figure in its files."""
+    return judged_by_exact_match((*history.figures, *history.judged))
+
+
 def select_panels(phase: str) -> tuple[Panel, ...]:
     """Return the panels of a phase: its objective first, then speed."""
     panels = rl_claims.PANELS.get(phase)
@@ -81,8 +87,10 @@ def select_panels(phase: str) -> tuple[Panel, ...]:
 
 
 def visible_panels(lines: Sequence[Line], phase: str) -> list[Panel]:
-    """Return the panels of a phase for which any run has figures."""
-    return [panel for panel in select_panels(phase) if any(line.history.curve(panel.key) for line in lines)]
+    """Return the panels of a phase for which any run has figures; exact match only where it is a verdict."""
+    panels = [panel for panel in select_panels(phase) if any(line.history.curve(panel.key) for line in lines)]
+    exact = all(shows_exact_match(line.history) for line in lines)
+    return [panel for panel in panels if exact or panel.key != _RIGHT.key]
 
 
 def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.train.forward.evaluation import judged_by_exact_match
+
 LINE_INTERVAL_S = 10.0  # seconds between plain lines
 
 
@@ -83,7 +85,7 @@ def _figures(row: Mapping[str, Any]) -> str:
         evaluation = row["eval"]
         exact = (
             f", exact match {evaluation['exact_match']:.1%} of {evaluation['questions']}"
-            if "exact_match" in evaluation
+            if "exact_match" in evaluation and judged_by_exact_match((*row, *evaluation))
             else ""
         )
         parts.append(f"eval loss {evaluation['loss']:.4f}{exact}")

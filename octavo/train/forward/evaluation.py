@@ -43,6 +43,16 @@ class AnswerSpan(NamedTuple):
     end: int
 
 
+def judged_by_exact_match(figures: Iterable[str]) -> bool:
+    """Return whether exact match is a verdict on a run that has these figures (names of metrics and of evaluation).
+
+    It compares an answer with the reference token by token. Where answers are judged by rewards or preferences, a good
+    answer in other words counts as wrong, so there it is a verdict only if the reward is `exact_match`.
+    """
+    names = set(figures)
+    return "rewards/exact_match/mean" in names or not names & {"reward", "rewards/accuracies", "rewards/margins"}
+
+
 def evaluate(
     model: nn.Module,
     evalset: Iterable[dict[str, Any]],

@@ -19,6 +19,7 @@ from octavo import checkpoint, parallel
 from octavo.base import hub
 from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
+from octavo.models.structure.fp8_twin import resolve_twin
 from octavo.train.callbacks import trackers
 from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPrecisionSchedule
 from octavo.train.callbacks.callback import Callback, Run, Step
@@ -89,7 +90,10 @@ def run(
         )
     # Only rank 0 prints. Ranks are known only after parallel.setup, so the launcher's variable decides.
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
-    cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
+    cfg = hub.resolve_names(cfg, display.log)
+    if cfg.model.fp8_twin is not None:
+        cfg = resolve_twin(cfg, display.log)
+    cfg = resolve_video(resolve_recipe(cfg))
     phase.check(cfg)
     if cfg.run.trackers:
         trackers.check_installed(cfg)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from octavo import fp8
 from octavo.base import hub
 from octavo.config import Config
+from octavo.models.structure.fp8_twin import describe_twin
 from octavo.train.callbacks.checkpointing import save_interval
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Footprint, MemoryEstimator, gb
@@ -108,6 +109,8 @@ def _describe_model(run: RunPlan, model: PreTrainedModel) -> list[str]:
         if origin is None
         else " at ".join(origin.values())
     )
+    if cfg.model.fp8_twin is not None and (twin := describe_twin(cfg)) is not None:
+        path += f", {twin['format']} weights in place of {twin['of']}"
     lines = [f"{run.family.name} of {_format_count(total)} parameters, {trained_part}: {path}"]
     if not run.steps:
         ranks = f" on {run.ranks} ranks" if run.ranks > 1 else ""

@@ -34,6 +34,7 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
+from octavo.models.structure.fp8_twin import describe_twin
 from octavo.train.forward import attention_kernel, routing
 from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, run_towers_on_dummy_inputs
 from octavo.train.run_dir import run_dir
@@ -291,6 +292,8 @@ def _record_environment(directory: Path, cfg: Config, world: parallel.World, pro
     record = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         record["model"] = origin
+    if cfg.model.fp8_twin is not None and (twin := describe_twin(cfg)) is not None:
+        record["fp8_twin"] = twin
     if (videos := getattr(processor, "videos", None)) is not None:
         record["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", record)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from octavo.base.byte_size import format_bytes
 from octavo.config import Config
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.activations import ForwardBytes
@@ -368,5 +369,7 @@ def configured_settings(cfg: Config) -> Settings:
 
 
 def gb(size: float) -> str:
-    """Format bytes as GB (10^9 bytes)."""
+    """Format bytes as GB (10^9 bytes) or MB with one decimal, which lines up in tables; smaller sizes as KB."""
+    if 0 < abs(size) < 1e5:
+        return format_bytes(size)
     return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.1f} MB"
