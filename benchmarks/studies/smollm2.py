@@ -67,6 +67,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "without the first and last 2 blocks": (BLOCKWISE, without(*FIRST_LAST)),
     "without attention": (BLOCKWISE, without("**.self_attn.*")),
 }
+#: settings that were chosen from the costs at equal weights, where the forward causes all of the gap and attention half
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "blockwise, fwd in high precision": (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
+    "blockwise, attention in high precision": (BLOCKWISE, without("**.self_attn.*")),
+}
 RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 
 
@@ -144,8 +149,7 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
     for seed in range(2):
-        yield fork(home, f"high-seed-{seed}", cfg, seed)
-        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
+        yield from seed_forks(home, cfg, seed)
     for seed in range(2):
         for part, words in PARTS.items():
             name = f"part-{part.replace(' ', '_')}-seed-{seed}"
@@ -154,11 +158,7 @@ def forks(home: Path) -> Iterator[Unit]:
             else:
                 yield fork(home, name, short, seed, words)
     for seed in range(2, SEEDS):
-        yield fork(home, f"high-seed-{seed}", cfg, seed)
-        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
-    for setting, words in SETTINGS.items():
-        for seed in range(SEEDS):
-            yield fork(home, f"{setting.replace(' ', '_')}-seed-{seed}", cfg, seed, words)
+        yield from seed_forks(home, cfg, seed)
     for seed in range(2):
         for recipe in RECIPES:
             yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
@@ -176,8 +176,15 @@ def forks(home: Path) -> Iterator[Unit]:
             yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
 
 
-#: settings that were chosen by the parts: what is in FP8 -> the words of its configuration
-SETTINGS: dict[str, tuple[str, ...]] = {}
+def seed_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
+    """The forks of a seed whose interval decides: high precision, the settings, and everything in FP8."""
+    yield fork(home, f"high-seed-{seed}", cfg, seed)
+    for setting, words in {**SETTINGS, "blockwise": (BLOCKWISE,)}.items():
+        yield fork(home, f"{folder_name(setting)}-seed-{seed}", cfg, seed, words)
+
+
+def folder_name(setting: str) -> str:
+    return setting.replace(",", "").replace(" ", "_")
 
 
 def gaps(outcomes: Outcomes, name: str, high: str, step: int, side: str = "own") -> list[float]:
@@ -200,7 +207,7 @@ def gaps(outcomes: Outcomes, name: str, high: str, step: int, side: str = "own")
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     named = {"blockwise": "blockwise", **{recipe: recipe for recipe in RECIPES}, "torchao tensorwise": "torchao"}
-    named |= {setting: setting.replace(" ", "_") for setting in SETTINGS}
+    named |= {setting: folder_name(setting) for setting in SETTINGS}
     rows = [
         row(design, what, values, FORK)
         for what, name in named.items()
