@@ -2,9 +2,10 @@
 
 The model is a Llama with hidden 256, inner 384, 4 heads and 2 of keys and values, 3 layers, random weights, and norms
 that are not 1, in BF16 and in each FP8 form. `server_cases` has the outcome of each case: refused, or loaded with the
-answers of the good folder, or with other ones. vLLM's memory was filled with a pattern before it was allocated, so that
-uninitialized parameters show. vLLM for CPUs has no kernel for a scale per tensor and for blocks; there a kernel that
-decodes and multiplies was patched in.
+answers of the good folder, or with other ones. vLLM's own config and loader were run, and all linear layers, norms and
+embeddings on fixed inputs (attention has no weights). Its memory was filled with a pattern before it was allocated, so
+that uninitialized parameters show. vLLM for CPUs has no kernel for a scale per tensor and for blocks; there a kernel
+that decodes and multiplies was patched in.
 """
 
 from __future__ import annotations

@@ -234,11 +234,12 @@ _PREDICTED = (
 def check_predictions(predicted: Mapping[str, list[Consequence] | None], findings: Findings) -> None:
     """Report a folder that no other check fails, but that vLLM refuses or loads with wrong answers.
 
-    Only predictions of a kind that was seen in vLLM count.
+    Only models count of whose kind vLLM was run on good folders.
     """
-    events = [event for event in predicted.get("vLLM") or () if event.run and event.verdict != OK]
-    if events and not any(finding.status == FAIL for finding in findings):
-        findings.fail("server", loader="vLLM", verdict=events[0].verdict, reason=events[0].reason)
+    accepted, *events = predicted.get("vLLM") or [Consequence(OK, "")]
+    bad = [event for event in events if event.verdict != OK]
+    if accepted.run and bad and not any(finding.status == FAIL for finding in findings):
+        findings.fail("server", loader="vLLM", verdict=bad[0].verdict, reason=bad[0].reason)
 
 
 def verdicts(

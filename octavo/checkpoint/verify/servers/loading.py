@@ -96,7 +96,8 @@ def predict(contents: Contents, name: str) -> list[Consequence] | None:
     try:
         layout = read_layout(contents.block)
     except Refusal as refusal:
-        return [Consequence(REFUSES, str(refusal), loading.run)]
+        loading.accept(None)
+        return [*loading.events, Consequence(REFUSES, str(refusal))]
     if layout is None and contents.block is not None:
         return None
     loading.accept(layout)
@@ -122,8 +123,9 @@ class _Loading:
         self._cut: dict[str, list[str]] = defaultdict(list)
         self.run = server.name == "vLLM" and contents.dense_text
 
-    def _add(self, verdict: str, reason: str, warns: bool = False) -> None:
-        self.events.append(Consequence(verdict, reason, self.run, warns))
+    def _add(self, verdict: str, reason: str, warns: bool = False, seen: bool = True) -> None:
+        """Add an event; `seen`: vLLM was run on such a folder."""
+        self.events.append(Consequence(verdict, reason, self.run and seen, warns))
 
     def accept(self, layout: Layout | None) -> None:
         """Add the event of a folder without problems."""
@@ -221,9 +223,14 @@ class _Loading:
     def load(self) -> None:
         """Copy every tensor of the files into its parameter."""
         if self.contents.others:
-            self._add(OK, f"files that transformers leaves out are read, too: {self.contents.others[0]}", warns=True)
+            self._add(
+                OK,
+                f"files that transformers leaves out are read, too: {self.contents.others[0]}",
+                warns=True,
+                seen=False,
+            )
         for problem in self.contents.problems:
-            self._add(GARBAGE, problem)
+            self._add(GARBAGE, problem, seen=False)
         for on_disk, tensor in self.contents.tensors.items():
             known = self.contents.names.get(on_disk, on_disk)
             if known != on_disk and self.contents.dense_text:
@@ -270,23 +277,23 @@ class _Loading:
         if self.layout is None:
             self._add(REFUSES, f"without a quantization_config there is no parameter for {name!r}")
         elif not _READ_CACHE_SCALES[self.layout.method].search(name):
-            self._add(REFUSES, f"there is no parameter for {name!r}")
+            self._add(REFUSES, f"there is no parameter for {name!r}", seen=False)
         elif math.prod(self.contents.tensors[name].shape) != 1:
-            self._add(REFUSES, f"{name!r} is not one number")
+            self._add(REFUSES, f"{name!r} is not one number", seen=False)
 
     def _check_dtype(self, name: str, slot: Slot, tensor: FileTensor) -> None:
         if slot.role == "scale":
             if tensor.dtype not in (*_HIGH, "F8_E8M0"):
-                self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers: {name!r}")
+                self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers: {name!r}", seen=False)
         elif slot.role == "values":
             if tensor.fp8:
-                self._add(GARBAGE, f"the codes of {name!r} are taken for values, without their scales")
+                self._add(GARBAGE, f"the codes of {name!r} are taken for values, without their scales", seen=False)
             elif tensor.dtype not in _HIGH:
-                self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}")
+                self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}", seen=False)
         elif tensor.dtype in ("U8", "I8"):
-            self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}")
+            self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}", seen=False)
         elif tensor.dtype == "F8_E5M2" and not self._all(tensor, lambda rows: rows.float().abs() <= E4M3.max):
-            self._add(GARBAGE, f"codes of {name!r} beyond 448 are cast to E4M3, which ends there")
+            self._add(GARBAGE, f"codes of {name!r} beyond 448 are cast to E4M3, which ends there", seen=False)
         elif not tensor.fp8 and not self._all(tensor, lambda rows: rows.to(E4M3.dtype).to(rows.dtype) == rows):
             self._add(GARBAGE, f"the values of {name!r} are cast to FP8 as they are, and multiplied by scales")
 
@@ -301,7 +308,7 @@ class _Loading:
             same = [name for name in self.slots if leaf and name.endswith(f".{leaf}")]
             is_config = len(names) >= len(same)
             reason = f"{names[0]!r} is larger than its parameter, and only its beginning is used"
-            self._add(GARBAGE if is_config else OK, reason, warns=not is_config)
+            self._add(GARBAGE if is_config else OK, reason, warns=not is_config, seen=False)
 
     # What is missing -------------------------------------------------------------------------------------------------
 
