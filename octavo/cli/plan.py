@@ -1,9 +1,10 @@
-"""Shows the recipe and kernel of every linear layer, and the reasons. Reads no weights.
+"""Shows the recipe and kernel of every linear layer, and the reasons. Reads no weights, except with --first-batch.
 
 octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
 octavo plan run.yaml --why                                     show why each backend was chosen or rejected
 octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   use FP8 only where it is faster; see docs/plan.md
+octavo plan run.yaml --first-batch                             also run one batch, to find massive activations
 octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   a schedule over steps
 octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
@@ -21,8 +22,6 @@ import gc
 import os
 import re
 import shlex
-import textwrap
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure",
         action="store_true",
         help="time every distinct layer on this GPU, and use FP8 only where it is faster",
+    )
+    parser.add_argument(
+        "--first-batch",
+        action="store_true",
+        help="read the weights and run the first micro-batch forward in high precision, to report massive activations",
     )
     parser.add_argument(
         "--tokens",
@@ -99,6 +103,8 @@ def _run(args: argparse.Namespace) -> int:
         _check_writable(Path(args.save), args.save)
     if args.fit is not None and (args.measure or args.save is not None or args.card is not None):
         raise arguments.UsageError("--fit only proposes settings; remove --measure, --save and --card")
+    if args.first_batch and args.shape is not None:
+        raise arguments.UsageError("--first-batch needs weights, which a published shape has not; remove one of them")
     if args.parallel and args.cluster is None and args.ranks == 1:
         raise arguments.UsageError("--parallel sets the mesh of several ranks; add their number, e.g. --ranks 64")
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
@@ -111,7 +117,9 @@ def _run(args: argparse.Namespace) -> int:
 
     from octavo import fp8, models
     from octavo.cli import plan_memory, plan_step_time
+    from octavo.cli.plan_layers import show
     from octavo.train.estimate.memory import Card
+    from octavo.train.forward.massive_activations import describe_massive
     from octavo.train.loop import summary
     from octavo.train.setup import planning
     from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps, resolve_video
@@ -136,6 +144,9 @@ def _run(args: argparse.Namespace) -> int:
     plans = planning.make_schedule(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _show_layers_only(args, plan, family, notes, why)
+    massive = _massive_activations(cfg, plan) if args.first_batch else {}
+    if massive:
+        notes = (*notes, describe_massive(massive, plan))
     steps, reference = _describe_phase(cfg, args.ranks)
     notes = (*notes, *map(str, _attention_choices(cfg, model)), *_folder_notes(args, cfg, model))
     if args.fit is not None:
@@ -150,6 +161,8 @@ def _run(args: argparse.Namespace) -> int:
         extra: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
         extra |= {"step": steps} if steps else {}
         extra |= {"spans": _spans(plans)} if plans.spans else {}
+        if args.first_batch:
+            extra["massive_activations"] = {name: one.to_json() for name, one in massive.items()}
         extra["memory"] = _unless_unpredictable(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
             extra["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
@@ -174,6 +187,17 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _massive_activations(cfg: Any, plan: Any) -> Any:
+    """Return the inputs with massive activations in the first micro-batch, by layer."""
+    from octavo.train.artifacts.first_batch import read_first_inputs
+    from octavo.train.forward.massive_activations import find_massive
+
+    massive = find_massive(read_first_inputs(cfg, plan, terminal.note))
+    if not massive:
+        terminal.note("no input of an FP8 layer has massive activations in the first micro-batch")
+    return massive
+
+
 def _spans(plans: Any) -> list[dict[str, Any]]:
     """Return the plan of each range of steps, for rules with `first` and `last`."""
     return [
@@ -185,6 +209,7 @@ def _spans(plans: Any) -> list[dict[str, Any]]:
 def _show_layers_only(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:
     """Print the plan of a model that Octavo cannot train; its memory is not predicted."""
     from octavo import fp8
+    from octavo.cli.plan_layers import show
     from octavo.train.loop import summary
 
     known = f"model_type {family.name!r} can be planned but not trained: {why}"
@@ -426,69 +451,3 @@ def _tokens(text: str) -> dict[str, int]:
             )
         counts[name] = int(number)
     return counts
-
-
-def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -> None:
-    """Print the layers by component, then notes."""
-    from octavo.fp8 import planning
-
-    print("\n".join(layers(plan, everything)))
-    print()
-    if why:
-        for sentence in backends(plan):
-            print(sentence)
-        print("\n".join(planning.totals(plan.rows)))
-    for note in notes:
-        print(f"note: {note}")
-
-
-def backends(plan: Any) -> list[str]:
-    """List the backend of each GEMM with the reason, and why others were rejected, in lines of 80 characters."""
-    groups: dict[Any, list[str]] = {}
-    for line in plan.backends():
-        key = (line.recipe, line.gemm, line.backend, line.reason, line.rejected)
-        groups.setdefault(key, []).append(f"{line.shape[0]}\u00a0x\u00a0{line.shape[1]}")  # non-breaking spaces
-    wrapped: list[str] = []
-    for (recipe, gemm, backend, reason, rejected), shapes in groups.items():
-        lines = [f"{recipe}, {gemm} on {backend}, {reason}: {', '.join(shapes)}"]
-        lines += [f"  {name} is not used: {why}" for name, why in rejected]
-        wrapped += [part for text in lines for part in textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
-    return [part.replace("\u00a0", " ") for part in wrapped]
-
-
-_INDENT = "  "
-_NAME = 32  # width of the name column; a longer name is printed on a separate line
-
-
-def layers(plan: Any, everything: bool = False) -> list[str]:
-    """Format a plan's layers in lines of 80 characters, grouped by component. The most common reason and the common
-    prefix of names are printed once per component; layers that differ only in their numbers share a line."""
-    from octavo.fp8 import planning
-
-    rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan.rows)
-    parts = {name: [row[1:] for row in rows if row[0] == name] for name in dict.fromkeys(row[0] for row in rows)}
-    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 per token)"
-    widths = [max(map(len, shapes.values())), *(max(len(row[n]) for row in rows) for n in (3, 4))]
-    out: list[str] = []
-    for component, layer_rows in parts.items():
-        shared = os.path.commonprefix([row[0].split(".")[:-1] for row in layer_rows])
-        common = Counter(row[5] for row in layer_rows for _ in range(int(row[2]))).most_common(1)[0][0]
-        text = f"{component} ({'.'.join(shared)}): {common}" if shared else f"{component}: {common}"
-        out += ["", *textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
-        for name, shape, count, recipe, backend, reason in layer_rows:
-            name = ".".join(name.split(".")[len(shared) :])
-            cells = (shapes[shape].ljust(widths[0]), count.rjust(widths[1]), recipe.ljust(widths[2]), backend)
-            if len(name) > _NAME:
-                out.append(_INDENT + name)
-                name = ""
-            out.append(f"{_INDENT}{name:<{_NAME}}  {'  '.join(cells)}".rstrip())
-            details = [shape.partition(" (")[2].rstrip(")"), "" if reason == common else reason]
-            text = "; ".join(filter(None, details))
-            out += textwrap.wrap(text, 80, initial_indent=2 * _INDENT, subsequent_indent=2 * _INDENT)
-    return out[1:]
-
-
-def _line(row: Any) -> tuple[str, ...]:
-    recipe = row.recipe.summary() if row.fp8 else "-"
-    backend = row.backend.backend.name if row.backend else "-"
-    return row.component, row.name, f"{row.shape[0]} x {row.shape[1]}", "1", recipe, backend, row.reason

@@ -72,7 +72,7 @@ def plan_printer(
     """Return a function that describes a plan, in short or layer by layer. `predicted` is called with the memory
     prediction."""
     from octavo import rl
-    from octavo.cli.plan import layers
+    from octavo.cli.plan_layers import layers
     from octavo.train.loop.summary import describe_in_full, summary
 
     def describe_plan(planned: Any) -> list[str]:

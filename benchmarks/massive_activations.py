@@ -1,0 +1,175 @@
+"""Measures what massive activations cost: the held-out loss at equal weights with and without their layers in FP8.
+
+    make real
+    python benchmarks/massive_activations.py build/smollm2 build/smollm2-data/text.eval.jsonl \
+        --json benchmarks/results/massive_activations.json
+
+Nothing is trained. Each case runs the same rows, and its loss is compared with fp32's token by token. The first cases
+have FP8 only in the layers whose inputs are massive, or in as many other `down_proj`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from octavo import fp8
+from octavo.train.forward.massive_activations import THRESHOLD, watch_inputs
+
+CURRENT = ("tensorwise", "rowwise", "blockwise")
+
+
+def read_rows(folder: Path, file: Path, rows: int, length: int) -> Tensor:
+    """Return the first tokens of the held-out texts, joined, [rows, length]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids: list[int] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        ids += tokenizer(json.loads(line)["text"])["input_ids"]
+    if len(ids) < rows * length:
+        raise SystemExit(f"{file} has {len(ids)} tokens; --rows {rows} of {length} need {rows * length}")
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the loss of each predicted token, [rows x (length - 1)]."""
+    parts = []
+    for row in rows:
+        logits = model(input_ids=row[None]).logits[0, :-1].float()
+        parts.append(nn.functional.cross_entropy(logits, row[1:], reduction="none"))
+    return torch.cat(parts)
+
+
+def gradients(model: nn.Module, row: Tensor) -> dict[str, Tensor]:
+    """Return the weight gradients of the linear layers for one row."""
+    logits = model(input_ids=row[None]).logits[0, :-1].float()
+    nn.functional.cross_entropy(logits, row[1:]).backward()
+    grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if "proj" in name}
+    model.zero_grad()
+    return grads
+
+
+def load(folder: Path, policy: fp8.Policy | None, row: Tensor) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if policy is not None:
+        plan = fp8.plan(model, policy)
+        fp8.apply(model, plan)
+        if any(one.recipe is not None and one.recipe.delayed is not None for one in plan.rows):
+            gradients(model.train(), row)  # delayed scales come from the forwards before
+    return model
+
+
+@torch.no_grad()
+def output_errors(model: nn.Module, row: Tensor, layers: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return, by layer and recipe, the median over the tokens of a row of |y - y of fp32| / |y of fp32|."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda module, args: inputs.__setitem__(name, args[0])
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(keep(name)) for name in layers]
+    model(input_ids=row[None])
+    for hook in hooks:
+        hook.remove()
+    errors: dict[str, dict[str, float]] = {}
+    for name, x in inputs.items():
+        exact = model.get_submodule(name)(x)
+        for recipe in CURRENT:
+            layer = nn.Sequential(copy.deepcopy(model.get_submodule(name)))
+            fp8.apply(layer, fp8.plan(layer, recipe))
+            error = (layer(x) - exact).norm(dim=-1) / exact.norm(dim=-1)
+            errors.setdefault(name, {})[recipe] = float(error.median())
+    return errors
+
+
+def cases(massive: Sequence[str], down: Sequence[str], whole: bool) -> dict[str, fp8.Policy]:
+    """Return the cases by name: only some layers in FP8, whose gaps have little noise; with `whole` also the model in
+    tensorwise with these layers in other recipes."""
+
+    def only(recipe: str, names: Sequence[str]) -> fp8.Policy:
+        return fp8.Policy("off", rules=tuple(fp8.Rule(name, recipe=recipe) for name in names))
+
+    others = [name for name in down if name not in massive][-len(massive) :]  # those with the fewest small values
+    parts = {
+        "only massive, tensorwise": only("tensorwise", massive),
+        "only massive, rowwise": only("rowwise", massive),
+        "only as many other down_proj, tensorwise": only("tensorwise", others),
+        "only massive, blockwise": only("blockwise", massive),
+        "only massive, delayed": only("delayed", massive),
+    }
+    if not whole:
+        return parts
+    return parts | {
+        "tensorwise": fp8.Policy("tensorwise"),
+        **{
+            f"tensorwise, massive {recipe}": fp8.Policy(
+                "tensorwise", rules=tuple(fp8.Rule(name, recipe=recipe) for name in massive)
+            )
+            for recipe in ("off", "rowwise", "blockwise")
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face folder")
+    parser.add_argument("text", type=Path, help="held-out rows {text}")
+    parser.add_argument("--rows", type=int, default=10)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--whole", action="store_true", help="also the whole model in tensorwise, four cases")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    say = Console(width=160, soft_wrap=True).print
+    rows = read_rows(args.model, args.text, args.rows, args.length)
+    model = load(args.model, None, rows[0])
+    with watch_inputs(model, fp8.plan(model, "tensorwise")) as watch, torch.no_grad():
+        model(input_ids=rows[:1])
+    inputs = dict(sorted(watch.statistics().items(), key=lambda item: -item[1].subnormal))
+    massive = [name for name, one in inputs.items() if one.subnormal >= THRESHOLD]
+    down = [name for name in inputs if name.endswith("down_proj")]
+    base, reference = token_losses(model, rows), gradients(model, rows[1])
+    say(f"fp32: {base.mean():.4f}; massive: " + ", ".join(f"{n} ({inputs[n].ratio:.0f} times RMS)" for n in massive))
+    record = {
+        "rows": args.rows, "length": args.length, "loss": base.mean().item(), "massive": massive,
+        "inputs": {name: one.to_json() for name, one in inputs.items()}, "output_errors": output_errors(model, rows[1], [*massive, down[-1]]), "cases": {},
+    }  # fmt: skip
+    say(record["output_errors"])
+    for name, policy in cases(massive, down, args.whole).items():
+        began = time.process_time()
+        model = load(args.model, policy, rows[0])
+        excess = token_losses(model, rows) - base
+        grads = gradients(model, rows[1])
+        cosine = {
+            n: float(nn.functional.cosine_similarity(g.flatten(), reference[n].flatten(), 0)) for n, g in grads.items()
+        }
+        record["cases"][name] = {
+                "gap_percent": 100 * float(excess.mean() / base.mean()),
+                "standard_error_percent": 100 * float(excess.std() / len(excess) ** 0.5 / base.mean()),
+                "cosine_mean": statistics.fmean(cosine.values()),
+                "cosine_massive": [cosine[f"{layer}.weight"] for layer in massive],
+                "excess": [round(value, 5) for value in excess.view(args.rows, -1).mean(1).tolist()],
+                "cpu_seconds": time.process_time() - began,
+            }  # fmt: skip
+        one = record["cases"][name]
+        say(
+            f"{name:<38} {one['gap_percent']:+.3f} % ({one['standard_error_percent']:.3f}), gradient cosine "
+            f"{one['cosine_mean']:.4f}, massive layers' {[round(c, 4) for c in one['cosine_massive']]}, "
+            f"{one['cpu_seconds']:.0f} s"
+        )
+        if args.json:
+            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
