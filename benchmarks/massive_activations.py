@@ -5,7 +5,8 @@
         --json benchmarks/results/massive_activations.json
 
 Nothing is trained. Each case runs the same rows, and its loss is compared with fp32's token by token. The first cases
-have FP8 only in the layers whose inputs are massive, or in as many other `down_proj`.
+have FP8 only in the layers whose inputs are massive, or in as many other `down_proj`. Cases that the file of --json
+already has are not run again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,9 +26,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo import fp8
-from octavo.train.forward.massive_activations import THRESHOLD, watch_inputs
+from octavo.train.forward.massive_activations import find_massive, watch_inputs
 
 CURRENT = ("tensorwise", "rowwise", "blockwise")
+FACTORS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def read_rows(folder: Path, file: Path, rows: int, length: int) -> Tensor:
@@ -70,8 +73,8 @@ def load(folder: Path, policy: fp8.Policy | None, row: Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def output_errors(model: nn.Module, row: Tensor, layers: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return, by layer and recipe, the median over the tokens of a row of |y - y of fp32| / |y of fp32|."""
+def layer_inputs(model: nn.Module, row: Tensor, layers: Sequence[str]) -> dict[str, Tensor]:
+    """Return the input of each layer in the forward of a row, [1, tokens, K]."""
     inputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -81,15 +84,30 @@ def output_errors(model: nn.Module, row: Tensor, layers: Sequence[str]) -> dict[
     model(input_ids=row[None])
     for hook in hooks:
         hook.remove()
-    errors: dict[str, dict[str, float]] = {}
-    for name, x in inputs.items():
-        exact = model.get_submodule(name)(x)
-        for recipe in CURRENT:
-            layer = nn.Sequential(copy.deepcopy(model.get_submodule(name)))
-            fp8.apply(layer, fp8.plan(layer, recipe))
-            error = (layer(x) - exact).norm(dim=-1) / exact.norm(dim=-1)
-            errors.setdefault(name, {})[recipe] = float(error.median())
-    return errors
+    return inputs
+
+
+@torch.no_grad()
+def amplified(layer: nn.Module, x: Tensor) -> list[dict[str, Any]]:
+    """Return figures of a layer's input and output with its largest values (above a tenth of amax) times 1, 2, 4, ...:
+    amax / RMS, the share of subnormal values, and the median over the tokens of |y - y of fp32| / |y of fp32|."""
+    layers = {}
+    for recipe in CURRENT:
+        layers[recipe] = nn.Sequential(copy.deepcopy(layer))
+        fp8.apply(layers[recipe], fp8.plan(layers[recipe], recipe))
+    rows = []
+    for factor in FACTORS:
+        scaled = torch.where(x.abs() > x.abs().max() / 10, factor * x, x)
+        exact, names = layer(scaled), nn.ModuleDict({"layer": layer})
+        with watch_inputs(names, fp8.plan(names, "tensorwise")) as watch:
+            names["layer"](scaled)
+        figures = watch.statistics()["layer"]
+        errors = {
+            recipe: float(((low(scaled) - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+            for recipe, low in layers.items()
+        }
+        rows.append({"factor": factor, **figures.to_json(), "median_token_error": errors})
+    return rows
 
 
 def cases(massive: Sequence[str], down: Sequence[str], whole: bool) -> dict[str, fp8.Policy]:
@@ -135,40 +153,59 @@ def main() -> None:
     model = load(args.model, None, rows[0])
     with watch_inputs(model, fp8.plan(model, "tensorwise")) as watch, torch.no_grad():
         model(input_ids=rows[:1])
-    inputs = dict(sorted(watch.statistics().items(), key=lambda item: -item[1].subnormal))
-    massive = [name for name, one in inputs.items() if one.subnormal >= THRESHOLD]
+    inputs = dict(sorted(watch.statistics().items(), key=lambda item: -item[1].under_one_scale))
+    massive = [*find_massive(inputs)]
     down = [name for name in inputs if name.endswith("down_proj")]
-    base, reference = token_losses(model, rows), gradients(model, rows[1])
-    say(f"fp32: {base.mean():.4f}; massive: " + ", ".join(f"{n} ({inputs[n].ratio:.0f} times RMS)" for n in massive))
+    say("massive: " + ", ".join(f"{name} ({inputs[name].ratio:.0f} times RMS)" for name in massive))
+    earlier = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    if (earlier.get("rows"), earlier.get("length")) != (args.rows, args.length):
+        earlier = {"cases": {}}
+    kept = layer_inputs(model, rows[1], [*massive, down[-1]])
     record = {
-        "rows": args.rows, "length": args.length, "loss": base.mean().item(), "massive": massive,
-        "inputs": {name: one.to_json() for name, one in inputs.items()}, "output_errors": output_errors(model, rows[1], [*massive, down[-1]]), "cases": {},
-    }  # fmt: skip
-    say(record["output_errors"])
-    for name, policy in cases(massive, down, args.whole).items():
+        "rows": args.rows,
+        "length": args.length,
+        "massive": massive,
+        "inputs": {name: one.to_json() for name, one in inputs.items()},
+        "amplified": {name: amplified(model.get_submodule(name), x) for name, x in kept.items()},
+        "loss": earlier.get("loss"),
+        "cases": earlier["cases"],
+    }
+    say(record["amplified"])
+    missing = {name: one for name, one in cases(massive, down, args.whole).items() if name not in record["cases"]}
+    if missing:
+        base, reference = token_losses(model, rows), gradients(model, rows[1])
+        record["loss"] = base.mean().item()
+    for name, policy in missing.items():
         began = time.process_time()
         model = load(args.model, policy, rows[0])
-        excess = token_losses(model, rows) - base
-        grads = gradients(model, rows[1])
-        cosine = {
-            n: float(nn.functional.cosine_similarity(g.flatten(), reference[n].flatten(), 0)) for n, g in grads.items()
+        record["cases"][name] = compare(model, rows, base, reference, massive) | {
+            "cpu_seconds": time.process_time() - began
         }
-        record["cases"][name] = {
-                "gap_percent": 100 * float(excess.mean() / base.mean()),
-                "standard_error_percent": 100 * float(excess.std() / len(excess) ** 0.5 / base.mean()),
-                "cosine_mean": statistics.fmean(cosine.values()),
-                "cosine_massive": [cosine[f"{layer}.weight"] for layer in massive],
-                "excess": [round(value, 5) for value in excess.view(args.rows, -1).mean(1).tolist()],
-                "cpu_seconds": time.process_time() - began,
-            }  # fmt: skip
-        one = record["cases"][name]
-        say(
-            f"{name:<38} {one['gap_percent']:+.3f} % ({one['standard_error_percent']:.3f}), gradient cosine "
-            f"{one['cosine_mean']:.4f}, massive layers' {[round(c, 4) for c in one['cosine_massive']]}, "
-            f"{one['cpu_seconds']:.0f} s"
-        )
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        say(name, record["cases"][name])
+        write(args.json, record)
+    write(args.json, record)
+
+
+def compare(
+    model: nn.Module, rows: Tensor, base: Tensor, reference: dict[str, Tensor], massive: Sequence[str]
+) -> dict[str, Any]:
+    """Return the gap of a case's loss to `base` by token, and the cosines of its gradients with `reference`."""
+    excess = token_losses(model, rows) - base
+    grads = gradients(model, rows[1])
+    cosine = {
+        n: float(nn.functional.cosine_similarity(g.flatten(), reference[n].flatten(), 0)) for n, g in grads.items()
+    }
+    return {
+        "gap_percent": 100 * float(excess.mean() / base.mean()),
+        "standard_error_percent": 100 * float(excess.std() / len(excess) ** 0.5 / base.mean()),
+        "cosine_mean": statistics.fmean(cosine.values()),
+        "cosine_massive": [cosine[f"{layer}.weight"] for layer in massive],
+    }
+
+
+def write(file: Path | None, record: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class MassiveActivations(Callback):
         statistics: dict[str, InputStatistics] = {}
         for figures in run.world.gather_objects({name: one.to_json() for name, one in watch.statistics().items()}):
             for name, one in ((name, InputStatistics.from_json(row)) for name, row in figures.items()):
-                if name not in statistics or one.subnormal > statistics[name].subnormal:
+                if name not in statistics or one.under_one_scale > statistics[name].under_one_scale:
                     statistics[name] = one
         if massive := find_massive(statistics):
             step.row["massive_activations"] = {name: one.to_json() for name, one in massive.items()}
