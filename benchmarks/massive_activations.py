@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -88,7 +87,7 @@ def layer_inputs(model: nn.Module, row: Tensor, layers: Sequence[str]) -> dict[s
 
 
 @torch.no_grad()
-def amplified(layer: nn.Module, x: Tensor) -> list[dict[str, Any]]:
+def amplify(layer: nn.Module, x: Tensor) -> list[dict[str, object]]:
     """Return figures of a layer's input and output with its largest values (above a tenth of amax) times 1, 2, 4, ...:
     amax / RMS, the share of subnormal values, and the median over the tokens of |y - y of fp32| / |y of fp32|."""
     layers = {}
@@ -148,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    say = Console(width=160, soft_wrap=True).print
+    console = Console(width=160, soft_wrap=True)
     rows = read_rows(args.model, args.text, args.rows, args.length)
     model = load(args.model, None, rows[0])
     with watch_inputs(model, fp8.plan(model, "tensorwise")) as watch, torch.no_grad():
@@ -156,21 +155,22 @@ def main() -> None:
     inputs = dict(sorted(watch.statistics().items(), key=lambda item: -item[1].under_one_scale))
     massive = [*find_massive(inputs)]
     down = [name for name in inputs if name.endswith("down_proj")]
-    say("massive: " + ", ".join(f"{name} ({inputs[name].ratio:.0f} times RMS)" for name in massive))
+    console.print("massive: " + ", ".join(f"{name} ({inputs[name].ratio:.0f} times RMS)" for name in massive))
+    # A case takes a quarter of a minute and more on one core: those of an earlier call with the same rows are used.
     earlier = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     if (earlier.get("rows"), earlier.get("length")) != (args.rows, args.length):
         earlier = {"cases": {}}
-    kept = layer_inputs(model, rows[1], [*massive, down[-1]])
+    captured = layer_inputs(model, rows[1], [*massive, down[-1]])
     record = {
         "rows": args.rows,
         "length": args.length,
         "massive": massive,
         "inputs": {name: one.to_json() for name, one in inputs.items()},
-        "amplified": {name: amplified(model.get_submodule(name), x) for name, x in kept.items()},
+        "amplified": {name: amplify(model.get_submodule(name), x) for name, x in captured.items()},
         "loss": earlier.get("loss"),
         "cases": earlier["cases"],
     }
-    say(record["amplified"])
+    console.print(record["amplified"])
     missing = {name: one for name, one in cases(massive, down, args.whole).items() if name not in record["cases"]}
     if missing:
         base, reference = token_losses(model, rows), gradients(model, rows[1])
@@ -181,14 +181,14 @@ def main() -> None:
         record["cases"][name] = compare(model, rows, base, reference, massive) | {
             "cpu_seconds": time.process_time() - began
         }
-        say(name, record["cases"][name])
+        console.print(name, record["cases"][name])
         write(args.json, record)
     write(args.json, record)
 
 
 def compare(
     model: nn.Module, rows: Tensor, base: Tensor, reference: dict[str, Tensor], massive: Sequence[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the gap of a case's loss to `base` by token, and the cosines of its gradients with `reference`."""
     excess = token_losses(model, rows) - base
     grads = gradients(model, rows[1])
@@ -203,7 +203,7 @@ def compare(
     }
 
 
-def write(file: Path | None, record: dict[str, Any]) -> None:
+def write(file: Path | None, record: dict[str, object]) -> None:
     if file is not None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

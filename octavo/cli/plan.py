@@ -118,8 +118,9 @@ def _run(args: argparse.Namespace) -> int:
     from octavo import fp8, models
     from octavo.cli import plan_memory, plan_step_time
     from octavo.cli.plan_layers import show
+    from octavo.train.artifacts.first_batch import read_first_inputs
     from octavo.train.estimate.memory import Card
-    from octavo.train.forward.massive_activations import describe_massive
+    from octavo.train.forward.massive_activations import describe_massive, find_massive
     from octavo.train.loop import summary
     from octavo.train.setup import planning
     from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps, resolve_video
@@ -144,9 +145,11 @@ def _run(args: argparse.Namespace) -> int:
     plans = planning.make_schedule(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _show_layers_only(args, plan, family, notes, why)
-    massive = _massive_activations(cfg, plan) if args.first_batch else {}
+    massive = find_massive(read_first_inputs(cfg, plan, terminal.note)) if args.first_batch else {}
     if massive:
         notes = (*notes, describe_massive(massive, plan))
+    elif args.first_batch:
+        terminal.note("no input of an FP8 layer has massive activations in the first micro-batch")
     steps, reference = _describe_phase(cfg, args.ranks)
     notes = (*notes, *map(str, _attention_choices(cfg, model)), *_folder_notes(args, cfg, model))
     if args.fit is not None:
@@ -185,17 +188,6 @@ def _run(args: argparse.Namespace) -> int:
         fp8.save_plan(plan, args.save, plans.spans)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
-
-
-def _massive_activations(cfg: Any, plan: Any) -> Any:
-    """Return the inputs with massive activations in the first micro-batch, by layer."""
-    from octavo.train.artifacts.first_batch import read_first_inputs
-    from octavo.train.forward.massive_activations import find_massive
-
-    massive = find_massive(read_first_inputs(cfg, plan, terminal.note))
-    if not massive:
-        terminal.note("no input of an FP8 layer has massive activations in the first micro-batch")
-    return massive
 
 
 def _spans(plans: Any) -> list[dict[str, Any]]:

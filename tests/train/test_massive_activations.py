@@ -73,7 +73,7 @@ def test_first_input_of_each_layer_is_read_and_hooks_are_removed() -> None:
     found = watch.statistics()
     assert [*found] == ["0", "1"] and found["0"].amax == float(x.abs().max())
     assert not any(module._forward_pre_hooks for module in model.modules())
-    assert massive.InputStatistics.from_json(json.loads(json.dumps(found["0"].to_json()))) == found["0"]
+    assert found["0"].to_json()["amax_rms"] == found["0"].amax / found["0"].rms
 
 
 @pytest.mark.parametrize("options", [{"fuse": "on"}, {"activations": "fp8"}], ids=str)

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 #: entries that are not in every row
 _RARE = (
-    "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v",
+    *("eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"),
     "massive_activations",
-)  # fmt: skip
+)
 
 
 @dataclass

@@ -120,7 +120,8 @@ class MassiveActivations(Callback):
         run.world.set_phase("step 1, gathering figures of its inputs")
         statistics: dict[str, InputStatistics] = {}
         for figures in run.world.gather_objects({name: one.to_json() for name, one in watch.statistics().items()}):
-            for name, one in ((name, InputStatistics.from_json(row)) for name, row in figures.items()):
+            for name, row in figures.items():
+                one = InputStatistics(row["amax"], row["rms"], row["subnormal"])
                 if name not in statistics or one.under_one_scale > statistics[name].under_one_scale:
                     statistics[name] = one
         if massive := find_massive(statistics):

@@ -7,10 +7,9 @@ them, later steps cost nothing, and no result changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ the share hardly depends on the number of tokens."""
 
 HARMFUL = 0.9
 """The share under the scales of the plan's recipe from which outputs suffer: the error of a typical token is then 1.3
-to 1.6 times that of finer scales, and rises quickly (docs/lab/massive_activations.md)."""
+to 1.6 times the error with finer scales, and rises quickly (docs/lab/massive_activations.md)."""
 
 _BLOCK_OF = {name: SPECS[name].blocks[0] for name in CURRENT_SCALING}
 _MAX_NAMED = 2  # layers in a line
@@ -62,12 +61,8 @@ class InputStatistics:
         """Return the share of subnormal values if each block of the input had a scale."""
         return self.subnormal[next(name for name, known in _BLOCK_OF.items() if known == block)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "amax_rms": self.ratio}
-
-    @classmethod
-    def from_json(cls, figures: Mapping[str, Any]) -> InputStatistics:
-        return cls(figures["amax"], figures["rms"], figures["subnormal"])
 
 
 class InputWatch:
@@ -99,8 +94,8 @@ class InputWatch:
             if 0 < amax + rms < float("inf")
         }
 
-    def _hook(self, name: str) -> Any:
-        def read(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        def read(module: nn.Module, args: tuple[object, ...]) -> None:
             if name in self._figures or not args or not isinstance(args[0], Tensor) or not args[0].numel():
                 return
             if phase().counted:  # False in the forward of a dummy image
@@ -153,8 +148,8 @@ def describe_massive(massive: Mapping[str, InputStatistics], plan: fp8.Plan) -> 
     """Return one line: which inputs of `plan`'s layers have massive activations, and what to do. `massive` is the
     result of `find_massive`, not empty."""
     worst = ", ".join(f"{name} ({one.ratio:.0f} times its RMS)" for name, one in [*massive.items()][:_MAX_NAMED])
-    more = f" and {len(massive) - _MAX_NAMED} more" if len(massive) > _MAX_NAMED else ""
-    return f"massive activations in the input of {worst}{more}: {_advice(massive, plan)}"
+    others = f" and {len(massive) - _MAX_NAMED} more" if len(massive) > _MAX_NAMED else ""
+    return f"massive activations in the input of {worst}{others}: {_advice(massive, plan)}"
 
 
 def _advice(massive: Mapping[str, InputStatistics], plan: fp8.Plan) -> str:
@@ -171,8 +166,8 @@ def _advice(massive: Mapping[str, InputStatistics], plan: fp8.Plan) -> str:
     for finer in COARSE_TO_FINE:
         if (rest := max(massive[name].under(_BLOCK_OF[finer]) for name in bad)) < HARMFUL:
             rules = ", ".join(f"{{match: {name}, recipe: {finer}}}" for name in bad[:_MAX_NAMED])
-            more = "" if len(bad) <= _MAX_NAMED else ", ..."
-            return f"{lost}, {finer} {_percent(rest)}: fp8.rules=[{rules}{more}]"
+            ellipsis = "" if len(bad) <= _MAX_NAMED else ", ..."
+            return f"{lost}, {finer} {_percent(rest)}: fp8.rules=[{rules}{ellipsis}]"
     return f"{lost}, and {COARSE_TO_FINE[-1]} does not help; recipe: off in fp8.rules keeps such a layer out of FP8"
 
 

@@ -58,8 +58,9 @@ DescribePlan = Callable[[planning.RunPlan], Iterable[str]]
 
 # Entries of the last row that `RunResult.final` omits.
 _OMIT_FROM_FINAL = (
-    "seconds", "save_seconds", "time", "eval", "health", "memory", "gain", "experts", "base", "massive_activations",
-)  # fmt: skip
+    *("seconds", "save_seconds", "time", "eval", "health", "memory", "gain", "experts", "base"),
+    "massive_activations",
+)
 # Rows with one of these entries are always written, regardless of run.log_every.
 _ALWAYS_LOGGED = {"eval", "health", "memory", "skipped", "overflow"}
 
