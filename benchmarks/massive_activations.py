@@ -156,7 +156,7 @@ def main() -> None:
     massive = [*find_massive(inputs)]
     down = [name for name in inputs if name.endswith("down_proj")]
     console.print("massive: " + ", ".join(f"{name} ({inputs[name].ratio:.0f} times RMS)" for name in massive))
-    # A case takes a quarter of a minute and more on one core: those of an earlier call with the same rows are used.
+    # Cases take a quarter of a minute each: an earlier call with the same rows has some of them.
     earlier = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     if (earlier.get("rows"), earlier.get("length")) != (args.rows, args.length):
         earlier = {"cases": {}}
