@@ -1,9 +1,10 @@
-"""Shows the recipe and kernel of every linear layer, and the reasons. Reads no weights.
+"""Shows the recipe and kernel of every linear layer, and the reasons. Reads no weights, except with --first-batch.
 
 octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
 octavo plan run.yaml --why                                     show why each backend was chosen or rejected
 octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   use FP8 only where it is faster; see docs/plan.md
+octavo plan run.yaml --first-batch                             also run one batch, to find massive activations
 octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   a schedule over steps
 octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure",
         action="store_true",
         help="time every distinct layer on this GPU, and use FP8 only where it is faster",
+    )
+    parser.add_argument(
+        "--first-batch",
+        action="store_true",
+        help="read the weights and run the first micro-batch forward in high precision, to report massive activations",
     )
     parser.add_argument(
         "--tokens",
@@ -97,6 +103,8 @@ def _run(args: argparse.Namespace) -> int:
         _check_writable(Path(args.save), args.save)
     if args.fit is not None and (args.measure or args.save is not None or args.card is not None):
         raise arguments.UsageError("--fit only proposes settings; remove --measure, --save and --card")
+    if args.first_batch and args.shape is not None:
+        raise arguments.UsageError("--first-batch needs weights, which a published shape has not; remove one of them")
     if args.parallel and args.cluster is None and args.ranks == 1:
         raise arguments.UsageError("--parallel sets the mesh of several ranks; add their number, e.g. --ranks 64")
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
@@ -110,7 +118,9 @@ def _run(args: argparse.Namespace) -> int:
     from octavo import fp8, models
     from octavo.cli import plan_memory, plan_step_time
     from octavo.cli.plan_layers import show
+    from octavo.train.artifacts.first_batch import read_first_inputs
     from octavo.train.estimate.memory import Card
+    from octavo.train.forward.massive_activations import describe_massive, find_massive
     from octavo.train.loop import summary
     from octavo.train.setup import planning
     from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps, resolve_video
@@ -135,6 +145,11 @@ def _run(args: argparse.Namespace) -> int:
     plans = planning.make_schedule(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _show_layers_only(args, plan, family, notes, why)
+    massive = find_massive(read_first_inputs(cfg, plan, terminal.note)) if args.first_batch else {}
+    if massive:
+        notes = (*notes, describe_massive(massive, plan))
+    elif args.first_batch:
+        terminal.note("no input of an FP8 layer has massive activations in the first micro-batch")
     steps, reference = _describe_phase(cfg, args.ranks)
     notes = (*notes, *map(str, _attention_choices(cfg, model)), *_folder_notes(args, cfg, model))
     if args.fit is not None:
@@ -151,6 +166,8 @@ def _run(args: argparse.Namespace) -> int:
         extra["export"] = export_fits
         extra |= {"step": steps} if steps else {}
         extra |= {"spans": _spans(plans)} if plans.spans else {}
+        if args.first_batch:
+            extra["massive_activations"] = {name: one.to_json() for name, one in massive.items()}
         extra["memory"] = _unless_unpredictable(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
             extra["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)

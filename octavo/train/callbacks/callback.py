@@ -47,7 +47,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: entries that are not in every row
-_RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"
+_RARE = (
+    *("eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"),
+    "massive_activations",
+)
 
 
 @dataclass

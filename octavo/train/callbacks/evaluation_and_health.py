@@ -15,6 +15,7 @@ from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import Answer
+from octavo.train.forward.massive_activations import InputStatistics, InputWatch, describe_massive, find_massive
 from octavo.train.run_dir import run_dir
 from octavo.train.step.nonfinite import check_weights_finite
 from octavo.train.step.step import Batches, Observe
@@ -98,6 +99,34 @@ class HealthMetrics(Callback):
             run.job.progress.health = result.health.summary()
         if result.zeroed is not None:
             step.row["zeroed_v"] = result.zeroed
+
+
+class MassiveActivations(Callback):
+    """Reads the first input of each FP8 layer in step 1 of a run, and reports massive activations in a line and in the
+    row of that step."""
+
+    def __init__(self) -> None:
+        self.watch: InputWatch | None = None
+
+    def before_step(self, run: Run, number: int, batches: Batches) -> None:
+        if number == 1:
+            self.watch = InputWatch(run.model, run.job.plan)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if self.watch is None:
+            return
+        watch, self.watch = self.watch, None
+        watch.remove()
+        run.world.set_phase("step 1, gathering figures of its inputs")
+        statistics: dict[str, InputStatistics] = {}
+        for figures in run.world.gather_objects({name: one.to_json() for name, one in watch.statistics().items()}):
+            for name, row in figures.items():
+                one = InputStatistics(row["amax"], row["rms"], row["subnormal"])
+                if name not in statistics or one.under_one_scale > statistics[name].under_one_scale:
+                    statistics[name] = one
+        if massive := find_massive(statistics):
+            step.row["massive_activations"] = {name: one.to_json() for name, one in massive.items()}
+            run.say(f"note: {describe_massive(massive, run.job.plan)}")
 
 
 class AnswersLog:

@@ -17,7 +17,8 @@ class RunResult:
     dir      the run directory
     status   "finished", or "stopped" (a signal or `Run.stop`; saved, continue with run.resume=auto)
     steps    optimizer steps done
-    final    the last row of metrics.jsonl without seconds, time, eval, health, memory, gain, experts and base
+    final    the last row of metrics.jsonl without seconds, time, eval, health, memory, gain, experts, base and
+             massive_activations
     eval     the last evaluation, None where there was none
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured

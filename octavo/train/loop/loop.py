@@ -25,7 +25,13 @@ from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPreci
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.checkpointing import CheckpointCallback, write_outputs
 from octavo.train.callbacks.corruption_check import CorruptionCheck
-from octavo.train.callbacks.evaluation_and_health import Evaluation, HealthMetrics, Proof, is_due
+from octavo.train.callbacks.evaluation_and_health import (
+    Evaluation,
+    HealthMetrics,
+    MassiveActivations,
+    Proof,
+    is_due,
+)
 from octavo.train.callbacks.fp8_gain import SpeedupMeasurement
 from octavo.train.callbacks.garbage_collection import GarbageCollection, gc_settings
 from octavo.train.callbacks.metrics import MetricsLog
@@ -52,7 +58,10 @@ if TYPE_CHECKING:
 DescribePlan = Callable[[planning.RunPlan], Iterable[str]]
 
 # Entries of the last row that `RunResult.final` omits.
-_OMIT_FROM_FINAL = "seconds", "save_seconds", "time", "eval", "health", "memory", "gain", "experts", "base"
+_OMIT_FROM_FINAL = (
+    *("seconds", "save_seconds", "time", "eval", "health", "memory", "gain", "experts", "base"),
+    "massive_activations",
+)
 # Rows with one of these entries are always written, regardless of run.log_every.
 _ALWAYS_LOGGED = {"eval", "health", "memory", "skipped", "overflow"}
 
@@ -188,7 +197,7 @@ def _ordered_callbacks(
     gc = (GarbageCollection(),) if cfg.train.gc is not None else ()
     scheduled = (ApplyPrecisionSchedule(),) if schedule.varies else ()
     adaptive = (AdaptPrecision(),) if schedule.adapt is not None else ()
-    observers = *scheduled, *gemm_check, Proof(), HealthMetrics(), *adaptive
+    observers = *scheduled, *gemm_check, Proof(), HealthMetrics(), MassiveActivations(), *adaptive
     stops = StopOnNonFinite(), StopWithoutLossTokens(), StopOnRequest()
     return *observers, *user_callbacks, *stops, Evaluation(), *gc, CheckpointCallback(), SpeedupMeasurement()
 

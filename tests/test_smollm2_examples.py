@@ -1,0 +1,126 @@
+"""examples/smollm2: each file plans on the shape of SmolLM2-135M, its scripts do what they say, and with the model each
+trains two steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.cli.main import main
+from octavo.config import load_config
+from tests.requirements_real import require
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
+FILES = sorted(EXAMPLES.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with SmolLM2-135M's config.json and a file of weights that has names and sizes, but occupies no disk."""
+    folder = tmp_path_factory.mktemp("shape") / "smollm2"
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        sizes = {name: list(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
+    entries, end = {}, 0
+    for name, size in sizes.items():
+        begin, end = end, end + 2 * math.prod(size)
+        entries[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return folder
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_plans_every_layer_in_fp8(path: Path, shape: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path), f"model.path={shape}", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    low = [row["name"] for row in plan["rows"] if row["recipe"]]
+    assert len(low) == 210 and plan["share"] == 1, "no width of this model is a multiple of 128, but 1536"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_names_its_command_and_the_test_bed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "`make real`" in text and f"#   octavo train examples/smollm2/{path.name}\n" in text
+    cfg = load_config(path)
+    assert cfg.run.threads == 1 and cfg.run.dir == f"runs/smollm2_{path.stem}"
+    build = EXAMPLES.parents[1] / "build"
+    assert Path(cfg.model.path).resolve() == (build / "smollm2").resolve()
+    for one in (*cfg.data.train, *cfg.data.eval):
+        assert Path(one.path).parent.resolve() == (build / "smollm2-data").resolve()
+
+
+def test_readme_lists_every_file_and_command() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.iterdir():
+        if path.suffix in (".yaml", ".py"):
+            assert f"]({path.name})" in text, f"README.md does not link {path.name}"
+    for path in FILES:
+        assert f"octavo train examples/smollm2/{path.name}" in text
+
+
+def row(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_pairs_reject_the_answer_to_the_next_question_of_a_kind(tmp_path: Path) -> None:
+    script = runpy.run_path(str(EXAMPLES / "make_pairs.py"))
+    rows = [row("What is a?", "A."), row("Which is a?", "a"), row("What is b?", "B."), row("Which is b?", "a")]
+    for part in ("train", "eval"):
+        (tmp_path / f"instructions.{part}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    script["main"](tmp_path)
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.eval.jsonl").read_text().splitlines()]
+    assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [("A.", "B."), ("B.", "A.")]  # "a" twice: no pair
+    assert pairs[0]["prompt"] == rows[0]["messages"][:1]
+    assert (tmp_path / "pairs.train.jsonl").read_text() == (tmp_path / "pairs.eval.jsonl").read_text()
+
+
+def test_reward_is_the_overlap_of_words() -> None:
+    score = runpy.run_path(str(EXAMPLES / "rewards.py"))["word_overlap"]
+    wanted = "Return the sum."
+    answers = ["return THE sum", "Return the sum, the sum, the sum.", "sum", "", "No"]
+    assert score(answers, [wanted] * 5, file="x") == pytest.approx([1, 6 / 10, 2 / 4, 0, 0])
+
+
+def short(path: Path) -> list[str]:
+    """Settings of two small steps without evaluation."""
+    if load_config(path).train.phase == "rl":
+        small = ["rl.prompts=1", "rl.group=2", "rl.max_new_tokens=4", "train.micro_batch=2", "rl.eval_prompts=0"]
+    else:
+        small = ["train.micro_batch=1", "train.global_batch=1"]
+    return [*small, "train.steps=2", "train.warmup=1", "train.seq_length=128", "data.eval=[]", "run.eval_every=0"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_trains_two_steps_of_the_model(path: Path, tmp_path: Path) -> None:
+    model = require("real")
+    data = model.with_name(f"{model.name}-data")
+    name = Path(load_config(path).data.train[0].path).name
+    if name.startswith("pairs"):
+        pairs = tmp_path / "pairs"
+        pairs.mkdir()
+        for part in ("train", "eval"):
+            (pairs / f"instructions.{part}.jsonl").symlink_to(data / f"instructions.{part}.jsonl")
+        runpy.run_path(str(EXAMPLES / "make_pairs.py"))["main"](pairs)
+        data = pairs
+    paths = [f"model.path={model}", f"data.train.0.path={data / name}", f"run.dir={tmp_path / 'run'}", "run.hf=false"]
+    assert main(["train", str(path), *paths, *short(path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in rows] == [1, 2] and all(one["loss"] is not None for one in rows)
+    massive = rows[0]["massive_activations"]
+    assert sorted(massive) == ["model.layers.11.mlp.down_proj", "model.layers.28.mlp.down_proj"]
+    assert json.loads((tmp_path / "run" / "proof.json").read_text())["share"] == 1
