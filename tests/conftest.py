@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
@@ -84,6 +85,14 @@ def pytest_collection() -> Iterator[None]:
             sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *guards: 0.0
         gc.freeze()
         gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests used a real model or a server: in CI a silent zero would mean that nothing was tried."""
+    passed = terminalreporter.stats.get("passed", ())
+    counts = {name: sum(name in report.keywords for report in passed) for name in ("real", "server")}
+    if any(counts.values()):
+        terminalreporter.write_line(f"on real weights: {counts['real']}, in the server: {counts['server']}")
 
 
 def pytest_unconfigure() -> None:

@@ -104,6 +104,7 @@ def short(path: Path) -> list[str]:
 
 
 @pytest.mark.long
+@pytest.mark.real
 @pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_trains_two_steps_of_the_model(path: Path, tmp_path: Path) -> None:
