@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.checkpoint.stock_model import Linear
 from octavo.checkpoint.verify import VerifyResult, verify
+from octavo.checkpoint.verify.servers.loading import _fits_grid
 from octavo.models.tiny import tiny
 from tests.checkpoint import server_cases
 from tests.checkpoint.server_folders import FORMS, OK, REFUSES, WRONG, Case, write
@@ -68,3 +70,12 @@ def test_sglang_differs_where_its_source_does(name: str, sglang: str, tmp_path: 
     assert verdicts["SGLang"] == sglang
     (source,) = [verdict.source for verdict in verified.verdicts if verdict.loader == "SGLang"]
     assert source.startswith("read in its source")
+
+
+def test_scales_of_ragged_fused_layers_are_refused_or_misplaced() -> None:
+    """SmolLM2's q, k and v fit into the grid of their matrix, each at a wrong row; two layers of 320 rows do not."""
+
+    def parts(*rows: int) -> tuple[Linear, ...]:
+        return tuple(Linear("x", "x", (n, 128), ("Linear",)) for n in rows)
+
+    assert _fits_grid(parts(576, 192, 192), 128) and not _fits_grid(parts(320, 320), 128)

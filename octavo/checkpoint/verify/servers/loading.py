@@ -97,7 +97,7 @@ def predict(contents: Contents, name: str) -> list[Consequence] | None:
         layout = read_layout(contents.block)
     except Refusal as refusal:
         loading.accept(None)
-        return [*loading.events, Consequence(REFUSES, str(refusal))]
+        return [*loading.events, Consequence(REFUSES, str(refusal), loading.run)]
     if layout is None and contents.block is not None:
         return None
     loading.accept(layout)
@@ -209,7 +209,7 @@ class _Loading:
             return
         rows, columns = layout.block
         ragged = any(part.shape[0] % rows for part in parts[:-1])
-        if ragged and layout.method == "fp8" and self.server.name == "vLLM":
+        if ragged and layout.method == "fp8" and self.server.name == "vLLM" and _fits_grid(parts, rows):
             self._add(GARBAGE, "blocks of fused layers of these widths do not line up: their scales are misplaced")
         elif ragged:
             self._add(REFUSES, "blocks of fused layers of these widths would not line up")
@@ -223,21 +223,17 @@ class _Loading:
     def load(self) -> None:
         """Copy every tensor of the files into its parameter."""
         if self.contents.others:
-            self._add(
-                OK,
-                f"files that transformers leaves out are read, too: {self.contents.others[0]}",
-                warns=True,
-                seen=False,
-            )
+            self._add(OK, f"files that transformers leaves out are read, too: {self.contents.others[0]}", warns=True)
         for problem in self.contents.problems:
-            self._add(GARBAGE, problem, seen=False)
+            self._add(GARBAGE, problem)
         for on_disk, tensor in self.contents.tensors.items():
             known = self.contents.names.get(on_disk, on_disk)
             if known != on_disk and self.contents.dense_text:
                 known = on_disk  # other names of a text model are transformers' own aliases
             slot = self.slots.get(known)
             if slot is None:
-                self._unexpected(on_disk)
+                if not self._fill_fused(on_disk, tensor):
+                    self._unexpected(on_disk)
                 continue
             self.filled.add(known)
             stacked = known in self.contents.stock.stacked and len(tensor.shape) == 3
@@ -248,6 +244,19 @@ class _Loading:
                 self._cut[known.rpartition(".layers.")[2].partition(".")[2] or known].append(known)
             self._check_dtype(known, slot, tensor)
         self._check_cut()
+
+    def _fill_fused(self, name: str, tensor: FileTensor) -> bool:
+        """Whether a weight is that of a whole fused matrix, which vLLM loads, too."""
+        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+        parts = next((parts for parts in _FUSED_PARTS if leaf == _FUSED_NAMES[parts[0]]), ())
+        names = [f"{parent}.{part}.weight" for part in parts]
+        slots = [self.slots[part] for part in names if part in self.slots]
+        if self.server.name != "vLLM" or not slots or self.layout is not None or len(slots) < len(parts):
+            return False
+        if tensor.shape != (sum(slot.shape[0] for slot in slots), slots[0].shape[1]):
+            return False
+        self.filled |= set(names)
+        return True
 
     def _unexpected(self, name: str) -> None:
         stock, quantized = self.contents.stock, self.layout is not None
@@ -266,7 +275,9 @@ class _Loading:
             self._add(REFUSES, f"there is no parameter for {name!r}")
         elif layer is not None and int(layer[1]) >= self._layers:
             self._add(GARBAGE, "layers beyond num_hidden_layers are left out, without a word")
-        elif any(parent.endswith(f".{part}") for part in _FUSED_PARTS) and self.contents.module_exists(parent):
+        elif any(
+            parent.endswith(f".{part}") for parts in _FUSED_PARTS for part in parts
+        ) and self.contents.module_exists(parent):
             self._add(REFUSES, f"a fused matrix has no parameter for {name!r}")
         else:
             self._add(OK, f"{name!r} is left out, with a warning", warns=True)
@@ -277,21 +288,21 @@ class _Loading:
         if self.layout is None:
             self._add(REFUSES, f"without a quantization_config there is no parameter for {name!r}")
         elif not _READ_CACHE_SCALES[self.layout.method].search(name):
-            self._add(REFUSES, f"there is no parameter for {name!r}", seen=False)
+            self._add(REFUSES, f"there is no parameter for {name!r}")
         elif math.prod(self.contents.tensors[name].shape) != 1:
-            self._add(REFUSES, f"{name!r} is not one number", seen=False)
+            self._add(REFUSES, f"{name!r} is not one number")
 
     def _check_dtype(self, name: str, slot: Slot, tensor: FileTensor) -> None:
         if slot.role == "scale":
             if tensor.dtype not in (*_HIGH, "F8_E8M0"):
-                self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers: {name!r}", seen=False)
+                self._add(GARBAGE, f"scales of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif slot.role == "values":
             if tensor.fp8:
-                self._add(GARBAGE, f"the codes of {name!r} are taken for values, without their scales", seen=False)
+                self._add(GARBAGE, f"the codes of {name!r} are taken for values, without their scales")
             elif tensor.dtype not in _HIGH:
-                self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}", seen=False)
+                self._add(GARBAGE, f"values of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif tensor.dtype in ("U8", "I8"):
-            self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}", seen=False)
+            self._add(GARBAGE, f"codes of dtype {tensor.dtype} are copied as numbers: {name!r}")
         elif tensor.dtype == "F8_E5M2" and not self._all(tensor, lambda rows: rows.float().abs() <= E4M3.max):
             self._add(GARBAGE, f"codes of {name!r} beyond 448 are cast to E4M3, which ends there", seen=False)
         elif not tensor.fp8 and not self._all(tensor, lambda rows: rows.to(E4M3.dtype).to(rows.dtype) == rows):
@@ -308,7 +319,7 @@ class _Loading:
             same = [name for name in self.slots if leaf and name.endswith(f".{leaf}")]
             is_config = len(names) >= len(same)
             reason = f"{names[0]!r} is larger than its parameter, and only its beginning is used"
-            self._add(GARBAGE if is_config else OK, reason, warns=not is_config, seen=False)
+            self._add(GARBAGE if is_config else OK, reason, warns=not is_config)
 
     # What is missing -------------------------------------------------------------------------------------------------
 
@@ -354,7 +365,18 @@ class _Loading:
         return len({float(tensor.read().float().flatten()[0]) for tensor in tensors}) == 1
 
 
-_FUSED_PARTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _fits_grid(parts: tuple[Linear, ...], rows: int) -> bool:
+    """Whether the scales of the parts of a fused matrix fit into its grid where vLLM puts them: each at its first row
+    divided by the block's, rounded up (`adjust_block_scale_shard`)."""
+    total, first = -(-sum(part.shape[0] for part in parts) // rows), 0
+    for part in parts:
+        if -(-first // rows) + -(-part.shape[0] // rows) > total:
+            return False
+        first += part.shape[0]
+    return True
 
 
 def _cut_dimension(part: Linear, parts: tuple[Linear, ...]) -> int | None:
