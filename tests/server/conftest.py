@@ -12,7 +12,7 @@ import pytest
 from octavo.bench import record
 from octavo.train.artifacts.export import export_model
 from tests.requirements_real import require
-from tests.server import folders, outcomes, reference
+from tests.server import checks, folders, outcomes, reference
 from tests.server.client import Server
 
 RESULTS = "OCTAVO_SERVER_RESULTS"  # a file for what the tests saw
@@ -52,6 +52,13 @@ class FourLayers:
         if base.padded:
             return folders.pad(self.base("bf16"), folder)
         return folders.cut(self.model, folder)
+
+    def update(self, name: str) -> list[str]:
+        """What is wrong with updates of an engine that serves a good folder, by `checks.update`."""
+        folder, other = self.base(name), self.folder / f"{name}-update"
+        if not other.is_dir():
+            folders.write_changed(folder, other)
+        return checks.update(self.server, folder, other, self.rows, folders.BASES[name].kernel)
 
     def scores(self, name: str) -> reference.Scores:
         """vLLM's log-probabilities of `rows` with a good folder."""

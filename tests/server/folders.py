@@ -35,8 +35,8 @@ def read(folder: Path) -> tuple[Tensors, Config]:
 def write(folder: Path, tensors: Tensors, config: Config, companions: Path) -> Path:
     """A folder with these tensors and config.json; the other files are copied from `companions`."""
     folder.mkdir(parents=True)
-    contiguous = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    copies = {name: value.clone().contiguous() for name, value in tensors.items()}  # no two may share memory
+    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for file in companions.iterdir():
         # without the list of an export's files, which names other contents

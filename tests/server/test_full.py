@@ -72,26 +72,10 @@ def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(model, tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("name", ["BF16", "fp8-dynamic", "fp8-tensor", "fp8-block", "merged LoRA", "run in FP8"])
-def test_whole_model(server: Server, models: Models, seen: dict[str, dict[str, Any]], name: str) -> None:
-    rows, prompts = reference.held_rows(models.source, 8, 256), reference.question_rows(models.source)
-    kernel = Models.kernels.get(name, "")
-    compared = checks.compare(server, models.build(name), kernel, rows, prompts)
-    seen["models"][name] = {"kernel_of_the_test": bool(kernel), **asdict(compared)}
-    assert not compared.problems
-    if "FP8" in name or "fp8" in name:
-        assert compared.counts["codes"] == CODES[768 if name == "fp8-block" else 576]
-    else:
-        assert compared.counts["codes"] == 0
-
-
 @pytest.mark.parametrize("name", ["bf16", "dyn", "tensor", "block"])
 def test_weight_update(four_layers: FourLayers, seen: dict[str, dict[str, Any]], name: str) -> None:
-    folder, other = four_layers.base(name), four_layers.folder / f"{name}-update"
-    folders.write_changed(folder, other)
-    kernel = folders.BASES[name].kernel
-    problems = checks.update(four_layers.server, folder, other, four_layers.rows, kernel)
-    seen["updates"][name] = {"kernel_of_the_test": bool(kernel), "problems": problems}
+    problems = four_layers.update(name)
+    seen["updates"][name] = {"kernel_of_the_test": bool(folders.BASES[name].kernel), "problems": problems}
     assert not problems
 
 
@@ -120,3 +104,16 @@ def test_server_is_as_good_as_new_after_all_refusals(four_layers: FourLayers) ->
     first = four_layers.scores("bf16")
     four_layers.server.load(four_layers.base("bf16"))
     assert four_layers.server.score(four_layers.rows) == first
+
+
+@pytest.mark.parametrize("name", ["BF16", "fp8-dynamic", "fp8-tensor", "fp8-block", "merged LoRA", "run in FP8"])
+def test_whole_model(server: Server, models: Models, seen: dict[str, dict[str, Any]], name: str) -> None:
+    rows, prompts = reference.held_rows(models.source, 8, 256), reference.question_rows(models.source)
+    kernel = Models.kernels.get(name, "")
+    compared = checks.compare(server, models.build(name), kernel, rows, prompts)
+    seen["models"][name] = {"kernel_of_the_test": bool(kernel), **asdict(compared)}
+    assert not compared.problems
+    if "FP8" in name or "fp8" in name:
+        assert compared.counts["codes"] == CODES[768 if name == "fp8-block" else 576]
+    else:
+        assert compared.counts["codes"] == 0

@@ -26,8 +26,7 @@ def test_loaded_folder_answers_like_its_reference(four_layers: FourLayers, name:
 
 
 def test_running_engine_takes_new_weights_and_the_old_ones_again(four_layers: FourLayers) -> None:
-    other = folders.write_changed(four_layers.base("dyn"), four_layers.folder / "dyn-update")
-    assert not checks.update(four_layers.server, four_layers.base("dyn"), other, four_layers.rows)
+    assert not four_layers.update("dyn")
 
 
 @pytest.mark.parametrize("damage", [d for d in folders.DAMAGES if d.name in DAMAGES], ids=lambda damage: damage.name)
