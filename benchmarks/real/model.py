@@ -10,13 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.real import RealError
 from benchmarks.real.wheel import Content
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 WEIGHTS_SHA256 = "842df3b5a6f7ba68d549625602e166d5d090a03074dd370cb4f470a7d3120a96"
 NOTICE = """SmolLM2-135M-Instruct
@@ -80,7 +81,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read(gguf: Path) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def _read(gguf: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, dict[str, torch.Tensor]]:
     """Configuration, tokenizer and BF16 tensors of the GGUF file; the head is tied to the embedding and left out."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,6 +107,6 @@ def _read(gguf: Path) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     return config, tokenizer, tensors
 
 
-def _write_generation_config(folder: Path, config: Any) -> None:
+def _write_generation_config(folder: Path, config: PretrainedConfig) -> None:
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")

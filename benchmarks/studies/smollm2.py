@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import smollm2_equal as equal
 import smollm2_plots
@@ -78,22 +77,24 @@ RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 def config(steps: int, lr: str = LR, rows: str = "text") -> Config:
     phase = "pretrain" if rows == "text" else "sft"
     held_out = f"[{{path: {text.DATA}/instructions.eval.jsonl, max_samples: 128}}]" if phase == "sft" else "[]"
-    values = {"model": text.MODEL, "data": text.DATA, "rows": rows, "phase": phase, "steps": steps, "lr": lr,
-              "eval": held_out}  # fmt: skip
-    return load_config_text(CONFIG.format(**values), ())
+    values = {"rows": rows, "phase": phase, "steps": steps, "lr": lr, "eval": held_out}
+    return load_config_text(CONFIG.format(model=text.MODEL, data=text.DATA, **values), ())
 
 
 def fork(
-    home: Path, name: str, cfg: Config, seed: int, words: tuple[str, ...] = (), plant: tuple[Any, ...] = ()
+    home: Path, name: str, cfg: Config, seed: int, words: tuple[str, ...] = (), plant: tuple[object, ...] = ()
 ) -> Unit:
     steps = cfg.train.steps
     if cfg.data.eval:
         return Unit(name, bare(cfg, home, name, seed, *words), plant=plant)
     return Unit(
-        name, bare(cfg, home, name, seed, *words), plant=plant, watch=("smollm2_text", "watch", FEW, False),
+        name,
+        bare(cfg, home, name, seed, *words),
+        plant=plant,
+        watch=("smollm2_text", "watch", FEW, False),
         watch_at=tuple(step for step in WATCHED if step < steps),
         look=("smollm2_text", "watch_end", FEW if steps == SHORT else MANY),
-    )  # fmt: skip
+    )
 
 
 def pair(home: Path, kind: str, cfg: Config, seed: int, recipe: str = "blockwise") -> list[Unit]:
@@ -148,6 +149,7 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
+    # Two seeds of what decides, then what explains it, then the other seeds and recipes.
     for seed in range(2):
         yield from seed_forks(home, cfg, seed)
     for seed in range(2):
@@ -192,20 +194,21 @@ def gaps(outcomes: Outcomes, name: str, high: str, step: int, side: str = "own")
     high precision for ``side`` "high"."""
     values = []
     for seed in range(SEEDS):
-        ours, theirs = (outcomes.get(f"{of}-seed-{seed}") for of in (name, high))
-        if ours is None or theirs is None or ours.failure or theirs.failure:
+        low, full = (outcomes.get(f"{of}-seed-{seed}") for of in (name, high))
+        if low is None or full is None or low.failure or full.failure:
             continue
         if not step:
-            values.append(held(ours, theirs, side))
+            values.append(held(low, full, side))
             continue
-        mine, other = (of.more.get(str(step)) for of in (ours, theirs))
-        if mine and other and side in mine:
-            count = min(len(mine[side]), len(other["own"]))
-            values.append(sum(mine[side][:count]) / sum(other["own"][:count]) - 1)
+        look, exact = (of.more.get(str(step)) for of in (low, full))
+        if look and exact and side in look:
+            count = min(len(look[side]), len(exact["own"]))  # a look at the end has more windows than an earlier one
+            values.append(sum(look[side][:count]) / sum(exact["own"][:count]) - 1)
     return values
 
 
-def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
+def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
+    # By what is in FP8: the gap as it trains, and of its weights in high precision.
     named = {"blockwise": "blockwise", **{recipe: recipe for recipe in RECIPES}, "torchao tensorwise": "torchao"}
     named |= {setting: folder_name(setting) for setting in SETTINGS}
     rows = [
@@ -230,7 +233,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     for design, what, name, high, step in others:
         if values := gaps(outcomes, name, high, step):
             rows.append(row(design, what, values, FORK))
-    curves: dict[str, Any] = {}
+    curves: dict[str, object] = {}
     for what, name in named.items():
         at = {step: gaps(outcomes, name, "high", step) for step in (*WATCHED, STEPS)}
         curves[what] = {"steps": [s for s, of in at.items() if of], "gaps": [of for of in at.values() if of]}
@@ -239,12 +242,14 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     }
     trained = {part: gaps(outcomes, f"part-{part.replace(' ', '_')}", "high", SHORT, "high") for part in PARTS}
     return {
-        "rows": rows, "growth": curves, "equal": _equal(outcomes),
+        "rows": rows,
+        "growth": curves,
+        "equal": _equal(outcomes),
         "parts": [{"part": part, "gaps": of, "in_high_precision": trained.get(part, [])} for part, of in parts.items()],
-    }  # fmt: skip
+    }
 
 
-def _equal(outcomes: Outcomes) -> list[dict[str, Any]]:
+def _equal(outcomes: Outcomes) -> list[dict[str, object]]:
     """A line for each configuration at equal weights."""
     high = outcomes.get(equal.HIGH)
     if high is None:
@@ -259,7 +264,7 @@ def _equal(outcomes: Outcomes) -> list[dict[str, Any]]:
     return lines
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, object], path: Path) -> None:
     smollm2_plots.draw(result, FORK, path)
 
 
@@ -270,5 +275,8 @@ STUDY = Study(
         Design("forks, blockwise", SEEDS, 0.0008, "two seeds of 40 steps, which agreed within 0.16 points", FORK),
         Design("forks, other recipes", 2, 0.0008, "the same", FORK),
     ),
-    units, judge, draw, archive=equal.ARCHIVE,
-)  # fmt: skip
+    units,
+    judge,
+    draw,
+    archive=equal.ARCHIVE,
+)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import smollm2_text as text
 import torch
+from torch import nn
 
-from octavo import fp8
+from octavo import fp8, train
+
+Figures = dict[str, object]
 
 ENOUGH = 0.001  # standard error of the mean gap, as a share of the loss
 CHUNK = 24  # windows between two looks at the standard error
@@ -24,17 +26,17 @@ HIGH = "equal-high"
 MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def high(home: Path) -> dict[str, Any]:
+def high(home: Path) -> Figures:
     """Losses of all windows in high precision: the other side of every gap."""
     return {"losses": text.losses(_model(), 0, AT_MOST)}
 
 
-def bf16(home: Path) -> dict[str, Any]:
+def bf16(home: Path) -> Figures:
     """The model in BF16, without FP8."""
     return _compare(home, _model().bfloat16(), AT_LEAST)
 
 
-def recipe(home: Path, name: str) -> dict[str, Any]:
+def recipe(home: Path, name: str) -> Figures:
     """A recipe in all linear layers, until the standard error is at most ENOUGH."""
     model = _model()
     plan = fp8.plan(model, name)
@@ -44,7 +46,7 @@ def recipe(home: Path, name: str) -> dict[str, Any]:
     return {**_compare(home, model, AT_MOST), "layers": sum(row.fp8 for row in plan.rows)}
 
 
-def torchao(home: Path, name: str) -> dict[str, Any]:
+def torchao(home: Path, name: str) -> Figures:
     """torchao's float8 training, emulated, on the same weights."""
     import torchao
 
@@ -53,11 +55,11 @@ def torchao(home: Path, name: str) -> dict[str, Any]:
     return {**_compare(home, model, AT_MOST), "version": torchao.__version__}
 
 
-def plant_torchao(run: Any, name: str) -> None:
+def plant_torchao(run: train.Run, name: str) -> None:
     convert_to_torchao(run.model, name)
 
 
-def convert_to_torchao(model: Any, name: str) -> None:
+def convert_to_torchao(model: nn.Module, name: str) -> None:
     """Convert the linear layers of a model in place, all but the output head, as Octavo's plan does."""
     from dataclasses import replace
 
@@ -67,7 +69,7 @@ def convert_to_torchao(model: Any, name: str) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
 
 
-def operands(home: Path, name: str, what: str) -> dict[str, Any]:
+def operands(home: Path, name: str, what: str) -> Figures:
     """Only weights, activations or gradients rounded, by the blocks of a recipe."""
     import smollm2_operands
 
@@ -76,7 +78,7 @@ def operands(home: Path, name: str, what: str) -> dict[str, Any]:
     return _compare(home, model, AT_LEAST)
 
 
-def noise(home: Path, name: str) -> dict[str, Any]:
+def noise(home: Path, name: str) -> Figures:
     """No FP8: the weights times normal noise as large as the rounding of a recipe's weights."""
     model, spec = _model(), fp8.recipe(name).fwd.b  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +92,7 @@ def noise(home: Path, name: str) -> dict[str, Any]:
     return {**_compare(home, model, AT_LEAST), "relative_error": float(np.mean(relative))}
 
 
-def layers(home: Path, name: str, globs: list[str], gemms: list[str]) -> dict[str, Any]:
+def layers(home: Path, name: str, globs: list[str], gemms: list[str]) -> Figures:
     """FP8 only in the layers that match, and only in these GEMMs."""
     model = _model()
     off = {gemm: "bf16" for gemm in ("fwd", "dgrad", "wgrad") if gemm not in gemms}
@@ -98,26 +100,26 @@ def layers(home: Path, name: str, globs: list[str], gemms: list[str]) -> dict[st
     plan = fp8.plan(model, policy)
     fp8.apply(model, plan)
     count = sum(row.fp8 for row in plan.rows)
-    # Without an FP8 forward the loss is that of high precision; only the gradient differs.
+    # Without an FP8 forward only the gradient differs from high precision.
     return {**_compare(home, model, AT_LEAST if "fwd" in gemms else 0), "layers": count}
 
 
-def summarize(figures: dict[str, Any], reference: list[float]) -> dict[str, float]:
+def summarize(figures: Figures, reference: list[float]) -> dict[str, float]:
     """The gap of a task as a share of the loss, and its standard error over windows."""
-    own = np.array(figures["losses"])
-    base = np.array(reference[: len(own)])
-    gaps = own - base
+    losses = np.array(figures["losses"])
+    base = np.array(reference[: len(losses)])
+    gaps = losses - base
     error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return {"gap": float(gaps.mean() / base.mean()), "error": error / float(base.mean()), "windows": len(own)}
+    return {"gap": float(gaps.mean() / base.mean()), "error": error / float(base.mean()), "windows": len(losses)}
 
 
-def _model() -> Any:
+def _model() -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(text.MODEL, dtype=torch.float32)
 
 
-def _compare(home: Path, model: Any, most: int) -> dict[str, Any]:
+def _compare(home: Path, model: nn.Module, most: int) -> Figures:
     from units import DONE, UNITS
 
     figures = _compare_gradients(model)
@@ -125,31 +127,32 @@ def _compare(home: Path, model: Any, most: int) -> dict[str, Any]:
     if not file.is_file():
         file = ARCHIVE / f"{HIGH}.json"
     reference = json.loads(file.read_text("utf-8"))["more"]["losses"]
-    own: list[float] = []
-    while len(own) < most:
-        own += text.losses(model, len(own), len(own) + CHUNK)
-        if len(own) >= AT_LEAST and summarize({"losses": own}, reference)["error"] <= ENOUGH:
+    losses: list[float] = []
+    while len(losses) < most:
+        losses += text.losses(model, len(losses), len(losses) + CHUNK)
+        if len(losses) >= AT_LEAST and summarize({"losses": losses}, reference)["error"] <= ENOUGH:
             break
-    return {"losses": own, **figures}
+    return {"losses": losses, **figures}
 
 
-def _compare_gradients(model: Any) -> dict[str, Any]:
+def _compare_gradients(model: nn.Module) -> Figures:
     """Relative error and cosines of the gradient of one micro-batch, over the linear layers of the decoder."""
-    ours, theirs = _gradients(model), _gradients(_model())
+    gradients, exact = _gradients(model), _gradients(_model())
     cosines = {
-        name: float(torch.nn.functional.cosine_similarity(ours[name].flatten(), theirs[name].flatten(), 0))
-        for name in theirs
+        name: float(torch.nn.functional.cosine_similarity(gradients[name].flatten(), exact[name].flatten(), 0))
+        for name in exact
     }
-    error = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs)
-    norm = sum(float(theirs[name].square().sum()) for name in theirs)
+    error = sum(float((gradients[name] - exact[name]).square().sum()) for name in exact)
+    norm = sum(float(exact[name].square().sum()) for name in exact)
     lowest = sorted(cosines, key=cosines.__getitem__)[:4]
     return {
-        "gradient_error": math.sqrt(error / norm), "cosine": float(np.mean(list(cosines.values()))),
+        "gradient_error": math.sqrt(error / norm),
+        "cosine": float(np.mean(list(cosines.values()))),
         "lowest_cosines": {name: cosines[name] for name in lowest},
-    }  # fmt: skip
+    }
 
 
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     ids = text.windows()[-text.BATCH :]
     model.train()
     model.zero_grad()

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
-from octavo import fp8
+from octavo import fp8, train
 
 #: what is rounded -> operands, as (GEMM, a or b)
 OPERANDS = {
@@ -27,7 +27,7 @@ OPERANDS = {
 ON = "_rounded_operands"
 
 
-def plant(run: Any, recipe: str, what: str) -> None:
+def plant(run: train.Run, recipe: str, what: str) -> None:
     """Round these operands in the linear layers of all decoder layers; the output head stays as it is."""
     apply(run.model, recipe, what)
 
@@ -53,7 +53,7 @@ def off(model: nn.Module) -> Iterator[None]:
             module.__dict__[ON] = True
 
 
-def _forward(module: nn.Linear, casts: Any, chosen: set[tuple[str, str]], x: Tensor) -> Tensor:
+def _forward(module: nn.Linear, casts: fp8.Recipe, chosen: set[tuple[str, str]], x: Tensor) -> Tensor:
     if not module.__dict__[ON]:
         return nn.functional.linear(x, module.weight, module.bias)
     y: Tensor = _Product.apply(x.flatten(0, -2), module.weight, casts, chosen)
@@ -62,25 +62,25 @@ def _forward(module: nn.Linear, casts: Any, chosen: set[tuple[str, str]], x: Ten
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, casts: Any, chosen: set[tuple[str, str]]) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, w: Tensor, casts: fp8.Recipe, chosen: set[tuple[str, str]]) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.casts, ctx.chosen = casts, chosen
-        a, b = _rounded(ctx, "fwd", x, w)
+        a, b = _round_chosen(ctx, "fwd", x, w)
         return a @ b.t()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        dy_row, w_row = _rounded(ctx, "dgrad", dy, w)
-        dy_col, x_col = _rounded(ctx, "wgrad", dy, x)
+        dy_row, w_row = _round_chosen(ctx, "dgrad", dy, w)
+        dy_col, x_col = _round_chosen(ctx, "wgrad", dy, x)
         return dy_row @ w_row, dy_col.t() @ x_col, None, None
 
 
-def _rounded(ctx: Any, gemm: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _round_chosen(ctx: FunctionCtx, gemm: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both operands of a GEMM, each rounded if it is one of the chosen."""
     pair = ctx.casts.gemm(gemm)
 
-    def one(side: str, value: Tensor, spec: Any) -> Tensor:
+    def one(side: str, value: Tensor, spec: fp8.CastSpec) -> Tensor:
         if (gemm, side) not in ctx.chosen:
             return value
         return fp8.dequantize(fp8.quantize(value.contiguous(), spec), value.dtype)

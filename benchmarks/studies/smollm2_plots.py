@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octavo.report.run.plots import PALETTE, STYLE
 
 
-def draw(result: Mapping[str, Any], bar: float, path: Path) -> None:
+def draw(result: Mapping[str, object], bar: float, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 3.8), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -22,7 +22,7 @@ def draw(result: Mapping[str, Any], bar: float, path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def _draw_growth(axes: Any, growth: Mapping[str, Any], bar: float) -> None:
+def _draw_growth(axes: Axes, growth: Mapping[str, object], bar: float) -> None:
     """The mean gap by step, and the range of the seeds."""
     for number, (what, curve) in enumerate((what, curve) for what, curve in growth.items() if curve["steps"]):
         middle = np.array([100 * np.mean(gaps) for gaps in curve["gaps"]])
@@ -30,16 +30,23 @@ def _draw_growth(axes: Any, growth: Mapping[str, Any], bar: float) -> None:
         color = PALETTE[f"fp8-{number % 4}"]
         style = "-" if number < 4 else ":"
         axes.errorbar(
-            np.array(curve["steps"]) + 0.6 * number, middle, (middle - low, high - middle), color=color,
-            linestyle=style, marker="o", markersize=3, capsize=2, label=f"{what} ({len(curve['gaps'][-1])})",
-        )  # fmt: skip
+            np.array(curve["steps"]) + 0.6 * number,
+            middle,
+            (middle - low, high - middle),
+            color=color,
+            linestyle=style,
+            marker="o",
+            markersize=3,
+            capsize=2,
+            label=f"{what} ({len(curve['gaps'][-1])})",
+        )
     axes.axhline(100 * bar, color=PALETTE["soft"], linestyle="--", linewidth=1)
     axes.axhline(0, color=PALETTE["ink"], linewidth=0.8)
     axes.set(title="Continued training: loss above high precision's", xlabel="step", ylabel="% (range of the seeds)")
     axes.legend(fontsize=7)
 
 
-def _draw_parts(axes: Any, parts: list[dict[str, Any]]) -> None:
+def _draw_parts(axes: Axes, parts: list[Mapping[str, object]]) -> None:
     """One point a seed, by what is in FP8."""
     shown = [part for part in parts if part["gaps"]][::-1]
     for y, part in enumerate(shown):

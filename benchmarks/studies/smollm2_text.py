@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import smollm2_operands
 import torch
+from torch import nn
 
 from octavo import fp8, train
 
@@ -49,7 +49,7 @@ def windows() -> torch.Tensor:
 
 
 @torch.no_grad()
-def losses(model: Any, first: int, last: int) -> list[float]:
+def losses(model: nn.Module, first: int, last: int) -> list[float]:
     """The mean loss of each of the windows `first` to `last` (exclusive), nats a token."""
     was_training = model.training
     model.eval()
@@ -79,7 +79,7 @@ def watch(run: train.Run, count: int, high: bool) -> dict[str, list[float]]:
 
 
 @contextmanager
-def high_precision(model: Any) -> Iterator[None]:
+def high_precision(model: nn.Module) -> Iterator[None]:
     """High precision in FP8 layers, and in layers of which this study rounds single operands."""
     with ExitStack() as stack:
         stack.enter_context(fp8.high_precision(model))

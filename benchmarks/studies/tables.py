@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "studies.md", ROOT / "benchmarks" / "results"
+Result = Mapping[str, Any]
 PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -33,7 +34,7 @@ def written(page: str, results: Path = RESULTS) -> str:
     return PLACE.sub(fill, page)
 
 
-def rows(result: Mapping[str, Any]) -> str:
+def rows(result: Result) -> str:
     lines = ["| design | of what | gap, 95 % interval | bar | units | |", "|---|---|---|---|---|---|"]
     for one in result["rows"]:
         cells = (one["design"], one["what"], interval(one), percent(one["margin"], sign=False), str(one["units"]))
@@ -62,7 +63,7 @@ def percent(share: float, sign: bool = True) -> str:
     return f"{text} %" if sign else f"{value:g} %"
 
 
-def power(result: Mapping[str, Any]) -> str:
+def power(result: Result) -> str:
     lines = ["| design | units | assumed standard deviation | expected interval | chance to pass | units for 80 % |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for one in result["power"][-1]["designs"]:
@@ -75,19 +76,19 @@ def power(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def cost(result: Mapping[str, Any]) -> str:
+def cost(result: Result) -> str:
     whole = "all" if result["trained"] == result["units"] else f"{result['trained']} of"
     failed = f", {len(result['failed'])} failed" if result["failed"] else ""
     return f"`{result['command']}`: {whole} {result['units']} units{failed}, {result['cpu_hours']:.2f} CPU hours."
 
 
-def cells(result: Mapping[str, Any]) -> str:
+def cells(result: Result) -> str:
     lines = ["| in FP8 | questions right | held-out loss |", "|---|---|---|"]
     lines += [f"| {name} | {100 * one['right']:.2f} % | {one['loss']:.4f} |" for name, one in result["cells"].items()]
     return "\n".join(lines)
 
 
-def routing(result: Mapping[str, Any]) -> str:
+def routing(result: Result) -> str:
     lines = ["| between | experts of a token that are others | choices that moved | busiest expert, over the mean |",
              "|---|---|---|---|"]  # fmt: skip
     for one in result["routing"]:
@@ -100,21 +101,19 @@ def routing(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def equal(result: Mapping[str, Any]) -> str:
+def equal(result: Result) -> str:
     """What FP8 costs at equal weights, by recipe and by layer: the order of the result file."""
-    lines = ["| in FP8 | layers | gap of the loss (standard error) | windows | gradient: error | mean cosine |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| in FP8 | layers | gap of the loss (standard error) | windows | gradient: error | mean cosine |"]
+    lines.append("|---|---|---|---|---|---|")
     for one in result["equal"]:
         gap = "" if "gap" not in one else f"{percent(one['gap'])} ({100 * one['error']:.3f})"
-        cells = (
-            one["what"].partition("-")[2].replace("_", r"\_"), str(one.get("layers", "")), gap,
-            str(one.get("windows", "")), f"{one['gradient_error']:.3f}", f"{one['cosine']:.3f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        name, layers = one["what"].partition("-")[2].replace("_", r"\_"), one.get("layers", "")
+        gradient = f"{one['gradient_error']:.3f} | {one['cosine']:.3f}"
+        lines.append(f"| {name} | {layers} | {gap} | {one.get('windows', '')} | {gradient} |")
     return "\n".join(lines)
 
 
-def parts(result: Mapping[str, Any]) -> str:
+def parts(result: Result) -> str:
     lines = [
         "| in FP8 | gap after 40 steps, by seed | the trained weights in high precision, by seed |",
         "|---|---|---|",

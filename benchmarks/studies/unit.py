@@ -30,10 +30,10 @@ class Unit:
     average: bool = False
     plant: tuple[Any, ...] = ()
     look: tuple[Any, ...] = ()
-    watch: tuple[Any, ...] = ()
+    watch: tuple[object, ...] = ()
     watch_at: tuple[int, ...] = ()
     keeps: bool = False
-    task: tuple[Any, ...] = ()
+    task: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _needs(cfg: Config | None) -> list[Path]:
     return [] if cfg is None else [Path(path) for path in (cfg.run.fork, cfg.run.start_from) if path is not None]
 
 
-def _settings(cfg: Config | None, plant: Sequence[Any], task: Sequence[Any]) -> dict[str, Any]:
+def _settings(cfg: Config | None, plant: Sequence[object], task: Sequence[object]) -> dict[str, Any]:
     """The settings that decide a unit's numbers: all but paths."""
     from octavo.report.trial.reuse import comparable_settings
 
@@ -176,10 +176,8 @@ def _run_task(folder: Path, home: Path, unit: Unit) -> None:
     folder.mkdir(parents=True)
     began = time.process_time()
     figures = call(unit.task, home)
-    stored = {
-        "name": unit.name, "begins": 0, "losses": [], "held": {}, "more": figures, "config": None, "plant": (),
-        "task": unit.task, "cpu_seconds": round(time.process_time() - began, 1),
-    }  # fmt: skip
+    stored = {"name": unit.name, "begins": 0, "losses": [], "held": {}, "more": figures}
+    stored |= {"cpu_seconds": round(time.process_time() - began, 1), "config": None, "plant": (), "task": unit.task}
     atomic_write.write_text(folder / DONE, json.dumps(stored) + "\n")
 
 

@@ -246,7 +246,7 @@ class _Loading:
         self._check_cut()
 
     def _fill_fused(self, name: str, tensor: FileTensor) -> bool:
-        """Whether a weight is that of a whole fused matrix, which vLLM loads, too."""
+        """Whether a weight is a whole fused matrix, which vLLM loads, too."""
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         parts = next((parts for parts in _FUSED_PARTS if leaf == _FUSED_NAMES[parts[0]]), ())
         names = [f"{parent}.{part}.weight" for part in parts]
