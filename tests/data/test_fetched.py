@@ -181,7 +181,7 @@ def test_least_recently_used_file_is_evicted_and_open_file_stays_readable(url_of
     assert names == {f"{found[0].key}.arrow", f"{found[2].key}.arrow"}
     assert second[9]["messages"][1]["content"] == "19" and first[0]
     store.limit = size // 9
-    with pytest.raises(DataError, match=r"part-03\.jsonl takes .* GB here, and fetch_gb of its data set allows"):
+    with pytest.raises(DataError, match=r"part-03\.jsonl takes .* here, and fetch_gb of its data set allows"):
         open_shard(store, found[3])
     assert not [*store.folder.glob(".*.tmp*")]
 
