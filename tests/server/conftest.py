@@ -84,7 +84,11 @@ class FourLayers:
         for name in bases:
             self.base(name)
         folder = folders.damaged(damage, self.folder, self.folder / damage.name)
-        seen = outcomes.observe(self.server, folder, damage.kernel, self.rows, self.scores(damage.base), self.far)
+        good = self.scores(damage.base)
+        if damage.right:
+            self.server.load(folders.right(damage, self.folder, self.folder / f"{damage.name}-right"), damage.kernel)
+            good = self.server.score(self.rows)
+        seen = outcomes.observe(self.server, folder, damage.kernel, self.rows, good, self.far)
         self._observed[damage.name] = seen, outcomes.predict(folder)
         return self._observed[damage.name]
 
