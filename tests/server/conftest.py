@@ -38,6 +38,7 @@ class FourLayers:
         self.server, self.model, self.folder = server, model, folder
         self.rows = reference.held_rows(model, 2, 64)
         self._scores: dict[str, reference.Scores] = {}
+        self._observed: dict[str, tuple[outcomes.Outcome, str]] = {}
 
     def base(self, name: str) -> Path:
         """The good folder of this name (`folders.BASES`)."""
@@ -73,13 +74,23 @@ class FourLayers:
         return reference.TIMES * reference.distance(self.scores("dyn"), self.scores("bf16")).mean
 
     def observe(self, damage: folders.Damage) -> tuple[outcomes.Outcome, str]:
-        """What vLLM does with a damaged folder, and what `octavo verify` says that it does."""
+        """What vLLM does with a damaged folder, and what `octavo verify` says that it does.
+
+        The short and the full form have folders in common; each is loaded once.
+        """
+        if damage.name in self._observed:
+            return self._observed[damage.name]
         bases = ("bf16", damage.base, *(("pad",) if folders.BASES[damage.base].padded else ()))
         for name in bases:
             self.base(name)
         folder = folders.damaged(damage, self.folder, self.folder / damage.name)
-        seen = outcomes.observe(self.server, folder, damage.kernel, self.rows, self.scores(damage.base), self.far)
-        return seen, outcomes.predict(folder)
+        good = self.scores(damage.base)
+        if damage.right:
+            self.server.load(folders.right(damage, self.folder, self.folder / f"{damage.name}-right"), damage.kernel)
+            good = self.server.score(self.rows)
+        seen = outcomes.observe(self.server, folder, damage.kernel, self.rows, good, self.far)
+        self._observed[damage.name] = seen, outcomes.predict(folder)
+        return self._observed[damage.name]
 
 
 @pytest.fixture(scope="session")

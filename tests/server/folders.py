@@ -115,13 +115,17 @@ Change = Callable[[Tensors, Config, Tensors], tuple[Tensors, Config]]  # (tensor
 
 @dataclass(frozen=True)
 class Damage:
-    """`change` is applied to a copy of the folder of `base`, whose answers are right; `after` to the files written."""
+    """`change` is applied to a copy of the folder of `base`, `after` to the files written.
+
+    Right answers are those of `base`, or of a copy with another change, `right`.
+    """
 
     name: str
     base: str
     change: Change
     after: Callable[[Path], None] = lambda folder: None
     kernel: str = ""
+    right: Change | None = None
 
 
 def _without(*names: str) -> Change:
@@ -169,6 +173,13 @@ def _in_blocks(*parts: str) -> Change:
     return change
 
 
+def _other_head(tied: bool) -> Change:
+    def change(w: Tensors, c: Config, bf16: Tensors) -> tuple[Tensors, Config]:
+        return w | {"lm_head.weight": w["model.embed_tokens.weight"].flip(0)}, {**c, "tie_word_embeddings": tied}
+
+    return change
+
+
 def _stray(folder: Path) -> None:
     """An index, and a file that it does not name."""
     names = load_file(folder / "model.safetensors")
@@ -197,11 +208,8 @@ DAMAGES = (
     Damage("dyn-scale-flat", "dyn", _scales(lambda scale: scale.flatten())),
     Damage("dyn-qlost", "dyn", lambda w, c, bf16: (w, _unquantized(c))),
     Damage("dyn-skip-covers", "dyn", lambda w, c, bf16: (w, _ignore(c, DOWN))),
-    Damage(
-        "bf16-tied-differs",
-        "bf16",
-        lambda w, c, bf16: (w | {"lm_head.weight": w["model.embed_tokens.weight"].flip(0)}, c),
-    ),
+    # the head of the file is used, although config.json ties it to the embedding
+    Damage("bf16-tied-differs", "bf16", _other_head(tied=True), right=_other_head(tied=False)),
     Damage("dyn-stray", "dyn", lambda w, c, bf16: (w, c), after=_stray),
     Damage("block-scale-name", "block", _renamed("_scale_inv", "_scale"), kernel="block"),
     Damage("block-missing-scale", "block", _without(f"{DOWN}_scale_inv"), kernel="block"),
@@ -213,11 +221,20 @@ DAMAGES = (
 
 def damaged(damage: Damage, bases: Path, folder: Path) -> Path:
     """Write the folder of a damage; `bases` holds the good ones of four layers by their names."""
-    tensors, config = read(bases / damage.base)
-    bf16, _ = read(bases / ("pad" if BASES[damage.base].padded else "bf16"))
-    write(folder, *damage.change(tensors, config, bf16), companions=bases / damage.base)
+    _write_change(damage, damage.change, bases, folder)
     damage.after(folder)
     return folder
+
+
+def right(damage: Damage, bases: Path, folder: Path) -> Path:
+    """Write the folder whose answers are right for a damage that has `right`."""
+    return _write_change(damage, damage.right, bases, folder)
+
+
+def _write_change(damage: Damage, change: Change, bases: Path, folder: Path) -> Path:
+    tensors, config = read(bases / damage.base)
+    bf16, _ = read(bases / ("pad" if BASES[damage.base].padded else "bf16"))
+    return write(folder, *change(tensors, config, bf16), companions=bases / damage.base)
 
 
 def write_changed(source: Path, folder: Path) -> Path:

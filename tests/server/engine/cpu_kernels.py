@@ -48,7 +48,10 @@ def scaled_fp8_quant(
 
 
 class DecodedBlocks(Fp8BlockScaledMMLinearKernel):
-    """Decodes both operands and multiplies them in fp32. vLLM's own two kernels for CPUs need AMX tiles."""
+    """Decodes both operands and multiplies them in fp32. vLLM's own two kernels for CPUs need AMX tiles.
+
+    Like the casts of vLLM's kernels for GPUs (per_token_group_quant_fp8) it takes whole groups of activations only.
+    """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -65,8 +68,10 @@ class DecodedBlocks(Fp8BlockScaledMMLinearKernel):
         """A [M, K] with scales As of 128 columns, B [N, K] with scales Bs of blocks; returns [M, N] in fp32."""
         rows, columns = self.weight_group_shape
         n, k = B.shape
+        if k % 128:
+            raise ValueError(f"the last dimension of the activations, {k}, must be divisible by 128")
         weight = B.float() * Bs.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-        inputs = A.float() * As.float().repeat_interleave(128, 1)[:, :k]
+        inputs = A.float() * As.float().repeat_interleave(128, 1)
         return inputs @ weight.t()
 
 
