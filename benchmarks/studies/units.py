@@ -30,6 +30,7 @@ from octavo.base import atomic_write
 from octavo.config import Config, load_config_text, override, to_yaml
 from octavo.report.trial import exit_with_parent
 
+ROOT = Path(__file__).resolve().parents[2]
 UNITS, DONE, TRAINED = "units", "unit.json", "run"
 BARE = (
     "run.resume=never", "run.save_every=0", "run.log_every=1", "run.health_every=0", "run.gain_steps=0", "run.hf=false",
@@ -51,8 +52,9 @@ def read(home: Path, unit: Unit, archive: Path | None = None) -> Outcome | None:
         return None
     stored = json.loads(file.read_text(encoding="utf-8"))
     config, plant, task = stored.pop("config"), stored.pop("plant"), stored.pop("task", ())
-    was = _settings(None if config is None else load_config_text(config), plant, task)
-    now = _settings(unit.cfg, unit.plant, unit.task)
+    was = _settings(None if config is None else load_config_text(_portable(config, home)), plant, task)
+    present = None if unit.cfg is None else load_config_text(_portable(to_yaml(unit.cfg), home))
+    now = _settings(present, unit.plant, unit.task)
     if keys := [key for key in now if was.get(key) != now[key]]:
         where = file.parent if file.name == DONE else file
         raise SystemExit(f"{where} was trained with other {', '.join(keys)}; give another --dir, or delete it")
@@ -120,7 +122,8 @@ def train_all(
             assert outcome is not None
             if archive is not None:
                 archive.mkdir(parents=True, exist_ok=True)
-                atomic_write.write_text(archive / f"{unit.name}.json", (home / UNITS / unit.name / DONE).read_text())
+                content = (home / UNITS / unit.name / DONE).read_text(encoding="utf-8")
+                atomic_write.write_text(archive / f"{unit.name}.json", _portable(content, home))
             outcomes[unit.name] = outcome
             held = ", ".join(f"{key} {value:.4f}" for key, value in outcome.held.items())
             log(f"{len(outcomes)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
@@ -152,6 +155,11 @@ def _settings(cfg: Config | None, plant: Sequence[object], task: Sequence[object
     if cfg is None:
         return {"task": list(task)}
     return {**comparable_settings(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
+
+
+def _portable(text: str, home: Path) -> str:
+    """A configuration without the paths of this machine: as if the command had run in the root of the repository."""
+    return text.replace(str(home), f"build/studies/{home.name}").replace(f"{ROOT}/", "")
 
 
 def _tail(path: Any) -> str | None:
