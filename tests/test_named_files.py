@@ -56,7 +56,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for name in SETTINGS:
         yield name, (ROOT / name).read_text(encoding="utf-8")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    yield "CHANGELOG.md", re.split(r"^## (?!Unreleased|0\.5)", changes, maxsplit=1, flags=re.MULTILINE)[0]
+    yield "CHANGELOG.md", re.split(r"^## (?=0\.[0-4]\.)", changes, maxsplit=1, flags=re.MULTILINE)[0]
     at_root = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
     pages = [*at_root, *sorted((ROOT / "docs").rglob("*.md"))]
     scripts = [path for path in sorted((ROOT / "examples").rglob("*")) if path.is_file() and path.suffix != ".pyc"]

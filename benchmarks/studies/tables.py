@@ -44,7 +44,8 @@ def rows(result: Result) -> str:
 
 def interval(one: Mapping[str, Any]) -> str:
     if "estimate" not in one:
-        return "; ".join(one.get("failed", ())) or "none: fewer than two units"
+        single = f"{percent(one['gaps'][0])}, one unit" if len(one["gaps"]) == 1 else "none: no unit"
+        return "; ".join(one.get("failed", ())) or single
     return f"{percent(one['estimate'])} ({percent(one['low'])} to {percent(one['high'])})"
 
 
