@@ -136,7 +136,7 @@ def test_rollout_runs_as_many_sequences_as_fit(rl_config: Make, monkeypatch) -> 
         monkeypatch.setattr(rollout, "slots_for", record_slots)
         if name == "one":
             with pytest.raises(
-                TrainError, match=r"the rollout has 0.0 MB of free memory, but one completion .*rl.kv: fp8"
+                TrainError, match=r"the rollout has 1 B of free memory, but one completion .*rl.kv: fp8"
             ):
                 rl.run(cfg)
             continue
