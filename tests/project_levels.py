@@ -57,6 +57,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"*"},
     ],
     "octavo.checkpoint": [{"trainer"}, {"hf_folder", "convert"}, {"run_state", "export", "verify"}, {"*"}],
+    "octavo.checkpoint.verify": [{"verify"}, {"loaders"}, {"servers"}, {"*"}],
     "octavo.train": [
         {"loop"},
         {"callbacks"},

@@ -58,7 +58,10 @@ def test_kv_cache_scales_are_recognized_by_name(copy: Good, form: str, names: tu
     add_scales(folder, names)
     scheme(folder)
     verified = verify(folder)
-    assert verified.findings == () and {v.verdict for v in verified.verdicts} == {"ok"}
+    # vLLM has parameters for fewer names than other programs write.
+    refused = "prob_scale" in names or (form == "ct-row" and "output_scale" in names[0])
+    assert [f.kind for f in verified.findings] == ["server"] * refused
+    assert [v.verdict for v in verified.verdicts] == ["ok", "refuses" if refused else "ok", "ok"]
     assert (
         f"{2 * len(names)} scales of an FP8 KV cache" in verified.form and names[0].rpartition(".")[2] in verified.form
     )
@@ -71,7 +74,8 @@ def test_kv_cache_scales_are_recognized_by_name(copy: Good, form: str, names: tu
 def test_kv_cache_scales_without_scheme_give_a_warning(copy: Good, form: str) -> None:
     folder = copy(form)
     add_scales(folder, NAMES["llm-compressor"])
-    assert kinds(folder) == {"cache-scales": "warn"}
+    # Without a quantization_config vLLM has no parameters for them.
+    assert kinds(folder) == {"cache-scales": "warn", **({"server": "fail"} if form == "plain" else {})}
     models.load(folder)
 
 
@@ -80,7 +84,7 @@ def test_kv_cache_scheme_without_scales_gives_a_warning(copy: Good) -> None:
     scheme(folder)
     verified = verify(folder)
     assert [f.kind for f in verified.findings] == ["cache-scales"] and verified.ok
-    assert {v.loader for v in verified.verdicts if v.verdict == "warns"} == {"vLLM", "SGLang"}
+    assert {v.loader for v in verified.verdicts if v.warns} == {"vLLM", "SGLang"}
     scheme(folder, {**SCHEME, "dynamic": True})
     assert kinds(folder) == {}  # computed from keys and values
 
@@ -173,7 +177,7 @@ def test_autofp8_layout_is_recognized(copy: Good, good: Good, activations: str) 
     assert [f.kind for f in verified.findings] == ["autofp8"] and verified.ok
     assert verified.form == "FP8, fp8 tensor" and all(c.status == "ok" for c in verified.compared)
     assert {v.loader: v.verdict for v in verified.verdicts} == {
-        "transformers": "loads garbage", "vLLM": "ok", "SGLang": "ok"
+        "transformers": "loads, wrong answers", "vLLM": "ok", "SGLang": "ok"
     }  # fmt: skip
     with pytest.raises(ModelError, match="quant_method 'fp8' without weight_block_size"):
         models.load(folder)

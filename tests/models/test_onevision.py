@@ -112,7 +112,7 @@ def test_known_problems_of_other_loaders_are_reported(published):
     """transformers has no such class."""
     actual = verify(published)
     assert actual.ok and [(one.kind, one.file) for one in actual.warnings] == [("own-family", "config.json")]
-    assert {one.loader: one.verdict for one in actual.verdicts} == dict.fromkeys(LOADERS, "warns")
+    assert {one.loader: (one.verdict, one.warns) for one in actual.verdicts} == dict.fromkeys(LOADERS, ("ok", True))
     assert actual.unread == ("configuration_llavaonevision1_5.py", "modeling_llavaonevision1_5.py")
 
 

@@ -162,7 +162,7 @@ def test_verify_warns(base: Callable[..., Path], tokenizer: bool, kind: str) -> 
     verified = verify(base("qwen3", tokenizer), quick=True)
     [finding] = verified.findings
     assert verified.ok and finding.kind == kind and finding.file == SETTINGS and "<|im_end|>" in finding.text
-    warned = {verdict.loader for verdict in verified.verdicts if verdict.verdict == "warns"}
+    warned = {verdict.loader for verdict in verified.verdicts if verdict.warns}
     assert warned == ({"transformers", "vLLM", "SGLang"} if tokenizer else {"transformers"})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.stock_model import StockModel
-from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
+from octavo.checkpoint.verify.findings import FAIL, GARBAGE, OK, REFUSES, WARN, Findings, Verdict
 from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
 from octavo.models import ModelError, empty
 from octavo.models.folder.folder import read_json
@@ -165,18 +165,18 @@ def adapter_verdicts(findings: Findings, config: Mapping[str, Any]) -> tuple[Ver
     warned = next((f for f in findings if f.status == WARN), None)
     verdicts = []
     for loader in ("transformers", "vLLM", "SGLang"):
-        source = "run: PEFT on transformers" if loader == "transformers" else f"read from {loader}'s code, not run"
+        source = "run: PEFT on transformers" if loader == "transformers" else f"read in its source ({loader})"
         if broken is not None:
             garbage = broken.kind in ("nan-values", "adapter-rank", "adapter-dtype")
-            verdicts.append(Verdict(loader, "loads garbage" if garbage else "refuses", broken.text, source))
+            verdicts.append(Verdict(loader, GARBAGE if garbage else REFUSES, broken.text, source))
         elif loader != "transformers" and (config.get("use_dora") or config.get("modules_to_save")):
             feature = "DoRA" if config.get("use_dora") else "modules_to_save"
             reason = f"{feature} is not served; merge the adapter (octavo merge)"
-            verdicts.append(Verdict(loader, "refuses", reason, source))
+            verdicts.append(Verdict(loader, REFUSES, reason, source))
         elif warned is not None:
-            verdicts.append(Verdict(loader, "warns", warned.text, source))
+            verdicts.append(Verdict(loader, OK, warned.text, source, warns=True))
         else:
-            verdicts.append(Verdict(loader, "ok", "PEFT's names, shapes and dtypes", source))
+            verdicts.append(Verdict(loader, OK, "PEFT's names, shapes and dtypes", source))
     return tuple(verdicts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
@@ -20,8 +20,21 @@ from octavo.models.errors import ModelError
 
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
-#: what a loader may do. If several apply, the last one counts: a loader that refuses loads no garbage.
-VERDICTS = ("ok", "warns", "loads garbage", "refuses")
+#: what a loader may do. If several apply, the last one counts: a loader that refuses loads nothing wrong.
+VERDICTS = OK, GARBAGE, REFUSES = ("ok", "loads, wrong answers", "refuses")
+
+
+class Consequence(NamedTuple):
+    """A loader's verdict and its reason.
+
+    run    True if the loader was run on such a folder, False if only its code was read
+    warns  True if the reason is a warning about a folder that is loaded well
+    """
+
+    verdict: str
+    reason: str
+    run: bool = False
+    warns: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a loader does with the folder, the reason, and its source: the loader was run, or its code was read."""
+    """What a loader does with the folder, the reason, and its source: the loader was run, or its code was read.
+
+    verdict  one of `VERDICTS`
+    warns    True if the verdict is ok and the reason is a warning
+    """
 
     loader: str
     verdict: str
     reason: str
     source: str
+    warns: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
     if os.path.lexists(single):
         if placed is not None:
             findings.warn("two-layouts", index.name, folder=folder, single=single)
-        _read_file(headers, single, findings)
+        read_file(headers, single, findings)
     elif placed is not None:
         _read_shards(folder, index, placed, headers, findings)
     elif not any(f.kind in ("only-pickles", "index") for f in findings):
@@ -150,7 +150,7 @@ def _read_shards(folder: Path, index: Path, placed: dict[str, str], headers: Hea
     missing: set[str] = set()
     for file in sorted(set(placed.values())):
         if os.path.lexists(folder / file):
-            _read_file(headers, folder / file, findings)
+            read_file(headers, folder / file, findings)
         else:
             tensors = sorted(name for name, shard in placed.items() if shard == file)
             findings.fail("missing-shard", file, tensors[0], index=index, others=len(tensors) - 1)
@@ -171,7 +171,7 @@ def _read_shards(folder: Path, index: Path, placed: dict[str, str], headers: Hea
         findings.fail("duplicate", second, first=first)
 
 
-def _read_file(headers: Headers, path: Path, findings: Findings) -> None:
+def read_file(headers: Headers, path: Path, findings: Findings) -> None:
     headers.files.append(path)
     try:
         header = read(path)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from octavo.checkpoint.stock_model import StockModel
@@ -99,6 +100,10 @@ def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, header
         findings.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
         findings.fail("architectures", "config.json")
+    elif not any(hasattr(transformers, str(name)) for name in raw["architectures"]) and not is_custom(
+        raw.get("model_type")
+    ):
+        findings.fail("architectures/unknown", "config.json", names=raw["architectures"])
     if is_custom(raw.get("model_type")):
         findings.warn("own-family", "config.json", family=raw["model_type"])
     _check_config_dtype(raw, headers, findings)

@@ -70,15 +70,17 @@ SENTENCES: dict[str, str] = {
     "tied-twice": "repeats {first.name!r}, which config.json ties it to: it wastes {tensor.size} bytes; write the "
     "folder without it.",
     "quantization-lost/none": "config.json has no quantization_config, but {count} tensors are FP8 codes, e.g. "
-    "{name!r} in {file}, and there are no scales: loaders would take codes for values. Put the quantization_config "
+    "{name!r} in {file}, and there are no scales: loaders take codes for values. Put the quantization_config "
     "back (the export that wrote the codes has it), or export the model again.",
     "quantization-lost/scales": "config.json has no quantization_config, but {count} tensors are FP8 codes, e.g. "
-    "{name!r} in {file}, with scales: loaders would take codes for values. Put the quantization_config back (the "
-    "export that wrote the codes has it), or export the model again.",
+    "{name!r} in {file}, with scales: transformers takes codes for values, and vLLM has no parameters for the "
+    "scales. Put the quantization_config back (the export that wrote the codes has it), or export the model again.",
     "quantization-without-codes": "config.json has a quantization_config, but no tensor is FP8: vLLM and SGLang would "
     "expect scales; remove the block from config.json, or write the quantized weights.",
     "architectures": "config.json names no architectures: vLLM and SGLang choose the model's class by them; add e.g. "
     '"architectures": ["Qwen3ForCausalLM"].',
+    "architectures/unknown": "config.json names architectures {names}, which no class of transformers has: vLLM and "
+    "SGLang choose the model's class by them; write the name of the model's class.",
     "config-dtype/float8": "config.json gives float8 as the dtype: loaders would cast every tensor to codes without "
     'scales; write "dtype": "bfloat16".',
     "config-dtype/none": 'config.json names no dtype, and most values are {most}: loaders would guess; add "dtype": '
@@ -92,8 +94,8 @@ SENTENCES: dict[str, str] = {
     "companions/tokenizer": "{folder.name} has no tokenizer ({files}): servers cannot start from it; copy the "
     "tokenizer files of the model it was made from.",
     # Scales, and where codes may be
-    "scale-missing": "is FP8 and has no scales {right!r}: loaders would take codes for values; export it again, or "
-    "copy the scales from the checkpoint that it came from.",
+    "scale-missing": "is FP8 and has no scales {right!r}: its codes cannot be decoded, and servers load it without a "
+    "word; export it again, or copy the scales from the checkpoint that it came from.",
     "scale-missing/input": "has no {wanted!r}, although quantization_config has static activations; export it with "
     "dynamic activations.",
     "scale-name": "holds the scales of {weight.name!r}; quant_method {q.method!r} reads {right!r} ({wrong} is "
@@ -129,8 +131,8 @@ SENTENCES: dict[str, str] = {
     "it; export again.",
     "router": "is the router of the experts in FP8: no loader dequantizes it, and it decides which expert runs; write "
     "it in BF16 and list it as not quantized.",
-    "head": "is the output projection in FP8: vLLM and SGLang read it in high precision and would take codes for "
-    "values; write it in BF16 and list it as not quantized.",
+    "head": "is the output projection in FP8: vLLM and SGLang build it in high precision, without parameters for its "
+    "scales; write it in BF16 and list it as not quantized.",
     "of-sound": "is FP8 in the {component}, which vLLM and SGLang run with transformers' modules, in high precision: "
     "for them export without --include {component}.",
     "stacked": "holds stacked experts in FP8; servers read FP8 experts one by one ({single!r}): export again.",
@@ -139,16 +141,18 @@ SENTENCES: dict[str, str] = {
     "fp8-elsewhere": "is FP8, but not the weight of a linear layer: no loader dequantizes it; write it in BF16.",
     "fp8-elsewhere/vector": "is FP8 with {dimensions} dimensions; only matrices are: write it in BF16.",
     "fused-mixed": "{name!r} in {file} is FP8 and {other.name!r} is {other.dtype}; vLLM and SGLang put them into one "
-    "matrix and refuse it: quantize all of them, or none, and list them together.",
+    "matrix, which cannot be both: quantize all of them, or none, and list them together.",
     "block-k": "has K = {k}, which is not a multiple of {c}: vLLM's and SGLang's kernels quantize activations in "
     "groups of {c}; keep this layer in BF16 and list it.",
     "block-n": "has N = {n}, not a multiple of {r}, and servers append another layer to it in one matrix, whose "
     "blocks would not match; keep the layers of this matrix in BF16 and list them.",
     "block-ragged": "has N = {n}, not a multiple of {r}: transformers on a CPU uses blocks of {rows} rows there, "
     "which raises an error or gives wrong values; keep it in BF16 if that matters.",
+    "server": "{loader}: {verdict}. Its loader's reason: {reason}; write the folder again, as an export does.",
     # Skip lists
     "skip-covers-fp8": "{name!r} is FP8 in {file}, but {who} leave{s} it unquantized by {key} in "
-    "config.json{culprit}, and would take its codes for values; remove that entry, and write full names.",
+    "config.json{culprit}: its codes are no values, and its scales have no parameter; remove that entry, and write "
+    "full names.",
     "skip-missing": "{name!r} is {dtype} in {file}, but {who} treat{s} it as FP8 and expect{s} its scales; add "
     "{layer.disk!r} to {key} in config.json.",
     "skip-nothing": "{entry!r} in {key} of config.json names nothing in this model; remove it, or correct it.",

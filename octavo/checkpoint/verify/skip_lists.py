@@ -10,6 +10,7 @@ parts between dots, with and without `model.`); compressed-tensors 0.20 `is_matc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import LOADERS, Findings
@@ -22,7 +23,20 @@ from octavo.models.folder.quantization import (
     matches_target,
 )
 
+#: the classes of linear layers in vLLM and SGLang, of which a target of compressed-tensors may name a part
+_SERVER_CLASSES = ("columnparallellinear", "mergedcolumnparallellinear", "qkvparallellinear", "rowparallellinear")
 _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
+
+
+class SkipRules(Protocol):
+    """The lists of a quantization_config that determine which layers are quantized."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def skipped(self) -> tuple[str, ...]: ...
+    @property
+    def targets(self) -> tuple[str, ...]: ...
 
 
 def layer_names(layer: Linear) -> tuple[str, ...]:
@@ -32,20 +46,36 @@ def layer_names(layer: Linear) -> tuple[str, ...]:
     return (*names, *(name for name in without_prefix if name.startswith(_TOWERS) and name not in names))
 
 
-def is_skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ...]) -> bool:
+def is_skipped_by(loader: str, layer: Linear, q: SkipRules, moved: tuple[str, ...]) -> bool:
     """Return True if a loader leaves a layer in high precision. `moved` is the skip list in the names of the model,
     which transformers uses."""
-    if q.method == "compressed-tensors":
-        module_and_disk = (layer.disk if layer.expert else layer.module, layer.disk)
-        names = module_and_disk if loader == "transformers" else layer_names(layer)
-        is_target = any(matches_target(name, q.targets, layer.types) for name in names)
-        return not is_target or any(matches_target(name, q.skipped, layer.types) for name in names)
-    if loader == "transformers":
+    if loader != "transformers":
+        return not is_server_target(layer, q) or is_listed_for(loader, layer, q)
+    if q.method == "fp8":
         return matches_pattern(layer.module, moved)
+    names = (layer.disk if layer.expert else layer.module, layer.disk)
+    is_target = any(matches_target(name, q.targets, layer.types) for name in names)
+    return not is_target or any(matches_target(name, q.skipped, layer.types) for name in names)
+
+
+def is_server_target(layer: Linear, q: SkipRules) -> bool:
+    """Return True if vLLM and SGLang quantize a layer unless the skip list has it. They compare targets with names and
+    with their own classes, of whose names a part is enough."""
+    if q.method == "fp8":
+        return True
+    if any(target.lower() in cls for target in q.targets for cls in _SERVER_CLASSES):
+        return True
+    return any(matches_target(name, q.targets, ()) for name in layer_names(layer))
+
+
+def is_listed_for(server: str, layer: Linear, q: SkipRules) -> bool:
+    """Return True if vLLM or SGLang find a layer in the skip list; classes in `ignore` mean nothing to them."""
     names = layer_names(layer)
+    if q.method == "compressed-tensors":
+        return any(matches_target(name, q.skipped, ()) for name in names)
     if layer.expert:
         names = (*names, layer.disk.rpartition(".experts.")[0] + ".experts")
-    rule = matches_exactly if loader == "vLLM" else matches_parts
+    rule = matches_exactly if server == "vLLM" else matches_parts
     return any(rule(name, q.skipped) for name in names)
 
 

@@ -3,13 +3,13 @@
     result = checkpoint.verify("model-fp8", against="model")
     result.ok                 True if there are no failures
     result.findings           one sentence each: file, tensor, fix
-    result.verdicts           one per loader: ok, warns, refuses, loads garbage
+    result.verdicts           one per loader: ok; loads, wrong answers; refuses
     result.compared           with `against`: the error of every tensor, worst first
 
 The order of the checks: headers (`headers`), names and shapes against the stock model (`names`), the layout of scales
-(`scales`), skip lists (`skip_lists`), values (`values`), the reference (`compare_source`), and the consequences for
-each loader (`loaders`). PEFT adapters have their own checks (`adapter`). Nothing is changed or unpickled, and no model
-is loaded.
+(`scales`), skip lists (`skip_lists`), values (`values`), the reference (`compare_source`), the rules of servers
+(`servers`), and the consequences for each loader (`loaders`). PEFT adapters have their own checks (`adapter`). Nothing
+is changed or unpickled, and no model is loaded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from octavo.checkpoint.verify.adapter import (
 from octavo.checkpoint.verify.cache_scales import check_cache
 from octavo.checkpoint.verify.companions import check_checksums, check_companion_files, check_companions, check_files
 from octavo.checkpoint.verify.compare_source import collect_sources, compare, compare_unplaced
-from octavo.checkpoint.verify.findings import FAIL, Findings, TensorComparison, VerifyResult
+from octavo.checkpoint.verify.findings import FAIL, Consequence, Findings, TensorComparison, VerifyResult
 from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
-from octavo.checkpoint.verify.loaders import verdicts
+from octavo.checkpoint.verify.loaders import check_predictions, verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import (
     Pair,
@@ -44,6 +44,7 @@ from octavo.checkpoint.verify.scales import (
     check_fp8_places,
     pair_weights_and_scales,
 )
+from octavo.checkpoint.verify.servers import Contents, predict, read_server_files
 from octavo.checkpoint.verify.skip_lists import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, weights_by_name
 from octavo.models import ModelError, empty
@@ -94,10 +95,12 @@ def verify(
         check_ties(inspected.headers, inspected.known, inspected.stock, quick, findings)
     check_checksums(folder, quick, findings)
     unread = check_files(folder, findings)
+    predicted = _server_predictions(inspected, quick)
+    check_predictions(predicted, findings)
     headers, ordered = inspected.headers, findings.ordered()
     return VerifyResult(
         folder, _describe_form(inspected), len(headers.tensors), headers.size, inspected.fp8, not quick, ordered,
-        verdicts(ordered, inspected.q), tuple(compared), reference, unread,
+        verdicts(ordered, inspected.q, predicted), tuple(compared), reference, unread,
     )  # fmt: skip
 
 
@@ -169,6 +172,23 @@ def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, 
         check_blocks(inspected.known, stock, inspected.q, findings)
         _warn_separate_experts(inspected, findings)
     return inspected
+
+
+def _server_predictions(inspected: _Inspection, quick: bool) -> dict[str, list[Consequence] | None]:
+    """Return what each server does with the tensors; {} if the folder describes no model or has no tensors."""
+    headers, stock = inspected.headers, inspected.stock
+    if stock is None:
+        return {}
+    names = {tensor.name: name for name, tensor in inspected.known.items()}
+    block = quantization_block(inspected.raw)
+    out: dict[str, list[Consequence] | None] = {}
+    for server in ("vLLM", "SGLang"):
+        files = read_server_files(server, headers.folder, headers, quick)
+        if files.tensors:
+            problems = tuple(files.problems)
+            contents = Contents(files.tensors, names, stock, inspected.raw, block, files.others, problems, quick)
+            out[server] = predict(contents, server)
+    return out
 
 
 def _parse_autofp8(block: Mapping[str, Any], headers: Headers, findings: Findings) -> Quantization | None:

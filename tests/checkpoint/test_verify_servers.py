@@ -1,0 +1,81 @@
+"""`octavo verify` says of vLLM what vLLM 0.32 did (`server_cases`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.checkpoint.stock_model import Linear
+from octavo.checkpoint.verify import VerifyResult, verify
+from octavo.checkpoint.verify.servers.loading import _fits_grid
+from octavo.models.tiny import tiny
+from tests.checkpoint import server_cases
+from tests.checkpoint.server_folders import FORMS, OK, REFUSES, WRONG, Case, write
+
+#: the folders for which the column was wrong before its rules were taken from vLLM's loader, and their neighbours
+QUICK = (
+    "bf16-no-norm1", "bf16-no-down", "bf16-no-embed", "bf16_tied-only-head", "dyn-no-norm1", "dyn-no-down",
+    "dyn-no-scale-down", "dyn-down-bf16", "dyn-q-bf16-listed", "dyn-over-bf16", "dyn-qlost", "dyn-down-listed",
+    "dyn-stray", "dyn-codes-u8", "tensor-no-scale-v", "bf16-shape-k-rows+", "bf16-kv1", "bf16-stray-single",
+    "bf16-duplicate", "ragged-fp8-gateup-n", "ragged-ct-gateup-n", "dyn-extra-g_idx", "bf16-extra-bias-q",
+)  # fmt: skip
+NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in server_cases.CASES]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write("llama", tmp_path_factory.mktemp("tokenizer") / "llama")
+
+
+def run(case: Case, tmp_path: Path, tokenizer: Path) -> tuple[VerifyResult, dict[str, str]]:
+    verified = verify(write(case, tmp_path / "folder", tokenizer))
+    return verified, {verdict.loader: verdict.verdict for verdict in verified.verdicts}
+
+
+@pytest.mark.parametrize("form", ["bf16", "bf16_tied", *FORMS, "static", "auto", "autostatic"])
+def test_good_folders_are_ok(form: str, tmp_path: Path, tokenizer: Path) -> None:
+    verified, verdicts = run(Case(form, OK), tmp_path, tokenizer)
+    assert verified.ok and verdicts["vLLM"] == verdicts["SGLang"] == OK
+    source = next(verdict.source for verdict in verified.verdicts if verdict.loader == "vLLM")
+    kernel = " (kernel of the test)" if form not in ("bf16", "bf16_tied", "dyn") else ""
+    assert source == f"loaded in vLLM 0.32 on a CPU{kernel}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verdict_is_what_vllm_did(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    case = server_cases.CASES[name]
+    verified, verdicts = run(case, tmp_path, tokenizer)
+    assert verdicts["vLLM"] == case.vllm, [verdict for verdict in verified.verdicts if verdict.loader == "vLLM"]
+    if case.vllm != OK:
+        assert not verified.ok  # exit code 1
+
+
+def test_verdicts_are_three_words() -> None:
+    assert {case.vllm for case in server_cases.CASES.values()} == {OK, WRONG, REFUSES}
+
+
+@pytest.mark.parametrize(
+    ("name", "sglang"),
+    [
+        ("bf16-no-norm1", WRONG),  # nothing is checked after loading
+        ("bf16-extra-module", OK),  # left out with a warning
+        ("bf16-layers-fewer", WRONG),  # layers beyond the model's are skipped
+        ("dyn-qlost", REFUSES),  # the scales of a fused matrix have no parameter
+        ("bf16-tie-yes", WRONG),  # the tied head on disk is dropped
+    ],
+)
+def test_sglang_differs_where_its_source_does(name: str, sglang: str, tmp_path: Path, tokenizer: Path) -> None:
+    verified, verdicts = run(server_cases.CASES[name], tmp_path, tokenizer)
+    assert verdicts["SGLang"] == sglang
+    (source,) = [verdict.source for verdict in verified.verdicts if verdict.loader == "SGLang"]
+    assert source.startswith("read in its source")
+
+
+def test_scales_of_ragged_fused_layers_are_refused_or_misplaced() -> None:
+    """SmolLM2's q, k and v fit into the grid of their matrix, each at a wrong row; two layers of 320 rows do not."""
+
+    def parts(*rows: int) -> tuple[Linear, ...]:
+        return tuple(Linear("x", "x", (n, 128), ("Linear",)) for n in rows)
+
+    assert _fits_grid(parts(576, 192, 192), 128) and not _fits_grid(parts(320, 320), 128)
