@@ -34,8 +34,9 @@ Weights of a running engine were changed and changed back (`reload_weights`), wi
 {names}.
 """
 DAMAGES = """\
-The next folders have four layers, most of them with one thing wrong. `octavo verify` predicts what vLLM does. "Loads,
-wrong answers" is NaN, or log-probabilities farther from the good folder's than twice what FP8 itself changes.
+The next folders have four layers of that model (`tiny`: three layers with random weights), most of them with one
+thing wrong. `octavo verify` predicts what vLLM does. "Loads, wrong answers" is NaN, or log-probabilities
+farther from the good folder's than twice what FP8 itself changes.
 """
 
 
