@@ -25,6 +25,8 @@ from hypothesis import settings
 
 from octavo.base import encryption
 
+NEEDS = ("real", "server")  # markers of tests that are counted
+
 
 def _count_frozen_once() -> None:
     """How many objects are frozen is counted by going through them, and here a million are. Every run asks, twice; what
@@ -71,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if given.get("family") in LIKE_OTHERS:
             item.add_marker(pytest.mark.long)
+        # Not the keywords of a report, which also have the names of folders.
+        item.user_properties += [("needs", name) for name in NEEDS if item.get_closest_marker(name)]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,7 +94,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many tests used a real model or a server: in CI a silent zero would mean that nothing was tried."""
     passed = terminalreporter.stats.get("passed", ())
-    counts = {name: sum(name in report.keywords for report in passed) for name in ("real", "server")}
+    counts = {name: sum(("needs", name) in report.user_properties for report in passed) for name in NEEDS}
     if any(counts.values()):
         terminalreporter.write_line(f"on real weights: {counts['real']}, in the server: {counts['server']}")
 
