@@ -15,10 +15,12 @@ from octavo.report.run.plots import PALETTE, STYLE
 
 def draw(result: Mapping[str, object], bar: float, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 3.8), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _draw_growth(left, result["growth"], bar)
-        _draw_parts(right, result["parts"])
+        parts = [part for part in result["parts"] if part["gaps"]]
+        figure = Figure(figsize=(10 if parts else 6, 3.8), layout="constrained")
+        axes = figure.subplots(1, 2 if parts else 1, squeeze=False)[0]
+        _draw_growth(axes[0], result["growth"], bar)
+        if parts:
+            _draw_parts(axes[1], parts)
         figure.savefig(path, dpi=150)
 
 
@@ -48,7 +50,7 @@ def _draw_growth(axes: Axes, growth: Mapping[str, object], bar: float) -> None:
 
 def _draw_parts(axes: Axes, parts: list[Mapping[str, object]]) -> None:
     """One point a seed, by what is in FP8."""
-    shown = [part for part in parts if part["gaps"]][::-1]
+    shown = parts[::-1]
     for y, part in enumerate(shown):
         axes.plot(
             [100 * gap for gap in part["gaps"]], [y] * len(part["gaps"]), "o", color=PALETTE["fp8-0"], markersize=4
