@@ -110,7 +110,7 @@ class MassiveActivations(Callback):
 
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         if number == 1:
-            self.watch = InputWatch(run.model, run.job.plan)
+            self.watch = InputWatch(run.job.stepper.model, run.job.plan)
 
     def after_step(self, run: Run, step: Step) -> None:
         if self.watch is None:

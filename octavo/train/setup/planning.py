@@ -26,7 +26,7 @@ from octavo.parallel import ulysses_size
 from octavo.train.errors import TrainError
 from octavo.train.forward import routing
 from octavo.train.forward.forward import model_dtype
-from octavo.train.setup import frozen_base, parallel_limits
+from octavo.train.setup import checks, frozen_base
 from octavo.train.setup.token_counts import Tokens, attention_flops
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
     if saved is not None:
         backend = "auto" if cfg.fp8.plan is not None else cfg.fp8.backend
         plan = fp8.load_plan(saved, model, family.components, other_machine=True, backend=backend)
-        parallel_limits.check(cfg, model, plan, ranks)
+        checks.check_ranks(cfg, model, plan, ranks)
         return plan, family, _notes(plan, model, family, ranks, cfg)
     return plan_model(cfg, model, family, ranks)
 
@@ -172,7 +172,7 @@ def plan_model(
         micro_steps = count_micro_steps(cfg, ranks)
         plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
     _check_compile(cfg, plan)
-    parallel_limits.check(cfg, model, plan, ranks)
+    checks.check_ranks(cfg, model, plan, ranks)
     return plan, family, _notes(plan, model, family, ranks, cfg)
 
 

@@ -20,7 +20,7 @@ from octavo.parallel import Layout
 from octavo.train.estimate.memory import MemoryEstimator, states
 from octavo.train.estimate.step_time.groups import groups
 from octavo.train.estimate.step_time.wire import CodedLayers, Decoder, Group, Rows
-from octavo.train.setup.parallel_limits import count_coded_layers
+from octavo.train.setup.checks import count_coded_layers
 from octavo.train.setup.token_counts import Tokens, attention_flops
 
 FLASH = 7 / 6  # FLOPs that flash attention computes for each of attention's FLOPs, forward and backward
