@@ -67,10 +67,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "without attention": (BLOCKWISE, without("**.self_attn.*")),
 }
 #: settings that were chosen from the costs at equal weights, where the forward causes all of the gap and attention half
+GOAL, HALF = "blockwise, fwd in high precision", "blockwise, attention in high precision"
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "blockwise, fwd in high precision": (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
-    "blockwise, attention in high precision": (BLOCKWISE, without("**.self_attn.*")),
+    GOAL: (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
+    HALF: (BLOCKWISE, without("**.self_attn.*")),
 }
+FORKS = {**SETTINGS, "blockwise": (BLOCKWISE,)}
 RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 
 
@@ -149,40 +151,40 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
-    # Two seeds of what decides, then what explains it, then the other seeds and recipes.
-    for seed in range(2):
-        yield from seed_forks(home, cfg, seed)
-    for seed in range(2):
-        for part, words in PARTS.items():
-            name = f"part-{part.replace(' ', '_')}-seed-{seed}"
-            if len(words) == 1:
-                yield fork(home, name, short, seed, (), ("smollm2_operands", "plant", "blockwise", *words))
-            else:
-                yield fork(home, name, short, seed, words)
-    for seed in range(2, SEEDS):
-        yield from seed_forks(home, cfg, seed)
-    for seed in range(2):
-        for recipe in RECIPES:
-            yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
-        yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
+    # All seeds of what the goal and the default recipe are judged by, then one seed of everything else, then the rest.
     for seed in range(SEEDS):
-        yield from lora(home, seed)
+        yield fork(home, f"high-seed-{seed}", cfg, seed)
+        for what in (GOAL, "blockwise"):
+            yield fork(home, f"{folder_name(what)}-seed-{seed}", cfg, seed, FORKS[what])
     for seed in range(2):
+        yield from recipe_forks(home, cfg, seed)
+        yield from part_forks(home, short, seed)
+        yield from lora(home, seed)
+        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, FORKS[HALF])
+        yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
         yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
     yield from pair(home, "slow", config(STEPS, "2e-5"), 0)
     long = config(LONG)
     yield from pair(home, "long", long, 0)
     yield fork(home, "long-rowwise-seed-0", long, 0, ("fp8.recipe=rowwise",))
     for seed in range(2, SEEDS):
-        for recipe in RECIPES:
-            yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
+        yield from lora(home, seed)
+        yield from recipe_forks(home, cfg, seed)
+        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, FORKS[HALF])
 
 
-def seed_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
-    """The forks of a seed whose interval decides: high precision, the settings, and everything in FP8."""
-    yield fork(home, f"high-seed-{seed}", cfg, seed)
-    for setting, words in {**SETTINGS, "blockwise": (BLOCKWISE,)}.items():
-        yield fork(home, f"{folder_name(setting)}-seed-{seed}", cfg, seed, words)
+def recipe_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
+    for recipe in RECIPES:
+        yield fork(home, f"{recipe}-seed-{seed}", cfg, seed, (f"fp8.recipe={recipe}",))
+
+
+def part_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
+    for part, words in PARTS.items():
+        name = f"part-{part.replace(' ', '_')}-seed-{seed}"
+        if len(words) == 1:
+            yield fork(home, name, cfg, seed, (), ("smollm2_operands", "plant", "blockwise", *words))
+        else:
+            yield fork(home, name, cfg, seed, words)
 
 
 def folder_name(setting: str) -> str:
