@@ -72,7 +72,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     GOAL: (BLOCKWISE, rules('match: "**.layers.**", fwd: bf16')),
     HALF: (BLOCKWISE, without("**.self_attn.*")),
 }
-FORKS = {**SETTINGS, "blockwise": (BLOCKWISE,)}
 RECIPES = ("rowwise", "tensorwise", "mxfp8", "delayed")
 
 
@@ -151,16 +150,16 @@ LAYERS: dict[str, tuple[list[str], list[str]]] = {
 
 def forks(home: Path) -> Iterator[Unit]:
     cfg, short = config(STEPS), config(SHORT)
-    # All seeds of what the goal and the default recipe are judged by, then one seed of everything else, then the rest.
+    # All seeds of the goal, then one seed of everything else, then the rest.
     for seed in range(SEEDS):
         yield fork(home, f"high-seed-{seed}", cfg, seed)
-        for what in (GOAL, "blockwise"):
-            yield fork(home, f"{folder_name(what)}-seed-{seed}", cfg, seed, FORKS[what])
+        yield fork(home, f"{folder_name(GOAL)}-seed-{seed}", cfg, seed, SETTINGS[GOAL])
     for seed in range(2):
+        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
         yield from recipe_forks(home, cfg, seed)
         yield from part_forks(home, short, seed)
         yield from lora(home, seed)
-        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, FORKS[HALF])
+        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, SETTINGS[HALF])
         yield fork(home, f"torchao-seed-{seed}", cfg, seed, (), ("smollm2_equal", "plant_torchao", "tensorwise"))
         yield from pair(home, "instructions", config(STEPS, LR, "instructions"), seed)
     yield from pair(home, "slow", config(STEPS, "2e-5"), 0)
@@ -168,9 +167,10 @@ def forks(home: Path) -> Iterator[Unit]:
     yield from pair(home, "long", long, 0)
     yield fork(home, "long-rowwise-seed-0", long, 0, ("fp8.recipe=rowwise",))
     for seed in range(2, SEEDS):
+        yield fork(home, f"blockwise-seed-{seed}", cfg, seed, (BLOCKWISE,))
         yield from lora(home, seed)
         yield from recipe_forks(home, cfg, seed)
-        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, FORKS[HALF])
+        yield fork(home, f"{folder_name(HALF)}-seed-{seed}", cfg, seed, SETTINGS[HALF])
 
 
 def recipe_forks(home: Path, cfg: Config, seed: int) -> Iterator[Unit]:
