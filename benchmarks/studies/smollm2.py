@@ -126,10 +126,13 @@ def equal_units() -> Iterator[Unit]:
     for what in ("weights", "activations"):
         yield Unit(f"equal-{what}", None, task=("smollm2_equal", "operands", "blockwise", what))
     yield Unit("equal-noise", None, task=("smollm2_equal", "noise", "blockwise"))
+    for way, size in UPDATES.items():
+        yield Unit(f"equal-{way}", None, task=("smollm2_equal", "update", "blockwise", size))
     for name, (globs, gemms) in LAYERS.items():
         yield Unit(f"layers-{name}", None, task=("smollm2_equal", "layers", "blockwise", globs, gemms))
 
 
+UPDATES = {"update-down": -1e-7, "update-up": 1e-7}  # along the gradient, of every weight
 ALL = ["fwd", "dgrad", "wgrad"]
 _THIRDS = {"first": range(10), "middle": range(10, 20), "last": range(20, 30)}
 LAYERS: dict[str, tuple[list[str], list[str]]] = {
@@ -262,6 +265,10 @@ def _equal(outcomes: Outcomes) -> list[dict[str, object]]:
             figures = dict(outcome.more)
             measured = equal.summarize(figures, high.more["losses"]) if figures["losses"] else {}
             figures.pop("losses")
+            if "high" in figures:  # losses of the same weights in high precision
+                figures["gap_in_high_precision"] = equal.summarize(
+                    {"losses": figures.pop("high")}, high.more["losses"]
+                )["gap"]
             lines.append({"what": name, **measured, **figures})
     return lines
 

@@ -92,6 +92,35 @@ def noise(home: Path, name: str) -> Figures:
     return {**_compare(home, model, AT_LEAST), "relative_error": float(np.mean(relative))}
 
 
+def update(home: Path, name: str, size: float) -> Figures:
+    """A recipe after every weight moved by `size` along the sign of its gradient: what a first update does that is too
+    small to matter in high precision. A weight that lies between two values of FP8 takes the one that it moves to."""
+    model, spec = _model(), fp8.recipe(name).fwd.b  # type: ignore[union-attr]
+    ties = _ties(model, spec)
+    fp8.apply(model, fp8.plan(model, name))
+    signs = {name: gradient.sign() for name, gradient in _gradients(model).items()}
+    with torch.no_grad():
+        for name_of, p in model.named_parameters():
+            if name_of in signs:
+                p.add_(signs[name_of], alpha=size)
+    fp8.invalidate(model)
+    with fp8.high_precision(model):
+        high = text.losses(model, 0, AT_LEAST)
+    return {"losses": text.losses(model, 0, AT_LEAST), "ties": ties, "high": high}
+
+
+@torch.no_grad()
+def _ties(model: nn.Module, spec: fp8.CastSpec) -> float:
+    """The share of weights in the middle between two FP8 values: they round elsewhere after the smallest change."""
+    count = total = 0
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and ".layers." in name:
+            above, below = (fp8.dequantize(fp8.quantize(p * (1 + change), spec)) for change in (1e-6, -1e-6))
+            count += int((above != below).sum())
+            total += p.numel()
+    return count / total
+
+
 def layers(home: Path, name: str, globs: list[str], gemms: list[str]) -> Figures:
     """FP8 only in the layers that match, and only in these GEMMs."""
     model = _model()
