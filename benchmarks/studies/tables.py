@@ -107,10 +107,29 @@ def equal(result: Result) -> str:
     lines = ["| in FP8 | layers | gap of the loss (standard error) | windows | gradient: error | mean cosine |"]
     lines.append("|---|---|---|---|---|---|")
     for one in result["equal"]:
+        if "ties" in one:
+            continue  # in the table of updates
         gap = "" if "gap" not in one else f"{percent(one['gap'])} ({100 * one['error']:.3f})"
         name, layers = one["what"].partition("-")[2].replace("_", r"\_"), one.get("layers", "")
         gradient = f"{one['gradient_error']:.3f} | {one['cosine']:.3f}"
         lines.append(f"| {name} | {layers} | {gap} | {one.get('windows', '')} | {gradient} |")
+    return "\n".join(lines)
+
+
+def updates(result: Result) -> str:
+    """What a first update does to the weights that lie in the middle between two FP8 values."""
+    lines = [
+        "| all weights moved by 1e-7 | gap in FP8 (standard error) | the same weights in high precision | weights in the "
+        "middle between two FP8 values |",
+        "|---|---|---|---|",
+    ]
+    for one in result["equal"]:
+        if "ties" in one:
+            way = one["what"].rpartition("-")[2]
+            gap = f"{percent(one['gap'])} ({100 * one['error']:.3f})"
+            lines.append(
+                f"| {way} the gradient | {gap} | {percent(one['gap_in_high_precision'])} | {100 * one['ties']:.1f} % |"
+            )
     return "\n".join(lines)
 
 
@@ -127,7 +146,7 @@ def parts(result: Result) -> str:
 
 MORE: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "": rows, "power": power, "cost": cost, "cells": cells, "routing": routing,
-    "equal": equal, "parts": parts,
+    "equal": equal, "updates": updates, "parts": parts,
 }  # fmt: skip
 
 
