@@ -119,8 +119,8 @@ def equal(result: Result) -> str:
 def updates(result: Result) -> str:
     """What a first update does to the weights that lie in the middle between two FP8 values."""
     lines = [
-        "| all weights moved by 1e-7 | gap in FP8 (standard error) | the same weights in high precision | weights in the "
-        "middle between two FP8 values |",
+        "| all weights moved by 1e-7 | gap in FP8 (standard error) | the same weights in high precision | middle "
+        "between two FP8 values |",
         "|---|---|---|---|",
     ]
     for one in result["equal"]:
