@@ -252,3 +252,15 @@ def test_resumed_run_uses_its_saved_plan(make):
     assert json.loads(file.read_text()) == plan
     loaded = train.load_run(first.dir, log=lambda text: None)[0]
     assert not any(isinstance(m, fp8.Linear) for name, m in loaded.named_modules() if "merger" in name)
+
+
+def test_plan_notes_that_an_fp8_forward_raises_the_loss_of_pretrained_weights(make):
+    def offers(*words: str) -> bool:
+        return any(planning.FORWARD_SETTING in note for note in plan_for(make(*words))[2])
+
+    assert offers("fp8.recipe=blockwise") and offers("fp8.image_encoder.recipe=off")
+    for word in (planning.FORWARD_SETTING, "fp8.recipe=off", "model.init=random", "fp8.param=true"):
+        assert not offers(word), word
+    towers_off = ("fp8.image_encoder.recipe=off", "fp8.image_projector.recipe=off")
+    assert offers(*towers_off)
+    assert not offers(*towers_off, "lora.rank=4", "model.load_in_fp8=blockwise")  # weights are FP8 codes anyway

@@ -278,10 +278,26 @@ def high_precision_notes(model: nn.Module) -> list[str]:
     return [f"{kind} in high precision: {reason}" for kind, reason in models.high_precision_modules(model).items()]
 
 
+def pretrained_notes(cfg: Config, plan: fp8.Plan) -> list[str]:
+    """Return a note on what FP8 costs pretrained weights and the cheapest setting that avoids it; empty for random
+    weights, and where the forward is in high precision or reads weights that are stored as FP8 codes."""
+    computed = any(r.recipe is not None and r.recipe.fwd is not None and r.row.codes is None for r in plan.rows)
+    stored = cfg.fp8.param or cfg.fp8.plan is not None
+    if cfg.model.init == "random" or stored or not computed:
+        return []
+    return [
+        f"FP8 in fwd raises the loss of pretrained weights, in dgrad and wgrad it does not: {FORWARD_SETTING} keeps it "
+        "(measured on SmolLM2, docs/studies.md)"
+    ]
+
+
+#: the setting that keeps the loss in the study smollm2
+FORWARD_SETTING = "fp8.fwd=bf16"
+
+
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     """Return the notes of a plan, and a note for each setting with an effect that a reader may miss."""
-    notes = list(plan.notes)
-    notes += high_precision_notes(model)
+    notes = [*plan.notes, *pretrained_notes(cfg, plan), *high_precision_notes(model)]
     # settings whose effect depends on the number of ranks or on the model
     if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
