@@ -240,7 +240,8 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
             rows.append(row(design, what, values, FORK))
     curves: dict[str, object] = {}
     for what, name in named.items():
-        at = {step: gaps(outcomes, name, "high", step) for step in (*WATCHED, STEPS)}
+        at = {0: _gap_before(outcomes, BEFORE.get(name, f"equal-{name}"))}
+        at |= {step: gaps(outcomes, name, "high", step) for step in (*WATCHED, STEPS)}
         curves[what] = {"steps": [s for s, of in at.items() if of], "gaps": [of for of in at.values() if of]}
     parts = {"everything": gaps(outcomes, "blockwise", "high", SHORT)} | {
         part: gaps(outcomes, f"part-{part.replace(' ', '_')}", "high", SHORT) for part in PARTS
@@ -252,6 +253,18 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, object]:
         "equal": _equal(outcomes),
         "parts": [{"part": part, "gaps": of, "in_high_precision": trained.get(part, [])} for part, of in parts.items()],
     }
+
+
+def _gap_before(outcomes: Outcomes, name: str) -> list[float]:
+    """The gap before the first step, on the windows of the last look."""
+    unit, high = outcomes.get(name), outcomes.get(equal.HIGH)
+    if unit is None or high is None:
+        return []
+    return [equal.summarize({"losses": unit.more["losses"][:MANY]}, high.more["losses"])["gap"]]
+
+
+#: forks whose unit without training has another name: it computes the same forward
+BEFORE = {folder_name(GOAL): equal.HIGH, folder_name(HALF): "layers-mlp"}
 
 
 def _equal(outcomes: Outcomes) -> list[dict[str, object]]:

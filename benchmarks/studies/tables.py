@@ -133,6 +133,18 @@ def updates(result: Result) -> str:
     return "\n".join(lines)
 
 
+def growth(result: Result) -> str:
+    """The mean gap over the forks by the step of continued training."""
+    curves = {what: curve for what, curve in result["growth"].items() if len(curve["steps"]) > 1}
+    steps = sorted({step for curve in curves.values() for step in curve["steps"]})
+    lines = [f"| gap after steps | {' | '.join(map(str, steps))} | forks |", "|---" * (len(steps) + 2) + "|"]
+    for what, curve in curves.items():
+        mean = {step: sum(gaps) / len(gaps) for step, gaps in zip(curve["steps"], curve["gaps"], strict=True)}
+        shown = [percent(mean[step]) if step in mean else "" for step in steps]
+        lines.append(f"| {what} | {' | '.join(shown)} | {len(curve['gaps'][-1])} |")
+    return "\n".join(lines)
+
+
 def parts(result: Result) -> str:
     lines = [
         "| in FP8 | gap after 40 steps, by seed | the trained weights in high precision, by seed |",
@@ -146,7 +158,7 @@ def parts(result: Result) -> str:
 
 MORE: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "": rows, "power": power, "cost": cost, "cells": cells, "routing": routing,
-    "equal": equal, "updates": updates, "parts": parts,
+    "equal": equal, "updates": updates, "growth": growth, "parts": parts,
 }  # fmt: skip
 
 
