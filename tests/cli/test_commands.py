@@ -362,7 +362,7 @@ def test_compare_power_trains_nothing(here, capsys):
     assert main(["compare", "run.yaml", "--out", "unused", "--forks", "1", "--power", "--json"]) == 0
     forks = json.loads(capsys.readouterr().out)["power"][-1]
     assert forks["claim"] == "loss_forks"
-    assert "forks of 1 steps cannot diverge, at least 30 steps are needed" in forks["why_not"]
+    assert "forks of 1 step cannot diverge, at least 30 are needed" in forks["why_not"]
     assert not (here / "unused").exists()
 
 

@@ -249,9 +249,9 @@ def test_revision_of_twin_is_used(folders, double, tmp_path):
         (other_tokenizer, ["1 thing differs", "tokenizer: the content of tokenizer.json differs (SHA-256 "]),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer: tokenizer.json is missing"]),
         (change_weights(lambda w: w.pop("model.norm.weight")), ["1 of ", "are missing, first model.norm.weight"]),
-        (change_weights(lambda w: w.update(extra=torch.ones(2))), ["1 tensors are not in the model, first extra"]),
+        (change_weights(lambda w: w.update(extra=torch.ones(2))), ["1 tensor not in the model, first extra"]),
         (change_weights(lambda w: w.update({"model.norm.weight": torch.ones(3)})),
-         ["1 tensors have other shapes, first model.norm.weight: [3] and not ["]),
+         ["1 tensor of another shape, first model.norm.weight: [3] and not ["]),
         (change_weights(lambda w: w.update({k: v.bfloat16() for k, v in w.items() if v.itemsize == 1})),
          ["no tensor has FP8 codes (F8_E4M3), although config.json announces them"]),
     ],
@@ -272,7 +272,7 @@ def test_twin_of_another_size_is_refused(folders, double, tmp_path):
     tiny.write("qwen3", tmp_path / "small")
     export_model(tmp_path / "small", tmp_path / "small8", "fp8-dynamic")
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": tmp_path / "small8"}
-    with pytest.raises(models.ModelError, match=r"(?s)config.json: hidden_size is .* tensors have other shapes"):
+    with pytest.raises(models.ModelError, match=r"(?s)config.json: hidden_size is .* tensors of another shape"):
         resolve_twin(config(folders, tmp_path, "model.load_in_fp8=rowwise"), print)
 
 
