@@ -153,15 +153,6 @@ def test_errors_name_the_problem_and_the_fix(here, trained, argv, code, message,
     assert not output.out
 
 
-@pytest.fixture
-def no_memory(monkeypatch):
-    """Disable the memory prediction of `octavo plan`, which takes a second; see test_plan_memory.py."""
-    from octavo.cli import plan_memory
-
-    monkeypatch.setattr(plan_memory, "as_json", lambda *_: {})
-    monkeypatch.setattr(plan_memory, "show", lambda *_: None)
-
-
 def test_plan_of_a_file(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "fp8={recipe: blockwise, image_projector: {recipe: rowwise}}"]) == 0
     text = capsys.readouterr().out

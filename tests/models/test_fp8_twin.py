@@ -115,16 +115,11 @@ def double(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A tiny text model, its exports in blocks and rows, and folders that differ from them in one thing each."""
-    folder = tmp_path_factory.mktemp("models")
-    tiny.write("qwen3", folder / "plain", size="mini")
-    for kind in ("block", "dynamic"):
-        export_model(folder / "plain", folder / kind, f"fp8-{kind}")
+def folders(fp8_exports, tmp_path_factory):
+    """A copy of the exports, with a file that is not downloaded; tests add folders that differ in one thing each."""
+    folder = shutil.copytree(fp8_exports, tmp_path_factory.mktemp("models") / "exports")
     for name in ("plain", "block", "dynamic"):
         (folder / name / "README.md").write_text("not downloaded")
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
-    (folder / "rows.json").write_text(json.dumps(rows))
     return folder
 
 
