@@ -283,7 +283,7 @@ def test_harmless_differences_are_accepted_and_inputs_noted(folders, double, tmp
     double.repositories = {"an/Original": folders / "plain", "other/Original-FP8": changed(folders, tmp_path, change)}
     said: list[str] = []
     resolve_twin(config(folders, tmp_path), said.append)
-    assert said[0] == "note: other/Original-FP8 has another chat template than an/Original; the twin's is used"
+    assert said[0] == "note: other/Original-FP8 has a different chat template from an/Original; the twin's is used"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Carried:
             what = f"{count_noun(len(omitted), 'tensor')} that the model does not load ({describe_names(omitted)})"
             lines.append(f"{what} {'is' if len(omitted) == 1 else 'are'} left out: {reason}")
         if self.config:
-            lines.append(f"{', '.join(self.config)} of config.json announced them and was removed")
+            verb = "was" if len(self.config) == 1 else "were"
+            lines.append(f"{', '.join(self.config)} of config.json announced them and {verb} removed")
         return lines
 
     def to_json(self) -> dict[str, object]:

@@ -206,12 +206,12 @@ def _digest_tokenizer(file: Path) -> str:
 def _different_inputs(base: _Model, twin: _Model) -> Iterator[str]:
     """Yield a sentence for files that change inputs and not weights. The twin's are used, and exported with it."""
     if _chat_template(base.folder) != _chat_template(twin.folder):
-        yield f"{twin.name} has another chat template than {base.name}; the twin's is used"
+        yield f"{twin.name} has a different chat template from {base.name}; the twin's is used"
     for name in _INPUT_FILES[1:]:
         before, after = (find_file(one.folder, name) for one in (base, twin))
         contents = [read_json(file) if file.is_file() else None for file in (before, after)]
         if contents[0] != contents[1]:
-            yield f"{twin.name} has another {name} than {base.name}; the twin's is used"
+            yield f"{twin.name} has a different {name} from {base.name}; the twin's is used"
 
 
 def _chat_template(folder: Path) -> object:
